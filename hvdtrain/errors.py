@@ -1,0 +1,28 @@
+"""The exceptions whose message is meant for the person at the terminal.
+
+Everything else that is raised is a defect: it is shown with its traceback and
+ends the run with exit code 1.
+"""
+
+from __future__ import annotations
+
+EXIT_CRASH = 1
+EXIT_USER = 2
+EXIT_NOT_FINITE = 3
+EXIT_PREEMPTED = 75
+
+
+class UserError(Exception):
+    """The command line, the configuration or the input is wrong.
+
+    The message says what is wrong, where, and what to do. It is printed without
+    a traceback and the process ends with `exit_code`.
+    """
+
+    exit_code = EXIT_USER
+
+
+class NotFiniteError(UserError):
+    """The gradients are not finite and stayed so; a retry would end the same way."""
+
+    exit_code = EXIT_NOT_FINITE

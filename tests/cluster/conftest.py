@@ -1,0 +1,41 @@
+"""Two hosts, node1 and node2, for all tests of this folder."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import Cluster
+from tests.support.namespaces import why_not
+
+
+@pytest.fixture(scope="session")
+def two_hosts() -> Iterator[Cluster]:
+    reason = why_not()
+    if reason and os.environ.get("CI") == "true":
+        pytest.fail(f"the cluster tests must run in CI: {reason}")
+    if reason:
+        pytest.skip(reason)
+    with Cluster(["node1", "node2"]) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(two_hosts: Cluster) -> Iterator[Cluster]:
+    """The two hosts; a rank that outlives its test is killed and fails the test."""
+    yield two_hosts
+    left = two_hosts.processes(containing="hvdtrain.train")
+    two_hosts.kill(left)
+    assert not left, f"ranks outlived the test: {left}"
+
+
+@pytest.fixture
+def runs(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
+    """An empty folder for this test's runs, which both hosts see."""
+    folder = cluster.shared / re.sub(r"\W+", "-", request.node.name)
+    folder.mkdir()
+    return folder

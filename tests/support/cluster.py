@@ -1,0 +1,224 @@
+"""Several hosts on this machine, for tests that drive the real launchers between them.
+
+A host is a set of Linux namespaces (network, mount, process, name, IPC) with its own
+name, address, sshd, /tmp, /run and /dev/shm; a "switch" is one more network namespace
+with the bridge that joins them. Nothing is written to the machine's /etc, ~/.ssh or
+network: files are covered by mounts that only the host sees. All of it is held up by
+processes alone, so the kernel removes it when they end, and they end with this process,
+however that ends. Only a folder in /var/tmp can stay behind; the next start removes it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tests.support.cluster_folder import ClusterFolder
+from tests.support.job import Finished, Job, poll
+from tests.support.namespaces import ENVIRONMENT, NAMESPACES, check, pid_namespace
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SUBNET = "10.207.0"
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of a host; `pid` is this machine's number for it, not the host's own."""
+
+    pid: int
+    host: str
+    command: str
+
+
+class Cluster:
+    """Hosts with the given names, up inside the `with` block.
+
+    Attributes:
+        shared: a folder that all hosts and this process see under the same path. They
+            also share the repository and the virtual environment, but not /tmp.
+
+    Raises:
+        RuntimeError: a host did not come up; the message holds its log.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = list(names)
+        self._inits: dict[str, psutil.Process] = {}
+        self._holders: list[subprocess.Popen[bytes]] = []
+        self._jobs: list[Job] = []
+
+    def __enter__(self) -> Cluster:
+        hosts = {name: f"{SUBNET}.{i}" for i, name in enumerate(self.names, start=1)}
+        self._folder = ClusterFolder(hosts, ENVIRONMENT)
+        self.shared = self._folder.shared
+        atexit.register(self.close)
+        try:
+            self._start_switch()
+            for name in self.names:
+                self.boot(name)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every process of the cluster and removes its folder; may be called twice."""
+        atexit.unregister(self.close)
+        for name in list(self._inits):
+            self.kill_host(name)
+        for job in self._jobs:
+            job.kill()
+        for holder in self._holders:
+            holder.kill()
+            holder.wait(10)
+        self._folder.remove()
+
+    def start(
+        self,
+        host: str,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        cwd: Path = REPOSITORY,
+    ) -> Job:
+        """Starts a command on a host; `env` is added to ENVIRONMENT."""
+        # setsid: seen from inside, the number of a session led from outside would be 0.
+        prefix = [*self._enter(host), "setsid", "--wait", "env", f"--chdir={cwd}"]
+        output = self._folder.path / f"job{len(self._jobs)}"
+        job = Job(prefix, argv, ENVIRONMENT | dict(env or {}), output)
+        self._jobs.append(job)
+        return job
+
+    def run(
+        self,
+        host: str,
+        argv: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        cwd: Path = REPOSITORY,
+        timeout: float = 60,
+    ) -> Finished:
+        """`start` and `Job.wait`: an AssertionError where it takes more than `timeout` s."""
+        return self.start(host, argv, env, cwd).wait(timeout)
+
+    def processes(self, host: str | None = None, containing: str = "") -> list[Process]:
+        """The live processes of one host, or of all; zombies are not counted.
+
+        Args:
+            containing: only those with this text in their command line.
+        """
+        found = [p for name in ([host] if host else self.names) for p in self._processes(name)]
+        return [process for process in found if containing in process.command]
+
+    def kill(self, processes: Iterable[Process]) -> None:
+        """Ends processes with SIGKILL; one that is gone already is no error."""
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+
+    def file(self, host: str, path: str) -> Path:
+        """Where this process finds a file that only the host sees, such as one in /tmp."""
+        return Path(f"/proc/{self._inits[host].pid}/root") / path.lstrip("/")
+
+    def link(self, host: str, up: bool) -> None:
+        """Cuts a host off, or joins it again: packets vanish, nothing is refused."""
+        self._switch("ip", "link", "set", self._port(host), "up" if up else "down")
+
+    def kill_host(self, host: str) -> None:
+        """Ends all processes of a host at once, as a power cut would; `boot` brings it back."""
+        init = self._inits.pop(host)
+        # The cable first: ending processes say goodbye on their connections, a power cut not.
+        with contextlib.suppress(RuntimeError):
+            self._switch("ip", "link", "delete", self._port(host))
+        with contextlib.suppress(psutil.NoSuchProcess):
+            init.kill()
+            init.wait(10)
+
+    def boot(self, host: str) -> None:
+        """Starts a host and waits until it answers ssh."""
+        log = self._folder.path / host / "log"
+        visible = [str(REPOSITORY), sys.prefix, sys.base_prefix]
+        script = [str(Path(__file__).with_name("host.sh")), host, str(self._folder.path)]
+        unshare = ["unshare", *NAMESPACES, "--fork", "--kill-child=KILL", "--mount-proc"]
+        holder = self._hold([*unshare, "sh", *script, *visible], log)
+        try:
+            self._inits[host] = _only_child(holder)
+            self._plug_in(host)
+            poll(lambda: self._answers(host), 20, f"ssh {host}")
+        except (AssertionError, psutil.Error, subprocess.SubprocessError) as error:
+            raise RuntimeError(f"{host} did not come up: {error}\n{log.read_text()}") from error
+
+    def _start_switch(self) -> None:
+        self._bridge = self._hold(["unshare", "--net", "sleep", "infinity"], Path(os.devnull))
+        # Until unshare has acted, its network namespace is still that of this machine.
+        ours = os.readlink("/proc/self/ns/net")
+        theirs = f"/proc/{self._bridge.pid}/ns/net"
+        poll(lambda: os.readlink(theirs) != ours, 10, "the switch's namespace")
+        self._switch("ip", "link", "add", "name", "br0", "type", "bridge")
+        self._switch("ip", "link", "set", "br0", "up")
+
+    def _plug_in(self, host: str) -> None:
+        port, pid = self._port(host), str(self._inits[host].pid)
+        number = self.names.index(host) + 1
+        address = f"{SUBNET}.{number}/24"
+        # A fixed hardware address: after a reboot the others still know the old one.
+        peer = ["peer", "name", "eth0", "address", f"02:00:00:00:00:{number:02x}", "netns", pid]
+        self._switch("ip", "link", "add", "name", port, "type", "veth", *peer)
+        self._switch("ip", "link", "set", port, "master", "br0", "up")
+        for command in (["addr", "add", address, "dev", "eth0"], ["link", "set", "eth0", "up"]):
+            check(["nsenter", "--target", pid, "--net", "ip", *command])
+
+    def _answers(self, host: str) -> bool:
+        return self.run(host, ["ssh", host, "true"], cwd=Path("/"), timeout=20).returncode == 0
+
+    def _processes(self, host: str) -> Iterator[Process]:
+        namespace = pid_namespace(self._inits[host].pid) if host in self._inits else None
+        if namespace is None:
+            return
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if (
+                    pid_namespace(process.pid) == namespace
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
+                    yield Process(process.pid, host, " ".join(process.cmdline()))
+
+    def _enter(self, host: str) -> list[str]:
+        return ["nsenter", "--target", str(self._inits[host].pid), *NAMESPACES, "--"]
+
+    def _switch(self, *command: str) -> None:
+        check(["nsenter", "--target", str(self._bridge.pid), "--net", *command])
+
+    def _port(self, host: str) -> str:
+        # By number: a link's name has at most 15 characters, a host's may have more.
+        return f"port{self.names.index(host) + 1}"
+
+    def _hold(self, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+        """Starts a process that is killed when this one ends, even by SIGKILL."""
+        with log.open("wb") as output:
+            holder = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *command],
+                env=ENVIRONMENT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self._holders.append(holder)
+        return holder
+
+
+def _only_child(holder: subprocess.Popen[bytes]) -> psutil.Process:
+    parent = psutil.Process(holder.pid)
+    poll(lambda: bool(parent.children()) or holder.poll() is not None, 10, "the first process")
+    return parent.children()[0]

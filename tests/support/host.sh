@@ -1,0 +1,34 @@
+#!/bin/sh
+# Turns a process in namespaces of its own into a host, then becomes its sshd.
+# Every mount below is seen by this host alone and vanishes with its last process.
+# Arguments: the host's name, the cluster's folder, then the folders that must stay
+# visible although they may lie under /tmp.
+set -eu
+name=$1 common=$2
+shift 2
+hostname "$name"
+ip link set lo up
+
+mount --rbind /tmp /mnt
+mount -t tmpfs tmpfs /tmp
+chmod 1777 /tmp
+for folder in "$@"; do
+    case $folder in
+        /tmp/*) mkdir -p "$folder"; mount --rbind "/mnt/${folder#/tmp/}" "$folder" ;;
+    esac
+done
+umount -l /mnt
+mount -t tmpfs tmpfs /run       # pid files, and the folder sshd asks for
+mkdir -m 755 /run/sshd
+mount -t tmpfs tmpfs /dev/shm   # hosts share no memory
+chmod 1777 /dev/shm
+
+mount --bind "$common/hosts" /etc/hosts
+mount --bind "$common/ssh_config" /etc/ssh/ssh_config
+mount --bind "$common/shadow" /etc/shadow
+# What the user of this machine configured for shells and ssh is not for the test:
+# a .bashrc that puts another python first would reach every remote rank.
+for file in "$HOME/.bashrc" "$HOME/.ssh/config"; do
+    if [ -e "$file" ]; then mount --bind "$common/empty" "$file"; fi
+done
+exec "$(command -v sshd)" -D -e -f "$common/$name/sshd_config"

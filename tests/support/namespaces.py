@@ -1,0 +1,52 @@
+"""What the hosts of a test cluster are made of, and whether this machine has it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+
+NAMESPACES = ["--net", "--uts", "--ipc", "--mount", "--pid"]
+TOOLS = ["hostname", "ip", "mount", "nsenter", "setpriv", "setsid", "ssh", "ssh-keygen", "sshd"]
+# As a login there would have it, and no more of this process's environment.
+ENVIRONMENT = {
+    "PATH": f"{sys.prefix}/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": os.environ.get("HOME", "/root"),
+    "LANG": "C.UTF-8",
+    # mpirun's own words for "yes, root": the hosts have no other user.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}
+
+
+def why_not() -> str | None:
+    """Why hosts cannot be started on this machine; None where they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in TOOLS if shutil.which(tool, path=ENVIRONMENT["PATH"]) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)} (iproute2, openssh-server, openssh-client)"
+    trial = (
+        "mount -t tmpfs tmpfs /run && ip link add name br0 type bridge"
+        " && ip link add name v0 type veth peer name v1"
+    )
+    command = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc", "sh", "-c", trial]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=30)
+    return f"namespaces are refused here: {done.stderr.strip()}" if done.returncode else None
+
+
+def pid_namespace(pid: int) -> str | None:
+    """Which process namespace, hence which host, a process is in; None once it ended."""
+    try:
+        return os.readlink(f"/proc/{pid}/ns/pid")
+    except OSError:
+        return None
+
+
+def check(command: Sequence[str]) -> None:
+    """Runs a command that must succeed; RuntimeError with what it said where it does not."""
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=20)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -130,7 +130,7 @@ def _machine() -> dict[str, object]:
     """All that a cluster must not change."""
     links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True, check=True)
     files = {file: Path(file).read_bytes() for file in ("/etc/hosts", "/etc/ssh/ssh_config")}
-    folders = ["/run/netns", "/etc/ssh/ssh_config.d", Path.home() / ".ssh"]
-    listings = {str(f): sorted(os.listdir(f)) for f in folders if os.path.isdir(f)}
+    folders = ["/run/netns", "/etc/ssh/ssh_config.d", str(Path.home() / ".ssh")]
+    listings = {f: sorted(os.listdir(f)) for f in folders if os.path.isdir(f)}
     mounts = Path("/proc/self/mounts").read_text()
     return {"links": links.stdout, "mounts": mounts, **files, **listings}

@@ -114,5 +114,16 @@ def _try_lock(folder: Path) -> int | None:
 
 
 def _make_key(file: Path, environment: Mapping[str, str]) -> None:
-    command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "hvdtrain-test", "-f", file]
+    command = [
+        "ssh-keygen",
+        "-q",
+        "-t",
+        "ed25519",
+        "-N",
+        "",
+        "-C",
+        "hvdtrain-test",
+        "-f",
+        str(file),
+    ]
     subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL, timeout=20)

@@ -1,0 +1,88 @@
+"""The literal commands of the README, between two hosts."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import REPOSITORY, Cluster
+from tests.support.job import poll
+from tests.support.tasks import INJECTED
+
+STEPS = 5
+# Sixteen ranks on the two cores of a small machine: most of it is importing torch.
+LAUNCH_SECONDS = 300
+SMALL = (
+    "--model.layers 2 --model.width 64 --model.heads 2 --model.context 64"
+    f" --train.steps {STEPS} --eval.every 0 --checkpoint.every 0"
+)
+SIXTEEN = {
+    "horovodrun": "horovodrun -np 16 -H node1:8,node2:8",
+    "horovodrun-gloo": "horovodrun --gloo -np 16 -H node1:8,node2:8",
+    "mpirun": "mpirun -np 16 --hostfile hostfiles/two-nodes",
+}
+# In the default batch of 8 micro-batches half of the ranks have none; here each has two.
+BATCHES = {"idle-ranks": "", "two-each": "--batch.micro_size 1"}
+FOUR = {
+    "gloo": "horovodrun --gloo -np 4 -H node1:2,node2:2",
+    "mpi": "horovodrun --mpi -np 4 -H node1:2,node2:2",
+    "mpirun": "mpirun -x HVDTRAIN_TEST_FAIL -np 4 --host node1:2,node2:2",
+}
+
+
+@pytest.mark.timeout(LAUNCH_SECONDS + 60)
+@pytest.mark.parametrize(
+    ("launcher", "batch"),
+    [("horovodrun", "idle-ranks"), ("horovodrun-gloo", "two-each"), ("mpirun", "two-each")],
+)
+def test_sixteen_ranks_on_two_hosts_train_every_step_once(
+    cluster: Cluster, runs: Path, launcher: str, batch: str
+) -> None:
+    command = (
+        f"{SIXTEEN[launcher]} python -m hvdtrain.train"
+        f" --run.root {runs} --run.id case {SMALL} {BATCHES[batch]}"
+    )
+    done = cluster.run("node1", command.split(), timeout=LAUNCH_SECONDS)
+    assert done.returncode == 0, done
+    lines = [json.loads(line) for line in (runs / "case/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert {line["world_size"] for line in lines} == {16}
+    assert all(math.isfinite(line["loss"]) for line in lines)
+    hosts = json.loads((runs / "case/manifest.json").read_text())["hosts"]
+    assert hosts == {"node1": list(range(8)), "node2": list(range(8, 16))}
+
+
+@pytest.mark.parametrize("rank", [0, 3], ids=["first-rank", "last-rank"])
+@pytest.mark.parametrize("launcher", FOUR)
+def test_error_in_one_rank_ends_all_ranks_on_both_hosts(
+    cluster: Cluster, runs: Path, launcher: str, rank: int
+) -> None:
+    command = (
+        f"{FOUR[launcher]} python -m hvdtrain.train --task tests.support.tasks:Failing"
+        f" --batch.global_size 4 --batch.micro_size 1 --run.root {runs} --run.id case"
+    )
+    job = cluster.start("node1", command.split(), {"HVDTRAIN_TEST_FAIL": f"{rank}:{STEPS}"})
+    failed_at = job.wait_for(INJECTED, timeout=120)
+    poll(lambda: not cluster.processes(containing="hvdtrain.train"), 20, "the end of all ranks")
+    seconds = time.monotonic() - failed_at
+    done = job.wait(10)
+    assert seconds < 10, f"the last rank ended {seconds:.1f} s after the error: {done}"
+    assert done.returncode == 1, done
+
+
+@pytest.mark.parametrize("launcher", FOUR)
+def test_host_without_the_data_is_reported_once_as_wrong_input(
+    cluster: Cluster, runs: Path, launcher: str
+) -> None:
+    corpus = cluster.file("node1", "/tmp/corpus")
+    corpus.mkdir(exist_ok=True)
+    (corpus / "README.txt").write_bytes((REPOSITORY / "LICENSE").read_bytes())
+    argv = f"{FOUR[launcher]} python -m hvdtrain.train --run.root {runs} --run.id case".split()
+    argv += ["--data.train", '["/tmp/corpus/*.txt"]', *SMALL.split()]
+    done = cluster.run("node1", argv, {"HVDTRAIN_TEST_FAIL": ""}, timeout=120)
+    assert done.returncode == 2, done
+    assert (done.stdout + done.stderr).count("/tmp/corpus/*.txt") == 1, done

@@ -1,0 +1,192 @@
+"""The only place where configuration becomes objects."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import nn
+
+import hvdtrain
+from hvdtrain.checkpoint.manager import CheckpointManager
+from hvdtrain.config import Config, Settings
+from hvdtrain.data.loader import TrainLoader
+from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints
+from hvdtrain.engine.callbacks.evaluate import Evaluate
+from hvdtrain.engine.callbacks.log import LogMetrics
+from hvdtrain.engine.loop import Callback, Loop, Progress
+from hvdtrain.engine.state import RunState
+from hvdtrain.engine.step import TrainStep
+from hvdtrain.errors import UserError
+from hvdtrain.optim.exchange import GradientExchange
+from hvdtrain.optim.optimizer import build_optimizer
+from hvdtrain.optim.schedule import learning_rate
+from hvdtrain.runtime.rng import seed_all
+from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.runtime.topology import Topology
+from hvdtrain.tasks import Datasets, Task, optional
+from hvdtrain.telemetry.metrics_file import MetricsFile
+
+
+def build_task(settings: Settings) -> Task:
+    """The task, its own configuration given to its constructor if it has one."""
+    own = settings.task_config
+    return settings.task_class() if own is None else settings.task_class(own)
+
+
+def build_datasets(task: Task, config: Config) -> Datasets:
+    """The task's data.
+
+    Raises:
+        UserError: no samples.
+    """
+    datasets = task.datasets()
+    if len(datasets.train) == 0:  # type: ignore[arg-type]
+        raise UserError(f"task {config.task}: the training data has no samples")
+    return datasets
+
+
+def build_state(
+    task: Task, config: Config, device: torch.device, fingerprint: str | None
+) -> tuple[RunState, GradientExchange]:
+    """Model and optimizer, freshly initialised from the seed."""
+    seed_all(config.seed)
+    model: nn.Module = task.model().to(device)
+    exchange = GradientExchange(build_optimizer(config.optim, model), model)
+    state = RunState(model, exchange.optimizer, Progress(), config.seed, fingerprint)
+    return state, exchange
+
+
+@dataclass
+class Callbacks:
+    """The callbacks of a run, in the order in which the loop calls them."""
+
+    evaluate: Evaluate | None
+    log: LogMetrics
+    checkpoint: SaveCheckpoints
+
+    def as_list(self) -> list[Callback]:
+        return [c for c in (self.evaluate, self.log, self.checkpoint) if c is not None]
+
+
+def build_callbacks(
+    config: Config,
+    task: Task,
+    datasets: Datasets,
+    state: RunState,
+    topology: Topology,
+    device: torch.device,
+    manager: CheckpointManager | None,
+    metrics: MetricsFile | None,
+) -> Callbacks:
+    evaluate = None
+    if config.eval.every and datasets.validation is not None:
+        evaluate = Evaluate(config.eval, task, state.model, datasets.validation, topology, device)
+    return Callbacks(
+        evaluate,
+        LogMetrics(metrics, optional(task, "units")),
+        SaveCheckpoints(
+            config.checkpoint, state.capture, manager, metrics.sync if metrics else _nothing
+        ),
+    )
+
+
+def _nothing() -> None:
+    pass
+
+
+def build_loop(
+    config: Config,
+    task: Task,
+    datasets: Datasets,
+    state: RunState,
+    exchange: GradientExchange,
+    topology: Topology,
+    device: torch.device,
+    callbacks: Callbacks,
+    stop: StopFlag,
+) -> Loop:
+    step = TrainStep(
+        task,
+        state.model,
+        exchange,
+        micro_batches=config.batch.micro_batches,
+        clip_norm=config.optim.clip_norm,
+        device=device,
+        seed=config.seed,
+    )
+    loader = TrainLoader(
+        datasets.train,
+        samples=state.progress.samples,
+        global_size=config.batch.global_size,
+        micro_size=config.batch.micro_size,
+        rank=topology.rank,
+        world_size=topology.world_size,
+        seed=config.seed,
+        pin_memory=device.type == "cuda",
+    )
+    return Loop(
+        train=config.train,
+        batch=config.batch,
+        topology=topology,
+        step=step,
+        loader=loader,
+        learning_rate=partial(
+            learning_rate, config.schedule, config.optim.lr, steps=config.train.steps
+        ),
+        progress=state.progress,
+        callbacks=callbacks.as_list(),
+        stop=stop,
+    )
+
+
+def build_manifest(
+    settings: Settings, topology: Topology, fingerprint: str | None, starts: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """What RUN/manifest.json says: what ran, where, on which data.
+
+    Args:
+        starts: one entry for each start of the run so far, this one last.
+    """
+    versions = {"hvdtrain": hvdtrain.__version__, "python": platform.python_version()}
+    versions |= {name: metadata.version(name) for name in ("torch", "horovod", "numpy")}
+    controller = "mpi" if hvd.mpi_enabled() else "gloo"
+    return {
+        "versions": versions,
+        "task": settings.config.task,
+        "world_size": topology.world_size,
+        "hosts": topology.ranks_by_host(),
+        "horovod": {
+            "controller": controller,
+            "built": {
+                "mpi": bool(hvd.mpi_built()),
+                "gloo": bool(hvd.gloo_built()),
+                "nccl": bool(hvd.nccl_built()),
+                "cuda": bool(hvd.cuda_built()),
+            },
+        },
+        "threads_per_rank": torch.get_num_threads(),
+        "git_commit": _git_commit(),
+        "data_fingerprint": fingerprint,
+        "seed": settings.config.seed,
+        "restarts": len(starts) - 1,
+        "starts": starts,
+    }
+
+
+def _git_commit() -> str | None:
+    """The commit of the working folder, so of the user's own code; None outside a repository."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, cwd=Path.cwd()
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,220 @@
+"""The root configuration, and how YAML and flags become one.
+
+Order: defaults < task's defaults < preset or YAML < flags. Nothing here imports torch, so
+that a mistake is reported at once; only a task of the user's own may do so when it is loaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser
+
+from hvdtrain.checkpoint.config import CheckpointConfig
+from hvdtrain.engine.config import BatchConfig, EvalConfig, RunConfig, TrainConfig
+from hvdtrain.errors import UserError, require
+from hvdtrain.optim.config import OptimConfig, ScheduleConfig
+from hvdtrain.tasks import load_class, optional
+from hvdtrain.telemetry.config import TelemetryConfig
+
+
+@dataclass
+class Config:
+    """Everything but the task's own keys.
+
+    Args:
+        task: a built-in task's name, or package.module:Class
+        seed: the one seed: of the initial weights, the order of samples and dropout
+        run: where the run's files lie
+        batch: the global batch
+        train: the loop
+        eval: evaluation
+        optim: the optimizer
+        schedule: the learning rate over the steps
+        checkpoint: checkpoints
+        telemetry: what a rank publishes
+    """
+
+    task: str = "language_model"
+    seed: int = 1234
+    run: RunConfig = field(default_factory=RunConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+
+    def __post_init__(self) -> None:
+        require(self.seed >= 0, f"seed must be >= 0, not {self.seed}")
+
+
+@dataclass
+class Settings:
+    """A whole configuration, checked.
+
+    Args:
+        config: the keys that every task has
+        task_class: what `config.task` names
+        task_config: the task's own keys as an instance of its `Config`, or None
+        resolved: all of it as YAML that gives the same configuration again
+    """
+
+    config: Config
+    task_class: type
+    task_config: Any
+    resolved: str
+
+
+def parse(argv: Sequence[str]) -> Settings:
+    """Reads flags and the YAML files they name.
+
+    Raises:
+        UserError: an unknown key, a wrong type or an impossible value.
+        SystemExit: after --help or --print_config.
+    """
+    argv = _config_files_first(argv)
+    files = {Path(a.partition("=")[2]): None for a in argv if a.startswith("--config=")}
+    contents = {path: _read_yaml(path) for path in files}
+    task_class = load_class(_task_name(argv, contents.values()))
+    parser = build_parser(task_class)
+    known = _known_keys(parser)
+    for path, content in contents.items():
+        _check_keys(_dotted(content), known, f"in {path}")
+        for key in content:
+            if not isinstance(content[key], dict) and any(k.startswith(f"{key}.") for k in known):
+                raise UserError(f"{path}: {key} is a group of keys, not {content[key]!r}")
+    flags = [a[2:].partition("=")[0].rstrip("+") for a in argv if a.startswith("--")]
+    _check_keys(flags, known, "on the command line")
+    try:
+        namespace = parser.parse_args(list(argv))
+        made = parser.instantiate(namespace)
+        config = Config(**{f.name: made[f.name] for f in fields(Config)})
+        own = optional(task_class, "Config")
+        task_config = own and own(**{f.name: made[f.name] for f in fields(own)})
+    except (ArgumentError, ValueError) as error:
+        raise UserError(_readable(str(error))) from None
+    return Settings(config, task_class, task_config, parser.dump(namespace, skip_none=False))
+
+
+def build_parser(task_class: type) -> ArgumentParser:
+    """The parser of all keys, the task's own beside the rest.
+
+    Raises:
+        UserError: the task's Config has a key that exists already.
+    """
+    parser = ArgumentParser(
+        prog="python -m hvdtrain.train",
+        description="Trains a task on one process, or on all that a launcher starts.",
+        exit_on_error=False,
+    )
+    parser.add_argument("--config", action="config", help="a preset's name or a YAML file")
+    own = optional(task_class, "Config")
+    for owner in filter(None, (Config, own)):
+        texts = dict(re.findall(r"^ +(\w+): (.*)$", owner.__doc__ or "", re.MULTILINE))
+        instance = owner()
+        for f in fields(owner):
+            if owner is own and f.name in {g.name for g in fields(Config)}:
+                raise UserError(
+                    f"task: {task_class.__name__}.Config has {f.name}, a key of hvdtrain"
+                )
+            parser.add_argument(
+                f"--{f.name}",
+                type=get_type_hints(owner)[f.name],
+                default=getattr(instance, f.name),
+                help=texts.get(f.name),
+            )
+    parser.set_defaults(optional(task_class, "defaults"))
+    return parser
+
+
+def presets() -> dict[str, Path]:
+    """Name -> file of the presets inside the package."""
+    folder = Path(str(resources.files("hvdtrain") / "presets"))
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def _config_files_first(argv: Sequence[str]) -> list[str]:
+    """`--config X` becomes `--config=FILE` and moves to the front: flags win over files."""
+    files, rest = [], []
+    arguments = iter(argv)
+    for argument in arguments:
+        if argument == "--config":
+            files.append(next(arguments, ""))
+        elif argument.startswith("--config="):
+            files.append(argument.partition("=")[2])
+        else:
+            rest.append(argument)
+    return [f"--config={_config_file(name)}" for name in files] + rest
+
+
+def _config_file(name: str) -> Path:
+    if Path(name).is_file():
+        return Path(name)
+    if name in presets():
+        return presets()[name]
+    raise UserError(f"--config {name}: no such file, and no preset ({', '.join(presets())})")
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: keys and values are expected, not {content!r}")
+    return content
+
+
+def _task_name(argv: Sequence[str], contents: Iterable[Mapping[str, Any]]) -> str:
+    name = Config.task
+    for content in contents:
+        name = content.get("task", name)
+    for flag, following in zip(argv, [*argv, ""][1:], strict=True):
+        if flag == "--task":
+            name = following
+        elif flag.startswith("--task="):
+            name = flag.partition("=")[2]
+    return str(name)
+
+
+def _known_keys(parser: ArgumentParser) -> set[str]:
+    return {option[2:] for option in parser._option_string_actions if option.startswith("--")}
+
+
+def _dotted(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from _dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _check_keys(keys: Iterable[str], known: set[str], where: str) -> None:
+    for key in keys:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else "; --help lists all keys"
+            raise UserError(f"unknown key {key} {where}{hint}")
+
+
+def _readable(message: str) -> str:
+    """jsonargparse's words for a wrong value, as one line."""
+    text = " ".join(message.split())
+    match = re.search(r'[Kk]ey "([^"]+)":? (?:.*?)Expected an? (.*?)\.? Got value: (.*)', text)
+    if not match:
+        return text
+    key, expected, value = match.groups()
+    expected = re.sub(r"<class '(\w+)'>", r"\1", expected).replace("typing.", "")
+    expected = re.sub(r"Literal\[(.*?)\]", r"one of \1", expected)
+    return f"{key}: expected {expected}, not {value}"

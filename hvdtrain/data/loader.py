@@ -1,0 +1,93 @@
+"""Which micro-batches a rank works on, and loading them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from hvdtrain.data.order import sample_order
+
+Batch = Any  # what default_collate makes of samples: tensors, or dicts and tuples of them
+
+
+class TrainLoader:
+    """The micro-batches of this rank, step by step, from a position of the run onwards.
+
+    Step s of a run takes the next `global_size` samples of the order; micro-batch j of
+    the step goes to rank j % world_size. A rank may have fewer than another, or none.
+
+    Args:
+        dataset: map-style, at least one sample.
+        samples: position in the order to start at, in samples since the run's first.
+        global_size: samples a step.
+        micro_size: samples a micro-batch, divides global_size.
+        rank, world_size: this rank's share.
+        seed: the run's seed.
+        pin_memory: copy batches into page-locked memory, for CUDA.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        samples: int,
+        global_size: int,
+        micro_size: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        pin_memory: bool = False,
+    ) -> None:
+        self._dataset = dataset
+        self._samples = samples
+        self._global_size = global_size
+        self._micro_size = micro_size
+        self._seed = seed
+        self.mine = range(rank, global_size // micro_size, world_size)
+        self._batches: Iterator[Batch] = iter(
+            DataLoader(
+                dataset,
+                batch_sampler=self._batch_sampler(),
+                pin_memory=pin_memory,
+            )
+        )
+
+    def _batch_sampler(self) -> Iterator[list[int]]:
+        size = len(self._dataset)  # type: ignore[arg-type]
+        for step in count():
+            start = self._samples + step * self._global_size
+            order = sample_order(start, start + self._global_size, size, self._seed)
+            for j in self.mine:
+                yield order[j * self._micro_size : (j + 1) * self._micro_size].tolist()
+
+    def next_step(self) -> Iterator[tuple[int, Batch]]:
+        """The micro-batches of the next step: (number within the step, batch)."""
+        for j in self.mine:
+            yield j, next(self._batches)
+
+
+def validation_batches(
+    dataset: Dataset[Any], samples: int, micro_size: int, rank: int, world_size: int
+) -> Iterator[tuple[int, Batch]]:
+    """This rank's share of the first `samples` of the data: (samples in the batch, batch)."""
+    samples = min(samples, len(dataset))  # type: ignore[arg-type]
+    starts = range(0, samples, micro_size)
+    for start in starts[rank::world_size]:
+        stop = min(start + micro_size, samples)
+        yield stop - start, default_collate([dataset[i] for i in range(start, stop)])
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Moves the tensors of a batch; on the CPU nothing is copied."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        moved = [to_device(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch

@@ -1,0 +1,120 @@
+"""Token sequences: windows over arrays of tokens, in memory or memory-mapped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hvdtrain.data.files import expand
+from hvdtrain.errors import UserError
+
+TokenArray = NDArray[Any]  # 1-D, any unsigned integer type
+
+# The dtype of a token file is its suffix.
+DTYPES: dict[str, np.dtype[Any]] = {".u16": np.dtype("<u2"), ".u32": np.dtype("<u4")}
+
+
+@dataclass(frozen=True)
+class TokenMeta:
+    """What stands in tokens.json beside token files.
+
+    Args:
+        vocab_size: tokens lie in [0, vocab_size)
+        tokenizer: file name of the tokenizer, or "bytes"
+    """
+
+    vocab_size: int
+    tokenizer: str
+
+    def write(self, folder: Path) -> None:
+        (folder / "tokens.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> TokenMeta:
+        path = folder / "tokens.json"
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(
+                f"{path}: cannot be read ({error}); token files are made by "
+                "`hvdtrain data tokenize`, which writes it beside them"
+            ) from None
+
+
+class TokenWindows(Dataset[Tensor]):
+    """Sample i: the tokens [i*context, i*context + context + 1), inputs and shifted targets.
+
+    Windows run over the borders of the arrays as if these were one.
+
+    Args:
+        arrays: tokens, 1-D, at least context + 1 of them together.
+        context: tokens a sample trains on.
+    """
+
+    def __init__(self, arrays: Sequence[TokenArray], context: int) -> None:
+        self.arrays = arrays
+        self.context = context
+        self.starts = np.cumsum([0] + [len(a) for a in arrays])
+        self.tokens = int(self.starts[-1])
+
+    def __len__(self) -> int:
+        return max(0, (self.tokens - 1) // self.context)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """int64 of shape (context + 1,)."""
+        start = index * self.context
+        return torch.from_numpy(self._read(start, start + self.context + 1))
+
+    def _read(self, start: int, stop: int) -> NDArray[np.int64]:
+        out = np.empty(stop - start, dtype=np.int64)
+        at = start
+        i = int(np.searchsorted(self.starts, start, side="right")) - 1
+        while at < stop:
+            end = min(stop, int(self.starts[i + 1]))
+            out[at - start : end - start] = self.arrays[i][
+                at - self.starts[i] : end - self.starts[i]
+            ]
+            at, i = end, i + 1
+        return out
+
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the sizes, or with the ends of any array."""
+        digest = hashlib.sha256()
+        for array in self.arrays:
+            digest.update(f"{len(array)} {array.dtype.str} ".encode())
+            for part in (array[: 1 << 20], array[-(1 << 20) :]):
+                digest.update(np.ascontiguousarray(part).tobytes())
+        return digest.hexdigest()[:16]
+
+
+def read_token_files(key: str, patterns: Sequence[str]) -> tuple[list[TokenArray], TokenMeta]:
+    """Memory-maps token files.
+
+    Args:
+        key: the configuration key the patterns come from, for messages.
+        patterns: files, folders or globs.
+
+    Raises:
+        UserError: no file, a wrong suffix, an empty file, or files of different vocabularies.
+    """
+    paths = expand(key, patterns, suffixes=tuple(DTYPES))
+    metas = {TokenMeta.read(folder) for folder in {path.parent for path in paths}}
+    if len(metas) > 1:
+        raise UserError(f"{key}: these token files were made with different tokenizers: {metas}")
+    arrays: list[TokenArray] = []
+    for path in paths:
+        try:
+            arrays.append(np.memmap(path, dtype=DTYPES[path.suffix], mode="r"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{key}: {path}: {error}") from None
+    return arrays, metas.pop()

@@ -1,0 +1,104 @@
+"""Configuration of the run, the batch, the loop and the evaluation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdtrain.errors import require
+
+
+@dataclass
+class RunConfig:
+    """Where the files of this run lie.
+
+    Args:
+        root: folder that holds the runs
+        id: name of the run, a folder under root; default: date-time-task
+        resume: auto (newest valid checkpoint of this run id), never, or a checkpoint's path
+    """
+
+    root: str = "runs"
+    id: str | None = None
+    resume: str = "auto"
+
+    def __post_init__(self) -> None:
+        require(bool(self.root), "run.root must not be empty; the default is runs")
+        require(
+            self.id is None or (self.id not in ("", ".", "..") and "/" not in self.id),
+            f"run.id is the name of one folder under run.root, not {self.id!r}",
+        )
+
+
+@dataclass
+class BatchConfig:
+    """The global batch: the same whatever the number of ranks.
+
+    Args:
+        global_size: samples in one optimizer step, over all ranks together
+        micro_size: samples in one forward pass
+    """
+
+    global_size: int = 32
+    micro_size: int = 4
+
+    def __post_init__(self) -> None:
+        require(self.micro_size >= 1, f"batch.micro_size must be >= 1, not {self.micro_size}")
+        require(self.global_size >= 1, f"batch.global_size must be >= 1, not {self.global_size}")
+        require(
+            self.global_size % self.micro_size == 0,
+            f"batch.global_size {self.global_size} is not a multiple of batch.micro_size "
+            f"{self.micro_size}; a micro_size that fits: "
+            f"{_divisors_near(self.global_size, self.micro_size)}",
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches in one step, over all ranks together."""
+        return self.global_size // self.micro_size
+
+
+def _divisors_near(number: int, wanted: int) -> str:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < wanted][-1:]
+    above = [d for d in divisors if d > wanted][:1]
+    return " or ".join(str(d) for d in below + above)
+
+
+@dataclass
+class TrainConfig:
+    """The loop.
+
+    Args:
+        steps: optimizer steps
+        log_every: steps between lines of metrics.jsonl and of the screen
+        max_nonfinite: steps in a row with gradients that are not finite (each is skipped)
+            before the run ends with exit code 3
+    """
+
+    steps: int = 1000
+    log_every: int = 1
+    max_nonfinite: int = 10
+
+    def __post_init__(self) -> None:
+        require(self.steps >= 1, f"train.steps must be >= 1, not {self.steps}")
+        require(self.log_every >= 1, f"train.log_every must be >= 1, not {self.log_every}")
+        require(
+            self.max_nonfinite >= 1, f"train.max_nonfinite must be >= 1, not {self.max_nonfinite}"
+        )
+
+
+@dataclass
+class EvalConfig:
+    """Evaluation on the validation data.
+
+    Args:
+        every: steps between evaluations; the last step is always evaluated; 0 = never
+        batches: global batches in one evaluation, at most
+    """
+
+    every: int = 100
+    batches: int = 16
+
+    def __post_init__(self) -> None:
+        require(self.every >= 0, f"eval.every must be >= 0 (0 = never), not {self.every}")
+        require(self.batches >= 1, f"eval.batches must be >= 1, not {self.batches}")

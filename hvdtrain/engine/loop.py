@@ -1,0 +1,159 @@
+"""The order of events. Everything that happens in a run happens here, in this order:
+
+    while step < steps and nobody asks to stop:
+        the step: micro-batches, exchange, clip, optimizer   (step.py)
+        step += 1
+        for each callback, in the order of the list:
+            on_step(loop, record)      evaluate adds to the record, log writes it,
+                                       checkpoint saves what the log has
+    for each callback: close()         always, also after an error
+
+The loop is the same on every rank, and so is every decision in it: it depends on
+the configuration, on numbers that all ranks hold, or on what rode with the exchange.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from hvdtrain.data.loader import TrainLoader
+from hvdtrain.engine.config import BatchConfig, TrainConfig
+from hvdtrain.engine.step import TrainStep
+from hvdtrain.errors import EXIT_NOT_FINITE
+from hvdtrain.log import logger
+from hvdtrain.runtime.collectives import AgreedError
+from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.runtime.topology import Topology
+
+Record = dict[str, Any]  # one line of metrics.jsonl
+
+
+class Callback(Protocol):
+    """One concern that listens to the loop. Every rank has the same callbacks."""
+
+    def on_step(self, loop: Loop, record: Record) -> None:
+        """After a step. `record` may be added to."""
+
+    def close(self) -> None:
+        """After the last step, or after an error: no collectives."""
+
+
+@dataclass
+class Progress:
+    """Where a run is; saved with each checkpoint.
+
+    Args:
+        step: optimizer steps done, skipped ones included
+        samples: samples used, so the position in the order
+        nonfinite: steps skipped because of a gradient that was not finite
+        nonfinite_in_a_row: how many of these were the latest steps
+    """
+
+    step: int = 0
+    samples: int = 0
+    nonfinite: int = 0
+    nonfinite_in_a_row: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+class Loop:
+    """Runs steps and tells the callbacks.
+
+    Args:
+        step: the mathematics.
+        loader: this rank's micro-batches, from `progress.samples` on.
+        learning_rate: rate of step s, from 0.
+        callbacks: in the order in which they are called.
+        stop: raised when this rank is asked to stop.
+    """
+
+    def __init__(
+        self,
+        *,
+        train: TrainConfig,
+        batch: BatchConfig,
+        topology: Topology,
+        step: TrainStep,
+        loader: TrainLoader,
+        learning_rate: Callable[[int], float],
+        progress: Progress,
+        callbacks: Sequence[Callback],
+        stop: StopFlag,
+    ) -> None:
+        self.train = train
+        self.batch = batch
+        self.topology = topology
+        self.progress = progress
+        self.preempted = False
+        self._step = step
+        self._loader = loader
+        self._learning_rate = learning_rate
+        self._callbacks = callbacks
+        self._stop = stop
+
+    @property
+    def ending(self) -> bool:
+        """This step is the run's last, or the last before it stops as asked."""
+        return self.preempted or self.progress.step >= self.train.steps
+
+    def run(self) -> None:
+        """Runs until the last step, or until some rank is asked to stop.
+
+        Raises:
+            AgreedError: exit code 3, the gradients stayed not finite.
+            HorovodInternalError: another rank is gone.
+        """
+        while not self.ending:
+            record = self._one_step()
+            for callback in self._callbacks:
+                callback.on_step(self, record)
+            self._check_finite()
+
+    def _one_step(self) -> Record:
+        progress, passes = self.progress, len(self._loader.mine)
+        lr = self._learning_rate(progress.step)
+        start = time.perf_counter()
+        result = self._step(
+            progress.step, self._loader.next_step(), passes, lr, flag=self._stop.raised
+        )
+        seconds = time.perf_counter() - start
+        progress.step += 1
+        progress.samples += self.batch.global_size
+        progress.nonfinite_in_a_row = 0 if result.applied else progress.nonfinite_in_a_row + 1
+        progress.nonfinite += not result.applied
+        self.preempted = result.flagged
+        return {
+            "step": progress.step,
+            "loss": result.values["loss"],
+            "samples": progress.samples,
+            "lr": lr,
+            "grad_norm": result.grad_norm,
+            "world_size": self.topology.world_size,
+            "step_seconds": seconds,
+            "samples_per_second": self.batch.global_size / seconds,
+            "time": time.time(),
+            **{name: value for name, value in result.values.items() if name != "loss"},
+            **({} if result.applied else {"skipped": True}),
+        }
+
+    def _check_finite(self) -> None:
+        in_a_row = self.progress.nonfinite_in_a_row
+        if in_a_row and self.topology.rank == 0:
+            logger.warning(
+                "step %d: the gradient is not finite; skipped on all ranks (%d in a row)",
+                self.progress.step,
+                in_a_row,
+            )
+        if in_a_row >= self.train.max_nonfinite:
+            raise AgreedError(
+                f"the gradient was not finite in {in_a_row} steps in a row, up to step "
+                f"{self.progress.step} (train.max_nonfinite); lower optim.lr, lengthen "
+                "schedule.warmup_steps or look at the data",
+                EXIT_NOT_FINITE,
+                rank=0,
+            )

@@ -1,0 +1,67 @@
+"""The folder of one run: RUN/config.yaml, manifest.json, metrics.jsonl, logs, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import UserError
+from hvdtrain.files import write_atomic
+
+
+class RunFolder:
+    """Paths of a run, and its small files.
+
+    Args:
+        path: run.root / run.id
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self.metrics = path / "metrics.jsonl"
+
+    def prepare(self, fresh: bool) -> None:
+        """Makes the folder and sees that it can be written.
+
+        Args:
+            fresh: the run must not have begun before (run.resume never).
+
+        Raises:
+            UserError: it cannot be written, or there is a run in it already.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path / ".writable", b"")
+            (self.path / ".writable").unlink()
+        except OSError as error:
+            raise UserError(
+                f"run.root: {self.path} cannot be written ({error.strerror}); "
+                "choose another with --run.root"
+            ) from None
+        if fresh and (self.metrics.exists() or self.checkpoints.exists()):
+            raise UserError(
+                f"{self.path} holds a run already, and run.resume is never; choose another "
+                "--run.id, or leave run.resume away to go on with it"
+            )
+
+    def write_config(self, resolved: str) -> None:
+        write_atomic(self.path / "config.yaml", resolved.encode())
+
+    def starts(self) -> list[dict[str, Any]]:
+        """One entry for each start of this run so far, from its manifest."""
+        try:
+            return list(json.loads((self.path / "manifest.json").read_text())["starts"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
+
+    def write_manifest(self, manifest: dict[str, Any]) -> None:
+        write_atomic(self.path / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+
+
+def default_id(task: str) -> str:
+    """Such as 20240131-235959-language_model."""
+    return time.strftime("%Y%m%d-%H%M%S-") + task.replace(":", ".").rpartition(".")[2]

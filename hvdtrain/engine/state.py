@@ -1,0 +1,133 @@
+"""What a run is made of while it trains, and how it moves: to a checkpoint, to other ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.checkpoint.format import Checkpoint
+from hvdtrain.engine.loop import Progress
+from hvdtrain.errors import UserError
+from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
+from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
+
+FORMAT = 1
+
+
+@dataclass
+class RunState:
+    """The model, its optimizer, and where the run is.
+
+    Args:
+        seed: of the run; the order of samples and all random numbers follow from it.
+        fingerprint: of the training data, or None where the task has none.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    progress: Progress
+    seed: int
+    fingerprint: str | None
+
+    def capture(self) -> Checkpoint:
+        """The state now; its tensors are the live ones."""
+        return Checkpoint(
+            model=model_tensors(self.model),
+            optimizer=state_tensors(self.optimizer, self.model),
+            state={
+                "format": FORMAT,
+                **self.progress.state_dict(),
+                "seed": self.seed,
+                "fingerprint": self.fingerprint,
+            },
+        )
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Takes over a checkpoint's content.
+
+        Raises:
+            UserError: it belongs to another model, seed or data.
+        """
+        state = dict(checkpoint.state)
+        if state.pop("format", None) != FORMAT:
+            raise UserError("the checkpoint was written by another version of hvdtrain")
+        for key, mine in (("seed", self.seed), ("fingerprint", self.fingerprint)):
+            theirs = state.pop(key)
+            if theirs != mine:
+                what = "the training data changed" if key == "fingerprint" else "the seed changed"
+                raise UserError(
+                    f"{what} since the checkpoint of step {state['step']} ({key} {theirs} then, "
+                    f"{mine} now): its curve could not be continued; use another run.id, or "
+                    "run.resume never"
+                )
+        _copy(checkpoint.model, model_tensors(self.model))
+        by_name = {name: p for p, name in parameter_names(self.optimizer, self.model).items()}
+        unknown = {key.rpartition("/")[0] for key in checkpoint.optimizer} - set(by_name)
+        if unknown:
+            raise UserError(f"the checkpoint's optimizer knows parameters {sorted(unknown)}")
+        set_state_tensors(
+            self.optimizer,
+            self.model,
+            {
+                key: _placed(tensor, by_name[key.rpartition("/")[0]])
+                for key, tensor in checkpoint.optimizer.items()
+            },
+        )
+        self.progress = Progress(**state)
+
+    def broadcast(self) -> None:
+        """Gives rank 0's state to all ranks, as it is.
+
+        Horovod's own broadcast_optimizer_state fills an empty optimizer by a step with zero
+        gradients, whereby weight decay changes the weights; here an empty one stays empty.
+        """
+        broadcast_tensors(model_tensors(self.model), "model")
+        tensors = state_tensors(self.optimizer, self.model)
+        kept: dict[str, Any] = {
+            "progress": self.progress.state_dict(),
+            "optimizer": {k: [list(t.shape), str(t.dtype)[6:]] for k, t in tensors.items()},
+        }
+        theirs = broadcast_json(kept, "state")
+        if theirs != kept:
+            by_name = {name: p for p, name in parameter_names(self.optimizer, self.model).items()}
+            tensors = {
+                key: _placed(
+                    torch.empty(shape, dtype=getattr(torch, dtype)), by_name[key.rpartition("/")[0]]
+                )
+                for key, (shape, dtype) in theirs["optimizer"].items()
+            }
+            set_state_tensors(self.optimizer, self.model, tensors)
+            self.progress = Progress(**theirs["progress"])
+        broadcast_tensors(tensors, "optimizer")
+
+
+def _placed(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+    """Where torch's optimizers expect it: step counts on the CPU, moments with the parameter."""
+    return tensor if tensor.dim() == 0 else tensor.to(parameter.device)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers by name (not copies); a tied parameter has one name."""
+    saved = model.state_dict()
+    tensors = {name: p.data for name, p in model.named_parameters()}
+    tensors.update({name: b for name, b in model.named_buffers() if name in saved})
+    return tensors
+
+
+def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+    if source.keys() != target.keys() or any(source[k].shape != t.shape for k, t in target.items()):
+        differing = sorted(
+            key
+            for key in source.keys() | target.keys()
+            if key not in source or key not in target or source[key].shape != target[key].shape
+        )
+        raise UserError(
+            f"the checkpoint is of another model: {len(differing)} tensors differ, such as "
+            f"{differing[0]}; use the configuration it was made with, or another run.id"
+        )
+    for key, tensor in target.items():
+        tensor.copy_(source[key])

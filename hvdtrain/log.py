@@ -1,0 +1,64 @@
+"""Logs: a structured file for each rank, and rank 0's lines on the screen."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+from tqdm import tqdm
+
+logger = logging.getLogger("hvdtrain")
+
+
+class _Json(logging.Formatter):
+    def __init__(self, rank: int, host: str) -> None:
+        super().__init__()
+        self._where = {"rank": rank, "host": host}
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": round(record.created, 6),
+            "level": record.levelname.lower(),
+            **self._where,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+class _Screen(logging.Handler):
+    """Lines on stderr that do not tear a progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
+        tqdm.write(f"hvdtrain: {mark}{record.getMessage()}", file=sys.stderr)
+        sys.stderr.flush()
+
+
+def to_screen() -> None:
+    """Shows what is logged on stderr; for rank 0."""
+    logger.setLevel(logging.INFO)
+    logger.addHandler(_Screen())
+
+
+def to_file(folder: Path, rank: int, host: str) -> None:
+    """Appends what is logged to rank_NNNNN.jsonl: time (unix), level, rank, host, message.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / f"rank_{rank:05d}.jsonl")
+    handler.setFormatter(_Json(rank, host))
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+
+
+def close() -> None:
+    """Ends all logging, so that the next run in this process starts without handlers."""
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()

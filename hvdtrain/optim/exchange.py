@@ -1,0 +1,105 @@
+"""Gradients of all ranks become one sum: hvd.DistributedOptimizer, once a step.
+
+Buckets are fixed groups of parameters in the order in which backward reaches them, so
+that Horovod reduces the same buffers in every run: with more than two ranks a ring
+all-reduce adds in an order that depends on the position in the buffer, and buffers
+fused by chance would make the last bit of a run depend on timing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.optim.optimizer import parameter_names
+
+# Large enough that a bucket costs more on the wire than in negotiation, small enough that
+# the first one leaves while backward still works on the others.
+BUCKET_BYTES = 8 << 20
+
+
+def buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
+    """Groups parameters, last first, into buckets of one dtype and at most `limit` bytes.
+
+    A parameter larger than `limit` has a bucket of its own.
+    """
+    groups: list[list[Tensor]] = []
+    size = 0
+    for parameter in reversed(parameters):
+        grown = size + parameter.numel() * parameter.element_size()
+        if not groups or grown > limit or groups[-1][0].dtype != parameter.dtype:
+            groups.append([])
+            grown -= size
+        groups[-1].append(parameter)
+        size = grown
+    return groups
+
+
+class GradientExchange:
+    """Wraps an optimizer in hvd.DistributedOptimizer and drives it.
+
+    A step is `begin(passes)`, that many backward passes, `finish()`, then
+    `with ready(): optimizer.step()`. The exchange of a bucket starts inside the last
+    backward pass, as soon as its gradients are there. Every rank takes part in each step,
+    also with no backward pass at all and with parameters that a pass did not reach: these
+    count as zero.
+
+    Args:
+        optimizer: over parameters of `model`.
+        model: gives the parameters their names.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        names = parameter_names(optimizer, model)
+        # In the model's order: that is what backward runs through from the end.
+        self._parameters = [p for p in model.parameters() if p in names]
+        self.optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=[(names[p], p) for p in self._parameters],
+            op=hvd.Sum,
+            groups=buckets(self._parameters),
+        )
+        self._passes = 0
+        self._reached: dict[Tensor, int] = {}
+        self._distributed = hvd.size() > 1
+        if self._distributed:
+            for parameter in self._parameters:
+                parameter.register_post_accumulate_grad_hook(self._count)
+
+    def _count(self, parameter: Tensor) -> None:
+        self._reached[parameter] = self._reached.get(parameter, 0) + 1
+
+    def begin(self, passes: int) -> None:
+        """Announces the number of backward passes of this step on this rank; may be 0."""
+        self._passes = max(passes, 1)
+        self._reached.clear()
+        self.optimizer.set_backward_passes_per_step(self._passes)
+
+    def finish(self) -> None:
+        """Waits until every gradient is the sum over the ranks.
+
+        Raises:
+            HorovodInternalError: another rank is gone.
+        """
+        if not self._distributed:
+            for parameter in self._parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            return
+        while missing := self._unreached():
+            torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
+        self.optimizer.synchronize()
+
+    def _unreached(self) -> list[Tensor]:
+        return [p for p in self._parameters if self._reached.get(p, 0) < self._passes]
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside, the optimizer steps on the gradients as they are."""
+        with self.optimizer.skip_synchronize():
+            yield

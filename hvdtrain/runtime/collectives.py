@@ -1,0 +1,72 @@
+"""The few collectives beside the exchange of gradients. Every rank calls each, or none does."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+
+from hvdtrain.errors import UserError
+
+
+def broadcast_json(value: Any, name: str) -> Any:
+    """Rank 0's `value`, which JSON must be able to hold, on every rank."""
+    if hvd.size() == 1:
+        return value
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    size = hvd.broadcast(torch.tensor([data.numel()]), 0, name=f"{name}.size")
+    if hvd.rank() != 0:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    data = hvd.broadcast(data, 0, name=name)
+    return json.loads(data.numpy().tobytes())
+
+
+def gather_json(value: Any, name: str) -> list[Any]:
+    """Every rank's `value`, in the order of the ranks, on every rank."""
+    if hvd.size() == 1:
+        return [value]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = hvd.allgather(torch.tensor([data.numel()]), name=f"{name}.size").tolist()
+    parts = hvd.allgather(data, name=name).split(sizes)
+    return [json.loads(part.numpy().tobytes()) for part in parts]
+
+
+def broadcast_tensors(tensors: dict[str, Tensor], name: str) -> None:
+    """Overwrites the tensors, the same names and shapes on every rank, with rank 0's."""
+    if hvd.size() == 1:
+        return
+    handles = [
+        hvd.broadcast_async_(tensor, 0, name=f"{name}.{key}")
+        for key, tensor in sorted(tensors.items())
+    ]
+    for handle in handles:
+        hvd.synchronize(handle)
+
+
+def sum_(values: Tensor, name: str) -> Tensor:
+    """The sum over the ranks."""
+    return values if hvd.size() == 1 else hvd.allreduce(values, op=hvd.Sum, name=name)
+
+
+class AgreedError(UserError):
+    """An error of at least one rank, known to all: they end alike, and one of them says why."""
+
+    def __init__(self, message: str, exit_code: int, rank: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.rank = rank
+
+
+def agree(error: UserError | None, name: str) -> None:
+    """Ends a part of the work that may fail on some ranks and not on others.
+
+    Raises:
+        AgreedError: on every rank, if any rank brings an error; the lowest one's counts.
+    """
+    mine = None if error is None else [str(error), error.exit_code]
+    for rank, theirs in enumerate(gather_json(mine, name)):
+        if theirs is not None:
+            raise AgreedError(theirs[0], theirs[1], rank)

@@ -1,0 +1,65 @@
+"""What launchers put into the environment, and what has to stand there before Horovod starts.
+
+Imports neither torch nor Horovod.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, MutableMapping
+
+
+def _first(env: Mapping[str, str], *names: str) -> int | None:
+    for name in names:
+        if env.get(name, "").isdigit():
+            return int(env[name])
+    return None
+
+
+def launched_rank(env: Mapping[str, str] = os.environ) -> int:
+    """This process's rank as its launcher says, before Horovod is up; 0 without a launcher."""
+    return (
+        _first(env, "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+        or 0
+    )
+
+
+def launched_size(env: Mapping[str, str] = os.environ) -> int | None:
+    """How many ranks the launcher started, or None where no launcher did.
+
+    SLURM_NTASKS does not count: sbatch sets it for the script too, which is one process.
+    """
+    return _first(env, "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def launched_local_size(env: Mapping[str, str] = os.environ) -> int:
+    """Ranks on this host as the launcher says; 1 where it does not."""
+    return (
+        _first(
+            env, "HOROVOD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
+            "SLURM_NTASKS_PER_NODE",
+        )
+        or 1
+    )  # fmt: skip
+
+
+def prepare(env: MutableMapping[str, str] = os.environ, cores: int | None = None) -> None:
+    """Sets what Horovod and MPI read when they start, and never over what the user set.
+
+    Args:
+        env: changed in place.
+        cores: processors that this host's ranks share; default: those of this process.
+    """
+    cores = cores or len(os.sched_getaffinity(0))
+    # A rank that takes no part is an error after 5 minutes, not a hang (Horovod's default: never).
+    env.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "300")
+    # Gradients travel in fixed buckets. Without this Horovod would fuse whatever buckets
+    # happen to be ready, and sums would be rounded in another order from run to run.
+    env.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")
+    if launched_size(env) is None:
+        # Alone: no MPI, which would start a daemon of its own for one process.
+        env.setdefault("HOROVOD_CONTROLLER", "gloo")
+        env.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
+    if launched_local_size(env) >= cores:
+        # Open MPI spins while it waits and takes the processor from the model.
+        env.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")

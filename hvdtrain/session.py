@@ -1,0 +1,198 @@
+"""One run from start to end on this rank: find the others, load, train, say what came out.
+
+Whatever may fail on one rank and not on the others (reading data, making folders, loading a
+checkpoint) stands between `Agreement` marks: all ranks end alike, and one says why.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from hvdtrain import build, log
+from hvdtrain.checkpoint.format import Checkpoint, read
+from hvdtrain.checkpoint.manager import CheckpointManager
+from hvdtrain.config import Settings
+from hvdtrain.engine.loop import Loop
+from hvdtrain.engine.run_folder import RunFolder, default_id
+from hvdtrain.engine.state import RunState
+from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
+from hvdtrain.log import logger
+from hvdtrain.runtime.collectives import AgreedError, agree, broadcast_json, gather_json
+from hvdtrain.runtime.failure import end_all
+from hvdtrain.runtime.init import choose_device, initialise
+from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.runtime.topology import Topology
+from hvdtrain.tasks import Datasets, Task, optional
+from hvdtrain.telemetry.metrics_file import MetricsFile
+
+T = TypeVar("T")
+
+
+def run(settings: Settings) -> int:
+    """Trains as configured.
+
+    Returns:
+        The exit code, the same on every rank. A crash does not return: it ends the process.
+
+    Raises:
+        UserError: Horovod cannot start; every rank raises it.
+    """
+    stop = StopFlag()
+    stop.install()
+    topology = initialise()
+    try:
+        return _train(settings, topology, stop)
+    except AgreedError as error:
+        if error.rank == topology.rank:
+            where = "" if error.rank == 0 else f"rank {error.rank} on {topology.host}: "
+            print(f"hvdtrain: error: {where}{error}", file=sys.stderr, flush=True)
+        gather_json(None, "told")  # nobody ends before the message is out
+        return error.exit_code
+    except BaseException as error:
+        end_all(error, topology)
+    finally:
+        log.close()
+
+
+def _alike(name: str, part: Callable[[], T]) -> T:
+    """Runs a part that may fail on some ranks; then all go on, or none does.
+
+    Raises:
+        AgreedError: some rank's part raised UserError.
+    """
+    result, failure = None, None
+    try:
+        result = part()
+    except UserError as error:
+        failure = error
+    agree(failure, name)
+    return result  # type: ignore[return-value]
+
+
+def _train(settings: Settings, topology: Topology, stop: StopFlag) -> int:
+    config, first = settings.config, topology.rank == 0
+    run_id = broadcast_json(config.run.id or default_id(config.task), "run.id")
+    folder = RunFolder(Path(config.run.root) / run_id)
+    manager = CheckpointManager(folder.checkpoints, config.checkpoint.keep) if first else None
+    _alike("folder", lambda: _open_folder(settings, folder, topology))
+    logger.info("run %s on %s", folder.path, topology.describe())
+
+    device = _alike("device", lambda: choose_device(topology.local_rank))
+    task, datasets = _alike("data", lambda: _load_data(settings))
+    _alike("same data", lambda: _check_same(datasets, topology))
+    state, exchange = build.build_state(task, config, device, datasets.fingerprint)
+    _alike("resume", lambda: _resume(config.run.resume, state, manager))
+    state.broadcast()
+
+    metrics = None
+    if first:
+        metrics = MetricsFile(folder.metrics, after=state.progress.step)
+        _write_manifest(settings, folder, topology, state)
+    callbacks = build.build_callbacks(
+        config, task, datasets, state, topology, device, manager, metrics
+    )
+    loop = build.build_loop(
+        config, task, datasets, state, exchange, topology, device, callbacks, stop
+    )
+    try:
+        loop.run()
+    finally:
+        for callback in callbacks.as_list():
+            callback.close()
+    _alike("last checkpoint", lambda: _check_saved(callbacks))
+    if first:
+        _summary(loop, callbacks, task, state, folder)
+    gather_json(None, "done")  # the launcher takes the first end of a rank for the end of all
+    return EXIT_PREEMPTED if loop.preempted else 0
+
+
+def _open_folder(settings: Settings, folder: RunFolder, topology: Topology) -> None:
+    if topology.rank == 0:
+        folder.prepare(fresh=settings.config.run.resume == "never")
+        folder.write_config(settings.resolved)
+        log.to_screen()
+    try:
+        log.to_file(folder.logs, topology.rank, topology.host)
+    except OSError as error:
+        raise UserError(f"{folder.logs}: cannot be written ({error.strerror})") from None
+
+
+def _load_data(settings: Settings) -> tuple[Task, Datasets]:
+    task = build.build_task(settings)
+    return task, build.build_datasets(task, settings.config)
+
+
+def _check_same(datasets: Datasets, topology: Topology) -> None:
+    """Every rank must have rank 0's data: a sample is a number here."""
+    mine = [len(datasets.train), datasets.fingerprint]  # type: ignore[arg-type]
+    theirs = broadcast_json(mine, "fingerprint")
+    if mine != theirs:
+        raise UserError(
+            f"the training data here ({mine[0]} samples, fingerprint {mine[1]}) is not the data of "
+            f"rank 0 on {topology.hosts[0]} ({theirs[0]} samples, fingerprint {theirs[1]})"
+        )
+
+
+def _resume(choice: str, state: RunState, manager: CheckpointManager | None) -> None:
+    """Rank 0 decides and loads; the others get it by broadcast."""
+    if manager is None or choice == "never":
+        return
+    checkpoint: Checkpoint | None
+    if choice == "auto":
+        checkpoint = manager.newest()
+    else:
+        if not Path(choice).is_dir():
+            raise UserError(
+                f"run.resume {choice}: auto, never or the folder of a checkpoint is expected"
+            )
+        checkpoint = read(Path(choice))
+    if checkpoint is not None:
+        state.load(checkpoint)
+        logger.info("resumed from the checkpoint of step %d", state.progress.step)
+
+
+def _write_manifest(
+    settings: Settings, folder: RunFolder, topology: Topology, state: RunState
+) -> None:
+    start = {
+        "time": time.time(),
+        "step": state.progress.step,
+        "world_size": topology.world_size,
+        "hosts": topology.ranks_by_host(),
+    }
+    starts = [*folder.starts(), start]
+    folder.write_manifest(build.build_manifest(settings, topology, state.fingerprint, starts))
+
+
+def _check_saved(callbacks: build.Callbacks) -> None:
+    error = callbacks.checkpoint.error
+    if error is not None:
+        failure = UserError(f"the last checkpoint could not be written: {error}")
+        failure.exit_code = EXIT_CRASH
+        raise failure
+
+
+def _summary(
+    loop: Loop, callbacks: build.Callbacks, task: Task, state: RunState, folder: RunFolder
+) -> None:
+    """Rank 0's last lines: what the model learnt, and where everything is."""
+    if loop.preempted:
+        logger.info("asked to stop after step %d; a checkpoint is written", loop.progress.step)
+    last: dict[str, Any] = callbacks.log.last
+    sample = optional(task, "sample")
+    if sample is not None and not loop.preempted:
+        state.model.eval()
+        with torch.no_grad():
+            print(f"\n{sample(state.model)}\n", flush=True)
+    for name, key in (("final train loss", "loss"), ("final validation loss", "validation_loss")):
+        if key in last:
+            logger.info("%s %.4f", name, last[key])
+    if loop.progress.nonfinite:
+        logger.warning("%d steps were skipped: gradient not finite", loop.progress.nonfinite)
+    logger.info("files of this run: %s", folder.path)

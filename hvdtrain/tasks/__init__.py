@@ -1,0 +1,99 @@
+"""A task says what is trained: the model, the data, the loss. It knows nothing of ranks.
+
+This module imports no torch, so that a built-in task's configuration can be
+checked before torch is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+from hvdtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.utils.data import Dataset
+
+BUILT_IN = {"language_model": "hvdtrain.tasks.language_model:LanguageModel"}
+
+
+class Datasets(NamedTuple):
+    """Map-style data sets: `len(d)` samples, `d[i]` is one; `validation` may be None.
+
+    `fingerprint` changes when the training data does; a resumed run refuses other data.
+    """
+
+    train: Dataset[Any]
+    validation: Dataset[Any] | None = None
+    fingerprint: str | None = None
+
+
+class Task(Protocol):
+    """What a user writes to train something of their own.
+
+    A class with the methods below. What stands in `OPTIONAL` may be left out:
+    `Config` is a dataclass whose fields become keys of the configuration, given to the
+    constructor; `defaults` maps keys such as "train.steps" to this task's defaults;
+    `metrics` names what `loss` returns beside "loss"; `units` says what a sample counts
+    as, such as ("tokens", 128); `sample` shows the trained model at work.
+    """
+
+    OPTIONAL: ClassVar[Mapping[str, Any]] = {
+        "Config": None, "defaults": {}, "metrics": (), "units": None, "sample": None,
+    }  # fmt: skip
+
+    def datasets(self) -> Datasets:
+        """The data; called once, before `model`. Every rank must see the same."""
+        ...
+
+    def model(self) -> nn.Module:
+        """The model on the CPU, freshly initialised; the seed is set before the call."""
+        ...
+
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        """Means over the samples of a micro-batch: "loss", and one for each of `metrics`."""
+        ...
+
+
+def optional(task: Any, name: str) -> Any:
+    """An optional attribute of a task (class or object), or what stands for it."""
+    return getattr(task, name, Task.OPTIONAL[name])
+
+
+def load_class(name: str) -> type:
+    """The class of a task.
+
+    Args:
+        name: a built-in task's name, or `package.module:Class`.
+
+    Raises:
+        UserError: there is no such task.
+    """
+    path = BUILT_IN.get(name, name)
+    module_name, colon, class_name = path.partition(":")
+    if not colon:
+        raise UserError(
+            f"task: no task is called {name!r}; built in: {', '.join(BUILT_IN)}; "
+            "your own is given as package.module:Class"
+        )
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise  # the module is there; something that it imports is not
+        raise UserError(
+            f"task: no module {error.name!r} for {name!r}; is it on PYTHONPATH?"
+        ) from None
+    if not hasattr(module, class_name):
+        raise UserError(f"task: module {module_name!r} has no class {class_name!r}")
+    task = getattr(module, class_name)
+    missing = [m for m in ("datasets", "model", "loss") if not callable(getattr(task, m, None))]
+    if missing:
+        raise UserError(f"task: {name} has no method {', '.join(missing)}")
+    config = optional(task, "Config")
+    if config is not None and not is_dataclass(config):
+        raise UserError(f"task: {name}.Config must be a dataclass")
+    return task

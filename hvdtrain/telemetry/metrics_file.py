@@ -1,0 +1,49 @@
+"""RUN/metrics.jsonl: one line a logged step, never a step twice, never a gap."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.files import write_atomic
+
+
+class MetricsFile:
+    """Appends lines; only rank 0 has one.
+
+    Args:
+        path: the file; it is made if it is not there.
+        after: lines of steps beyond this one are removed: the run does these again.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, after: int) -> None:
+        lines = path.read_text().splitlines() if path.exists() else []
+        kept = [line for line in lines if (step := _step(line)) is not None and step <= after]
+        if kept != lines:
+            write_atomic(path, "".join(line + "\n" for line in kept).encode())
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Appends one line; it reaches the system at once and the disk with `sync`."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Waits until the disk has every line: before a checkpoint says that they are there."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _step(line: str) -> int | None:
+    """The step of a line, or None where a crash tore it."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,70 @@
+# make train   set up this machine, then train the default task on NP ranks
+# make test    set up this machine, then run every test
+# make lint    ruff and mypy alone
+# make clean   remove what was built here (the cached Horovod wheel stays)
+#
+# Each step of the set-up leaves a stamp in .venv and is not done twice.
+
+PYTHON ?= python3
+NP ?= 2
+ARGS ?=
+GPU ?= none
+
+export PYTHON
+BIN := $(CURDIR)/.venv/bin
+STAMPS := .venv/stamps
+LOGS := build/tests
+PIP_INSTALL := $(BIN)/python -m pip install --quiet -c .ci/constraints.txt
+WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
+
+.PHONY: train test test-single test-gloo test-mpi test-cluster lint clean
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+train: $(STAMPS)/horovod-$(GPU)
+	$(BIN)/horovodrun -np $(NP) $(BIN)/python -m hvdtrain.train $(ARGS)
+
+test: test-single test-gloo test-mpi test-cluster
+
+# Tests of the launchers look for `python`, `hvdtrain` and `horovodrun` on PATH.
+test-single test-gloo test-mpi test-cluster: export PATH := $(BIN):$(PATH)
+
+test-single: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
+	timeout -k 30 900 $(BIN)/python -m pytest -q tests/single
+
+test-gloo: LAUNCHER := $(BIN)/horovodrun -np 2 --gloo
+test-mpi: LAUNCHER := mpirun -np 2 --oversubscribe --bind-to none $(shell [ "$$(id -u)" != 0 ] || echo --allow-run-as-root)
+test-gloo test-mpi: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
+	@mkdir -p $(LOGS)
+	timeout -k 30 300 $(LAUNCHER) .ci/as-rank $(LOGS)/$@ $(BIN)/python -m pytest -q tests/parallel \
+	  || { code=$$?; tail -n 30 $(LOGS)/$@.rank-*.log; exit $$code; }
+
+test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
+	timeout -k 30 900 $(BIN)/python -m pytest -q tests/cluster
+
+lint: $(STAMPS)/test
+	$(BIN)/python -m pytest -q tests/single/test_code_style.py
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# --- set-up ---------------------------------------------------------------
+
+.venv/bin/python:
+	.ci/set-up build
+	$(PYTHON) -m venv .venv
+
+$(STAMPS)/train: setup.cfg pyproject.toml .ci/constraints.txt .ci/packages | .venv/bin/python
+	.ci/set-up build
+	$(PIP_INSTALL) -e '.[horovod]'
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/test: $(STAMPS)/train
+	.ci/set-up build test
+	$(PIP_INSTALL) -e '.[horovod,test]'
+	@touch $@
+
+# The wheel is cached by its name; this only reads the name where it is there.
+$(STAMPS)/horovod-$(GPU): $(STAMPS)/train $(WHEEL_SOURCES)
+	$(BIN)/hvdtrain horovod build --gpu $(GPU) --install
+	@rm -f $(STAMPS)/horovod-* && touch $@

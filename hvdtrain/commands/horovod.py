@@ -1,0 +1,41 @@
+"""`hvdtrain horovod build` and `hvdtrain horovod check`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hvdtrain.horovod_wheel import build, check, recipe
+
+HELP = "build Horovod's wheel for this environment, or check the one installed"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    builder = actions.add_parser("build", help="compile the wheel, or reuse the cached one")
+    builder.add_argument(
+        "--gpu",
+        choices=recipe.GPU_CHOICES,
+        default="none",
+        help="what moves GPU tensors: nccl, mpi (CUDA-aware), or none (default: %(default)s)",
+    )
+    builder.add_argument(
+        "--wheel-dir",
+        type=Path,
+        default=None,
+        help="where wheels are kept (default: ~/.cache/hvdtrain/wheels, under XDG_CACHE_HOME)",
+    )
+    builder.add_argument("--install", action="store_true", help="install the wheel here as well")
+    builder.add_argument("--verbose", action="store_true", help="show the compiler's output")
+    actions.add_parser("check", help="all-reduce on 2 ranks of this machine, on each controller")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.action == "check":
+        return check.run()
+    wheel = build.build(gpu=args.gpu, wheel_dir=args.wheel_dir, verbose=args.verbose)
+    if args.install:
+        build.install(wheel)
+    # The path alone on stdout, so that scripts and Dockerfiles can use it.
+    print(wheel)
+    return 0

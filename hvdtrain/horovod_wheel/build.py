@@ -1,0 +1,172 @@
+"""Make Horovod's wheel: download, check, unpack, patch, compile, keep.
+
+missing = prerequisites.check()          everything at once, before any download
+recipe  = recipe.detect()                torch, MPI, operations, patches -> a name
+wheel   = the cached file of that name, else
+          download -> unpack -> patch -> compile -> rename into the cache
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from hvdtrain.errors import EXIT_CRASH, UserError
+from hvdtrain.horovod_wheel import prerequisites, recipe
+from hvdtrain.horovod_wheel.diagnose import diagnose
+from hvdtrain.horovod_wheel.process import run_logged
+
+DOWNLOAD_TIMEOUT_S = 900.0
+PATCH_TIMEOUT_S = 60.0
+COMPILE_TIMEOUT_S = 5400.0
+INSTALL_TIMEOUT_S = 600.0
+_MEMORY_PER_JOB = 2 * 1024**3  # bytes: what g++ takes for one file that includes torch
+
+
+class BuildError(UserError):
+    """Horovod did not compile, or could not be fetched or installed."""
+
+    exit_code = EXIT_CRASH
+
+
+def default_wheel_dir() -> Path:
+    """The folder of the cached wheels: $XDG_CACHE_HOME or ~/.cache, /hvdtrain/wheels."""
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(cache).expanduser() / "hvdtrain" / "wheels"
+
+
+def build(gpu: str = "none", wheel_dir: Path | None = None, verbose: bool = False) -> Path:
+    """Return the path of the wheel for this environment; compile it if it is not there.
+
+    Raises UserError where something is missing, BuildError where a step fails.
+    """
+    prerequisites.check(gpu)
+    made = recipe.detect(gpu)
+    folder = (wheel_dir or default_wheel_dir()).expanduser().absolute()
+    cached = _find(folder, made)
+    if cached:
+        _say(f"Horovod's wheel is there: {cached.name}")
+        return cached
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Inside the cache, so that the last step is a rename on one file system.
+        with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
+            return _make(made, Path(scratch), folder, verbose)
+    except OSError as error:
+        raise BuildError(
+            f"cannot build in {folder}: {error}; choose another --wheel-dir"
+        ) from error
+
+
+def install(wheel: Path) -> None:
+    """Install `wheel` here unless exactly its version is installed already.
+
+    Raises BuildError where pip fails.
+    """
+    version = wheel.name.split("-")[1]
+    if installed_version() == version:
+        _say(f"horovod {version} is installed already")
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        log = Path(scratch, "pip.log")
+        # --no-deps: what Horovod needs is in hvdtrain's extra and was checked for.
+        code = run_logged([*_pip("install"), str(wheel)], log, INSTALL_TIMEOUT_S)
+        if code:
+            line, _ = diagnose(log.read_text(errors="replace"))
+            raise BuildError(f"pip could not install {wheel}: {line}")
+    _say(f"horovod {version} is installed")
+
+
+def installed_version() -> str | None:
+    """The version of the installed Horovod, None where there is none."""
+    try:
+        return importlib.metadata.version("horovod")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def download(folder: Path) -> Path:
+    """Fetch the sdist with pip (which knows the user's mirrors) and check its sha256.
+
+    Returns the archive's path. Raises BuildError where it cannot be had.
+    """
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"horovod=={recipe.VERSION} --hash=sha256:{recipe.SDIST_SHA256}\n")
+    log = folder / "download.log"
+    command = [*_pip("download"), "--no-binary", ":all:", "--no-build-isolation"]
+    command += ["--require-hashes", "-d", str(folder), "-r", str(requirements)]
+    code = run_logged(command, log, DOWNLOAD_TIMEOUT_S)
+    archive = folder / f"horovod-{recipe.VERSION}.tar.gz"
+    if code or not archive.is_file():
+        line, _ = diagnose(log.read_text(errors="replace"))
+        raise BuildError(
+            f"cannot download horovod {recipe.VERSION}: {line}\n"
+            "  check the network, and pip's index and proxy settings (pip config list)"
+        )
+    return archive
+
+
+def unpack_and_patch(archive: Path, folder: Path) -> Path:
+    """Unpack the sdist into `folder`, apply every patch; return the source folder.
+
+    Raises BuildError where a patch does not apply.
+    """
+    with tarfile.open(archive) as content:
+        content.extractall(folder)  # its sha256 is the one in the recipe
+    source = folder / f"horovod-{recipe.VERSION}"
+    for patch in recipe.patches():
+        command = ["patch", "-p1", "--batch", "--fuzz=0", "-d", str(source), "-i", str(patch)]
+        log = folder / "patch.log"
+        if run_logged(command, log, PATCH_TIMEOUT_S):
+            said = log.read_text(errors="replace").strip()
+            raise BuildError(f"{patch} does not apply to horovod {recipe.VERSION}:\n{said}")
+    return source
+
+
+def _make(made: recipe.Recipe, scratch: Path, folder: Path, verbose: bool) -> Path:
+    _say(f"building horovod {made.version}")
+    _say("downloading the source")
+    source = unpack_and_patch(download(scratch), scratch)
+    _say(f"compiling on {_jobs()} cores: this takes a few minutes, once")
+    log = scratch / "compile.log"
+    out = scratch / "out"
+    environment = {**os.environ, **made.environment, "MAKEFLAGS": _makeflags()}
+    command = [*_pip("wheel"), "-v", "--no-build-isolation", "-w", str(out), str(source)]
+    code = run_logged(command, log, COMPILE_TIMEOUT_S, environment, verbose=verbose, progress=True)
+    wheel = _find(out, made)
+    if code or wheel is None:
+        kept = folder / f"horovod-{made.version}.log"
+        shutil.copyfile(log, kept)
+        line, advice = diagnose(log.read_text(errors="replace"))
+        what_to_do = f"\n  {advice}" if advice else ""
+        raise BuildError(f"Horovod did not compile: {line}{what_to_do}\n  full log: {kept}")
+    os.replace(wheel, folder / wheel.name)
+    return folder / wheel.name
+
+
+def _find(folder: Path, made: recipe.Recipe) -> Path | None:
+    return next(iter(sorted(folder.glob(made.wheel_pattern()))), None)
+
+
+def _pip(action: str) -> list[str]:
+    return [sys.executable, "-m", "pip", action, "--no-deps", "--no-input"]
+
+
+def _jobs() -> int:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // _MEMORY_PER_JOB))
+
+
+def _makeflags() -> str:
+    # Under `make` the variable holds flags of that make, which are not for this one.
+    under_make = "MAKELEVEL" in os.environ
+    return (not under_make and os.environ.get("MAKEFLAGS")) or f"-j{_jobs()}"
+
+
+def _say(line: str) -> None:
+    print(f"hvdtrain: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,108 @@
+"""From a compiler log of thousands of lines to the one that matters, and what to do."""
+
+from __future__ import annotations
+
+import re
+
+HEADER_PACKAGES = {
+    "mpi.h": "sudo apt-get install libopenmpi-dev",
+    "Python.h": "sudo apt-get install python3-dev",
+    "ffi.h": "sudo apt-get install libffi-dev",
+    "nccl.h": "libnccl-dev (from NVIDIA's repository), or set HOROVOD_NCCL_HOME",
+    "cuda.h": "NVIDIA's CUDA toolkit of torch's version, or set HOROVOD_CUDA_HOME",
+    "cuda_runtime.h": "NVIDIA's CUDA toolkit of torch's version, or set HOROVOD_CUDA_HOME",
+    "cuda_runtime_api.h": "NVIDIA's CUDA toolkit of torch's version, or set HOROVOD_CUDA_HOME",
+}
+
+_CUDA_ADVICE = (
+    "install NVIDIA's CUDA toolkit of torch's version, or set HOROVOD_CUDA_HOME, "
+    "or build with --gpu none"
+)
+# Lines are matched without their indent; "-- Could NOT find" is CMake's news of what it
+# can do without, so those patterns start at the line's first word.
+# The causes before the symptoms: the first pattern that occurs in the log wins.
+_CAUSES = (
+    (r"fatal error: (?P<header>\S+): No such file", "install what has it: {package}"),
+    (r"No space left on device", "make room on the disk of the wheel directory"),
+    (
+        r"(Killed signal terminated program|internal compiler error: Killed|fatal error: Killed)",
+        "the machine ran out of memory: add memory or swap, or set MAKEFLAGS=-j1",
+    ),
+    (
+        r"C\+\+17 or later|CXX_STANDARD.*17.*not|unrecognized.*-std=(c|gnu)\+\+17",
+        "the compiler or its flags stop at an older C++: use g++ 9 or newer "
+        "(sudo apt-get install g++; CXX chooses another), and leave -std out of CXXFLAGS",
+    ),
+    # Any other error of the compiler outranks what CMake only looked for in vain.
+    (r"^\S+:\d+:(\d+:)? error: ", ""),
+    (
+        r"RuntimeError: Failed to install temporary CMake|cmake: (command )?not found"
+        r"|directory: 'cmake'",
+        "install CMake: sudo apt-get install cmake",
+    ),
+    (
+        r"No CMAKE_CXX_COMPILER could be found|CMAKE_CXX_COMPILER.*not set"
+        r"|CMAKE_CXX_COMPILER:|g\+\+: (command )?not found",
+        "install a C++ compiler: sudo apt-get install g++ make",
+    ),
+    (
+        r"CMake was unable to find a build program|CMAKE_MAKE_PROGRAM is not set",
+        "install make: sudo apt-get install make",
+    ),
+    (
+        r"^Could NOT find MPI\b",
+        "install MPI: sudo apt-get install openmpi-bin libopenmpi-dev",
+    ),
+    (
+        r"^Could NOT find NCCL|^\S*NCCL.*not found",
+        "install libnccl-dev (from NVIDIA's repository), or set HOROVOD_NCCL_HOME, "
+        "or build with --gpu mpi or none",
+    ),
+    (
+        r"this PyTorch installation does not support (CUDA|ROCm)",
+        "install the build of torch that has it, or build with --gpu none",
+    ),
+    (
+        r"^(Could NOT find|Failed to find|Could not find).*(CUDA|nvcc)"
+        r"|^CUDA_TOOLKIT_ROOT_DIR not|^No CMAKE_CUDA_COMPILER",
+        _CUDA_ADVICE,
+    ),
+    (
+        r"^Could NOT find Python",
+        "install Python's headers: sudo apt-get install python3-dev",
+    ),
+    (
+        r"No module named 'torch'|^Could NOT find Pytorch",
+        "install torch into this Python environment first",
+    ),
+    (r"No module named '(?P<module>[\w.]+)'", "install it here: python -m pip install {module}"),
+)
+_ANY_ERROR = re.compile(r": error: |^CMake Error|\berror: |Error \d+$|^\w*Error: ")
+
+
+def diagnose(log: str) -> tuple[str, str]:
+    """Return the line of a build log that matters and what to install or change.
+
+    The advice is empty where the line has to speak for itself; the line is the
+    last one of the log where none looks like an error.
+    """
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    for pattern, advice in _CAUSES:
+        for line in lines:
+            found = re.search(pattern, line)
+            if found:
+                return line, advice.format(**_names(found.groupdict()))
+    for line, following in zip(lines, [*lines[1:], ""], strict=False):
+        if _ANY_ERROR.search(line):
+            # CMake says where in one line and what in the next.
+            return following if line.startswith("CMake Error at") else line, ""
+    return (lines[-1] if lines else "(the log is empty)"), ""
+
+
+def _names(found: dict[str, str]) -> dict[str, str]:
+    header = found.get("header", "")
+    name = header.rsplit("/", 1)[-1]
+    package = HEADER_PACKAGES.get(
+        header, HEADER_PACKAGES.get(name, f"the package that holds {header} (apt-file find {name})")
+    )
+    return {"package": package, **found}

@@ -1,0 +1,115 @@
+"""What the Horovod wheel is made of, and the name that says so."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import re
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.errors import UserError
+
+VERSION = "0.28.1"
+SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+PATCHES = Path(__file__).with_name("patches")
+GPU_CHOICES = ("none", "nccl", "mpi")
+
+_ENVIRONMENT = {
+    "HOROVOD_WITH_PYTORCH": "1",
+    "HOROVOD_WITH_MPI": "1",
+    "HOROVOD_WITH_GLOO": "1",
+    "HOROVOD_WITHOUT_TENSORFLOW": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+    # The Gloo inside asks for an older CMake than CMake 4 will play.
+    "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+}
+_MPI_BANNERS = (
+    ("openmpi", r"Open MPI\)? v?(\d+(?:\.\d+)*)"),
+    ("intelmpi", r"Intel\(R\) MPI Library.*?Version (\d+(?:\.\d+)*)"),
+    ("mpich", r"HYDRA.*?Version:\s*(\d+(?:\.\d+)*)"),
+    ("mpich", r"MPICH.*?[Vv]ersion:?\s*(\d+(?:\.\d+)*)"),
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides what comes out of the compiler."""
+
+    torch: str
+    mpi: str
+    gpu: str = "none"
+
+    @property
+    def version(self) -> str:
+        """The wheel's full version (PEP 440), e.g. 0.28.1+torch2.13.0.cpu.openmpi4.1.4..."""
+        return f"{VERSION}+{self.local_version}"
+
+    @property
+    def local_version(self) -> str:
+        operations = ["gloo", "mpi"]
+        if self.gpu != "none":
+            operations.append(f"gpu{self.gpu}")
+        parts = [f"torch{self.torch}", self.mpi, *operations, f"p{self._digest()}"]
+        return re.sub(r"[^a-z0-9]+", ".", ".".join(parts).lower())
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables Horovod's setup.py reads."""
+        variables = {**_ENVIRONMENT, "HOROVOD_LOCAL_VERSION": self.local_version}
+        if self.gpu != "none":
+            variables["HOROVOD_GPU_OPERATIONS"] = self.gpu.upper()
+        return variables
+
+    def wheel_pattern(self) -> str:
+        """A glob for the wheel's file name: this Python and this kind of machine only."""
+        python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+        platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
+        return f"horovod-{self.version}-{python}-{python}*-{platform}.whl"
+
+    def _digest(self) -> str:
+        content = hashlib.sha256(f"{SDIST_SHA256} {sorted(_ENVIRONMENT.items())}".encode())
+        for patch in patches():
+            content.update(patch.name.encode() + patch.read_bytes())
+        return content.hexdigest()[:8]
+
+
+def patches() -> list[Path]:
+    """The patches in the order in which they are applied."""
+    return sorted(PATCHES.glob("*.patch"))
+
+
+def detect(gpu: str = "none") -> Recipe:
+    """Return the recipe for the torch and the MPI of this environment.
+
+    Raises UserError where either is missing or MPI's version cannot be told.
+    """
+    return Recipe(torch=importlib.metadata.version("torch"), mpi=_detect_mpi(), gpu=gpu)
+
+
+def parse_mpi(banner: str) -> str | None:
+    """Return e.g. `openmpi4.1.4` from what an MPI program prints about itself."""
+    for name, pattern in _MPI_BANNERS:
+        found = re.search(pattern, banner, re.DOTALL)
+        if found:
+            return name + found.group(1)
+    return None
+
+
+def _detect_mpi() -> str:
+    # The compiler wrapper first: it is what the wheel is linked with.
+    for command in (["mpicxx", "--showme:version"], ["mpirun", "--version"]):
+        try:
+            said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            continue
+        found = parse_mpi(said.stdout + said.stderr)
+        if found:
+            return found
+    raise UserError(
+        "cannot tell which MPI this is: neither `mpicxx --showme:version` nor "
+        "`mpirun --version` names Open MPI, MPICH or Intel MPI"
+    )

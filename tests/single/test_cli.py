@@ -1,0 +1,73 @@
+"""The `hvdtrain` command: quick, and no traceback for what a user got wrong."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.errors import UserError
+
+HEAVY = ("torch", "horovod", "numpy", "jsonargparse")
+
+
+def _hvdtrain(*arguments: str, flags: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *flags, "-m", "hvdtrain.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_imports_something_heavy() -> None:
+    done = _hvdtrain("--help", flags=("-X", "importtime"))
+    assert done.returncode == 0
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert not imported & set(HEAVY)
+    assert all(name in done.stdout for name in cli.COMMANDS)
+
+
+def test_help_takes_a_second_or_more() -> None:
+    took = []
+    for _ in range(3):  # the best of three: other programs may hold the cores
+        started = time.monotonic()
+        _hvdtrain("--help")
+        took.append(time.monotonic() - started)
+    assert min(took) < 1.0
+
+
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "train"])
+def test_a_subcommand_is_in_the_table_but_not_what_the_table_says(name: str) -> None:
+    if importlib.util.find_spec(f"hvdtrain.commands.{name}") is None:
+        pytest.skip(f"hvdtrain.commands.{name} is not written yet")
+    module = importlib.import_module(f"hvdtrain.commands.{name}")
+    assert cli.COMMANDS[name] == module.HELP
+    assert callable(module.add_arguments) and callable(module.run)
+
+
+@pytest.mark.parametrize("arguments", [(), ("horovodd",), ("horovod",), ("horovod", "build", "-x")])
+def test_a_wrong_command_line_does_not_end_with_2(arguments: tuple[str, ...]) -> None:
+    done = _hvdtrain(*arguments)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and done.stderr.startswith("usage:")
+
+
+def test_a_user_error_shows_a_traceback_or_loses_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Odd(UserError):
+        exit_code = 75
+
+    def run() -> int:
+        raise Odd("no wheels today")
+
+    monkeypatch.setattr("hvdtrain.horovod_wheel.check.run", run)
+    assert cli.main(["horovod", "check"]) == 75
+    assert capsys.readouterr().err == "hvdtrain: error: no wheels today\n"

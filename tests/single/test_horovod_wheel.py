@@ -1,0 +1,192 @@
+"""The recipe of Horovod's wheel, its patches, and what people see when it does not build."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from hvdtrain.errors import UserError
+from hvdtrain.horovod_wheel import build, check, prerequisites, recipe
+from hvdtrain.horovod_wheel.diagnose import diagnose
+from hvdtrain.horovod_wheel.process import TimedOutError, run_logged
+
+# Cut from logs of real builds with the thing in question taken away.
+LOGS = Path(__file__).with_name("build_logs")
+CAUSES = {
+    "no-cmake": ("Failed to install temporary CMake", "apt-get install cmake"),
+    "no-compiler": ("No CMAKE_CXX_COMPILER could be found.", "apt-get install g++"),
+    "no-mpi-header": ("Could NOT find MPI (missing: MPI_CXX_FOUND)", "libopenmpi-dev"),
+    "no-python-header": ("fatal error: Python.h: No such file", "apt-get install python3-dev"),
+    "no-cuda": ("Could NOT find CUDAToolkit", "--gpu none"),
+    "cxx14": ("#error C++17 or later", "g++ 9 or newer"),
+}
+LINES = {
+    "a.cc:3:10: fatal error: mpi.h: No such file or directory": "libopenmpi-dev",
+    "a.cc:3:10: fatal error: nccl.h: No such file or directory": "HOROVOD_NCCL_HOME",
+    "a.cc:3:10: fatal error: foo/bar.h: No such file or directory": "apt-file find bar.h",
+    "c++: fatal error: Killed signal terminated program cc1plus": "MAKEFLAGS=-j1",
+    "/usr/bin/ld: final link failed: No space left on device": "make room",
+    "ModuleNotFoundError: No module named 'cffi'": "pip install cffi",
+    "a.cc:3:10: error: 'x' was not declared in this scope": "",
+}
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_a_failed_build_hides_its_cause_or_what_to_install(name: str) -> None:
+    line, advice = diagnose((LOGS / f"{name}.log").read_text())
+    expected_line, expected_advice = CAUSES[name]
+    assert expected_line in line and "\n" not in line
+    assert expected_advice in advice
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_known_error_line_gets_no_advice(line: str) -> None:
+    found, advice = diagnose(f"[ 10%] Building\n  {line}\nmake: *** [Makefile:1: all] Error 2\n")
+    assert found == line
+    assert LINES[line] in advice and bool(LINES[line]) == bool(advice)
+
+
+def test_what_cmake_does_without_is_taken_for_the_cause() -> None:
+    assert diagnose((LOGS / "fine.log").read_text()) == ("Successfully built horovod", "")
+    assert diagnose("") == ("(the log is empty)", "")
+    where_and_what = "CMake Error at CMakeLists.txt:3 (message):\n  the disk is upside down\n"
+    assert diagnose(where_and_what) == ("the disk is upside down", "")
+
+
+@pytest.mark.parametrize(
+    ("banner", "name"),
+    [
+        ("mpicxx: Open MPI 4.1.4 (Language: C++)", "openmpi4.1.4"),
+        ("mpirun (Open MPI) 5.0.0rc12\n\nReport bugs to", "openmpi5.0.0"),
+        (
+            "HYDRA build details:\n    Version:                                 4.0.2\n",
+            "mpich4.0.2",
+        ),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.8 Build 2022", "intelmpi2021.8"),
+        ("g++ (Debian 12.2.0-14) 12.2.0", None),
+    ],
+)
+def test_an_mpi_is_not_known_by_its_banner(banner: str, name: str | None) -> None:
+    assert recipe.parse_mpi(banner) == name
+
+
+def test_two_different_builds_share_a_name_or_the_name_is_no_version() -> None:
+    made = [
+        recipe.Recipe("2.13.0+cpu", "openmpi4.1.4"),
+        recipe.Recipe("2.13.0+cu130", "openmpi4.1.4"),
+        recipe.Recipe("2.13.0+cpu", "openmpi4.1.5"),
+        recipe.Recipe("2.13.0+cpu", "openmpi4.1.4", gpu="nccl"),
+    ]
+    assert len({one.version for one in made}) == len(made)
+    for one in made:
+        assert str(Version(one.version)) == one.version  # pip rewrites what is not normal
+    assert re.fullmatch(
+        r"0\.28\.1\+torch2\.13\.0\.cpu\.openmpi4\.1\.4\.gloo\.mpi\.p[0-9a-f]{8}", made[0].version
+    )
+    assert made[3].environment["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+
+
+def test_a_changed_patch_reuses_the_old_wheel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = recipe.Recipe("2.13.0", "openmpi4.1.4")
+    name = before.wheel_pattern()
+    for patch in recipe.patches():
+        shutil.copy(patch, tmp_path)
+    (tmp_path / "9999-new.patch").write_text("another\n")
+    monkeypatch.setattr(recipe, "PATCHES", tmp_path)
+    assert before.wheel_pattern() != name
+
+
+def test_a_patch_does_not_say_why() -> None:
+    for patch in recipe.patches():
+        why = patch.read_text().split("\n--- ")[0].strip()
+        assert len(why) > 60, patch
+
+
+def test_a_patch_does_not_apply_to_the_sdist(tmp_path: Path) -> None:
+    try:
+        archive = build.download(tmp_path)
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    source = build.unpack_and_patch(archive, tmp_path)
+    assert "set(CMAKE_CXX_STANDARD 17)" in (source / "CMakeLists.txt").read_text()
+    assert "ProcessFailedError" in (source / "horovod/runner/launch.py").read_text()
+    assert not list(source.rglob("*.rej")) and not list(source.rglob("*.orig"))
+
+
+def test_missing_prerequisites_are_not_told_all_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setitem(prerequisites.MODULES, "no_such_module", "no-such-package")
+    with pytest.raises(UserError) as told:
+        build.build(wheel_dir=tmp_path)
+    message = str(told.value)
+    assert "missing on this machine: patch, cmake, make, g++, mpicxx, mpirun" in message
+    assert "apt-get install -y patch cmake make g++ libopenmpi-dev openmpi-bin" in message
+    assert f"{sys.executable} -m pip install no-such-package" in message
+    assert told.value.exit_code == 2
+
+
+def test_a_cached_wheel_is_compiled_again(tmp_path: Path) -> None:
+    try:
+        prerequisites.check()
+    except UserError as error:
+        pytest.skip(str(error))
+    name = recipe.detect().wheel_pattern().replace("*", "")
+    (tmp_path / name).touch()
+    assert build.build(wheel_dir=tmp_path) == tmp_path / name
+
+
+def test_an_installed_wheel_is_installed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "installed_version", lambda: "0.28.1+x")
+    monkeypatch.setattr(build, "run_logged", lambda *_: pytest.fail("pip was called"))
+    build.install(Path("horovod-0.28.1+x-cp311-cp311-linux_x86_64.whl"))
+
+
+def test_a_wheel_dir_that_cannot_be_written_is_a_traceback(tmp_path: Path) -> None:
+    try:
+        prerequisites.check()
+    except UserError as error:
+        pytest.skip(str(error))
+    (tmp_path / "file").touch()
+    with pytest.raises(build.BuildError, match="choose another --wheel-dir"):
+        build.build(wheel_dir=tmp_path / "file" / "wheels")
+
+
+def test_a_command_that_hangs_is_waited_for_or_left_behind(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    script = f"sleep 300 & echo $! > {child}; echo busy; wait"
+    with pytest.raises(TimedOutError, match="took more than 1 s: busy"):
+        run_logged(["sh", "-c", script], tmp_path / "log", timeout=1.0)
+    state = Path("/proc", child.read_text().strip(), "stat")
+    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_check_without_horovod_does_not_end_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "installed_version", lambda: None)
+    with pytest.raises(UserError, match="hvdtrain horovod build --install") as told:
+        check.run()
+    assert told.value.exit_code == 2
+
+
+def test_check_says_ok_of_a_launcher_that_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(check, "installed_version", lambda: "0.28.1+x")
+    monkeypatch.setattr(check, "_built_controllers", lambda: (["gloo", "mpi"], ""))
+    one_rank = [sys.executable, "-c", "print('rank 0 of 2: sum ok')"]
+    crash = [sys.executable, "-c", "raise ValueError('no such device')"]
+    monkeypatch.setattr(check, "horovodrun", lambda *_, **__: one_rank)
+    monkeypatch.setattr(check, "mpirun", lambda *_: crash)
+    assert check.run() == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[1].startswith("horovodrun --gloo -np 2: FAILED: no result from rank 1")
+    assert said[2] == "mpirun -np 2: FAILED: exit code 1: ValueError: no such device"

@@ -1,0 +1,39 @@
+"""The argv that starts the ranks."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.launch.commands import horovodrun, mpirun
+
+COMMAND = ["python", "-m", "hvdtrain.train", "--seed", "1"]
+
+
+def test_horovodrun_of_another_environment_is_started() -> None:
+    argv = horovodrun(16, COMMAND, hosts="node1:8,node2:8")
+    launcher = str(Path(sys.executable).with_name("horovodrun"))
+    assert argv == [launcher, "--gloo", "-np", "16", "-H", "node1:8,node2:8", *COMMAND]
+    assert "--mpi" in horovodrun(2, COMMAND, controller="mpi")
+    with pytest.raises(ValueError, match="controller"):
+        horovodrun(2, COMMAND, controller="nccl")
+
+
+@pytest.mark.parametrize("root", [True, False])
+def test_mpirun_refuses_root_or_lets_others_pass_as_root(
+    root: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 0 if root else 1000)
+    assert ("--allow-run-as-root" in mpirun(2, COMMAND)) == root
+
+
+def test_mpirun_mixes_hosts_and_hostfile_or_oversubscribes_them() -> None:
+    alone = mpirun(2, COMMAND)
+    assert "--oversubscribe" in alone and alone[-len(COMMAND) :] == COMMAND
+    with_file = mpirun(16, COMMAND, hostfile=Path("hostfiles/two-nodes"))
+    assert "--oversubscribe" not in with_file
+    assert with_file[with_file.index("--hostfile") + 1] == "hostfiles/two-nodes"
+    with pytest.raises(ValueError, match="not both"):
+        mpirun(2, COMMAND, hosts="node1:2", hostfile="hostfiles/two-nodes")

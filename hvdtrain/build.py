@@ -20,6 +20,7 @@ from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints
 from hvdtrain.engine.callbacks.evaluate import Evaluate
+from hvdtrain.engine.callbacks.export import Export
 from hvdtrain.engine.callbacks.log import LogMetrics
 from hvdtrain.engine.loop import Callback, Loop, Progress
 from hvdtrain.engine.state import RunState
@@ -32,6 +33,7 @@ from hvdtrain.runtime.rng import seed_all
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task, optional
+from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.metrics_file import MetricsFile
 
 
@@ -68,12 +70,14 @@ def build_state(
 class Callbacks:
     """The callbacks of a run, in the order in which the loop calls them."""
 
+    export: Export | None
     evaluate: Evaluate | None
     log: LogMetrics
     checkpoint: SaveCheckpoints
 
     def as_list(self) -> list[Callback]:
-        return [c for c in (self.evaluate, self.log, self.checkpoint) if c is not None]
+        every = (self.export, self.evaluate, self.log, self.checkpoint)
+        return [callback for callback in every if callback is not None]
 
 
 def build_callbacks(
@@ -85,11 +89,13 @@ def build_callbacks(
     device: torch.device,
     manager: CheckpointManager | None,
     metrics: MetricsFile | None,
+    exporter: Exporter | None,
 ) -> Callbacks:
     evaluate = None
     if config.eval.every and datasets.validation is not None:
         evaluate = Evaluate(config.eval, task, state.model, datasets.validation, topology, device)
     return Callbacks(
+        Export(exporter) if exporter else None,
         evaluate,
         LogMetrics(metrics, optional(task, "units")),
         SaveCheckpoints(
@@ -145,6 +151,23 @@ def build_loop(
         callbacks=callbacks.as_list(),
         stop=stop,
     )
+
+
+def build_exporter(config: Config, topology: Topology, run_id: str) -> Exporter | None:
+    """This rank's exporter, which serves from now on; None where telemetry is off.
+
+    Raises:
+        UserError: its address cannot be listened on.
+    """
+    if config.telemetry.port == 0:
+        return None
+    facts = {
+        "run": run_id,
+        "task": config.task,
+        "hvdtrain": hvdtrain.__version__,
+        "torch": torch.__version__,
+    }
+    return Exporter(config.telemetry, topology.local_rank, facts)
 
 
 def build_manifest(

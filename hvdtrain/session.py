@@ -29,6 +29,7 @@ from hvdtrain.runtime.init import choose_device, initialise
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task, optional
+from hvdtrain.telemetry.exporter import write_targets
 from hvdtrain.telemetry.metrics_file import MetricsFile
 
 T = TypeVar("T")
@@ -90,12 +91,11 @@ def _train(settings: Settings, topology: Topology, stop: StopFlag) -> int:
     _alike("resume", lambda: _resume(config.run.resume, state, manager))
     state.broadcast()
 
-    metrics = None
-    if first:
-        metrics = MetricsFile(folder.metrics, after=state.progress.step)
-        _write_manifest(settings, folder, topology, state)
+    exporter = _alike("telemetry", lambda: build.build_exporter(config, topology, run_id))
+    ports = gather_json([topology.local_rank, exporter.port if exporter else 0], "targets")
+    metrics = _alike("records", lambda: _open_records(settings, folder, topology, state, ports))
     callbacks = build.build_callbacks(
-        config, task, datasets, state, topology, device, manager, metrics
+        config, task, datasets, state, topology, device, manager, metrics, exporter
     )
     loop = build.build_loop(
         config, task, datasets, state, exchange, topology, device, callbacks, stop
@@ -107,6 +107,7 @@ def _train(settings: Settings, topology: Topology, stop: StopFlag) -> int:
             callback.close()
     _alike("last checkpoint", lambda: _check_saved(callbacks))
     if first:
+        folder.targets.unlink(missing_ok=True)  # a crash leaves it: Prometheus then shows the loss
         _summary(loop, callbacks, task, state, folder)
     gather_json(None, "done")  # the launcher takes the first end of a rank for the end of all
     return EXIT_PREEMPTED if loop.preempted else 0
@@ -115,7 +116,6 @@ def _train(settings: Settings, topology: Topology, stop: StopFlag) -> int:
 def _open_folder(settings: Settings, folder: RunFolder, topology: Topology) -> None:
     if topology.rank == 0:
         folder.prepare(fresh=settings.config.run.resume == "never")
-        folder.write_config(settings.resolved)
         log.to_screen()
     try:
         log.to_file(folder.logs, topology.rank, topology.host)
@@ -157,9 +157,16 @@ def _resume(choice: str, state: RunState, manager: CheckpointManager | None) -> 
         logger.info("resumed from the checkpoint of step %d", state.progress.step)
 
 
-def _write_manifest(
-    settings: Settings, folder: RunFolder, topology: Topology, state: RunState
-) -> None:
+def _open_records(
+    settings: Settings,
+    folder: RunFolder,
+    topology: Topology,
+    state: RunState,
+    ports: list[tuple[int, int]],
+) -> MetricsFile | None:
+    """Rank 0 writes what says how the run was started; nothing is overwritten before this."""
+    if topology.rank != 0:
+        return None
     start = {
         "time": time.time(),
         "step": state.progress.step,
@@ -167,7 +174,15 @@ def _write_manifest(
         "hosts": topology.ranks_by_host(),
     }
     starts = [*folder.starts(), start]
-    folder.write_manifest(build.build_manifest(settings, topology, state.fingerprint, starts))
+    manifest = build.build_manifest(settings, topology, state.fingerprint, starts)
+    try:
+        folder.write_config(settings.resolved)
+        folder.write_manifest(manifest)
+        if settings.config.telemetry.port:
+            write_targets(folder.targets, folder.path.name, topology.hosts, ports)
+        return MetricsFile(folder.metrics, after=state.progress.step)
+    except OSError as error:
+        raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from None
 
 
 def _check_saved(callbacks: build.Callbacks) -> None:

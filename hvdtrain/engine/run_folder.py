@@ -23,6 +23,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
         self.metrics = path / "metrics.jsonl"
+        self.targets = path / "targets.json"
 
     def prepare(self, fresh: bool) -> None:
         """Makes the folder and sees that it can be written.

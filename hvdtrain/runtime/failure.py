@@ -17,30 +17,47 @@ import time
 import traceback
 from typing import NoReturn
 
-from hvdtrain.errors import EXIT_CRASH
+from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.log import logger
 from hvdtrain.runtime.topology import Topology
 
 # How long a rank that lost the others waits for its launcher to end it.
 _QUIET_SECONDS = 6.0
+# A launcher forwards the message before it hears of the abort and ends everything.
+_FLUSH_SECONDS = 0.2
 _LEAVE_SECONDS = 2.0
+_EXIT_INTERRUPTED = 130
 
 
 def end_all(error: BaseException, topology: Topology) -> NoReturn:
-    """Ends this rank because of `error`, and with it every other; exit code 1."""
-    where = f"rank {topology.rank} on {topology.host}"
+    """Ends this rank because of `error`, and with it every other.
+
+    The exit code is 1, that of a UserError, or 130 after Ctrl-C.
+    """
+    from horovod.common.exceptions import HorovodInternalError
+
+    where = f"rank {topology.rank} on {topology.host}: "
     logger.handlers[:] = [h for h in logger.handlers if isinstance(h, logging.FileHandler)]
     logger.error("%s: %s", type(error).__name__, error, exc_info=error)
     logging.shutdown()
-    if type(error).__name__ == "HorovodInternalError":
+    code = EXIT_CRASH
+    if isinstance(error, HorovodInternalError):
         time.sleep(_QUIET_SECONDS)
-        _say(f"hvdtrain: {where}: lost the other ranks: {error}")
-        os._exit(EXIT_CRASH)
-    lines = traceback.format_exception(error)
-    _say("".join(lines) + f"hvdtrain: {where}: {type(error).__name__}: {error}")
+        _say(f"hvdtrain: error: {where}lost the other ranks: {error}")
+        os._exit(code)
+    if isinstance(error, KeyboardInterrupt):
+        code = _EXIT_INTERRUPTED
+        if topology.rank == 0:
+            _say("hvdtrain: interrupted")
+    elif isinstance(error, UserError):
+        code = error.exit_code
+        _say(f"hvdtrain: error: {where}{error}")
+    else:
+        lines = "".join(traceback.format_exception(error))
+        _say(f"{lines}hvdtrain: error: {where}{type(error).__name__}: {error}")
     if topology.world_size > 1:
-        _end_others()
-    os._exit(EXIT_CRASH)
+        _end_others(code)
+    os._exit(code)
 
 
 def _say(message: str) -> None:
@@ -49,17 +66,18 @@ def _say(message: str) -> None:
     sys.stderr.flush()
 
 
-def _end_others() -> None:
+def _end_others(code: int) -> None:
     import horovod.torch as hvd
 
     if hvd.mpi_enabled():
         import mpi4py
 
+        # Horovod has initialised MPI; mpi4py only lends its MPI_Abort.
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
 
-        time.sleep(0.2)  # lets the launcher forward the message before it ends everything
-        MPI.COMM_WORLD.Abort(EXIT_CRASH)
+        time.sleep(_FLUSH_SECONDS)
+        MPI.COMM_WORLD.Abort(code)
     leaving = threading.Thread(target=hvd.shutdown, daemon=True)
     leaving.start()
     leaving.join(_LEAVE_SECONDS)

@@ -1,0 +1,19 @@
+"""Hands each step's figures to this rank's Prometheus exporter."""
+
+from __future__ import annotations
+
+from hvdtrain.engine.loop import Loop, Record
+from hvdtrain.telemetry.exporter import Exporter
+
+
+class Export:
+    """Every rank has one; it serves until the run ends."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self._exporter = exporter
+
+    def on_step(self, loop: Loop, record: Record) -> None:
+        self._exporter.step(record, loop.batch.global_size, record.get("skipped", False))
+
+    def close(self) -> None:
+        self._exporter.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,9 +27,11 @@ def two_hosts() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(two_hosts: Cluster) -> Iterator[Cluster]:
-    """The two hosts; a rank that outlives its test is killed and fails the test."""
+    """The two hosts; a rank that outlives its test by 10 s is killed and fails the test."""
     yield two_hosts
-    left = two_hosts.processes(containing="hvdtrain.train")
+    deadline = time.monotonic() + 10
+    while (left := two_hosts.ranks()) and time.monotonic() < deadline:
+        time.sleep(0.1)
     two_hosts.kill(left)
     assert not left, f"ranks outlived the test: {left}"
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from tests.support.job import Finished, Job, poll
 from tests.support.namespaces import ENVIRONMENT, NAMESPACES, check, pid_namespace
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+RANK = r"\S*python\S* -m hvdtrain\.train\b"
 SUBNET = "10.207.0"
 
 
@@ -119,6 +121,10 @@ class Cluster:
         """
         found = [p for name in ([host] if host else self.names) for p in self._processes(name)]
         return [process for process in found if containing in process.command]
+
+    def ranks(self, host: str | None = None) -> list[Process]:
+        """The processes that train; launchers, shells and ssh only name it as an argument."""
+        return [p for p in self.processes(host) if re.match(RANK, p.command)]
 
     def kill(self, processes: Iterable[Process]) -> None:
         """Ends processes with SIGKILL; one that is gone already is no error."""

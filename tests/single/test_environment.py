@@ -1,0 +1,90 @@
+"""What launchers say before Horovod is up, and what is set for Horovod and MPI."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from hvdtrain.runtime.environment import (
+    launched_local_size,
+    launched_rank,
+    launched_size,
+    prepare,
+)
+
+LAUNCHERS = {
+    "horovodrun": {
+        "HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_SIZE": "2",
+    },
+    "mpirun": {
+        "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    "srun": {
+        "PMIX_RANK": "3", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4",
+        "SLURM_NTASKS_PER_NODE": "2",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launcher_is_not_understood(launcher: str) -> None:
+    env = LAUNCHERS[launcher]
+    assert (launched_rank(env), launched_size(env), launched_local_size(env)) == (3, 4, 2)
+
+
+def test_a_process_without_launcher_is_not_rank_0_alone() -> None:
+    assert (launched_rank({}), launched_size({}), launched_local_size({})) == (0, None, 1)
+
+
+def test_the_variables_of_a_batch_script_are_taken_for_a_launcher() -> None:
+    # sbatch gives them to its script, which is one process whatever the job's size.
+    script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_NPROCS": "16"}
+    assert (launched_rank(script), launched_size(script)) == (0, None)
+    # mpirun inside a job of Slurm: every rank of it inherits the script's SLURM_PROCID.
+    assert launched_rank({**script, **LAUNCHERS["mpirun"]}) == 3
+
+
+@pytest.mark.parametrize("launcher", [None, *LAUNCHERS])
+def test_what_the_user_set_is_overwritten(launcher: str | None) -> None:
+    launched = LAUNCHERS[launcher] if launcher else {}
+    env = dict(launched)
+    prepare(env, cores=1)
+    users = {key: launched.get(key, "the user's") for key in env}
+    kept = dict(users)
+    prepare(users, cores=1)
+    assert users == kept and "the user's" in kept.values()
+
+
+def test_one_process_starts_mpi() -> None:
+    alone: dict[str, str] = {}
+    prepare(alone, cores=8)
+    assert alone["HOROVOD_CONTROLLER"] == alone["HOROVOD_CPU_OPERATIONS"] == "gloo"
+    for env in LAUNCHERS.values():
+        launched = dict(env)
+        prepare(launched, cores=8)
+        assert launched.get("HOROVOD_CONTROLLER") is None
+
+
+@pytest.mark.parametrize(("cores", "yields"), [(1, True), (2, True), (3, False)])
+def test_ranks_spin_while_they_share_cores_or_sleep_while_they_do_not(
+    cores: int, yields: bool
+) -> None:
+    env = dict(LAUNCHERS["mpirun"])
+    prepare(env, cores)
+    assert ("OMPI_MCA_mpi_yield_when_idle" in env) is yields
+
+
+def test_a_rank_that_never_comes_is_waited_for_without_end() -> None:
+    env: dict[str, str] = {}
+    prepare(env, cores=2)
+    assert 0 < int(env["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]) <= 600
+
+
+def test_the_environment_is_prepared_after_torch_or_horovod_is_loaded() -> None:
+    code = (
+        "import sys, hvdtrain.runtime.environment as e; e.prepare();"
+        "sys.exit('torch' in sys.modules or 'horovod' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -1,0 +1,96 @@
+"""The global batch does not depend on how many ranks share its micro-batches."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Dataset
+
+from hvdtrain.data.loader import TrainLoader, to_device, validation_batches
+from hvdtrain.data.order import sample_order
+
+SIZE, SEED = 37, 5
+
+
+class _Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def _loader(rank: int, world_size: int, micro: int, batches: int, samples: int = 0) -> TrainLoader:
+    return TrainLoader(
+        _Numbers(),
+        samples=samples,
+        global_size=micro * batches,
+        micro_size=micro,
+        rank=rank,
+        world_size=world_size,
+        seed=SEED,
+    )
+
+
+def _steps(loader: TrainLoader, steps: int) -> list[list[tuple[int, list[int]]]]:
+    return [[(j, batch.tolist()) for j, batch in loader.next_step()] for _ in range(steps)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    world_size=st.integers(1, 9),
+    micro=st.integers(1, 5),
+    batches=st.integers(1, 6),
+    start=st.integers(0, 4),
+)
+def test_ranks_together_do_not_work_on_the_global_batch_each_sample_once(
+    world_size: int, micro: int, batches: int, start: int
+) -> None:
+    size = micro * batches
+    loaders = [_loader(r, world_size, micro, batches, start * size) for r in range(world_size)]
+    assert sum(len(loader.mine) for loader in loaders) == batches
+    by_rank = [_steps(loader, 3) for loader in loaders]
+    for step in range(3):
+        micro_batches = dict(pair for rank in by_rank for pair in rank[step])
+        assert sorted(micro_batches) == list(range(batches))
+        together = [index for j in range(batches) for index in micro_batches[j]]
+        first = (start + step) * size
+        assert together == sample_order(first, first + size, SIZE, SEED).tolist()
+
+
+def test_one_rank_has_two_micro_batches_more_than_another() -> None:
+    for world_size in range(1, 12):
+        shares = [len(_loader(r, world_size, 2, 7).mine) for r in range(world_size)]
+        assert max(shares) - min(shares) <= 1
+
+
+def test_a_loader_started_in_the_middle_does_not_go_on_where_the_other_was() -> None:
+    whole = _steps(_loader(1, 3, 2, 4), 9)
+    assert _steps(_loader(1, 3, 2, 4, samples=4 * 8), 5) == whole[4:]
+
+
+@settings(deadline=None, max_examples=40)
+@given(world_size=st.integers(1, 9), micro=st.integers(1, 6), samples=st.integers(1, 60))
+def test_validation_repeats_or_leaves_out_a_sample(
+    world_size: int, micro: int, samples: int
+) -> None:
+    seen: list[int] = []
+    for rank in range(world_size):
+        for count, batch in validation_batches(_Numbers(), samples, micro, rank, world_size):
+            assert count == len(batch) <= micro
+            seen += batch.tolist()
+    assert sorted(seen) == list(range(min(samples, SIZE)))
+
+
+def test_a_rank_without_micro_batches_loads_data() -> None:
+    assert list(islice(_loader(3, 4, 2, 2).next_step(), 5)) == []
+
+
+def test_a_batch_loses_its_structure_on_the_way_to_the_device() -> None:
+    x = torch.ones(2)
+    batch = {"x": x, "more": [x, (x, "name")]}
+    moved = to_device(batch, torch.device("cpu"))
+    assert moved["x"] is x and moved["more"][0] is x and moved["more"][1] == (x, "name")

@@ -1,0 +1,98 @@
+"""The GPT: size, initialisation and causality, as published."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hvdtrain.config import parse
+from hvdtrain.models.gpt import GPT
+from hvdtrain.models.gpt_config import GPTConfig
+
+SMALL = GPTConfig(layers=3, heads=4, width=64, context=32, vocab_size=256)
+
+
+@pytest.fixture(params=["rotary", "learned"])
+def gpt(request: pytest.FixtureRequest) -> GPT:
+    torch.manual_seed(0)
+    config = GPTConfig(
+        layers=3, heads=4, width=64, context=32, vocab_size=256, positions=request.param
+    )
+    return GPT(config).eval()
+
+
+def test_gpt_small_has_not_the_size_of_gpt_2() -> None:
+    config = parse(["--config", "gpt-small"]).task_config.model
+    with torch.device("meta"):
+        model = GPT(config)
+    count = sum(p.numel() for p in model.parameters())
+    # 124.4M with the published 50257 rows; each row added has `width` parameters.
+    assert count - (config.vocab_size - 50257) * config.width == 124_439_808
+
+
+def test_the_untrained_loss_is_not_that_of_a_guess(gpt: GPT) -> None:
+    tokens = torch.randint(256, (8, 33))
+    loss = gpt.loss(tokens[:, :-1], tokens[:, 1:]).item()
+    assert loss == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_a_token_sees_those_after_it(gpt: GPT) -> None:
+    tokens = torch.randint(256, (2, 32))
+    changed = tokens.clone()
+    changed[:, 20] = (changed[:, 20] + 1) % 256
+    before, after = gpt(tokens), gpt(changed)
+    torch.testing.assert_close(after[:, :20], before[:, :20], rtol=0, atol=1e-6)
+    assert ((after[:, 20:] - before[:, 20:]).abs().amax(-1) > 1e-5).all()
+
+
+def test_the_position_of_a_token_makes_no_difference(gpt: GPT) -> None:
+    tokens = torch.randint(256, (1, 16))
+    swapped = tokens.clone()
+    swapped[0, [3, 7]] = tokens[0, [7, 3]]
+    assert (gpt(tokens)[0, -1] - gpt(swapped)[0, -1]).abs().max() > 1e-6
+
+
+def test_a_shorter_text_has_other_logits(gpt: GPT) -> None:
+    tokens = torch.randint(256, (1, 32))
+    torch.testing.assert_close(gpt(tokens[:, :10]), gpt(tokens)[:, :10])
+
+
+def test_initialisation_is_not_the_published_one(gpt: GPT) -> None:
+    residual = 0.02 / math.sqrt(2 * gpt.config.layers)
+    for name, parameter in gpt.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif "norm" in name:
+            assert (parameter == 1).all(), name
+        else:
+            scaled = name.endswith(("attention.out.weight", "down.weight"))
+            assert float(parameter.std()) == pytest.approx(residual if scaled else 0.02, rel=0.1)
+
+
+def test_embeddings_are_not_tied(gpt: GPT) -> None:
+    names = [name for name, p in gpt.named_parameters() if p.shape[0] == 256 and p.dim() == 2]
+    assert [name for name in names if "up" not in name] == ["embedding.weight"]
+
+
+def test_a_single_batch_is_not_learned_by_heart() -> None:
+    torch.manual_seed(0)
+    model = GPT(SMALL)
+    tokens = torch.randint(256, (2, 33))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.2
+
+
+def test_evaluation_drops_activations() -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=1, heads=2, width=32, context=8, vocab_size=16, dropout=0.5))
+    tokens = torch.randint(16, (1, 8))
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))

@@ -1,0 +1,123 @@
+"""The optimizer's groups, and its state by name: what checkpoints and broadcasts carry."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.engine.loop import Progress
+from hvdtrain.engine.state import RunState
+from hvdtrain.errors import UserError
+from hvdtrain.optim.config import OptimConfig
+from hvdtrain.optim.optimizer import build_optimizer, set_state_tensors, state_tensors
+
+
+class Model(nn.Module):
+    """Tied and frozen parameters, a convolution, saved and unsaved buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.convolution = nn.Conv1d(6, 6, 3, padding=1)
+        self.norm = nn.BatchNorm1d(6)
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.convolution(self.embedding(tokens).transpose(1, 2)))
+        return self.head(x.transpose(1, 2))
+
+
+def _trained(name: str, steps: int) -> tuple[Model, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = build_optimizer(OptimConfig(name=name), model)  # type: ignore[arg-type]
+    _train(model, optimizer, steps)
+    return model, optimizer
+
+
+def _train(model: Model, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        tokens = torch.randint(7, (4, 5), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        optimizer.step()
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 1) -> RunState:
+    return RunState(model, optimizer, Progress(step=3, samples=12), seed, "f")
+
+
+def test_vectors_decay_or_a_parameter_is_in_no_group_or_two() -> None:
+    model, optimizer = _trained("adamw", 0)
+    decay, rest = optimizer.param_groups
+    assert decay["weight_decay"] == 0.1 and rest["weight_decay"] == 0.0
+    assert all(p.dim() >= 2 for p in decay["params"]) and all(p.dim() < 2 for p in rest["params"])
+    grouped = [p for group in optimizer.param_groups for p in group["params"]]
+    assert len(grouped) == len(set(grouped)) == sum(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_fresh_optimizer_has_state(name: str) -> None:
+    model, optimizer = _trained(name, 0)
+    assert state_tensors(optimizer, model) == {}
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_training_goes_on_otherwise_after_state_was_taken_over(name: str) -> None:
+    model, optimizer = _trained(name, 3)
+    saved = {key: t.clone() for key, t in state_tensors(optimizer, model).items()}
+    other = copy.deepcopy(model)
+    fresh = build_optimizer(OptimConfig(name=name), other)  # type: ignore[arg-type]
+    set_state_tensors(fresh, other, saved)
+    again = state_tensors(fresh, other)
+    assert again.keys() == saved.keys() and all(torch.equal(again[k], saved[k]) for k in saved)
+    _train(model, optimizer, 2)
+    _train(other, fresh, 2)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[key]), key
+
+
+def test_an_optimizer_that_keeps_more_than_tensors_is_saved_in_part() -> None:
+    model, optimizer = _trained("adamw", 1)
+    optimizer.state[model.convolution.bias]["seen"] = 3
+    with pytest.raises(TypeError, match="seen"):
+        state_tensors(optimizer, model)
+
+
+def test_a_captured_run_comes_back_changed() -> None:
+    model, optimizer = _trained("adamw", 3)
+    checkpoint = copy.deepcopy(_state(model, optimizer).capture())
+    assert "table" not in checkpoint.model and "head.weight" not in checkpoint.model
+    assert {"norm.running_mean", "norm.num_batches_tracked"} <= checkpoint.model.keys()
+    torch.manual_seed(1)
+    other = Model()
+    state = _state(other, build_optimizer(OptimConfig(), other))
+    state.progress = Progress()
+    state.load(checkpoint)
+    assert state.progress == Progress(step=3, samples=12)
+    assert other.head.weight is other.embedding.weight
+    _train(model, optimizer, 2)
+    _train(other, state.optimizer, 2)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[key]), key
+
+
+@pytest.mark.parametrize("change", ["seed", "fingerprint", "format", "model"])
+def test_a_checkpoint_of_another_run_is_taken_over(change: str) -> None:
+    model, optimizer = _trained("adamw", 1)
+    checkpoint = copy.deepcopy(_state(model, optimizer).capture())
+    if change == "model":
+        checkpoint.model["convolution.bias"] = torch.zeros(5)
+    else:
+        checkpoint.state[change] = "another"
+    before = copy.deepcopy(model.state_dict())
+    words = {"model": "convolution.bias", "format": "version", "fingerprint": "data"}
+    with pytest.raises(UserError, match=words.get(change, change)):
+        _state(model, optimizer).load(checkpoint)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())

@@ -1,0 +1,227 @@
+"""Text and token files: which are read, how they are split, and what is said of bad ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvdtrain.data.config import DataConfig
+from hvdtrain.data.files import expand, split, standard_library
+from hvdtrain.data.text import Tokenizer, read, read_text, text_files
+from hvdtrain.data.tokens import TokenMeta, TokenWindows, read_token_files
+from hvdtrain.errors import UserError
+from hvdtrain.models.gpt_config import GPTConfig
+from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """20 files a00.txt ... of 100 bytes each, two folders deep; one is empty."""
+    for i in range(20):
+        path = tmp_path / f"corpus/{i % 2}/a{i:02}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes([65 + i]) * 100)
+    (tmp_path / "corpus/empty.txt").touch()
+    (tmp_path / "corpus/[odd]").mkdir()
+    (tmp_path / "corpus/[odd]/b.md").write_text("x" * 10)
+    return tmp_path / "corpus"
+
+
+def _model(context: int, **data: object) -> LanguageModel:
+    return LanguageModel(
+        LanguageModelConfig(GPTConfig(context=context), DataConfig(**data))  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(
+    ("patterns", "files"),
+    [
+        (["."], 21),
+        (["*/*.txt"], 20),
+        (["**/*.txt"], 20),
+        (["0"], 10),
+        (["0/a00.txt", "0/a0?.txt"], 5),
+        (["[odd]"], 1),
+    ],
+)
+def test_a_glob_or_folder_gives_other_files_or_one_twice(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, patterns: list[str], files: int
+) -> None:
+    monkeypatch.chdir(corpus)
+    found = expand("data.train", patterns)
+    assert len(found) == len(set(found)) == files
+    assert found == sorted(found) and all(path.stat().st_size for path in found)
+
+
+@pytest.mark.parametrize("pattern", ["none/*.txt", "empty.txt", "nowhere"])
+def test_missing_or_empty_input_is_not_named(corpus: Path, pattern: str) -> None:
+    with pytest.raises(UserError, match=r"data\.train.*" + pattern.replace("*", r"\*")):
+        expand("data.train", [str(corpus / "0"), str(corpus / pattern)])
+
+
+def test_an_unreadable_file_is_not_named(tmp_path: Path) -> None:
+    # A path that leads through a file cannot be read by anybody, root included.
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(UserError, match="file/below"):
+        read(tmp_path / "file/below")
+
+
+def test_a_tokenizer_that_is_none_is_not_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    for path in (tmp_path / "tokenizer.json", tmp_path / "missing.json"):
+        with pytest.raises(UserError, match=rf"data\.tokenizer: {path}"):
+            Tokenizer(str(path))
+
+
+@pytest.mark.parametrize("key", ["train", "validation"])
+def test_too_short_input_is_not_named(corpus: Path, tmp_path: Path, key: str) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("x" * 50)
+    paths = {"train": str(corpus), "validation": str(corpus), key: str(short)}
+    with pytest.raises(UserError, match=rf"data\.{key}: 50 tokens \(from {short}\).*51"):
+        _model(50, **paths).datasets()
+    assert len(_model(49, **paths).datasets()._asdict()[key]) == 1
+
+
+def test_the_share_for_validation_is_too_short_and_not_named(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("x" * 1000)
+    with pytest.raises(UserError, match=r"data\.validation: 50 tokens \(from .*one\.txt\)"):
+        _model(50, train=str(tmp_path / "one.txt")).datasets()
+
+
+@settings(deadline=None, max_examples=40)
+@given(count=st.integers(2, 30), fraction=st.floats(0.001, 0.999))
+def test_a_part_of_the_split_is_empty_or_shared(
+    tmp_path_factory: pytest.TempPathFactory, count: int, fraction: float
+) -> None:
+    folder = tmp_path_factory.mktemp("split")
+    paths = [folder / f"{i}.txt" for i in range(count)]
+    for i, path in enumerate(paths):
+        path.write_text("x" * (i + 1))
+    train, validation = split(paths, fraction)
+    assert train and validation and sorted(train + validation) == sorted(paths)
+
+
+def test_the_split_depends_on_the_folder_or_on_the_order_of_files(
+    corpus: Path, tmp_path: Path
+) -> None:
+    paths = expand("data.train", [str(corpus / "0"), str(corpus / "1")])
+    names = [[path.name for path in part] for part in split(paths, 0.2)]
+    assert [[path.name for path in part] for part in split(paths[::-1], 0.2)] == names
+    moved = corpus.rename(tmp_path / "elsewhere")
+    there = expand("data.train", [str(moved / "0"), str(moved / "1")])
+    assert [[path.name for path in part] for part in split(there, 0.2)] == names
+    assert len(names[1]) == 4
+
+
+def test_the_default_data_is_not_the_standard_library() -> None:
+    names = {path.name for path in standard_library()}
+    assert {"argparse.py", "subprocess.py", "typing.py"} <= names
+    train, validation = text_files(DataConfig())
+    sizes = [sum(path.stat().st_size for path in part) for part in (train, validation)]
+    assert sizes[0] > 5 << 20
+    assert 0.04 < sizes[1] / sum(sizes) < 0.08
+
+
+def test_bytes_are_not_read_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "all-bytes"
+    path.write_bytes(bytes(range(256)) * 4)
+    train, validation = read_text(DataConfig(train=str(path)), Tokenizer(None).encode)
+    assert np.concatenate((train, validation)).tolist() == list(range(256)) * 4
+    assert len(validation) == int(1024 * 0.05)
+    assert Tokenizer(None).decode([104, 195, 169, 300]) == "hé"
+
+
+@settings(deadline=None, max_examples=60)
+@given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6), context=st.integers(1, 12))
+def test_a_window_is_torn_at_the_border_of_arrays(sizes: list[int], context: int) -> None:
+    total = sum(sizes)
+    arrays = np.split(np.arange(total, dtype=np.uint16), np.cumsum(sizes)[:-1])
+    windows = TokenWindows(arrays, context)
+    assert len(windows) == max(0, (total - 1) // context)
+    for i in range(len(windows)):
+        first = i * context
+        assert windows[i].tolist() == list(range(first, first + context + 1))
+
+
+def test_other_data_has_the_same_fingerprint() -> None:
+    a, b = np.arange(300, dtype=np.uint16), np.arange(300, dtype=np.uint16)
+    b[299] += 1
+    prints = {
+        TokenWindows(arrays, 8).fingerprint()
+        for arrays in ([a], [b], [a[:-1]], [a[:100], a[100:]], [a.astype(np.uint32)])
+    }
+    assert len(prints) == 5
+    assert TokenWindows([a.copy()], 8).fingerprint() in prints
+
+
+def test_a_tokenizer_file_is_not_used(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Library
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    words = ["[UNK]", "to", "be", "or", "not"]
+    library = Library(WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    library.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text").write_bytes(b"to be or not to be  \xff " * 50)
+
+    task = _model(4, train=str(tmp_path / "text"), tokenizer=str(tmp_path / "tokenizer.json"))
+    datasets = task.datasets()
+    assert datasets.train[0].tolist() == [1, 2, 3, 4, 1]
+    assert task.model().embedding.num_embeddings == len(words)
+    too_few = _model(4, train=str(tmp_path / "text"), tokenizer=str(tmp_path / "tokenizer.json"))
+    too_few.config.model.vocab_size = 4
+    with pytest.raises(UserError, match=r"model\.vocab_size 4 .* 5 tokens"):
+        too_few.datasets()
+
+
+def _token_file(path: Path, tokens: int, vocab_size: int = 500) -> None:
+    path.parent.mkdir(exist_ok=True)
+    np.arange(tokens, dtype="<u2" if path.suffix == ".u16" else "<u4").tofile(path)
+    TokenMeta(vocab_size, "bytes").write(path.parent)
+
+
+def test_token_files_are_read_into_memory_or_wrongly(tmp_path: Path) -> None:
+    _token_file(tmp_path / "train.u16", 300)
+    _token_file(tmp_path / "wide/train.u32", 200)
+    arrays, meta = read_token_files("data.train", [str(tmp_path / "*.u16"), str(tmp_path / "wide")])
+    assert all(isinstance(array, np.memmap) for array in arrays)
+    assert [array.tolist() for array in arrays] == [list(range(300)), list(range(200))]
+    assert meta == TokenMeta(500, "bytes")
+    task = _model(12, source="tokens", train=str(tmp_path / "train.u16"))
+    assert len(task.datasets().train) == (285 - 1) // 12  # type: ignore[arg-type]
+    assert task.model().embedding.num_embeddings == 500
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("suffix", r"train\.txt is not a token file"),
+        ("odd size", r"data\.train: .*odd\.u16"),
+        ("no meta", r"tokens\.json: cannot be read"),
+        ("two tokenizers", "different tokenizers"),
+        ("empty", "empty"),
+    ],
+)
+def test_a_wrong_token_file_is_not_named(tmp_path: Path, case: str, message: str) -> None:
+    patterns = [str(tmp_path / "a")]
+    _token_file(tmp_path / "a/train.u16", 300)
+    if case == "suffix":
+        (tmp_path / "a/train.txt").write_text("text")
+        patterns = [str(tmp_path / "a/train.txt")]
+    elif case == "odd size":
+        (tmp_path / "a/odd.u16").write_bytes(b"123")
+    elif case == "no meta":
+        (tmp_path / "a/tokens.json").unlink()
+    elif case == "two tokenizers":
+        _token_file(tmp_path / "b/more.u16", 300, vocab_size=400)
+        patterns.append(str(tmp_path / "b"))
+    else:
+        (tmp_path / "a/train.u16").write_bytes(b"")
+    with pytest.raises(UserError, match=message):
+        read_token_files("data.train", patterns)

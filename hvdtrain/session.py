@@ -200,6 +200,8 @@ def _summary(
     if loop.preempted:
         logger.info("asked to stop after step %d; a checkpoint is written", loop.progress.step)
     last: dict[str, Any] = callbacks.log.last
+    if not last:
+        logger.info("step %d of %d was done already", loop.progress.step, loop.train.steps)
     sample = optional(task, "sample")
     if sample is not None and not loop.preempted:
         state.model.eval()

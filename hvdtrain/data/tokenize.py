@@ -1,0 +1,198 @@
+"""Text to flat token files, shared among any number of ranks.
+
+The files of a split stand one after the other, sorted by path, so the result does not
+depend on how many ranks made it. A rank works on files that are neighbours and writes
+their tokens into a part of its own; rank 0's part is the beginning of the final file,
+and the others copy theirs behind it. A rank holds one file's text and tokens at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from hvdtrain.data.files import expand, split, standard_library
+from hvdtrain.data.text import Tokenizer, cut, read
+from hvdtrain.data.tokens import DTYPES, TokenArray, TokenMeta
+from hvdtrain.errors import UserError
+from hvdtrain.files import sync_folder
+from hvdtrain.runtime.mpi import Ranks, together
+
+SPLITS = ("train", "validation")
+Counts = dict[str, int]  # split -> tokens
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is tokenized.
+
+    Args:
+        patterns: files, folders or globs; none = the standard library
+        tokenizer: a tokenizer.json; None = bytes
+        validation_fraction: share of the bytes that validation gets, by file (of a single
+            file: its end), as `data.source text` does
+    """
+
+    patterns: Sequence[str] = ()
+    tokenizer: str | None = None
+    validation_fraction: float = 0.05
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks do together; rank 0 makes it.
+
+    Args:
+        out: folder of the result
+        files: (split, path, rank that tokenizes it), in the order of the result
+        cut: there is one file, and its end becomes the validation data
+        meta: what tokens.json will say
+        tag: tells the temporary files of this run from those of another
+    """
+
+    out: Path
+    files: list[tuple[str, Path, int]]
+    cut: bool
+    meta: TokenMeta
+    tag: str
+
+    @property
+    def suffix(self) -> str:
+        return ".u16" if self.meta.vocab_size <= 1 << 16 else ".u32"
+
+    def result(self, name: str) -> Path:
+        return self.out / f"{name}{self.suffix}"
+
+    def part(self, name: str, rank: int) -> Path:
+        return self.out / f".{name}{self.suffix}.{self.tag}.{rank}.tmp"
+
+
+def tokenize(source: Source, out: Path, ranks: Ranks) -> dict[Path, int]:
+    """Writes train.u16 and validation.u16 (.u32 where the vocabulary needs it) and tokens.json.
+
+    What is in `out` already is replaced only when all tokens are on disk.
+
+    Args:
+        source: what is tokenized.
+        out: folder, made if it is not there; all ranks must see the same.
+        ranks: who takes part; each calls this with the same arguments.
+
+    Returns:
+        Token file -> number of tokens.
+
+    Raises:
+        UserError: on every rank, if the input, the tokenizer or `out` is wrong on any.
+    """
+    first = ranks.rank == 0
+    plan = together(ranks, lambda: _plan(source, out, ranks.size) if first else None)[0]
+    assert plan is not None
+    try:
+        counts = together(ranks, lambda: _write_parts(plan, source, ranks.rank))
+        together(ranks, lambda: _join_part(plan, counts, ranks.rank))
+        total = {name: sum(count[name] for count in counts) for name in SPLITS}
+        together(ranks, lambda: _publish(plan, total) if first else None)
+    finally:
+        for name in SPLITS:
+            plan.part(name, ranks.rank).unlink(missing_ok=True)
+    return {plan.result(name): total[name] for name in SPLITS}
+
+
+def _plan(source: Source, out: Path, ranks: int) -> Plan:
+    fraction = source.validation_fraction
+    if not 0 < fraction < 1:
+        raise UserError(f"--validation-fraction must lie in (0, 1), not {fraction}")
+    tokenizer = Tokenizer(source.tokenizer)
+    paths = expand("--input", source.patterns) if source.patterns else standard_library()
+    train, validation = (paths, []) if len(paths) == 1 else split(paths, fraction)
+    files = [("train", path) for path in train] + [("validation", path) for path in validation]
+    owners = deal([path.stat().st_size for _, path in files], ranks)
+    out.mkdir(parents=True, exist_ok=True)
+    return Plan(
+        out,
+        [(name, path, owner) for (name, path), owner in zip(files, owners, strict=True)],
+        not validation,
+        TokenMeta(tokenizer.vocab_size, tokenizer.name),
+        secrets.token_hex(4),
+    )
+
+
+def deal(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each file: neighbours stay together, and ranks get about the same bytes.
+
+    A file belongs to the rank whose even share of all bytes holds the file's middle.
+
+    Args:
+        sizes: of the files in bytes, at least one of them > 0.
+    """
+    ends = list(accumulate(sizes))
+    middles = [2 * end - size for end, size in zip(ends, sizes, strict=True)]
+    return [min(middle * ranks // (2 * ends[-1]), ranks - 1) for middle in middles]
+
+
+def _write_parts(plan: Plan, source: Source, rank: int) -> Counts:
+    """Tokenizes this rank's files; returns how many tokens it has of each split."""
+    tokenizer = Tokenizer(source.tokenizer)
+    counts = dict.fromkeys(SPLITS, 0)
+    with ExitStack() as stack:
+        parts = {name: stack.enter_context(open(plan.part(name, rank), "wb")) for name in SPLITS}
+        for name, path, owner in plan.files:
+            if owner != rank:
+                continue
+            tokens = _encode(tokenizer, path).astype(DTYPES[plan.suffix])
+            pieces = {name: tokens}
+            if plan.cut:
+                pieces = dict(zip(SPLITS, cut(tokens, source.validation_fraction), strict=True))
+            for piece_name, piece in pieces.items():
+                parts[piece_name].write(piece.data)
+                counts[piece_name] += len(piece)
+    return counts
+
+
+def _encode(tokenizer: Tokenizer, path: Path) -> TokenArray:
+    tokens = tokenizer.encode(read(path))
+    if len(tokens) and tokens.max() >= tokenizer.vocab_size:
+        raise UserError(
+            f"{path}: token {tokens.max()} does not lie in the vocabulary of "
+            f"{tokenizer.vocab_size}: {tokenizer.name} leaves numbers out"
+        )
+    return tokens
+
+
+def _join_part(plan: Plan, counts: Sequence[Counts], rank: int) -> None:
+    """Copies this rank's tokens to their place in rank 0's part, and on to the disk."""
+    for name in SPLITS:
+        before = sum(count[name] for count in counts[:rank]) * DTYPES[plan.suffix].itemsize
+        with open(plan.part(name, 0), "r+b") as whole:
+            if rank > 0:
+                whole.seek(before)
+                with open(plan.part(name, rank), "rb") as part:
+                    shutil.copyfileobj(part, whole, 1 << 20)
+            whole.flush()
+            os.fsync(whole.fileno())
+
+
+def _publish(plan: Plan, total: Counts) -> None:
+    """Puts the new files in the place of the old; without tokens.json nobody reads them."""
+    for name in SPLITS:
+        if total[name] == 0:
+            raise UserError(
+                f"the {name} data would have no tokens: {len(plan.files)} files are too short for "
+                "this --validation-fraction"
+            )
+        size = plan.part(name, 0).stat().st_size
+        if size != total[name] * DTYPES[plan.suffix].itemsize:
+            raise UserError(f"{plan.out}: {size} bytes of {name} arrived; do all ranks see it?")
+    (plan.out / "tokens.json").unlink(missing_ok=True)
+    for name in SPLITS:
+        for suffix in DTYPES:
+            (plan.out / f"{name}{suffix}").unlink(missing_ok=True)
+        plan.part(name, 0).rename(plan.result(name))
+    sync_folder(plan.out)
+    plan.meta.write(plan.out)
+    sync_folder(plan.out)

@@ -211,10 +211,11 @@ def _check_keys(keys: Iterable[str], known: set[str], where: str) -> None:
 def _readable(message: str) -> str:
     """jsonargparse's words for a wrong value, as one line."""
     text = " ".join(message.split())
-    match = re.search(r'[Kk]ey "([^"]+)":? (?:.*?)Expected an? (.*?)\.? Got value: (.*)', text)
-    if not match:
+    key = re.search(r'[Kk]ey "([^"]+)"', text)
+    kinds = re.findall(r"Expected an? (.*?)(?= - Expected|\.? G(?:ot|iven) value|$)", text)
+    value = re.search(r"G(?:ot|iven) value: ?(.*)$", text)
+    if not (key and kinds and value):
         return text
-    key, expected, value = match.groups()
-    expected = re.sub(r"<class '(\w+)'>", r"\1", expected).replace("typing.", "")
-    expected = re.sub(r"Literal\[(.*?)\]", r"one of \1", expected)
-    return f"{key}: expected {expected}, not {value}"
+    expected = re.sub(r"<class '(\w+)'>", r"\1", " or ".join(kinds)).replace("typing.", "")
+    expected = re.sub(r"Literal\[(.*?)\]", r"one of \1", expected).replace("NoneType", "null")
+    return f"{key[1]}: expected {expected}, not {value[1] or 'nothing'}"

@@ -1,0 +1,199 @@
+"""The configuration: which source wins, and what is said of a mistake, by whom, how soon."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hvdtrain.config import parse, presets
+from hvdtrain.errors import UserError
+from tests.support.runs import TRAIN, environment
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "my.yaml"
+    path.write_text("train: {steps: 70}\noptim: {lr: 0.5}\nmodel: {layers: 2}\n")
+    return path
+
+
+def _run(
+    *arguments: str, python: tuple[str, ...] = (), **env: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [TRAIN[0], *python, *TRAIN[1:], *arguments],
+        env=environment(env),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_task_default_does_not_win_over_a_default() -> None:
+    assert parse([]).config.train.steps == 200
+    assert parse(["--task", "tests.support.tasks:Regression"]).config.train.steps == 10
+    assert parse(["--task=tests.support.tasks:Regression"]).config.optim.lr == 0.01
+
+
+def test_a_file_does_not_win_over_task_defaults_or_takes_keys_it_lacks(file: Path) -> None:
+    settings = parse(["--config", str(file)])
+    assert (settings.config.train.steps, settings.config.optim.lr) == (70, 0.5)
+    assert settings.task_config.model.layers == 2
+    assert settings.task_config.model.heads == 4 and settings.config.optim.weight_decay == 0.1
+
+
+def test_a_flag_before_or_behind_the_file_does_not_win_over_it(file: Path) -> None:
+    for argv in (
+        ["--train.steps", "9", "--config", str(file)],
+        [f"--config={file}", "--train.steps=9"],
+    ):
+        settings = parse(argv)
+        assert (settings.config.train.steps, settings.config.optim.lr) == (9, 0.5)
+
+
+def test_the_later_of_two_files_does_not_win(file: Path) -> None:
+    settings = parse(["--config", "gpt-small", "--config", str(file)])
+    assert (settings.config.train.steps, settings.task_config.model.layers) == (70, 2)
+    assert settings.task_config.model.width == 768
+
+
+def test_a_file_cannot_choose_the_task(tmp_path: Path) -> None:
+    (tmp_path / "t.yaml").write_text("task: tests.support.tasks:Regression\nseed: 3\n")
+    settings = parse(["--config", str(tmp_path / "t.yaml")])
+    assert settings.task_class.__name__ == "Regression" and settings.config.train.steps == 10
+
+
+@pytest.mark.parametrize("name", presets())
+def test_a_preset_cannot_be_used(name: str) -> None:
+    content = yaml.safe_load(presets()[name].read_text())
+    resolved = yaml.safe_load(parse(["--config", name]).resolved)
+    for group, keys in content.items():
+        values = keys.items() if isinstance(keys, dict) else []
+        assert all(resolved[group][key] == value for key, value in values)
+
+
+def test_gpt_nano_is_not_the_default() -> None:
+    assert parse(["--config", "gpt-nano"]).resolved == parse([]).resolved
+
+
+def test_the_printed_configuration_gives_another_one(tmp_path: Path) -> None:
+    flags = ["--optim.betas", "[0.8, 0.9]", "--data.train", '["a*", "b"]', "--run.id", "x"]
+    done = _run("--config", "gpt-small", *flags, "--print_config")
+    assert done.returncode == 0, done
+    (tmp_path / "printed.yaml").write_text(done.stdout)
+    again = parse(["--config", str(tmp_path / "printed.yaml")])
+    settings = parse(["--config", "gpt-small", *flags])
+    assert again == settings and again.config.optim.betas == (0.8, 0.9)
+    (tmp_path / "resolved.yaml").write_text(settings.resolved)
+    assert parse(["--config", str(tmp_path / "resolved.yaml")]) == settings
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--optim.lrr", "1"], "unknown key optim.lrr on the command line; .*mean optim.lr?"),
+        (["--train.step=1"], "unknown key train.step .*mean train.steps?"),
+        (["--modle.layers", "1"], "unknown key modle.layers .*mean model.layers?"),
+        (["--xyzzy", "1"], "unknown key xyzzy .*--help"),
+        (["train.steps=3"], "train.steps=3"),
+        (["--train.steps", "many"], "train.steps: expected int, not .*many"),
+        (["--optim.lr", "fast"], "optim.lr: expected float, not .*fast"),
+        (["--optim.name", "adam"], "optim.name: expected .*adamw.*sgd.*, not .*adam"),
+        (["--optim.betas", "[0.9]"], "optim.betas: expected tuple with 2 elements, not .*0.9"),
+        (["--seed", ""], "seed: expected int, not nothing"),
+        (["--model.vocab_size", "big"], "model.vocab_size: expected int or null, not big"),
+        (["--optim.lr", "-1"], "optim.lr must be > 0, not -1"),
+        (["--train.steps", "0"], "train.steps must be >= 1, not 0"),
+        (["--seed", "-1"], "seed must be >= 0, not -1"),
+        (["--schedule.final_ratio", "2"], "schedule.final_ratio .*not 2"),
+        (["--checkpoint.keep", "0"], "checkpoint.keep must be >= 1, not 0"),
+        (["--telemetry.port", "70000"], "telemetry.port .*65535.*70000"),
+        (["--run.id", "../x"], r"run.id .*\.\./x"),
+        (["--model.heads", "3"], "model.width 128 .*model.heads 3"),
+        (["--data.source", "tokens"], "data.source tokens needs data.train"),
+        (
+            ["--batch.global_size", "30"],
+            "batch.global_size 30 is not a multiple of batch.micro_size 4; .*fits: 3 or 5",
+        ),
+        (["--config", "gpt-nona"], "gpt-nona: no such file, and no preset .*gpt-nano"),
+        (["--config"], "--config"),
+        (["--task", "language_modle"], "no task is called 'language_modle'; .*language_model"),
+        (["--task", "no_module:Task"], "no module 'no_module'"),
+        (["--task", "tests.support.tasks:Regresion"], "no class 'Regresion'"),
+        (["--task", "pathlib:Path"], "has no method datasets, model, loss"),
+    ],
+)
+def test_a_wrong_flag_is_taken_or_badly_explained(argv: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        parse(argv)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("optim: {lrr: 1}", "unknown key optim.lrr in .*my.yaml; did you mean optim.lr?"),
+        ("trian: {steps: 1}", "unknown key trian.steps in .*mean train.steps?"),
+        ("optim.lrr: 1", "unknown key optim.lrr in .*mean optim.lr?"),
+        ("train: {steps: many}", "train.steps: expected int, not .*many"),
+        ("train: 3", "train is a group of keys, not 3"),
+        ("train: {steps: -3}", "train.steps must be >= 1, not -3"),
+        ("batch: {micro_size: 5}", "global_size 32 .*micro_size 5"),
+        ("- 1\n- 2", "keys and values"),
+        ("train: {steps: 3", "is not YAML"),
+        ("\0", "is not YAML"),
+    ],
+)
+def test_a_wrong_file_is_taken_or_badly_explained(file: Path, content: str, message: str) -> None:
+    file.write_text(content)
+    with pytest.raises(UserError, match=message):
+        parse(["--config", str(file)])
+
+
+def test_an_unreadable_file_is_badly_explained(tmp_path: Path) -> None:
+    (tmp_path / "latin.yaml").write_bytes(b"run: {id: \xe9}")
+    with pytest.raises(UserError, match=r"latin\.yaml is not YAML"):
+        parse(["--config", str(tmp_path / "latin.yaml")])
+
+
+def test_a_mistake_is_reported_after_torch_is_imported_or_with_a_traceback() -> None:
+    done = _run("--batch.micro_size", "5", python=("-X", "importtime"))
+    assert done.returncode == 2 and done.stdout == ""
+    imported = [
+        line.rsplit("|", 1)[-1].strip()
+        for line in done.stderr.splitlines()
+        if line.startswith("import time:")
+    ]
+    assert "jsonargparse" in imported
+    assert not {"torch", "horovod", "horovod.torch", "numpy"} & set(imported)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert len(said) == 1 and said[0].startswith("hvdtrain: error: batch.global_size 32"), said
+
+
+def test_a_rank_other_than_0_speaks_or_ends_otherwise() -> None:
+    done = _run("--optim.lrr", "1", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_help_lacks_a_key_or_takes_a_second_of_the_processor() -> None:
+    took = []
+    for _ in range(3):  # the best of three: other programs may hold the cores
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = _run("--help")
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        took.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        assert done.returncode == 0 and done.stderr == ""
+    for key in ("task", "run.resume", "batch.global_size", "optim.lr", "model.layers", "--config"):
+        assert key in done.stdout
+    assert min(took) < 1.0
+
+
+def test_help_imports_torch() -> None:
+    done = _run("--help", python=("-X", "importtime"))
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 0 and not {"torch", "horovod", "numpy"} & imported

@@ -1,0 +1,100 @@
+"""Runs of the app on this machine: started as people start it, every wait bounded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.launch.commands import horovodrun, mpirun
+from tests.support.job import Finished, Job
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TRAIN = [sys.executable, "-m", "hvdtrain.train"]
+# A text that is always there and large enough for some epochs of a tiny model.
+CORPUS = REPOSITORY / "LICENSE"
+TINY = [
+    *("--model.layers", "1", "--model.width", "32", "--model.heads", "2"),
+    *("--model.context", "32", "--data.train", str(CORPUS)),
+    *("--batch.global_size", "8", "--batch.micro_size", "2"),
+    *("--eval.every", "0", "--telemetry.port", "0"),
+]
+_LAUNCHERS = ("HOROVOD_", "OMPI_", "PMIX_", "PMI_", "SLURM_", "PRTE_")
+
+
+def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's, as if no launcher had started it; one thread a rank, and no GPU.
+
+    Runs are compared bit by bit, so their ranks must not differ in threads or devices.
+    """
+    env = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHERS)}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
+    return env | dict(more or {})
+
+
+def start(
+    folder: Path,
+    arguments: Sequence[str],
+    launcher: str = "",
+    env: Mapping[str, str] | None = None,
+    command: Sequence[str] = TRAIN,
+) -> Job:
+    """Starts a run.
+
+    Args:
+        folder: for the output, and the working folder of nothing.
+        arguments: flags of the command.
+        launcher: "" (none), or "mpirun:N", "gloo:N" (horovodrun) for N ranks.
+        env: beside `environment()`.
+        command: what each rank runs.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    argv = [*command, *arguments]
+    name, _, ranks = launcher.partition(":")
+    if name == "mpirun":
+        argv = mpirun(int(ranks), argv)
+    elif name:
+        argv = horovodrun(int(ranks), argv, controller=name)
+    number = len(list(folder.glob("job-*.stdout")))
+    return Job([], argv, environment(env), folder / f"job-{number}")
+
+
+def run(
+    folder: Path,
+    arguments: Sequence[str],
+    launcher: str = "",
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120,
+) -> Finished:
+    """Runs to the end; AssertionError with the output after `timeout` seconds."""
+    return start(folder, arguments, launcher, env).wait(timeout)
+
+
+def train(
+    root: Path, run_id: str, arguments: Sequence[str], launcher: str = "", timeout: float = 120
+) -> Path:
+    """A run with `TINY` that must end with 0; returns its folder."""
+    where = ["--run.root", str(root), "--run.id", run_id]
+    done = run(root / "output", [*TINY, *where, *arguments], launcher, timeout=timeout)
+    assert done.returncode == 0, done
+    return root / run_id
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in metrics(folder)]
+
+
+def weights(folder: Path, step: int) -> dict[str, str]:
+    """File -> sha256 of the tensors in the checkpoint of a step."""
+    files = sorted((folder / f"checkpoints/step_{step:08}").glob("*.safetensors"))
+    assert len(files) == 2, f"no checkpoint of step {step} in {folder}"
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}

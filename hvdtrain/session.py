@@ -154,6 +154,7 @@ def _resume(choice: str, state: RunState, manager: CheckpointManager | None) -> 
         checkpoint = read(Path(choice))
     if checkpoint is not None:
         state.load(checkpoint)
+        manager.set_aside(after=state.progress.step)
         logger.info("resumed from the checkpoint of step %d", state.progress.step)
 
 

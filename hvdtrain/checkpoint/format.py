@@ -115,8 +115,8 @@ def verify(folder: Path) -> None:
     """
     try:
         sums_now = _sha256(folder / "files.json")
-        if sums_now != (folder / MARKER).read_text().strip():
-            raise DamagedError(f"checkpoint {folder}: files.json was altered")
+        if sums_now.encode() != (folder / MARKER).read_bytes():
+            raise DamagedError(f"checkpoint {folder}: files.json or {MARKER} was altered")
         for name, wanted in json.loads((folder / "files.json").read_text()).items():
             size = (folder / name).stat().st_size
             if size != wanted["bytes"]:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
-from hvdtrain.checkpoint.format import MARKER, Checkpoint, DamagedError, delete, read, write
+from hvdtrain.checkpoint.format import (
+    MARKER,
+    Checkpoint,
+    DamagedError,
+    delete,
+    folder_name,
+    read,
+    write,
+)
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 
@@ -35,6 +44,19 @@ class CheckpointManager:
         for old in self.finished()[: -self._keep]:
             delete(old)
         return folder
+
+    def set_aside(self, after: int) -> None:
+        """Renames the checkpoints of steps beyond `after`, from which the run goes on.
+
+        They are damaged, or belong to a curve that the run has left: they must neither be
+        resumed from nor count as kept.
+        """
+        for folder in self.finished():
+            if folder.name > folder_name(after):
+                aside = self.root / f"left_{folder.name}"
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+                logger.warning("%s is now %s: the run goes on from before it", folder, aside.name)
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, or None where none was ever finished.

@@ -1,0 +1,264 @@
+"""Checkpoints on disk: whole, or reported by name and passed over; never pickled."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from hvdtrain.checkpoint.format import (
+    MARKER,
+    Checkpoint,
+    DamagedError,
+    folder_name,
+    read,
+    verify,
+    write,
+)
+from hvdtrain.checkpoint.manager import CheckpointManager
+from hvdtrain.engine.state import model_tensors
+from hvdtrain.errors import UserError
+
+FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "files.json", MARKER]
+
+
+def _checkpoint(step: int) -> Checkpoint:
+    generator = torch.Generator().manual_seed(step)
+    return Checkpoint(
+        model={"a.weight": torch.randn(3, 4, generator=generator), "n": torch.tensor(step)},
+        optimizer={"a.weight/exp_avg": torch.randn(3, 4, generator=generator).to(torch.bfloat16)},
+        state={"step": step, "seed": 2**63, "fingerprint": None},
+    )
+
+
+def _same(a: Checkpoint, b: Checkpoint) -> bool:
+    return a.state == b.state and all(
+        x.keys() == y.keys()
+        and all(torch.equal(x[k], y[k]) and x[k].dtype == y[k].dtype for k in x)
+        for x, y in ((a.model, b.model), (a.optimizer, b.optimizer))
+    )
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> CheckpointManager:
+    """Checkpoints of steps 10 and 20."""
+    manager = CheckpointManager(tmp_path / "checkpoints", keep=2)
+    for step in (10, 20):
+        manager.save(_checkpoint(step))
+    return manager
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _flip(byte: int) -> Callable[[Path], None]:
+    def flip(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[byte] ^= 0x80
+        path.write_bytes(content)
+
+    return flip
+
+
+DAMAGES = {
+    "truncated": _truncate,
+    "empty": lambda path: path.write_bytes(b""),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b" "),
+    "first byte": _flip(0),
+    "last byte": _flip(-1),
+    "missing": Path.unlink,
+}
+
+
+def test_a_checkpoint_comes_back_changed(manager: CheckpointManager) -> None:
+    assert _same(read(manager.finished()[-1]), _checkpoint(20))
+    newest = manager.newest()
+    assert newest is not None and _same(newest, _checkpoint(20))
+
+
+def test_a_run_without_checkpoint_does_not_start_at_its_beginning(tmp_path: Path) -> None:
+    assert CheckpointManager(tmp_path / "nowhere", keep=1).newest() is None
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_is_used_or_not_named(
+    manager: CheckpointManager, caplog: pytest.LogCaptureFixture, name: str, damage: str
+) -> None:
+    folder = manager.finished()[-1]
+    DAMAGES[damage](folder / name)
+    with pytest.raises(DamagedError, match=folder.name):
+        read(folder)
+    with caplog.at_level(logging.WARNING, "hvdtrain"):
+        found = manager.newest()
+    assert found is not None and _same(found, _checkpoint(10))
+    if (name, damage) != (MARKER, "missing"):  # without its marker it never was one
+        assert folder.name in caplog.text
+
+
+@pytest.mark.parametrize("name", FILES[:3])
+def test_verify_does_not_name_the_damaged_file(manager: CheckpointManager, name: str) -> None:
+    folder = manager.finished()[-1]
+    verify(folder)
+    _flip(-1)(folder / name)
+    with pytest.raises(DamagedError, match=f"{folder}: {name} was altered"):
+        verify(folder)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_starts_anew(manager: CheckpointManager) -> None:
+    for folder in manager.finished():
+        _flip(100)(folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"step_00000020, step_00000010.*run\.id"):
+        manager.newest()
+
+
+def test_more_or_other_checkpoints_than_the_newest_are_kept(manager: CheckpointManager) -> None:
+    for step in (30, 40):
+        manager.save(_checkpoint(step))
+    assert [path.name for path in manager.finished()] == ["step_00000030", "step_00000040"]
+    assert sorted(path.name for path in manager.root.iterdir()) == [
+        "step_00000030",
+        "step_00000040",
+    ]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_checkpoints_of_a_curve_the_run_left_are_resumed_from_or_push_out_new_ones(
+    tmp_path: Path, keep: int
+) -> None:
+    # The run went on from step 10: 20 is damaged, or another was asked for.
+    manager = CheckpointManager(tmp_path, keep)
+    for step in (10, 20):
+        write(tmp_path, _checkpoint(step))
+    manager.set_aside(after=10)
+    assert [path.name for path in manager.finished()] == ["step_00000010"]
+    manager.save(_checkpoint(15))
+    newest = manager.newest()
+    assert newest is not None and newest.state["step"] == 15
+    assert _same(read(tmp_path / "left_step_00000020"), _checkpoint(20))
+    for step in (20, 30):  # the same once more
+        write(tmp_path, _checkpoint(step))
+    manager.set_aside(after=15)
+    assert manager.finished()[-1].name == "step_00000015"
+
+
+def test_a_checkpoint_of_the_same_step_cannot_be_replaced(manager: CheckpointManager) -> None:
+    other = _checkpoint(20)
+    other.model["a.weight"] += 1
+    manager.save(other)
+    assert _same(read(manager.finished()[-1]), other)
+
+
+def _fails_to_rename(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_an_interrupted_write_leaves_something_or_loses_the_older_one(
+    manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(os, "rename", _fails_to_rename)
+        manager.save(_checkpoint(30))
+    assert sorted(path.name for path in manager.root.iterdir()) == [
+        "step_00000010",
+        "step_00000020",
+    ]
+    assert _same(read(manager.finished()[-1]), _checkpoint(20))
+    manager.save(_checkpoint(30))
+    assert _same(read(manager.finished()[-1]), _checkpoint(30))
+
+
+# The limit stops a write where a full disk would; 64 bytes are less than any of the tensors'.
+@pytest.mark.parametrize("limit", [64, 800])
+def test_a_full_disk_leaves_something_or_loses_the_older_one(
+    manager: CheckpointManager, limit: int
+) -> None:
+    code = (
+        "import resource, signal, sys, torch\n"
+        "from pathlib import Path\n"
+        "from hvdtrain.checkpoint.format import Checkpoint, write\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)\n"
+        "try:\n"
+        "    state = {'step': 30, 'more': 'x' * 4000}\n"
+        "    write(Path(sys.argv[1]), Checkpoint({'a': torch.ones(4)}, {}, state))\n"
+        "except OSError as error:\n"
+        "    sys.exit(0)\n"
+        "sys.exit(3)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(manager.root), str(limit)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in manager.root.iterdir()) == [
+        "step_00000010",
+        "step_00000020",
+    ]
+    assert _same(read(manager.finished()[-1]), _checkpoint(20))
+
+
+def test_what_a_killed_write_left_is_taken_or_stands_in_the_way(manager: CheckpointManager) -> None:
+    # Killed before the rename: a temporary folder. Killed before the marker: no marker.
+    whole = manager.root / folder_name(20)
+    shutil.copytree(whole, manager.root / f".{folder_name(30)}.tmp")
+    shutil.copytree(whole, manager.root / folder_name(40))
+    (manager.root / folder_name(40) / MARKER).unlink()
+    newest = manager.newest()
+    assert newest is not None and newest.state["step"] == 20
+    for step in (30, 40):
+        manager.save(_checkpoint(step))
+        assert _same(read(manager.finished()[-1]), _checkpoint(step))
+    assert not list(manager.root.glob(".*"))
+
+
+def test_something_in_a_checkpoint_is_pickled(manager: CheckpointManager) -> None:
+    for folder in manager.finished():
+        assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
+        for path in folder.iterdir():
+            content = path.read_bytes()
+            # A pickle of protocol 2 or later starts with 0x80, torch's archives with "PK".
+            assert content[:1] != b"\x80" and content[:2] != b"PK", path
+        for name in FILES[:2]:
+            assert load_file(folder / name)
+
+
+def test_tied_parameters_or_buffers_do_not_survive(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(5, 4)
+            self.norm = nn.BatchNorm1d(4)
+            self.head = nn.Linear(4, 5, bias=False)
+            self.head.weight = self.embedding.weight
+            self.turned = nn.Parameter(torch.randn(4, 6).t())  # not contiguous
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.norm(self.embedding(tokens)))
+
+    torch.manual_seed(0)
+    model = Tied()
+    model(torch.arange(5))
+    folder = write(tmp_path, Checkpoint(model_tensors(model), {}, {"step": 1}))
+    saved = read(folder).model
+    assert "head.weight" not in saved and int(saved["norm.num_batches_tracked"]) == 1
+    torch.manual_seed(1)
+    other = Tied()
+    for name, tensor in model_tensors(other).items():
+        tensor.copy_(saved[name])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name

@@ -135,7 +135,9 @@ def _make(made: recipe.Recipe, scratch: Path, folder: Path, verbose: bool) -> Pa
     _say(f"compiling on {_jobs()} cores: this takes a few minutes, once")
     log = scratch / "compile.log"
     out = scratch / "out"
-    environment = {**os.environ, **made.environment, "MAKEFLAGS": _makeflags()}
+    # Error messages name source files: without the folder, which is gone by then.
+    flags = f"{os.environ.get('CXXFLAGS', '')} -ffile-prefix-map={source}/="
+    environment = {**os.environ, **made.environment, "MAKEFLAGS": _makeflags(), "CXXFLAGS": flags}
     command = [*_pip("wheel"), "-v", "--no-build-isolation", "-w", str(out), str(source)]
     code = run_logged(command, log, COMPILE_TIMEOUT_S, environment, verbose=verbose, progress=True)
     wheel = _find(out, made)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.horovod_wheel import build, check, prerequisites, recipe
 from hvdtrain.horovod_wheel.diagnose import diagnose
 from hvdtrain.horovod_wheel.process import TimedOutError, run_logged
+from hvdtrain.launch.commands import horovodrun
 
 # Cut from logs of real builds with the thing in question taken away.
 LOGS = Path(__file__).with_name("build_logs")
@@ -190,3 +193,34 @@ def test_check_says_ok_of_a_launcher_that_failed(
     said = capsys.readouterr().out.splitlines()
     assert said[1].startswith("horovodrun --gloo -np 2: FAILED: no result from rank 1")
     assert said[2] == "mpirun -np 2: FAILED: exit code 1: ValueError: no such device"
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "last_words"),
+    [
+        ("print('wrong input', file=sys.stderr); sys.exit(2)", 2, "[1]<stderr>:wrong input"),
+        (
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            137,
+            "horovodrun: rank 1 on localhost was ended by signal 9 (Killed)",
+        ),
+    ],
+)
+def test_horovodrun_hides_how_the_first_rank_failed(
+    ending: str, code: int, last_words: str
+) -> None:
+    if build.installed_version() in (None, recipe.VERSION):
+        pytest.skip("Horovod is not the one of `hvdtrain horovod build`")
+    script = f"import os, signal, sys, time\nif os.environ['HOROVOD_RANK'] == '1': {ending}"
+    waits = f"{script}\ntime.sleep(60)"
+    started = time.monotonic()
+    done = subprocess.run(
+        horovodrun(2, [sys.executable, "-c", waits]),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == code
+    assert done.stderr.splitlines() == [last_words] and not done.stdout
+    assert time.monotonic() - started < 30  # rank 0 did not sleep to its end

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.tasks import Datasets
+from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
 
 FEATURES = 8
 SAMPLES = 256
@@ -50,3 +52,50 @@ class Failing(Regression):
         if (hvd.rank(), self._calls) == (self._rank, self._step):
             raise RuntimeError(INJECTED)
         return super().loss(model, batch)
+
+
+class NotFinite(Regression):
+    """A loss that is NaN in some steps, in one micro-batch of each.
+
+    HVDTRAIN_TEST_NAN=4,5 names the steps, counted from 1; 4- means all from 4 on. With one
+    rank, and `TINY_BATCHES` micro-batches a step.
+    """
+
+    TINY_BATCHES = 4
+
+    def __init__(self) -> None:
+        self._steps = os.environ["HVDTRAIN_TEST_NAN"]
+        self._calls = 0
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        step, number = divmod(self._calls, self.TINY_BATCHES)
+        self._calls += 1
+        losses = super().loss(model, batch)
+        if number == 1 and self._is_bad(step + 1):
+            losses["loss"] = losses["loss"] * float("nan")
+        return losses
+
+    def _is_bad(self, step: int) -> bool:
+        if self._steps.endswith("-"):
+            return step >= int(self._steps[:-1])
+        return str(step) in self._steps.split(",")
+
+
+class Signalled(LanguageModel):
+    """The language model; its process gets signals from itself.
+
+    HVDTRAIN_TEST_SIGNAL=SIGTERM:9,SIGKILL:14 sends them in the 9th and 14th micro-batch of
+    this process, counted from 1.
+    """
+
+    def __init__(self, config: LanguageModelConfig) -> None:
+        super().__init__(config)
+        pairs = filter(None, os.environ.get("HVDTRAIN_TEST_SIGNAL", "").split(","))
+        self._signals = {int(at): name for name, at in (pair.split(":") for pair in pairs)}
+        self._calls = 0
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        self._calls += 1
+        if self._calls in self._signals:
+            os.kill(os.getpid(), signal.Signals[self._signals[self._calls]])
+        return super().loss(model, batch)  # type: ignore[arg-type]

@@ -1,0 +1,50 @@
+"""A gradient that is not finite: skipped and counted, and the end of the run if it stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hvdtrain.checkpoint.format import read
+from tests.support.job import Finished
+from tests.support.runs import metrics, run
+
+FLAGS = (
+    "--task tests.support.tasks:NotFinite --batch.global_size 8 --batch.micro_size 2"
+    " --checkpoint.every 1 --checkpoint.keep 20 --eval.every 0 --telemetry.port 0 --run.id case"
+)
+
+
+def _run(root: Path, bad_steps: str, *flags: str) -> Finished:
+    arguments = [*FLAGS.split(), "--run.root", str(root), *flags]
+    return run(root / "output", arguments, env={"HVDTRAIN_TEST_NAN": bad_steps})
+
+
+def test_one_bad_micro_batch_changes_weights_or_ends_the_run(tmp_path: Path) -> None:
+    done = _run(tmp_path, "4,5")
+    assert done.returncode == 0, done
+    assert "2 steps were skipped" in done.stderr, done
+    lines = metrics(tmp_path / "case")
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert [line["step"] for line in lines if line.get("skipped")] == [4, 5]
+    assert [line["step"] for line in lines if line["loss"] is None] == [4, 5]
+    states = [read(tmp_path / f"case/checkpoints/step_{step:08}") for step in range(3, 7)]
+    for skipped in states[1:3]:
+        for before, after in (
+            (states[0].model, skipped.model),
+            (states[0].optimizer, skipped.optimizer),
+        ):
+            assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert not torch.equal(states[0].model["weight"], states[3].model["weight"])
+    assert states[3].state["nonfinite"] == 2 and states[3].state["nonfinite_in_a_row"] == 0
+    assert states[2].state["nonfinite_in_a_row"] == 2 and states[2].state["samples"] == 40
+
+
+def test_a_loss_that_stays_not_finite_does_not_end_with_3(tmp_path: Path) -> None:
+    done = _run(tmp_path, "3-", "--train.max_nonfinite", "4", "--train.steps", "50")
+    assert done.returncode == 3, done
+    message = done.stderr.strip().splitlines()[-1]
+    assert "4 steps in a row, up to step 6" in message and "train.max_nonfinite" in message
+    assert "Traceback" not in done.stderr
+    assert [line["step"] for line in metrics(tmp_path / "case")] == list(range(1, 7))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -23,6 +24,9 @@ from hvdtrain.runtime.topology import Topology
 
 # How long a rank that lost the others waits for its launcher to end it.
 _QUIET_SECONDS = 6.0
+# The others come to rest in the next exchange and what they printed is forwarded, so that
+# the message is the last thing on the screen.
+_SETTLE_SECONDS = 0.3
 # A launcher forwards the message before it hears of the abort and ends everything.
 _FLUSH_SECONDS = 0.2
 _LEAVE_SECONDS = 2.0
@@ -40,11 +44,14 @@ def end_all(error: BaseException, topology: Topology) -> NoReturn:
     logger.handlers[:] = [h for h in logger.handlers if isinstance(h, logging.FileHandler)]
     logger.error("%s: %s", type(error).__name__, error, exc_info=error)
     logging.shutdown()
+    # From here on a launcher's SIGTERM ends this rank at once.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     code = EXIT_CRASH
     if isinstance(error, HorovodInternalError):
         time.sleep(_QUIET_SECONDS)
         _say(f"hvdtrain: error: {where}lost the other ranks: {error}")
         os._exit(code)
+    time.sleep(_SETTLE_SECONDS)
     if isinstance(error, KeyboardInterrupt):
         code = _EXIT_INTERRUPTED
         if topology.rank == 0:

@@ -1,0 +1,126 @@
+"""A run that is interrupted and goes on is the run that was not, to the last bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.job import Finished
+from tests.support.runs import REPOSITORY, TINY, losses, metrics, run, weights
+
+STEPS = 20
+MICRO_BATCHES = 4  # in a step
+FLAGS = [
+    *TINY,
+    *("--task", "tests.support.tasks:Signalled", "--model.dropout", "0.1"),
+    *("--train.steps", str(STEPS), "--checkpoint.every", "10"),
+]
+
+
+def _run(root: Path, run_id: str, *flags: str, signals: str = "") -> Finished:
+    arguments = [*FLAGS, "--run.root", str(root), "--run.id", run_id, *flags]
+    return run(root / "output", arguments, env={"HVDTRAIN_TEST_SIGNAL": signals})
+
+
+def _in_step(name: str, step: int) -> str:
+    """A signal in the middle of a step, counted from 1 since the process started."""
+    return f"{name}:{(step - 1) * MICRO_BATCHES + 2}"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all runs; in it "whole", which nothing interrupted."""
+    root = tmp_path_factory.mktemp("runs")
+    done = _run(root, "whole")
+    assert done.returncode == 0, done
+    return root
+
+
+def _assert_whole(root: Path, run_id: str, first: int = 1) -> None:
+    folder, whole = root / run_id, root / "whole"
+    assert [line["step"] for line in metrics(folder)] == list(range(first, STEPS + 1))
+    assert losses(folder) == losses(whole)[first - 1 :]
+    assert weights(folder, STEPS) == weights(whole, STEPS)
+
+
+def test_a_killed_run_goes_on_otherwise_or_repeats_lines(root: Path) -> None:
+    killed = _run(root, "killed", signals=_in_step("SIGKILL", 14))
+    assert killed.returncode == -9, killed
+    assert [line["step"] for line in metrics(root / "killed")] == list(range(1, 14))
+    with open(root / "killed/metrics.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"step": 14, "los')  # a line that the loss of power tore
+    done = _run(root, "killed")
+    assert done.returncode == 0, done
+    assert "resumed from the checkpoint of step 10" in done.stderr, done
+    _assert_whole(root, "killed")
+    manifest = json.loads((root / "killed/manifest.json").read_text())
+    assert [start["step"] for start in manifest["starts"]] == [0, 10]
+    assert manifest["restarts"] == 1
+
+
+def test_a_run_asked_to_stop_loses_a_step_or_does_not_end_with_75(root: Path) -> None:
+    # The flag rides with the exchange of the next step, and the run ends after that.
+    for name, step, last in (("SIGTERM", 7, 8), ("SIGUSR1", 5, 14)):
+        done = _run(root, "stopped", signals=_in_step(name, step))
+        assert done.returncode == 75, done
+        assert len(metrics(root / "stopped")) == last, done
+        assert (root / f"stopped/checkpoints/step_{last:08}/complete").exists(), done
+    assert _run(root, "stopped").returncode == 0
+    _assert_whole(root, "stopped")
+
+
+def test_a_second_signal_is_not_obeyed_at_once(root: Path) -> None:
+    done = _run(root, "twice", signals="SIGUSR1:13,SIGTERM:14")
+    assert done.returncode == 128 + 15, done
+
+
+def test_a_checkpoint_given_by_its_path_is_not_the_start(root: Path) -> None:
+    checkpoint = root / "whole/checkpoints/step_00000010"
+    done = _run(root, "branch", "--run.resume", str(checkpoint))
+    assert done.returncode == 0, done
+    _assert_whole(root, "branch", first=11)
+
+
+def test_a_damaged_checkpoint_is_not_named_or_ends_the_run(root: Path) -> None:
+    shutil.copytree(root / "whole", root / "damaged")
+    path = root / "damaged/checkpoints/step_00000020/optimizer.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    done = _run(root, "damaged")
+    assert done.returncode == 0, done
+    reports = [line for line in done.stderr.splitlines() if "optimizer.safetensors" in line]
+    assert len(reports) == 1 and "step_00000020" in reports[0], done
+    _assert_whole(root, "damaged")
+
+
+REFUSED = {
+    "never": (["--run.resume", "never"], "holds a run already"),
+    "seed": (["--seed", "5"], "the seed changed"),
+    "data": (["--data.train", str(REPOSITORY / "README.md")], "the training data changed"),
+    "model": (["--model.width", "64"], "of another model"),
+    "path": (["--run.resume", "nowhere/step_00000010"], "nowhere/step_00000010: auto, never or"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_run_that_cannot_go_on_is_touched_or_not_refused(root: Path, case: str) -> None:
+    flags, message = REFUSED[case]
+    kept = {name: (root / "whole" / name).read_bytes() for name in ("config.yaml", "metrics.jsonl")}
+    done = _run(root, "whole", *flags)
+    assert done.returncode == 2, done
+    assert "Traceback" not in done.stderr and done.stdout == "", done
+    assert done.stderr.count(message) == 1, done
+    assert {name: (root / "whole" / name).read_bytes() for name in kept} == kept
+    assert len(list((root / "whole/checkpoints").glob("step_*"))) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_not_wrong_input(root: Path) -> None:
+    # Below a file nobody can make a folder, root included.
+    below = str(root / "whole/config.yaml")
+    done = _run(root, "run", "--run.root", below)
+    assert done.returncode == 2, done
+    assert "Traceback" not in done.stderr and "run.root" in done.stderr, done

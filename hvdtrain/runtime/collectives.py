@@ -38,12 +38,15 @@ def broadcast_tensors(tensors: dict[str, Tensor], name: str) -> None:
     """Overwrites the tensors, the same names and shapes on every rank, with rank 0's."""
     if hvd.size() == 1:
         return
-    handles = [
-        hvd.broadcast_async_(tensor, 0, name=f"{name}.{key}")
-        for key, tensor in sorted(tensors.items())
-    ]
-    for handle in handles:
+    sent = []
+    for key, tensor in sorted(tensors.items()):
+        # As bytes: Horovod knows fewer dtypes than torch, bfloat16 is not among them.
+        data = tensor.contiguous().view(-1).view(torch.uint8)
+        sent.append((tensor, data, hvd.broadcast_async_(data, 0, name=f"{name}.{key}")))
+    for tensor, data, handle in sent:
         hvd.synchronize(handle)
+        if data.data_ptr() != tensor.data_ptr():  # it was not contiguous
+            tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
 def sum_(values: Tensor, name: str) -> Tensor:

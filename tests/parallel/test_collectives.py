@@ -1,0 +1,81 @@
+"""The collectives beside the exchange of gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hvdtrain.errors import NotFiniteError, UserError
+from hvdtrain.runtime.collectives import (
+    AgreedError,
+    agree,
+    broadcast_json,
+    broadcast_tensors,
+    gather_json,
+    sum_,
+)
+from hvdtrain.runtime.topology import Topology
+
+
+def test_broadcast_json_gives_a_rank_something_other_than_rank_0_has(topology: Topology) -> None:
+    for value in (None, "", {"a": [1, 2.5, None]}, "ü" * 100_000, 2**70):
+        mine = value if topology.rank == 0 else f"of rank {topology.rank}"
+        assert broadcast_json(mine, "value") == value
+
+
+def test_gather_json_mixes_or_cuts_values_of_different_lengths(topology: Topology) -> None:
+    gathered = gather_json({"rank": topology.rank, "text": "é" * 1000 * topology.rank}, "value")
+    assert gathered == [{"rank": r, "text": "é" * 1000 * r} for r in range(topology.world_size)]
+
+
+def test_agree_ends_a_part_that_nobody_failed(topology: Topology) -> None:
+    agree(None, "part")
+
+
+@pytest.mark.parametrize("failing", ["first", "last", "all"])
+def test_a_rank_goes_on_after_another_failed_or_another_message_counts(
+    topology: Topology, failing: str
+) -> None:
+    last = topology.world_size - 1
+    ranks = {"first": [0], "last": [last], "all": list(range(last + 1))}[failing]
+    error: UserError | None = None
+    if topology.rank in ranks:
+        kind = NotFiniteError if topology.rank == 0 else UserError
+        error = kind(f"rank {topology.rank} failed")
+    with pytest.raises(AgreedError, match=f"rank {ranks[0]} failed") as caught:
+        agree(error, "part")
+    assert caught.value.rank == ranks[0]
+    assert caught.value.exit_code == (3 if ranks[0] == 0 else 2)
+
+
+def test_broadcast_tensors_changes_a_bit_or_leaves_out_a_tensor(topology: Topology) -> None:
+    def made(seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {
+            "matrix": torch.randn(5, 7, generator=generator),
+            "scalar": torch.randn((), generator=generator, dtype=torch.float64),
+            "count": torch.randint(1000, (), generator=generator),
+            "half": torch.randn(9, generator=generator).to(torch.bfloat16),
+            "turned": torch.randn(4, 6, generator=generator).t(),
+            "truth": torch.randn(5, generator=generator) > 0,
+            "not a number": torch.full((2,), float("nan")),
+            "empty": torch.empty(0),
+        }
+
+    tensors = made(seed=topology.rank)
+    broadcast_tensors(tensors, "tensors")
+    for name, expected in made(seed=0).items():
+        assert tensors[name].dtype == expected.dtype
+        torch.testing.assert_close(tensors[name], expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_sum_is_not_the_sum(topology: Topology) -> None:
+    mine = torch.tensor([1.0, topology.rank], dtype=torch.float64)
+    ranks = range(topology.world_size)
+    assert sum_(mine, "sum").tolist() == [len(ranks), sum(ranks)]
+
+
+def test_hosts_or_ranks_are_counted_wrongly(topology: Topology) -> None:
+    assert len(topology.hosts) == topology.world_size == topology.local_size
+    assert topology.rank == topology.local_rank
+    assert topology.ranks_by_host() == {topology.host: list(range(topology.world_size))}

@@ -1,0 +1,136 @@
+"""Gradients of all ranks become the gradient of one process over all micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.optim.config import OptimConfig
+from hvdtrain.optim.exchange import GradientExchange, buckets
+from hvdtrain.optim.optimizer import build_optimizer
+from hvdtrain.runtime.topology import Topology
+
+WIDTH = 6
+
+
+class Model(nn.Module):
+    """Two layers always used, one in odd micro-batches only, one never; one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.odd = nn.Linear(WIDTH, WIDTH)
+        self.never = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 1)
+        self.frozen = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        x = torch.tanh(self.first(x)) * self.frozen
+        return self.last(self.odd(x) if number % 2 else x)
+
+
+def _model() -> Model:
+    torch.manual_seed(0)
+    return Model().double()  # sums in another order then differ by 1e-16, mistakes by more
+
+
+def _loss(model: Model, step: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + number)
+    x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+    return model(x, number).square().mean()
+
+
+def _alone(shares: Callable[[int, int], list[int]], steps: int, ranks: int) -> list[list[Tensor]]:
+    """Gradients of each step, by one process that works on the micro-batches of all ranks."""
+    model = _model()
+    optimizer = build_optimizer(OptimConfig(lr=0.05), model)
+    gradients = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for rank in range(ranks):
+            for number in shares(step, rank):
+                _loss(model, step, number).backward()
+        for parameter in _trained(model):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients.append([_gradient(p).clone() for p in _trained(model)])
+        optimizer.step()
+    return gradients
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+SHARES: dict[str, Callable[[int, int], list[int]]] = {
+    "even": lambda step, rank: [2 * rank, 2 * rank + 1],
+    "uneven": lambda step, rank: [0, 1, 2] if rank == 0 else [3],
+    "rank 0 has none": lambda step, rank: [] if rank == 0 else [0, 1, 2],
+    "only rank 0 has some": lambda step, rank: [0, 1, 2] if rank == 0 else [],
+    "nobody has some": lambda step, rank: [],
+    "changing": lambda step, rank: list(range((step + rank) % 3)),
+    "no pass reaches": lambda step, rank: [0, 2, 4],
+    "the last pass does not reach": lambda step, rank: [1, 0] if rank == 0 else [3],
+    "only the last pass reaches": lambda step, rank: [0, 2, 1],
+    "one rank alone reaches": lambda step, rank: [0, 2] if rank == 0 else [1, 3],
+}
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_the_gradient_is_not_the_sum_over_all_micro_batches(topology: Topology, case: str) -> None:
+    shares, steps = SHARES[case], 3
+    expected = _alone(shares, steps, topology.world_size)
+    model = _model()
+    exchange = GradientExchange(build_optimizer(OptimConfig(lr=0.05), model), model)
+    for step in range(steps):
+        exchange.optimizer.zero_grad()
+        mine = shares(step, topology.rank)
+        exchange.begin(len(mine))
+        for number in mine:
+            _loss(model, step, number).backward()
+        exchange.finish()
+        for parameter, gradient in zip(_trained(model), expected[step], strict=True):
+            torch.testing.assert_close(_gradient(parameter), gradient, rtol=1e-12, atol=1e-14)
+        with exchange.ready():
+            exchange.optimizer.step()
+    assert model.frozen.grad is None
+
+
+def test_ranks_that_step_alike_drift_apart(topology: Topology) -> None:
+    from hvdtrain.runtime.collectives import gather_json
+
+    model = _model().float()
+    exchange = GradientExchange(build_optimizer(OptimConfig(lr=0.05), model), model)
+    for step in range(5):
+        exchange.optimizer.zero_grad()
+        exchange.begin(1)
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step + topology.rank))
+        model(x, step).square().mean().backward()
+        exchange.finish()
+        with exchange.ready():
+            exchange.optimizer.step()
+    bits = [p.detach().view(torch.int32).flatten().tolist() for p in model.parameters()]
+    assert all(other == bits for other in gather_json(bits, "weights"))
+
+
+def test_a_bucket_is_too_large_mixed_or_misses_a_parameter() -> None:
+    def sized(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(numel, dtype=dtype)
+
+    a, b, c, d, e = sized(2), sized(100), sized(3), sized(4), sized(1, torch.float64)
+    groups = buckets([a, b, c, d, e], limit=32)
+    assert [[id(p) for p in group] for group in groups] == [
+        [id(e)],
+        [id(d), id(c)],
+        [id(b)],
+        [id(a)],
+    ]
+    assert buckets([], limit=32) == []

@@ -1,0 +1,95 @@
+"""Rank 0's state reaches every rank as it is."""
+
+from __future__ import annotations
+
+import copy
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.engine.loop import Progress
+from hvdtrain.engine.state import RunState, model_tensors
+from hvdtrain.optim.config import OptimConfig
+from hvdtrain.optim.exchange import GradientExchange
+from hvdtrain.optim.optimizer import build_optimizer, state_tensors
+from hvdtrain.runtime.topology import Topology
+
+
+def _model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+
+
+def _state(seed: int, name: str = "adamw") -> RunState:
+    model = _model(seed)
+    config = OptimConfig(name=name, lr=0.1)  # type: ignore[arg-type]
+    exchange = GradientExchange(build_optimizer(config, model), model)
+    return RunState(model, exchange.optimizer, Progress(), seed=1, fingerprint=None)
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+def _trained(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """What rank 0 resumes from, made without Horovod."""
+    model = _model(3)
+    config = OptimConfig(name=name, lr=0.1)  # type: ignore[arg-type]
+    optimizer = build_optimizer(config, model)
+    _train(model, optimizer, 3)
+    return model, optimizer
+
+
+def _assert_bits(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert mine[name].dtype == tensor.dtype and torch.equal(mine[name], tensor), name
+
+
+def test_a_fresh_state_is_changed_or_filled_by_the_broadcast(topology: Topology) -> None:
+    state = _state(seed=topology.rank)
+    state.broadcast()
+    _assert_bits(model_tensors(state.model), model_tensors(_model(0)))
+    assert state_tensors(state.optimizer, state.model) == {}
+
+
+def test_horovods_own_broadcast_became_harmless(topology: Topology) -> None:
+    # Why there is one of our own. If this fails, Horovod's could be used instead.
+    state = _state(seed=0)
+    hvd.broadcast_optimizer_state(state.optimizer, root_rank=0)
+    assert state_tensors(state.optimizer, state.model) != {}
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_what_rank_0_resumed_does_not_reach_another_rank(topology: Topology, name: str) -> None:
+    model, optimizer = _trained(name)
+    state = _state(seed=topology.rank, name=name)
+    if topology.rank == 0:
+        resumed = RunState(model, optimizer, Progress(3, 24, 1, 0), seed=1, fingerprint=None)
+        state.load(copy.deepcopy(resumed.capture()))
+    state.broadcast()
+    assert state.progress == Progress(3, 24, 1, 0)
+    _assert_bits(model_tensors(state.model), model_tensors(model))
+    _assert_bits(state_tensors(state.optimizer, state.model), state_tensors(optimizer, model))
+
+
+def test_training_goes_on_otherwise_after_the_broadcast(topology: Topology) -> None:
+    model, optimizer = _trained("adamw")
+    state = _state(seed=topology.rank)
+    if topology.rank == 0:
+        resumed = RunState(model, optimizer, Progress(3, 24), seed=1, fingerprint=None)
+        state.load(copy.deepcopy(resumed.capture()))
+    state.broadcast()
+    other = _model(9)  # the model itself has Horovod's hooks
+    other.load_state_dict(state.model.state_dict())
+    alone = build_optimizer(OptimConfig(lr=0.1), other)
+    alone.load_state_dict(state.optimizer.state_dict())
+    _train(other, alone, 2)
+    _train(model, optimizer, 2)
+    _assert_bits(model_tensors(other), model_tensors(model))

@@ -1,0 +1,78 @@
+"""The three benchmarks. All figures are ratios of things measured in turns, in one run."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from itertools import pairwise
+
+from hvdtrain.bench.processes import QUIET, launch, measure, worker
+from hvdtrain.bench.report import Figure, Report
+
+RANKS = 2
+MIB = 1 << 20
+
+
+def overhead(flags: Sequence[str], steps: int, rounds: int) -> Report:
+    """A step of hvdtrain against a step of the loop by hand, one rank, in one process."""
+    result = measure(worker("overhead", steps, [*flags, *QUIET], rounds))
+    mine, plain = result["seconds"]["hvdtrain"], result["seconds"]["plain"]
+    figures = [
+        Figure("hvdtrain", "ms a step", [s * 1000 for s in mine]),
+        Figure("loop by hand", "ms a step", [s * 1000 for s in plain]),
+        Figure("hvdtrain / loop by hand", "x", _ratios(mine, plain), at_most=1.02),
+    ]
+    return Report("overhead", figures, {"bit_identical": result["bit_identical"]})
+
+
+def scaling(flags: Sequence[str], steps: int, rounds: int) -> Report:
+    """Samples a second of 1 rank and of 2, one thread each, on this machine."""
+    flags = [*flags, *QUIET]
+    mine = worker("rate-hvdtrain", steps, flags)
+    contenders = {
+        "horovodrun --gloo": launch("gloo", RANKS, mine),
+        "mpirun": launch("mpi", RANKS, mine),
+        "torch DDP on gloo": launch("torchrun", RANKS, worker("rate-ddp", steps, flags)),
+        "no exchange": launch("torchrun", RANKS, worker("rate-apart", steps, flags)),
+    }
+    alone = [_rate(mine)]
+    rates: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, command in contenders.items():
+            rates[name].append(_rate(command))
+        alone.append(_rate(mine))
+    # What one rank did before a round and after it.
+    around = [(a + b) / 2 for a, b in pairwise(alone)]
+    figures = [Figure("1 rank", "samples/s", alone)]
+    figures += [Figure(f"2 ranks, {name}", "samples/s", rates[name]) for name in rates]
+    for name in rates:
+        aim = 1.8 if name in ("horovodrun --gloo", "mpirun") else None
+        figures.append(Figure(f"{name} / 1 rank", "x", _ratios(rates[name], around), aim))
+    for name in ("horovodrun --gloo", "mpirun"):
+        ratios = _ratios(rates[name], rates["torch DDP on gloo"])
+        figures.append(Figure(f"{name} / torch DDP", "x", ratios, at_least=1.0))
+    return Report("scaling", figures)
+
+
+def memory(flags: Sequence[str], steps: int, rounds: int) -> Report:
+    """The most memory a whole run on one rank had, against the loop by hand."""
+    mine, plain = [], []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as root:
+            run = [f"--run.root={root}", f"--train.steps={steps}", QUIET[-1]]
+            mine.append(measure(worker("memory-hvdtrain", steps, [*flags, *run]))["peak_bytes"])
+        plain.append(measure(worker("memory-plain", steps, [*flags, *QUIET]))["peak_bytes"])
+    figures = [
+        Figure("hvdtrain", "MiB", [value / MIB for value in mine]),
+        Figure("loop by hand", "MiB", [value / MIB for value in plain]),
+        Figure("hvdtrain / loop by hand", "x", _ratios(mine, plain), at_most=1.15),
+    ]
+    return Report("memory", figures)
+
+
+def _rate(command: Sequence[str]) -> float:
+    return float(measure(command, threads=1)["samples_per_second"])
+
+
+def _ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(mine, theirs, strict=True)]

@@ -1,0 +1,102 @@
+"""What hvdtrain replaces: a training loop by hand, alone or in DistributedDataParallel.
+
+It trains the same model on the same samples with the same optimizer, and knows no
+checkpoint, no metrics, no other number of ranks. It imports no Horovod.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from hvdtrain.config import Config
+from hvdtrain.data.order import sample_order
+from hvdtrain.optim.optimizer import build_optimizer
+from hvdtrain.optim.schedule import learning_rate
+from hvdtrain.runtime.rng import seed_all
+from hvdtrain.tasks import Task
+
+
+class _WithLoss(nn.Module):
+    """Model and loss in one forward pass, as DistributedDataParallel wants it."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        super().__init__()
+        self.task = task
+        self.model = model
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.task.loss(self.model, batch)["loss"]
+
+
+class PlainLoop:
+    """The loop.
+
+    Args:
+        task, dataset, config: as hvdtrain has them; the model is on the CPU.
+        rank, world_size: this process's share of the micro-batches; the number of these
+            must be a multiple of world_size.
+        exchange: average gradients over the ranks with DistributedDataParallel;
+            torch.distributed is up already.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        dataset: Dataset[Any],
+        config: Config,
+        rank: int = 0,
+        world_size: int = 1,
+        exchange: bool = False,
+    ) -> None:
+        seed_all(config.seed)
+        self.model = task.model()
+        self.optimizer = build_optimizer(config.optim, self.model)
+        self.forward: nn.Module = _WithLoss(task, self.model)
+        if exchange:
+            self.forward = DistributedDataParallel(self.forward)
+        self.config = config
+        self.passes = config.batch.micro_batches // world_size
+        self.step = 0
+        self.losses: list[float] = []
+        size, steps = len(dataset), config.train.steps  # type: ignore[arg-type]
+        order = sample_order(0, steps * config.batch.global_size, size, config.seed)
+        micro_batches = order.reshape(-1, config.batch.micro_size)[rank::world_size]
+        self.batches = iter(DataLoader(dataset, batch_sampler=micro_batches.tolist()))
+
+    def run(self, steps: int) -> float:
+        """Trains; returns the seconds it took."""
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.losses.append(self._one_step())
+        return time.perf_counter() - start
+
+    def _one_step(self) -> float:
+        optim = self.config.optim
+        rate = learning_rate(self.config.schedule, optim.lr, self.step, self.config.train.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad()
+        total = torch.zeros(())
+        for i in range(self.passes):
+            last = i == self.passes - 1
+            with nullcontext() if last else self._no_exchange():
+                loss = self.forward(next(self.batches)) / self.passes
+                loss.backward()
+            total += loss.detach()
+        if optim.clip_norm > 0:
+            nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip_norm)
+        self.optimizer.step()
+        self.step += 1
+        return float(total)
+
+    def _no_exchange(self) -> AbstractContextManager[None]:
+        if isinstance(self.forward, DistributedDataParallel):
+            return self.forward.no_sync()
+        return nullcontext()

@@ -1,0 +1,73 @@
+"""Starting a measured process, alone or as ranks, and reading what it measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.bench.worker import MARK
+from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError
+from hvdtrain.horovod_wheel.process import run_logged
+from hvdtrain.launch.commands import horovodrun, mpirun
+
+LIMIT_S = 1800.0
+# Not part of a plain step; the exporter, which is, listens on this machine alone.
+QUIET = ("--eval.every=0", "--checkpoint.every=0", "--telemetry.host=127.0.0.1")
+
+
+class BenchError(UserError):
+    """A measured process failed; the exit code is 2 where its flags or input were wrong."""
+
+    def __init__(self, message: str, exit_code: int = EXIT_CRASH) -> None:
+        super().__init__(message)
+        self.exit_code = EXIT_USER if exit_code == EXIT_USER else EXIT_CRASH
+
+
+def worker(kind: str, steps: int, flags: Sequence[str], rounds: int = 1) -> list[str]:
+    """Command line of a measured process; see worker.py."""
+    return [sys.executable, "-m", "hvdtrain.bench.worker", kind, str(steps), str(rounds), *flags]
+
+
+def launch(launcher: str, ranks: int, command: list[str]) -> list[str]:
+    """`command` under a launcher: none, gloo (horovodrun), mpi (mpirun) or torchrun."""
+    if launcher == "gloo":
+        return horovodrun(ranks, command)
+    if launcher == "mpi":
+        return mpirun(ranks, command)
+    if launcher == "torchrun":
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        return [*torchrun, "--nproc-per-node", str(ranks), *command[1:]]
+    return command
+
+
+def measure(command: Sequence[str], threads: int | None = None) -> dict[str, Any]:
+    """Runs a command and returns what its worker printed.
+
+    Args:
+        threads: OMP_NUM_THREADS of every rank; default: as it is.
+
+    Raises:
+        BenchError: it failed, or took more than LIMIT_S.
+    """
+    # torch's own gloo would look this machine's name up and may find no address.
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"} if "torch.distributed.run" in command else {}
+    env = env or dict(os.environ)
+    if threads is not None:
+        env["OMP_NUM_THREADS"] = str(threads)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "output")
+        try:
+            code = run_logged(command, log, LIMIT_S, env)
+        except OSError as error:
+            raise BenchError(f"cannot start {command[0]}: {error.strerror}") from None
+        lines = log.read_text(errors="replace").splitlines()
+    for line in lines:
+        if code == 0 and MARK in line:  # horovodrun puts the rank before it
+            return json.loads(line[line.index(MARK) :])
+    end = "\n".join(line for line in lines[-15:] if line.strip())
+    raise BenchError(f"{' '.join(command)} ended with {code}:\n{end}", code)

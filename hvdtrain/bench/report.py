@@ -1,0 +1,85 @@
+"""Figures of a benchmark, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+
+@dataclass
+class Figure:
+    """One thing that was measured several times.
+
+    Args:
+        name: what
+        unit: of the values; "x" for ratios
+        values: one a round
+        at_least, at_most: what is aimed at, where something is
+    """
+
+    name: str
+    unit: str
+    values: Sequence[float]
+    at_least: float | None = None
+    at_most: float | None = None
+
+    def summary(self) -> dict[str, Any]:
+        """name, unit, median, min, max; aim and whether the median met it, or None for both."""
+        middle, aim, met = median(self.values), None, None
+        if self.at_least is not None:
+            aim, met = f">= {self.at_least:g}", middle >= self.at_least
+        if self.at_most is not None:
+            aim, met = f"<= {self.at_most:g}", middle <= self.at_most
+        return {
+            "name": self.name,
+            "unit": self.unit,
+            "median": middle,
+            "min": min(self.values),
+            "max": max(self.values),
+            "aim": aim,
+            "met": met,
+        }
+
+
+@dataclass
+class Report:
+    """What a benchmark found.
+
+    Args:
+        benchmark: its name
+        figures: what was measured
+        facts: what else is to be said, such as {"bit_identical": True}
+    """
+
+    benchmark: str
+    figures: list[Figure]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        content = {
+            "benchmark": self.benchmark,
+            **self.facts,
+            "machine": {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]},
+            "figures": [figure.summary() for figure in self.figures],
+        }
+        return json.dumps(content, indent=1)
+
+    def to_table(self) -> str:
+        rows = [["", "median", "min", "max", "", "aim"]]
+        for figure in self.figures:
+            s = figure.summary()
+            aim = "" if s["aim"] is None else f"{s['aim']} {'met' if s['met'] else 'MISSED'}"
+            numbers = [f"{s[key]:.4g}" for key in ("median", "min", "max")]
+            rows.append([s["name"], *numbers, s["unit"], aim])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for name, *numbers, unit, aim in rows:
+            right = [n.rjust(w) for n, w in zip(numbers, widths[1:4], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), *right, unit.ljust(widths[4]), aim]))
+        facts = [f"{name.replace('_', ' ')}: {value}" for name, value in self.facts.items()]
+        load = f"load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores"
+        return "\n".join([line.rstrip() for line in lines] + [", ".join([*facts, load])])

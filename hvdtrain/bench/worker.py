@@ -1,0 +1,148 @@
+"""One measured process: `python -m hvdtrain.bench.worker KIND STEPS ROUNDS [--key value ...]`.
+
+It prints one line of JSON that begins with MARK; of several ranks, rank 0 does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.config import Settings, parse
+from hvdtrain.errors import UserError
+
+MARK = '{"measured": '
+WARM_UP_STEPS = 3
+IDENTICAL_AFTER = 20  # steps
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        return _measure(*argv)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+def _measure(kind: str, steps: str, rounds: str, *flags: str) -> int:
+    if kind == "memory-hvdtrain":
+        result = _memory_of_run(flags)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            result = KINDS[kind](parse(flags), int(steps), int(rounds), Path(folder))
+    if result:
+        sys.stdout.write(json.dumps({"measured": kind, **result}) + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+def _overhead(settings: Settings, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Seconds a step of both loops, in blocks of steps that take turns."""
+    import torch
+
+    from hvdtrain import build
+    from hvdtrain.bench.app import AppLoop
+    from hvdtrain.bench.plain import PlainLoop
+
+    settings.config.train.steps = IDENTICAL_AFTER + rounds * steps
+    task = build.build_task(settings)
+    datasets = build.build_datasets(task, settings.config)
+    app = AppLoop(settings, folder, (task, datasets))
+    plain = PlainLoop(task, datasets.train, settings.config)
+    loops: dict[str, AppLoop | PlainLoop] = {"hvdtrain": app, "plain": plain}
+    for loop in loops.values():
+        loop.run(IDENTICAL_AFTER)
+    weights = plain.model.state_dict()
+    identical = all(torch.equal(weights[n], w) for n, w in app.model.state_dict().items())
+    seconds: dict[str, list[float]] = {name: [] for name in loops}
+    for turn in range(rounds):
+        for name in sorted(loops, reverse=turn % 2 == 1):  # who begins, changes
+            seconds[name].append(loops[name].run(steps) / steps)
+    return {"seconds": seconds, "bit_identical": identical}
+
+
+def _rate_of_hvdtrain(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:
+    from hvdtrain.bench.app import AppLoop
+
+    settings.config.train.steps = WARM_UP_STEPS + steps
+    app = AppLoop(settings, folder)
+    app.run(WARM_UP_STEPS)
+    rate = settings.config.batch.global_size * steps / app.run(steps)
+    return {"samples_per_second": rate} if app.rank == 0 else {}
+
+
+def _rate_of_ddp(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:
+    return _rate_of_plain(settings, steps, exchange=True)
+
+
+def _rate_without_exchange(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:
+    return _rate_of_plain(settings, steps, exchange=False)
+
+
+def _rate_of_plain(settings: Settings, steps: int, exchange: bool) -> dict[str, Any]:
+    """The loop by hand in the ranks of torchrun; without exchange each trains on its own."""
+    import torch.distributed as dist
+
+    from hvdtrain.bench.plain import PlainLoop
+
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    settings.config.train.steps = WARM_UP_STEPS + steps
+    task = _task(settings)
+    loop = PlainLoop(task, task.datasets().train, settings.config, rank, size, exchange)
+    loop.run(WARM_UP_STEPS)
+    dist.barrier()
+    seconds: list[float] = [0.0] * size
+    dist.all_gather_object(seconds, loop.run(steps))
+    dist.destroy_process_group()
+    rate = settings.config.batch.global_size * steps / max(seconds)
+    return {"samples_per_second": rate} if rank == 0 else {}
+
+
+def _memory_of_plain(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:
+    from hvdtrain.bench.plain import PlainLoop
+
+    settings.config.train.steps = steps
+    task = _task(settings)
+    PlainLoop(task, task.datasets().train, settings.config).run(steps)
+    return {"peak_bytes": _peak_bytes()}
+
+
+def _memory_of_run(flags: Sequence[str]) -> dict[str, Any]:
+    """A whole run, with all that stands in the flags: checkpoints and evaluation too."""
+    from hvdtrain.train import main as train
+
+    if train(flags) != 0:
+        raise SystemExit("the run failed")
+    return {"peak_bytes": _peak_bytes()}
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process had resident at any time."""
+    status = Path("/proc/self/status").read_text()
+    match = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert match
+    return int(match[1]) * 1024
+
+
+def _task(settings: Settings) -> Any:
+    """As build.build_task makes it; build imports Horovod, which the loop by hand is without."""
+    own = settings.task_config
+    return settings.task_class() if own is None else settings.task_class(own)
+
+
+KINDS: dict[str, Callable[..., dict[str, Any]]] = {
+    "overhead": _overhead,
+    "rate-hvdtrain": _rate_of_hvdtrain,
+    "rate-ddp": _rate_of_ddp,
+    "rate-apart": _rate_without_exchange,
+    "memory-plain": _memory_of_plain,
+}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

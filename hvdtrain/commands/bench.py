@@ -1,0 +1,66 @@
+"""`hvdtrain bench overhead | scaling | memory`."""
+
+from __future__ import annotations
+
+import argparse
+
+from hvdtrain.errors import UserError
+
+HELP = "measure a training step and its scaling"
+
+# name -> (help, default steps, default rounds)
+_ACTIONS = {
+    "overhead": ("a step of hvdtrain against a PyTorch loop by hand", 2, 30),
+    "scaling": ("2 ranks against 1, and against torch's DDP", 20, 3),
+    "memory": ("memory of a rank against a PyTorch loop by hand", 5, 1),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, (line, steps, rounds) in _ACTIONS.items():
+        action = actions.add_parser(
+            name,
+            help=line,
+            description=f"{line}. Sides take turns, and ratios are of neighbours in time, so that "
+            "other programs on the machine disturb both alike.",
+        )
+        action.add_argument(
+            "--preset", default="gpt-nano", help="or a YAML file (default: %(default)s)"
+        )
+        action.add_argument(
+            "--steps", type=_positive, default=steps, help="in one turn (default: %(default)s)"
+        )
+        action.add_argument(
+            "--rounds", type=_positive, default=rounds, help="turns (default: %(default)s)"
+        )
+        action.add_argument("--format", choices=("table", "json"), default="table")
+        action.add_argument(
+            "flags", nargs="*", metavar="-- --key value", help="keys of the configuration"
+        )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not >= 1")
+    return number
+
+
+def run(args: argparse.Namespace) -> int:
+    from hvdtrain.bench import benchmarks
+    from hvdtrain.config import parse
+    from hvdtrain.runtime.environment import launched_size
+
+    if (launched_size() or 1) > 1:
+        raise UserError("hvdtrain bench starts its ranks itself: call it without a launcher")
+    flags = ["--config", args.preset, *args.flags]
+    batch = parse(flags).config.batch
+    if args.action == "scaling" and batch.micro_batches % benchmarks.RANKS:
+        raise UserError(
+            f"{batch.micro_batches} micro-batches cannot be shared evenly among "
+            f"{benchmarks.RANKS} ranks; choose another batch.micro_size"
+        )
+    report = getattr(benchmarks, args.action)(flags, args.steps, args.rounds)
+    print(report.to_json() if args.format == "json" else report.to_table())
+    return 0

@@ -1,0 +1,93 @@
+"""`hvdtrain bench`: each benchmark runs and prints its figures. No figure is judged here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from hvdtrain.bench.report import Figure, Report
+
+TINY = ["--model.layers=1", "--model.width=16", "--model.context=16", "--batch.global_size=8"]
+
+
+def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hvdtrain.cli", "bench", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def _figures(action: str, *arguments: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    done = _bench(action, "--steps", "1", *arguments, "--format", "json", "--", *TINY)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["benchmark"] == action
+    assert report["machine"]["cores"] >= 1
+    for figure in report["figures"]:
+        assert set(figure) == {"name", "unit", "median", "min", "max", "aim", "met"}
+        assert 0 < figure["min"] <= figure["median"] <= figure["max"]
+        assert (figure["aim"] is None) == (figure["met"] is None)
+    return report, {figure["name"]: figure for figure in report["figures"]}
+
+
+def test_weights_differ_from_those_of_the_loop_by_hand() -> None:
+    report, figures = _figures("overhead", "--rounds", "2")
+    assert report["bit_identical"] is True
+    assert figures["hvdtrain / loop by hand"]["aim"] == "<= 1.02"
+
+
+def test_a_contender_of_scaling_is_missing() -> None:
+    _, figures = _figures("scaling", "--rounds", "1")
+    for name in ("horovodrun --gloo", "mpirun"):
+        assert figures[f"{name} / 1 rank"]["aim"] == ">= 1.8"
+        assert figures[f"{name} / torch DDP"]["aim"] == ">= 1"
+    assert figures["2 ranks, no exchange"]["unit"] == "samples/s"
+
+
+def test_memory_is_not_measured() -> None:
+    _, figures = _figures("memory", "--rounds", "1")
+    assert figures["hvdtrain"]["median"] > 50  # MiB: torch alone has more
+    assert figures["hvdtrain / loop by hand"]["aim"] == "<= 1.15"
+
+
+def test_a_table_hides_an_aim_that_was_missed() -> None:
+    figures = [
+        Figure("a", "x", [1.0, 3.0, 1.5], at_least=1.8),
+        Figure("b", "ms a step", [2.0]),
+        Figure("c", "x", [1.0], at_most=1.02),
+    ]
+    head, a, b, c, last = Report("none", figures, {"bit_identical": True}).to_table().splitlines()
+    assert head.split() == ["median", "min", "max", "aim"]
+    assert a.split() == ["a", "1.5", "1", "3", "x", ">=", "1.8", "MISSED"]
+    assert b.split() == ["b", "2", "2", "2", "ms", "a", "step"]
+    assert c.endswith("<= 1.02 met")
+    assert last.startswith("bit identical: True, load ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rounds", "0"], "0 is not >= 1"),
+        (["--preset", "gpt-nanu"], "no preset (gpt-nano"),
+        (["--", "--model.layer=1"], "did you mean model.layers?"),
+        (["--", "--batch.micro_size=32"], "1 micro-batches cannot be shared evenly"),
+    ],
+)
+def test_a_wrong_command_line_is_measured(arguments: list[str], message: str) -> None:
+    done = _bench("scaling", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_measured_process_fails_without_a_word() -> None:
+    done = _bench("overhead", "--", "--data.train=/none")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "no file matches '/none'" in done.stderr

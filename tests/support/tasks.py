@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.runtime.environment import launched_rank
 from hvdtrain.tasks import Datasets
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
 
@@ -82,16 +83,19 @@ class NotFinite(Regression):
 
 
 class Signalled(LanguageModel):
-    """The language model; its process gets signals from itself.
+    """The language model; a rank gets signals from itself.
 
-    HVDTRAIN_TEST_SIGNAL=SIGTERM:9,SIGKILL:14 sends them in the 9th and 14th micro-batch of
-    this process, counted from 1.
+    HVDTRAIN_TEST_SIGNAL=SIGTERM:9,SIGKILL:14:1 sends them in the 9th micro-batch of rank 0's
+    process and in the 14th of rank 1's, counted from 1.
     """
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__(config)
-        pairs = filter(None, os.environ.get("HVDTRAIN_TEST_SIGNAL", "").split(","))
-        self._signals = {int(at): name for name, at in (pair.split(":") for pair in pairs)}
+        self._signals: dict[int, str] = {}
+        for entry in filter(None, os.environ.get("HVDTRAIN_TEST_SIGNAL", "").split(",")):
+            name, at, rank = (*entry.split(":"), "0")[:3]
+            if int(rank) == launched_rank():
+                self._signals[int(at)] = name
         self._calls = 0
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,159 @@
+"""Real launchers on this machine: the curve of a run depends on no number of ranks.
+
+And what goes wrong is said once and ends every rank with the same code.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.job import Finished
+from tests.support.runs import TINY, losses, metrics, run, start, train, weights
+from tests.support.tasks import INJECTED
+
+STEPS, HALF = 100, 50
+# 4 micro-batches a step: two ranks have two each, three have 2, 1, 1, four have one.
+CURVE = ["--train.steps", str(STEPS), "--checkpoint.every", str(HALF)]
+DROPOUT = ["--model.dropout", "0.1"]
+LAUNCHERS = ["", "mpirun:2", "mpirun:3", "mpirun:4", "gloo:2"]
+PAIRS = ["mpirun:2", "gloo:2"]
+
+
+def _name(launcher: str) -> str:
+    return launcher.replace(":", "-") or "alone"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of one configuration with dropout, by the name of their launcher."""
+    root = tmp_path_factory.mktemp("runs")
+    for launcher in LAUNCHERS:
+        train(root, _name(launcher), [*CURVE, *DROPOUT], launcher)
+    return root
+
+
+def _assert_agree(folder: Path, other: Path, first: int = 1) -> None:
+    """Losses within 1e-4 of each other at each step from `first` on."""
+    expected = losses(other)[first - 1 :]
+    assert [line["step"] for line in metrics(folder)] == list(range(first, STEPS + 1))
+    assert losses(folder) == pytest.approx(expected, rel=1e-4, abs=0)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS[1:])
+def test_the_curve_depends_on_the_launcher_or_the_number_of_ranks(
+    root: Path, launcher: str
+) -> None:
+    folder = root / _name(launcher)
+    _assert_agree(folder, root / "alone")
+    assert {line["world_size"] for line in metrics(folder)} == {int(launcher[-1])}
+
+
+def test_the_model_learns_nothing_or_dropout_does_nothing(root: Path) -> None:
+    without = train(root, "without", CURVE, "mpirun:3")
+    _assert_agree(without, train(root, "without-alone", CURVE))
+    assert losses(without)[-1] < 0.75 * losses(without)[0]
+    assert losses(without) != pytest.approx(losses(root / "alone"), rel=1e-4)
+
+
+def test_two_runs_on_three_ranks_differ_in_a_bit(root: Path) -> None:
+    again = train(root, "again", [*CURVE, *DROPOUT], "mpirun:3")
+    assert losses(again) == losses(root / "mpirun-3")
+    assert weights(again, STEPS) == weights(root / "mpirun-3", STEPS)
+
+
+@pytest.mark.parametrize("launcher", ["mpirun:2", "mpirun:3"])
+def test_a_run_resumed_on_as_many_or_more_ranks_has_another_curve(
+    root: Path, launcher: str
+) -> None:
+    checkpoint = root / f"mpirun-2/checkpoints/step_{HALF:08}"
+    name = f"resumed-{_name(launcher)}"
+    flags = [*CURVE, *DROPOUT, "--run.resume", str(checkpoint)]
+    folder = train(root, name, flags, launcher)
+    _assert_agree(folder, root / "mpirun-2", first=HALF + 1)
+    if launcher == "mpirun:2":
+        assert losses(folder) == losses(root / "mpirun-2")[HALF:]
+        assert weights(folder, STEPS) == weights(root / "mpirun-2", STEPS)
+
+
+@pytest.mark.parametrize("launcher", PAIRS)
+def test_a_signal_to_one_rank_does_not_stop_all_with_75_or_loses_a_step(
+    root: Path, launcher: str
+) -> None:
+    where = ["--run.root", str(root), "--run.id", f"stopped-{_name(launcher)}"]
+    flags = [*TINY, *CURVE, *DROPOUT, *where, "--task", "tests.support.tasks:Signalled"]
+    # Rank 1 has two micro-batches a step: this one is in step 30, and the next is the last.
+    env = {"HVDTRAIN_TEST_SIGNAL": "SIGUSR1:60:1"}
+    done = run(root / "output", flags, launcher, env)
+    assert done.returncode == 75, done
+    folder = root / where[-1]
+    assert len(metrics(folder)) == 31, done
+    done = run(root / "output", flags, launcher)
+    assert done.returncode == 0, done
+    assert losses(folder) == losses(root / _name(launcher))
+    assert weights(folder, STEPS) == weights(root / _name(launcher), STEPS)
+
+
+def _fails(tmp_path: Path, launcher: str, *flags: str) -> Finished:
+    where = ["--run.root", str(tmp_path / "runs"), "--run.id", "case", "--train.steps", "5"]
+    return run(tmp_path / "output", [*TINY, *where, *flags], launcher)
+
+
+def _assert_said_once(done: Finished, message: str) -> None:
+    assert done.returncode == 2, done
+    output = done.stdout + done.stderr
+    assert output.count("hvdtrain: error:") == 1 and output.count(message) == 1, done
+    assert "Traceback" not in output, done
+
+
+@pytest.mark.parametrize("launcher", PAIRS)
+def test_a_typo_is_not_said_once(tmp_path: Path, launcher: str) -> None:
+    _assert_said_once(_fails(tmp_path, launcher, "--optim.lrr", "1"), "did you mean optim.lr?")
+
+
+@pytest.mark.parametrize("launcher", PAIRS)
+def test_a_glob_without_files_is_not_said_once(tmp_path: Path, launcher: str) -> None:
+    pattern = str(tmp_path / "none/*.txt")
+    _assert_said_once(_fails(tmp_path, launcher, "--data.train", pattern), f"matches '{pattern}'")
+
+
+@pytest.mark.parametrize("launcher", PAIRS)
+def test_a_folder_that_cannot_be_written_is_not_said_once(tmp_path: Path, launcher: str) -> None:
+    (tmp_path / "runs").write_text("a file: nobody can make a folder below it")
+    _assert_said_once(_fails(tmp_path, launcher), f"{tmp_path}/runs/case cannot be written")
+
+
+@pytest.mark.parametrize("launcher", PAIRS)
+def test_damaged_checkpoints_are_not_said_once(root: Path, tmp_path: Path, launcher: str) -> None:
+    shutil.copytree(root / "alone", tmp_path / "runs/case")
+    checkpoints = sorted((tmp_path / "runs/case/checkpoints").iterdir())
+    for folder in checkpoints:
+        content = bytearray((folder / "model.safetensors").read_bytes())
+        content[-1] ^= 1
+        (folder / "model.safetensors").write_bytes(content)
+    done = _fails(tmp_path, launcher)
+    _assert_said_once(done, "is whole")
+    for folder in checkpoints:  # nothing is lost
+        assert (folder / "complete").exists() and f"{folder}: model.safetensors" in done.stderr
+
+
+@pytest.mark.parametrize("launcher", PAIRS)
+def test_an_error_of_one_rank_leaves_others_or_its_message_unseen(
+    tmp_path: Path, launcher: str
+) -> None:
+    flags = (
+        f"--task tests.support.tasks:Failing --batch.global_size 4 --batch.micro_size 2"
+        f" --eval.every 0 --telemetry.port 0 --run.root {tmp_path} --run.id case"
+    )
+    env = {"HVDTRAIN_TEST_FAIL": "1:5"}
+    job = start(tmp_path / "output", flags.split(), launcher, env)
+    job.wait_for(INJECTED, timeout=100)
+    done = job.wait(timeout=10)
+    assert done.returncode == 1, done
+    assert f"RuntimeError: {INJECTED}" in done.stdout + done.stderr, done
+    assert [line["step"] for line in metrics(tmp_path / "case")] == [1, 2, 3, 4]
+    commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
+    assert not [command for command in commands if str(tmp_path) in (command or ())]

@@ -50,8 +50,9 @@ def build_datasets(task: Task, config: Config) -> Datasets:
         UserError: no samples.
     """
     datasets = task.datasets()
-    if len(datasets.train) == 0:  # type: ignore[arg-type]
-        raise UserError(f"task {config.task}: the training data has no samples")
+    for name, dataset in (("training", datasets.train), ("validation", datasets.validation)):
+        if dataset is not None and len(dataset) == 0:  # type: ignore[arg-type]
+            raise UserError(f"task {config.task}: the {name} data has no samples")
     return datasets
 
 
@@ -126,7 +127,6 @@ def build_loop(
         micro_batches=config.batch.micro_batches,
         clip_norm=config.optim.clip_norm,
         device=device,
-        seed=config.seed,
     )
     loader = TrainLoader(
         datasets.train,

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hvdtrain.data.order import sample_order
+from hvdtrain.runtime.rng import seed_all
 
 Batch = Any  # what default_collate makes of samples: tensors, or dicts and tuples of them
 
@@ -64,10 +65,18 @@ class TrainLoader:
             for j in self.mine:
                 yield order[j * self._micro_size : (j + 1) * self._micro_size].tolist()
 
-    def next_step(self) -> Iterator[tuple[int, Batch]]:
-        """The micro-batches of the next step: (number within the step, batch)."""
+    def next_step(self, step: int) -> Iterator[Batch]:
+        """This rank's micro-batches of the next step, in the order of `mine`.
+
+        Random numbers are seeded before each is loaded: what a data set draws for a sample
+        follows from the place in the run too, as dropout does.
+
+        Args:
+            step: its number in the run, from 0.
+        """
         for j in self.mine:
-            yield j, next(self._batches)
+            seed_all(self._seed, step, j)
+            yield next(self._batches)
 
 
 def validation_batches(

@@ -119,7 +119,7 @@ class Loop:
         lr = self._learning_rate(progress.step)
         start = time.perf_counter()
         result = self._step(
-            progress.step, self._loader.next_step(), passes, lr, flag=self._stop.raised
+            self._loader.next_step(progress.step), passes, lr, flag=self._stop.raised
         )
         seconds = time.perf_counter() - start
         progress.step += 1

@@ -12,7 +12,6 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.optim.exchange import GradientExchange
-from hvdtrain.runtime.rng import seed_all
 from hvdtrain.tasks import Task, optional
 
 
@@ -44,7 +43,6 @@ class TrainStep:
         micro_batches: in one step, over all ranks together.
         clip_norm: gradients are scaled down to this norm; 0 = never.
         device: where the model is.
-        seed: the run's seed, for dropout and the like.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class TrainStep:
         micro_batches: int,
         clip_norm: float,
         device: torch.device,
-        seed: int,
     ) -> None:
         self._task = task
         self._model = model
@@ -64,18 +61,15 @@ class TrainStep:
         self._micro_batches = micro_batches
         self._clip_norm = clip_norm
         self._device = device
-        self._seed = seed
         self._names = ("loss", *optional(task, "metrics"))
         self._parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def __call__(
-        self, step: int, batches: Iterator[tuple[int, Batch]], passes: int, lr: float, flag: bool
-    ) -> StepResult:
+    def __call__(self, batches: Iterator[Batch], passes: int, lr: float, flag: bool) -> StepResult:
         """Runs one step.
 
         Args:
-            step: its number, from 0.
-            batches: this rank's micro-batches: (number within the step, batch).
+            batches: this rank's micro-batches; the random numbers that a forward pass draws
+                follow from the seeding that goes with each.
             passes: how many these are; may be 0.
             lr: learning rate.
             flag: told to the other ranks on the way.
@@ -92,8 +86,7 @@ class TrainStep:
         told = torch.zeros(1 + len(self._names), dtype=torch.float64, device=self._device)
         told[0] = float(flag)
         handle = None
-        for done, (number, batch) in enumerate(batches, start=1):
-            seed_all(self._seed, step, number)
+        for done, batch in enumerate(batches, start=1):
             losses = self._losses(batch)
             told[1:] += torch.stack([losses[n].detach() for n in self._names]) / self._micro_batches
             if done == passes:

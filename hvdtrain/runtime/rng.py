@@ -1,7 +1,7 @@
 """Random numbers that depend on the seed and on the place in the run alone.
 
-Before each micro-batch the generators are seeded from (seed, step, number of the
-micro-batch). Dropout therefore draws the same masks however many ranks there are,
+Before each micro-batch is loaded the generators are seeded from (seed, step, number of
+the micro-batch). A data set and dropout therefore draw the same however many ranks there are,
 whichever of them works on the micro-batch, and after a restart; no generator's
 state has to be saved.
 """

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from itertools import islice
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.utils.data import Dataset
 
+from hvdtrain.build import build_datasets
+from hvdtrain.config import Config
 from hvdtrain.data.loader import TrainLoader, to_device, validation_batches
 from hvdtrain.data.order import sample_order
+from hvdtrain.errors import UserError
+from hvdtrain.tasks import Datasets
 
 SIZE, SEED = 37, 5
 
@@ -36,7 +44,10 @@ def _loader(rank: int, world_size: int, micro: int, batches: int, samples: int =
 
 
 def _steps(loader: TrainLoader, steps: int) -> list[list[tuple[int, list[int]]]]:
-    return [[(j, batch.tolist()) for j, batch in loader.next_step()] for _ in range(steps)]
+    return [
+        [(j, batch.tolist()) for j, batch in zip(loader.mine, loader.next_step(step), strict=True)]
+        for step in range(steps)
+    ]
 
 
 @settings(deadline=None, max_examples=40)
@@ -85,8 +96,35 @@ def test_validation_repeats_or_leaves_out_a_sample(
     assert sorted(seen) == list(range(min(samples, SIZE)))
 
 
+class _Noisy(_Numbers):
+    """Draws as augmentation does, from each of the generators."""
+
+    def __getitem__(self, index: int) -> Tensor:  # type: ignore[override]
+        return torch.tensor([index, torch.rand(()), np.random.rand(), random.random()])
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 7])
+def test_what_a_data_set_draws_depends_on_ranks_or_restarts(world_size: int) -> None:
+    def steps(rank: int, world_size: int, first: int) -> dict[tuple[int, int], list[list[float]]]:
+        loader = TrainLoader(
+            _Noisy(), samples=first * 8, global_size=8, micro_size=2, rank=rank,
+            world_size=world_size, seed=SEED,
+        )  # fmt: skip
+        seen = {}
+        for step in range(first, 4):
+            for j, batch in zip(loader.mine, loader.next_step(step), strict=True):
+                seen[step, j] = batch.tolist()
+                torch.rand(3)  # as a forward pass with dropout
+        return seen
+
+    alone = steps(0, 1, 0)
+    together = {k: v for rank in range(world_size) for k, v in steps(rank, world_size, 0).items()}
+    assert together == alone
+    assert steps(0, 1, 2) == {key: v for key, v in alone.items() if key[0] >= 2}
+
+
 def test_a_rank_without_micro_batches_loads_data() -> None:
-    assert list(islice(_loader(3, 4, 2, 2).next_step(), 5)) == []
+    assert list(islice(_loader(3, 4, 2, 2).next_step(0), 5)) == []
 
 
 def test_a_batch_loses_its_structure_on_the_way_to_the_device() -> None:
@@ -94,3 +132,14 @@ def test_a_batch_loses_its_structure_on_the_way_to_the_device() -> None:
     batch = {"x": x, "more": [x, (x, "name")]}
     moved = to_device(batch, torch.device("cpu"))
     assert moved["x"] is x and moved["more"][0] is x and moved["more"][1] == (x, "name")
+
+
+@pytest.mark.parametrize("empty", ["training", "validation"])
+def test_data_without_samples_is_trained_on_or_not_named(empty: str) -> None:
+    class Task:
+        def datasets(self) -> Datasets:
+            parts = {name: range(0 if name == empty else 3) for name in ("training", "validation")}
+            return Datasets(parts["training"], parts["validation"])  # type: ignore[arg-type]
+
+    with pytest.raises(UserError, match=f"language_model: the {empty} data has no samples"):
+        build_datasets(Task(), Config())  # type: ignore[arg-type]

@@ -201,8 +201,11 @@ def _dotted(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _check_keys(keys: Iterable[str], known: set[str], where: str) -> None:
+    groups = {".".join(key.split(".")[:n]) for key in known for n in range(1, key.count(".") + 1)}
     for key in keys:
-        if key not in known:
+        parents = {".".join(key.split(".")[:n]) for n in range(1, key.count(".") + 1)}
+        in_a_value = parents & known - groups  # a key whose value is itself a mapping
+        if key not in known and not in_a_value:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]}?" if near else "; --help lists all keys"
             raise UserError(f"unknown key {key} {where}{hint}")

@@ -22,10 +22,13 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, after: int) -> None:
-        lines = path.read_text().splitlines() if path.exists() else []
+        # A crash may have left anything at the end, also a line without its newline.
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        lines = text.splitlines()
         kept = [line for line in lines if (step := _step(line)) is not None and step <= after]
-        if kept != lines:
-            write_atomic(path, "".join(line + "\n" for line in kept).encode())
+        whole = "".join(line + "\n" for line in kept)
+        if whole != text:
+            write_atomic(path, whole.encode())
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
 
     def write(self, record: dict[str, Any]) -> None:

@@ -77,6 +77,28 @@ def test_a_preset_cannot_be_used(name: str) -> None:
         assert all(resolved[group][key] == value for key, value in values)
 
 
+def test_a_task_cannot_have_a_mapping_as_a_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "weighted.py").write_text(
+        "from dataclasses import dataclass, field\n"
+        "@dataclass\n"
+        "class Settings:\n"
+        "    shares: dict[str, float] = field(default_factory=dict)\n"
+        "class Task:\n"
+        "    Config = Settings\n"
+        "    def datasets(self): ...\n"
+        "    def model(self): ...\n"
+        "    def loss(self, model, batch): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "w.yaml").write_text("task: weighted:Task\nshares: {books: 0.5, web: 2}\n")
+    settings = parse(["--config", str(tmp_path / "w.yaml")])
+    assert settings.task_config.shares == {"books": 0.5, "web": 2.0}
+    (tmp_path / "again.yaml").write_text(settings.resolved)
+    assert parse(["--config", str(tmp_path / "again.yaml")]) == settings
+
+
 def test_gpt_nano_is_not_the_default() -> None:
     assert parse(["--config", "gpt-nano"]).resolved == parse([]).resolved
 

@@ -1,0 +1,50 @@
+"""metrics.jsonl: never a step twice, never a gap, whatever a crash left at its end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.telemetry.metrics_file import MetricsFile
+
+# What may follow the lines of steps 1 to 3 when the run goes on from step 3.
+ENDS = {
+    "nothing": b"",
+    "later steps": b'{"step": 4}\n{"step": 5}\n',
+    "torn": b'{"step": 4, "lo',
+    "zeros": b"\0" * 40,
+    "no text": b'{"step": 4, "\xff\xfe',
+    "no record": b"[]\n17\n{}\n",
+}
+
+
+def _line(step: int) -> bytes:
+    return json.dumps({"step": step, "loss": 1.5}).encode() + b"\n"
+
+
+def _goes_on(path: Path, after: int) -> list[int]:
+    file = MetricsFile(path, after)
+    file.write({"step": after + 1, "loss": 0.5})
+    file.sync()
+    file.close()
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_a_crash_left_stays_or_takes_a_line_with_it(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(map(_line, (1, 2, 3))) + ENDS[end])
+    assert _goes_on(path, after=3) == [1, 2, 3, 4]
+
+
+def test_a_line_without_its_newline_and_the_next_become_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(map(_line, (1, 2, 3)))[:-1])
+    assert _goes_on(path, after=3) == [1, 2, 3, 4]
+
+
+def test_a_new_run_has_lines_of_another(tmp_path: Path) -> None:
+    assert _goes_on(tmp_path / "metrics.jsonl", after=0) == [1]
+    assert _goes_on(tmp_path / "metrics.jsonl", after=0) == [1]

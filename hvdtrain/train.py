@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from io import StringIO
 
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
@@ -18,7 +20,9 @@ _LET_RANK_0_SPEAK = 5.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs with the given flags (default: those of the process); returns the exit code."""
     try:
-        settings = parse(sys.argv[1:] if argv is None else argv)
+        # --help and --print_config print: once.
+        with nullcontext() if launched_rank() == 0 else redirect_stdout(StringIO()):
+            settings = parse(sys.argv[1:] if argv is None else argv)
         from hvdtrain.session import run  # imports torch and Horovod: only when all is well
 
         return run(settings)

@@ -18,9 +18,16 @@ from torch.optim import Optimizer
 
 from hvdtrain.optim.optimizer import parameter_names
 
-# Large enough that a bucket costs more on the wire than in negotiation, small enough that
-# the first one leaves while backward still works on the others.
+# Large enough that a bucket costs more on the wire than in negotiation.
 BUCKET_BYTES = 8 << 20
+SMALLEST_BUCKET_BYTES = 1 << 20
+
+
+def bucket_limit(parameters: Sequence[Tensor]) -> int:
+    """Bytes of a bucket: a small model has several too, so that the first ones leave while
+    backward still works on the others."""
+    total = sum(p.numel() * p.element_size() for p in parameters)
+    return min(BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, total // 4))
 
 
 def buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
@@ -62,7 +69,7 @@ class GradientExchange:
             optimizer,
             named_parameters=[(names[p], p) for p in self._parameters],
             op=hvd.Sum,
-            groups=buckets(self._parameters),
+            groups=buckets(self._parameters, bucket_limit(self._parameters)),
         )
         self._passes = 0
         self._reached: dict[Tensor, int] = {}

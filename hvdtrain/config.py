@@ -102,7 +102,7 @@ def parse(argv: Sequence[str]) -> Settings:
         task_config = own and own(**{f.name: made[f.name] for f in fields(own)})
     except (ArgumentError, ValueError) as error:
         raise UserError(_readable(str(error))) from None
-    return Settings(config, task_class, task_config, parser.dump(namespace, skip_none=False))
+    return Settings(config, task_class, task_config, parser.dump(namespace, skip_unset=False))
 
 
 def build_parser(task_class: type) -> ArgumentParser:

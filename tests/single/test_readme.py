@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from hvdtrain.config import parse
-from tests.support.runs import read_metrics
+from tests.support.runs import metrics
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -28,7 +28,7 @@ def test_the_own_task_of_the_readme_trains_as_it_stands_there(tmp_path: Path) ->
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    last = read_metrics(tmp_path / "runs" / "own")[-1]
+    last = metrics(tmp_path / "runs" / "own")[-1]
     assert last["step"] == 300
     assert last["validation_accuracy"] > 0.9  # it learns, not only runs
 

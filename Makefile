@@ -30,20 +30,20 @@ test: test-single test-gloo test-mpi test-cluster
 test-single test-gloo test-mpi test-cluster: export PATH := $(BIN):$(PATH)
 
 test-single: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 900 $(BIN)/python -m pytest -q tests/single
+	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no tests/single
 
 test-gloo: LAUNCHER := $(BIN)/horovodrun -np 2 --gloo
 test-mpi: LAUNCHER := mpirun -np 2 --oversubscribe --bind-to none $(shell [ "$$(id -u)" != 0 ] || echo --allow-run-as-root)
 test-gloo test-mpi: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	@mkdir -p $(LOGS)
-	timeout -k 30 300 $(LAUNCHER) .ci/as-rank $(LOGS)/$@ $(BIN)/python -m pytest -q tests/parallel \
+	timeout -k 30 300 $(LAUNCHER) .ci/as-rank $(LOGS)/$@ $(BIN)/python -m pytest -q --color=no tests/parallel \
 	  || { code=$$?; tail -n 30 $(LOGS)/$@.rank-*.log; exit $$code; }
 
 test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 900 $(BIN)/python -m pytest -q tests/cluster
+	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no tests/cluster
 
 lint: $(STAMPS)/test
-	$(BIN)/python -m pytest -q tests/single/test_code_style.py
+	$(BIN)/python -m pytest -q --color=no tests/single/test_code_style.py
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

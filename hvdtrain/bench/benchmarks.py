@@ -21,6 +21,8 @@ def overhead(flags: Sequence[str], steps: int, rounds: int) -> Report:
         Figure("hvdtrain", "ms a step", [s * 1000 for s in mine]),
         Figure("loop by hand", "ms a step", [s * 1000 for s in plain]),
         Figure("hvdtrain / loop by hand", "x", _ratios(mine, plain), at_most=1.02),
+        # It runs beside both loops, so the ratio does not show it.
+        Figure("Horovod's threads while idle", "% of a core", [result["idle_share"] * 100]),
     ]
     return Report("overhead", figures, {"bit_identical": result["bit_identical"]})
 

@@ -9,6 +9,7 @@ import json
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from hvdtrain.errors import UserError
 MARK = '{"measured": '
 WARM_UP_STEPS = 3
 IDENTICAL_AFTER = 20  # steps
+IDLE_SECONDS = 2.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,7 +65,10 @@ def _overhead(settings: Settings, steps: int, rounds: int, folder: Path) -> dict
     for turn in range(rounds):
         for name in sorted(loops, reverse=turn % 2 == 1):  # who begins, changes
             seconds[name].append(loops[name].run(steps) / steps)
-    return {"seconds": seconds, "bit_identical": identical}
+    start = time.process_time()
+    time.sleep(IDLE_SECONDS)
+    idle = (time.process_time() - start) / IDLE_SECONDS
+    return {"seconds": seconds, "bit_identical": identical, "idle_share": idle}
 
 
 def _rate_of_hvdtrain(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:

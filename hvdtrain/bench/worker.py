@@ -104,6 +104,7 @@ def _rate_of_plain(settings: Settings, steps: int, exchange: bool) -> dict[str, 
     dist.barrier()
     seconds: list[float] = [0.0] * size
     dist.all_gather_object(seconds, loop.run(steps))
+    dist.barrier()  # Gloo aborts a rank that still talks when its peer leaves
     dist.destroy_process_group()
     rate = settings.config.batch.global_size * steps / max(seconds)
     return {"samples_per_second": rate} if rank == 0 else {}

@@ -35,7 +35,7 @@ def _run(
 
 
 def test_a_task_default_does_not_win_over_a_default() -> None:
-    assert parse([]).config.train.steps == 200
+    assert parse([]).config.train.steps == 400
     assert parse(["--task", "tests.support.tasks:Regression"]).config.train.steps == 10
     assert parse(["--task=tests.support.tasks:Regression"]).config.optim.lr == 0.01
 

@@ -57,13 +57,20 @@ def build_datasets(task: Task, config: Config) -> Datasets:
 
 
 def build_state(
-    task: Task, config: Config, device: torch.device, fingerprint: str | None
+    task: Task, config: Config, device: torch.device, datasets: Datasets
 ) -> tuple[RunState, GradientExchange]:
     """Model and optimizer, freshly initialised from the seed."""
     seed_all(config.seed)
     model: nn.Module = task.model().to(device)
     exchange = GradientExchange(build_optimizer(config.optim, model), model)
-    state = RunState(model, exchange.optimizer, Progress(), config.seed, fingerprint)
+    identity = {
+        "seed": config.seed,
+        "batch.global_size": config.batch.global_size,
+        "optim.name": config.optim.name,
+        "the number of training samples": len(datasets.train),  # type: ignore[arg-type]
+        "the fingerprint of the training data": datasets.fingerprint,
+    }
+    state = RunState(model, exchange.optimizer, Progress(), identity)
     return state, exchange
 
 
@@ -171,7 +178,11 @@ def build_exporter(config: Config, topology: Topology, run_id: str) -> Exporter 
 
 
 def build_manifest(
-    settings: Settings, topology: Topology, fingerprint: str | None, starts: list[dict[str, Any]]
+    settings: Settings,
+    topology: Topology,
+    device: torch.device,
+    fingerprint: str | None,
+    starts: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """What RUN/manifest.json says: what ran, where, on which data.
 
@@ -195,6 +206,7 @@ def build_manifest(
                 "cuda": bool(hvd.cuda_built()),
             },
         },
+        "device": device.type,
         "threads_per_rank": torch.get_num_threads(),
         "git_commit": _git_commit(),
         "data_fingerprint": fingerprint,

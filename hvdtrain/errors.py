@@ -22,12 +22,6 @@ class UserError(Exception):
     exit_code = EXIT_USER
 
 
-class NotFiniteError(UserError):
-    """The gradients are not finite and stayed so; a retry would end the same way."""
-
-    exit_code = EXIT_NOT_FINITE
-
-
 def require(condition: bool, message: str) -> None:
     """Raises ValueError with `message`: for dataclasses of configuration that check themselves."""
     if not condition:

@@ -9,10 +9,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 from hvdtrain import build, log
 from hvdtrain.checkpoint.format import Checkpoint, read
@@ -53,7 +57,8 @@ def run(settings: Settings) -> int:
         if error.rank == topology.rank:
             where = "" if error.rank == 0 else f"rank {error.rank} on {topology.host}: "
             print(f"hvdtrain: error: {where}{error}", file=sys.stderr, flush=True)
-        gather_json(None, "told")  # nobody ends before the message is out
+        with suppress(HorovodInternalError):
+            gather_json(None, "told")  # nobody ends before the message is out
         return error.exit_code
     except BaseException as error:
         end_all(error, topology)
@@ -78,6 +83,7 @@ def _alike(name: str, part: Callable[[], T]) -> T:
 
 def _train(settings: Settings, topology: Topology, stop: StopFlag) -> int:
     config, first = settings.config, topology.rank == 0
+    _alike("same configuration", lambda: _check_same_configuration(settings, topology))
     run_id = broadcast_json(config.run.id or default_id(config.task), "run.id")
     folder = RunFolder(Path(config.run.root) / run_id)
     manager = CheckpointManager(folder.checkpoints, config.checkpoint.keep) if first else None
@@ -87,13 +93,21 @@ def _train(settings: Settings, topology: Topology, stop: StopFlag) -> int:
     device = _alike("device", lambda: choose_device(topology.local_rank))
     task, datasets = _alike("data", lambda: _load_data(settings))
     _alike("same data", lambda: _check_same(datasets, topology))
-    state, exchange = build.build_state(task, config, device, datasets.fingerprint)
+    state, exchange = build.build_state(task, config, device, datasets)
     _alike("resume", lambda: _resume(config.run.resume, state, manager))
     state.broadcast()
 
     exporter = _alike("telemetry", lambda: build.build_exporter(config, topology, run_id))
-    ports = gather_json([topology.local_rank, exporter.port if exporter else 0], "targets")
-    metrics = _alike("records", lambda: _open_records(settings, folder, topology, state, ports))
+    target = (topology.host, topology.local_rank, exporter.port if exporter else 0)
+    targets = gather_json(target, "targets")
+    open_records: Callable[[], MetricsFile | None] = _nothing
+    if manager is not None:
+        start = _this_start(settings, topology, state)
+        manifest = build.build_manifest(
+            settings, topology, device, datasets.fingerprint, [*folder.starts(), start]
+        )
+        open_records = partial(_open_records, settings, folder, manager, manifest, state, targets)
+    metrics = _alike("records", open_records)
     callbacks = build.build_callbacks(
         config, task, datasets, state, topology, device, manager, metrics, exporter
     )
@@ -128,6 +142,16 @@ def _load_data(settings: Settings) -> tuple[Task, Datasets]:
     return task, build.build_datasets(task, settings.config)
 
 
+def _check_same_configuration(settings: Settings, topology: Topology) -> None:
+    """A host with another YAML file or task would run another loop."""
+    mine = sha256(settings.resolved.encode()).hexdigest()
+    if mine != broadcast_json(mine, "configuration"):
+        raise UserError(
+            f"the configuration here is not that of rank 0 on {topology.hosts[0]}: compare the "
+            "files that --config names, and hvdtrain's version, on the two hosts"
+        )
+
+
 def _check_same(datasets: Datasets, topology: Topology) -> None:
     """Every rank must have rank 0's data: a sample is a number here."""
     mine = [len(datasets.train), datasets.fingerprint]  # type: ignore[arg-type]
@@ -144,43 +168,52 @@ def _resume(choice: str, state: RunState, manager: CheckpointManager | None) -> 
     if manager is None or choice == "never":
         return
     checkpoint: Checkpoint | None
-    if choice == "auto":
+    path = Path(choice)
+    if choice != "auto" and not path.is_dir():
+        raise UserError(
+            f"run.resume {choice}: auto, never or the folder of a checkpoint is expected"
+        )
+    of_this_run = path.resolve().parent == manager.root.resolve()
+    if choice == "auto" or (manager.finished() and not of_this_run):
+        # A checkpoint of another run is where this one began; it has gone on since.
         checkpoint = manager.newest()
     else:
-        if not Path(choice).is_dir():
-            raise UserError(
-                f"run.resume {choice}: auto, never or the folder of a checkpoint is expected"
-            )
-        checkpoint = read(Path(choice))
+        checkpoint = read(path)
     if checkpoint is not None:
         state.load(checkpoint)
-        manager.set_aside(after=state.progress.step)
         logger.info("resumed from the checkpoint of step %d", state.progress.step)
+
+
+def _this_start(settings: Settings, topology: Topology, state: RunState) -> dict[str, Any]:
+    return {
+        "time": time.time(),
+        "step": state.progress.step,
+        "world_size": topology.world_size,
+        "hosts": topology.ranks_by_host(),
+        "config": settings.resolved,
+    }
+
+
+def _nothing() -> None:
+    """What the other ranks do meanwhile."""
 
 
 def _open_records(
     settings: Settings,
     folder: RunFolder,
-    topology: Topology,
+    manager: CheckpointManager,
+    manifest: dict[str, Any],
     state: RunState,
-    ports: list[tuple[int, int]],
-) -> MetricsFile | None:
-    """Rank 0 writes what says how the run was started; nothing is overwritten before this."""
-    if topology.rank != 0:
-        return None
-    start = {
-        "time": time.time(),
-        "step": state.progress.step,
-        "world_size": topology.world_size,
-        "hosts": topology.ranks_by_host(),
-    }
-    starts = [*folder.starts(), start]
-    manifest = build.build_manifest(settings, topology, state.fingerprint, starts)
+    targets: list[tuple[str, int, int]],
+) -> MetricsFile:
+    """Rank 0 writes what says how the run was started; nothing is changed before this."""
     try:
         folder.write_config(settings.resolved)
         folder.write_manifest(manifest)
+        manager.set_aside(after=state.progress.step)
+        folder.targets.unlink(missing_ok=True)
         if settings.config.telemetry.port:
-            write_targets(folder.targets, folder.path.name, topology.hosts, ports)
+            write_targets(folder.targets, folder.path.name, targets)
         return MetricsFile(folder.metrics, after=state.progress.step)
     except OSError as error:
         raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from None

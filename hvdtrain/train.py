@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 
-from hvdtrain.config import parse
+from hvdtrain.config import Settings, parse
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.environment import launched_rank
 
@@ -23,15 +24,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         # --help and --print_config print: once.
         with nullcontext() if launched_rank() == 0 else redirect_stdout(StringIO()):
             settings = parse(sys.argv[1:] if argv is None else argv)
-        from hvdtrain.session import run  # imports torch and Horovod: only when all is well
-
-        return run(settings)
+        return _load_run()(settings)
     except UserError as error:
         if launched_rank() == 0:
             print(f"hvdtrain: error: {error}", file=sys.stderr, flush=True)
         else:
             time.sleep(_LET_RANK_0_SPEAK)
+            # Still here: rank 0 had nothing to say, the mistake is on this host alone.
+            where = f"rank {launched_rank()} on {socket.gethostname()}"
+            print(f"hvdtrain: error: {where}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+
+
+def _load_run() -> Callable[[Settings], int]:
+    """Imports torch and Horovod: only when the configuration is well."""
+    try:
+        from hvdtrain.session import run
+    except ImportError as error:
+        if "horovod" not in str(error).lower():
+            raise
+        raise UserError(
+            f"Horovod cannot be imported ({error}); build it for this torch and MPI with "
+            "`hvdtrain horovod build --install`"
+        ) from None
+    return run
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class AppLoop:
             task = build.build_task(settings)
             data = task, build.build_datasets(task, config)
         task, datasets = data
-        state, exchange = build.build_state(task, config, device, datasets.fingerprint)
+        state, exchange = build.build_state(task, config, device, datasets)
         state.broadcast()
         first = topology.rank == 0
         if first:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+from itertools import count
 from pathlib import Path
 
 from hvdtrain.checkpoint.format import (
@@ -53,8 +53,13 @@ class CheckpointManager:
         """
         for folder in self.finished():
             if folder.name > folder_name(after):
-                aside = self.root / f"left_{folder.name}"
-                shutil.rmtree(aside, ignore_errors=True)
+                aside = next(
+                    name
+                    for n in count(1)
+                    if not (
+                        name := self.root / f"left_{folder.name}{f'-{n}' if n > 1 else ''}"
+                    ).exists()
+                )
                 folder.rename(aside)
                 logger.warning("%s is now %s: the run goes on from before it", folder, aside.name)
 

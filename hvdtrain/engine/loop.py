@@ -6,7 +6,8 @@
         for each callback, in the order of the list:
             on_step(loop, record)      evaluate adds to the record, log writes it,
                                        checkpoint saves what the log has
-    for each callback: close()         always, also after an error
+        too many steps in a row not finite: the end, exit code 3
+    for each callback: close()         always, also after an error; called by the session
 
 The loop is the same on every rank, and so is every decision in it: it depends on
 the configuration, on numbers that all ranks hold, or on what rode with the exchange.
@@ -126,7 +127,8 @@ class Loop:
         progress.samples += self.batch.global_size
         progress.nonfinite_in_a_row = 0 if result.applied else progress.nonfinite_in_a_row + 1
         progress.nonfinite += not result.applied
-        self.preempted = result.flagged
+        # Asked to stop in the last step: the run is finished anyway.
+        self.preempted = result.flagged and progress.step < self.train.steps
         return {
             "step": progress.step,
             "loss": result.values["loss"],

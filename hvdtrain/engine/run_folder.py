@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import time
 from pathlib import Path
@@ -26,28 +28,36 @@ class RunFolder:
         self.targets = path / "targets.json"
 
     def prepare(self, fresh: bool) -> None:
-        """Makes the folder and sees that it can be written.
+        """Makes the folder, sees that it can be written, and holds it for this process.
 
         Args:
             fresh: the run must not have begun before (run.resume never).
 
         Raises:
-            UserError: it cannot be written, or there is a run in it already.
+            UserError: it cannot be written, another process trains this run, or there is a
+                run in it already and there must not be.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.path / ".writable", b"")
-            (self.path / ".writable").unlink()
-        except OSError as error:
-            raise UserError(
-                f"run.root: {self.path} cannot be written ({error.strerror}); "
-                "choose another with --run.root"
-            ) from None
         if fresh and (self.metrics.exists() or self.checkpoints.exists()):
             raise UserError(
                 f"{self.path} holds a run already, and run.resume is never; choose another "
                 "--run.id, or leave run.resume away to go on with it"
             )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held until the process ends
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"{self.path}: another process trains this run; wait for it, or choose another "
+                "--run.id"
+            ) from None
+        except OSError as error:
+            if error.errno in (errno.ENOLCK, errno.ENOTSUP):
+                return  # a file system without locks
+            raise UserError(
+                f"run.root: {self.path} cannot be written ({error.strerror}); "
+                "choose another with --run.root"
+            ) from None
 
     def write_config(self, resolved: str) -> None:
         write_atomic(self.path / "config.yaml", resolved.encode())

@@ -23,15 +23,14 @@ class RunState:
     """The model, its optimizer, and where the run is.
 
     Args:
-        seed: of the run; the order of samples and all random numbers follow from it.
-        fingerprint: of the training data, or None where the task has none.
+        identity: what the run's curve follows from, by the name that a message gives it: seed,
+            data, global batch, ...; a checkpoint of another identity is refused.
     """
 
     model: nn.Module
     optimizer: Optimizer
     progress: Progress
-    seed: int
-    fingerprint: str | None
+    identity: dict[str, Any]
 
     def capture(self) -> Checkpoint:
         """The state now; its tensors are the live ones."""
@@ -41,8 +40,7 @@ class RunState:
             state={
                 "format": FORMAT,
                 **self.progress.state_dict(),
-                "seed": self.seed,
-                "fingerprint": self.fingerprint,
+                "identity": self.identity,
             },
         )
 
@@ -50,33 +48,24 @@ class RunState:
         """Takes over a checkpoint's content.
 
         Raises:
-            UserError: it belongs to another model, seed or data.
+            UserError: it belongs to another model, or another identity.
         """
         state = dict(checkpoint.state)
         if state.pop("format", None) != FORMAT:
             raise UserError("the checkpoint was written by another version of hvdtrain")
-        for key, mine in (("seed", self.seed), ("fingerprint", self.fingerprint)):
-            theirs = state.pop(key)
-            if theirs != mine:
-                what = "the training data changed" if key == "fingerprint" else "the seed changed"
+        theirs = state.pop("identity")
+        for name, mine in self.identity.items():
+            if theirs.get(name) != mine:
                 raise UserError(
-                    f"{what} since the checkpoint of step {state['step']} ({key} {theirs} then, "
-                    f"{mine} now): its curve could not be continued; use another run.id, or "
-                    "run.resume never"
+                    f"{name} was {theirs.get(name)} at the checkpoint of step {state['step']} and "
+                    f"is {mine} now: the curve could not be continued; use another run.id"
                 )
         _copy(checkpoint.model, model_tensors(self.model))
-        by_name = {name: p for p, name in parameter_names(self.optimizer, self.model).items()}
-        unknown = {key.rpartition("/")[0] for key in checkpoint.optimizer} - set(by_name)
+        names = set(parameter_names(self.optimizer, self.model).values())
+        unknown = {key.rpartition("/")[0] for key in checkpoint.optimizer} - names
         if unknown:
             raise UserError(f"the checkpoint's optimizer knows parameters {sorted(unknown)}")
-        set_state_tensors(
-            self.optimizer,
-            self.model,
-            {
-                key: _placed(tensor, by_name[key.rpartition("/")[0]])
-                for key, tensor in checkpoint.optimizer.items()
-            },
-        )
+        set_state_tensors(self.optimizer, self.model, checkpoint.optimizer)
         self.progress = Progress(**state)
 
     def broadcast(self) -> None:
@@ -93,21 +82,13 @@ class RunState:
         }
         theirs = broadcast_json(kept, "state")
         if theirs != kept:
-            by_name = {name: p for p, name in parameter_names(self.optimizer, self.model).items()}
-            tensors = {
-                key: _placed(
-                    torch.empty(shape, dtype=getattr(torch, dtype)), by_name[key.rpartition("/")[0]]
-                )
+            empty = {
+                key: torch.empty(shape, dtype=getattr(torch, dtype))
                 for key, (shape, dtype) in theirs["optimizer"].items()
             }
-            set_state_tensors(self.optimizer, self.model, tensors)
+            set_state_tensors(self.optimizer, self.model, empty)
             self.progress = Progress(**theirs["progress"])
-        broadcast_tensors(tensors, "optimizer")
-
-
-def _placed(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-    """Where torch's optimizers expect it: step counts on the CPU, moments with the parameter."""
-    return tensor if tensor.dim() == 0 else tensor.to(parameter.device)
+        broadcast_tensors(state_tensors(self.optimizer, self.model), "optimizer")
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

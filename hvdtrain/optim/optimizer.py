@@ -53,15 +53,18 @@ def set_state_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict[str,
     """Replaces the optimizer's state.
 
     Not through `Optimizer.load_state_dict`, which casts and may share memory with its
-    argument; here every tensor keeps its dtype and device.
+    argument; here every tensor keeps its dtype.
 
     Args:
-        tensors: as `state_tensors` gives them; used without a copy.
+        tensors: as `state_tensors` gives them; moved to their parameter's device, but for step
+            counts, which torch's optimizers keep on the CPU.
     """
     by_name = {name: p for p, name in parameter_names(optimizer, model).items()}
     state: dict[Tensor, dict[str, Any]] = {}
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition("/")
-        state.setdefault(by_name[name], {})[entry] = tensor
+        parameter = by_name[name]
+        placed = tensor if entry == "step" else tensor.to(parameter.device)
+        state.setdefault(parameter, {})[entry] = placed
     optimizer.state.clear()
     optimizer.state.update(state)

@@ -51,8 +51,9 @@ def prepare(env: MutableMapping[str, str] = os.environ, cores: int | None = None
         cores: processors that this host's ranks share; default: those of this process.
     """
     cores = cores or len(os.sched_getaffinity(0))
-    # A rank that takes no part is an error after 5 minutes, not a hang (Horovod's default: never).
-    env.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "300")
+    # A rank that takes no part is an error after a while, not a hang (Horovod's default: never);
+    # long enough for rank 0 to save a large checkpoint to a slow disk.
+    env.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "900")
     # Gradients travel in fixed buckets. Without this Horovod would fuse whatever buckets
     # happen to be ready, and sums would be rounded in another order from run to run.
     env.setdefault("HOROVOD_DISABLE_GROUP_FUSION", "1")

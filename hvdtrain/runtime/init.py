@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import TYPE_CHECKING
+
+import horovod.torch as hvd
+import torch
 
 from hvdtrain.errors import UserError
+from hvdtrain.log import logger
 from hvdtrain.runtime import environment
+from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.topology import Topology
-
-if TYPE_CHECKING:
-    import torch
 
 
 def initialise() -> Topology:
     """Starts Horovod and finds out who takes part.
 
     Raises:
-        UserError: Horovod is not installed, cannot be loaded, or does not fit the launcher.
+        UserError: Horovod does not fit the launcher.
     """
     environment.prepare()
-    try:
-        import horovod.torch as hvd
-    except ImportError as error:
-        raise UserError(
-            f"Horovod cannot be imported ({error}); build it for this torch and MPI with "
-            "`hvdtrain horovod build --install`"
-        ) from None
     expected = environment.launched_size()
     hvd.init()
     if expected is not None and expected != hvd.size():
@@ -36,8 +30,6 @@ def initialise() -> Topology:
             "built for another MPI than the launcher's (`hvdtrain horovod build --install`), "
             "or srun needs --mpi=pmix"
         )
-    from hvdtrain.runtime.collectives import gather_json
-
     facts = gather_json([socket.gethostname(), sorted(os.sched_getaffinity(0))], "topology")
     _set_threads(sharers=facts.count(facts[hvd.rank()]))
     hosts = tuple(host for host, _ in facts)
@@ -49,8 +41,6 @@ def _set_threads(sharers: int) -> None:
 
     Ranks that a launcher bound to processors of their own share with nobody.
     """
-    import torch
-
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // sharers))
 
@@ -61,10 +51,13 @@ def choose_device(local_rank: int) -> torch.device:
     Raises:
         UserError: this host has fewer GPUs than ranks.
     """
-    import horovod.torch as hvd
-    import torch
-
-    if not torch.cuda.is_available() or not (hvd.nccl_built() or hvd.cuda_built()):
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if not (hvd.nccl_built() or hvd.cuda_built()):
+        logger.warning(
+            "CUDA is there, but Horovod was built without it: training on the CPU; "
+            "`hvdtrain horovod build --gpu nccl --install` builds it for GPUs"
+        )
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise UserError(

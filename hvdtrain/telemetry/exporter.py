@@ -93,19 +93,16 @@ class Exporter:
         self._thread.join(timeout=5)
 
 
-def write_targets(
-    path: Path, run_id: str, hosts: Sequence[str], ports: Sequence[tuple[int, int]]
-) -> None:
-    """Writes RUN/targets.json for Prometheus' file_sd_configs: one target a rank.
+def write_targets(path: Path, run_id: str, targets: Sequence[tuple[str, int, int]]) -> None:
+    """Writes RUN/targets.json for Prometheus' file_sd_configs.
 
     Args:
-        hosts: of each rank.
-        ports: of each rank, (local rank, port).
+        targets: of each rank: (host, local rank, port).
 
     Raises:
         OSError: it cannot be written.
     """
-    targets = [
+    entries = [
         {
             "targets": [f"{host}:{port}"],
             "labels": {
@@ -115,6 +112,6 @@ def write_targets(
                 "host": host,
             },
         }
-        for rank, (host, (local_rank, port)) in enumerate(zip(hosts, ports, strict=True))
+        for rank, (host, local_rank, port) in enumerate(targets)
     ]
-    write_atomic(path, (json.dumps(targets, indent=1) + "\n").encode())
+    write_atomic(path, (json.dumps(entries, indent=1) + "\n").encode())

@@ -15,7 +15,8 @@ class MetricsFile:
 
     Args:
         path: the file; it is made if it is not there.
-        after: lines of steps beyond this one are removed: the run does these again.
+        after: lines of steps beyond this one move to left_metrics.jsonl beside it: the run
+            does these again.
 
     Raises:
         OSError: the file cannot be written.
@@ -28,6 +29,9 @@ class MetricsFile:
         kept = [line for line in lines if (step := _step(line)) is not None and step <= after]
         whole = "".join(line + "\n" for line in kept)
         if whole != text:
+            staying = set(kept)
+            with open(path.with_name(f"left_{path.name}"), "a", encoding="utf-8") as left:
+                left.writelines(line + "\n" for line in lines if line not in staying)
             write_atomic(path, whole.encode())
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed in close()
 

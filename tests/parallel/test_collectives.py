@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvdtrain.errors import NotFiniteError, UserError
+from hvdtrain.errors import UserError
 from hvdtrain.runtime.collectives import (
     AgreedError,
     agree,
@@ -40,8 +40,8 @@ def test_a_rank_goes_on_after_another_failed_or_another_message_counts(
     ranks = {"first": [0], "last": [last], "all": list(range(last + 1))}[failing]
     error: UserError | None = None
     if topology.rank in ranks:
-        kind = NotFiniteError if topology.rank == 0 else UserError
-        error = kind(f"rank {topology.rank} failed")
+        error = UserError(f"rank {topology.rank} failed")
+        error.exit_code = 3 if topology.rank == 0 else 2
     with pytest.raises(AgreedError, match=f"rank {ranks[0]} failed") as caught:
         agree(error, "part")
     assert caught.value.rank == ranks[0]

@@ -26,7 +26,7 @@ def _state(seed: int, name: str = "adamw") -> RunState:
     model = _model(seed)
     config = OptimConfig(name=name, lr=0.1)  # type: ignore[arg-type]
     exchange = GradientExchange(build_optimizer(config, model), model)
-    return RunState(model, exchange.optimizer, Progress(), seed=1, fingerprint=None)
+    return RunState(model, exchange.optimizer, Progress(), identity={})
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -71,7 +71,7 @@ def test_what_rank_0_resumed_does_not_reach_another_rank(topology: Topology, nam
     model, optimizer = _trained(name)
     state = _state(seed=topology.rank, name=name)
     if topology.rank == 0:
-        resumed = RunState(model, optimizer, Progress(3, 24, 1, 0), seed=1, fingerprint=None)
+        resumed = RunState(model, optimizer, Progress(3, 24, 1, 0), identity={})
         state.load(copy.deepcopy(resumed.capture()))
     state.broadcast()
     assert state.progress == Progress(3, 24, 1, 0)
@@ -83,7 +83,7 @@ def test_training_goes_on_otherwise_after_the_broadcast(topology: Topology) -> N
     model, optimizer = _trained("adamw")
     state = _state(seed=topology.rank)
     if topology.rank == 0:
-        resumed = RunState(model, optimizer, Progress(3, 24), seed=1, fingerprint=None)
+        resumed = RunState(model, optimizer, Progress(3, 24), identity={})
         state.load(copy.deepcopy(resumed.capture()))
     state.broadcast()
     other = _model(9)  # the model itself has Horovod's hooks

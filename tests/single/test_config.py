@@ -197,9 +197,12 @@ def test_a_mistake_is_reported_after_torch_is_imported_or_with_a_traceback() -> 
     assert len(said) == 1 and said[0].startswith("hvdtrain: error: batch.global_size 32"), said
 
 
-def test_a_rank_other_than_0_speaks_or_ends_otherwise() -> None:
+def test_a_mistake_on_another_host_alone_is_silent_or_ends_otherwise() -> None:
+    # No rank 0 that says it: this rank does, after it has waited for one.
     done = _run("--optim.lrr", "1", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("hvdtrain: error: rank 1 on ")
+    assert done.stderr.count("optim.lrr") == 1
 
 
 def test_help_lacks_a_key_or_takes_a_second_of_the_processor() -> None:

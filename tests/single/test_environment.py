@@ -79,7 +79,7 @@ def test_ranks_spin_while_they_share_cores_or_sleep_while_they_do_not(
 def test_a_rank_that_never_comes_is_waited_for_without_end() -> None:
     env: dict[str, str] = {}
     prepare(env, cores=2)
-    assert 0 < int(env["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]) <= 600
+    assert 0 < int(env["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]) <= 1800
 
 
 def test_the_environment_is_prepared_after_torch_or_horovod_is_loaded() -> None:

@@ -50,7 +50,7 @@ def _train(model: Model, optimizer: torch.optim.Optimizer, steps: int) -> None:
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 1) -> RunState:
-    return RunState(model, optimizer, Progress(step=3, samples=12), seed, "f")
+    return RunState(model, optimizer, Progress(step=3, samples=12), {"seed": seed, "data": "f"})
 
 
 def test_vectors_decay_or_a_parameter_is_in_no_group_or_two() -> None:
@@ -108,16 +108,18 @@ def test_a_captured_run_comes_back_changed() -> None:
         assert torch.equal(tensor, other.state_dict()[key]), key
 
 
-@pytest.mark.parametrize("change", ["seed", "fingerprint", "format", "model"])
+@pytest.mark.parametrize("change", ["seed", "data", "format", "model"])
 def test_a_checkpoint_of_another_run_is_taken_over(change: str) -> None:
     model, optimizer = _trained("adamw", 1)
     checkpoint = copy.deepcopy(_state(model, optimizer).capture())
     if change == "model":
         checkpoint.model["convolution.bias"] = torch.zeros(5)
+    elif change == "format":
+        checkpoint.state["format"] = "another"
     else:
-        checkpoint.state[change] = "another"
+        checkpoint.state["identity"][change] = "another"
     before = copy.deepcopy(model.state_dict())
-    words = {"model": "convolution.bias", "format": "version", "fingerprint": "data"}
+    words = {"model": "convolution.bias", "format": "version"}
     with pytest.raises(UserError, match=words.get(change, change)):
         _state(model, optimizer).load(checkpoint)
     assert all(torch.equal(tensor, before[key]) for key, tensor in model.state_dict().items())

@@ -99,8 +99,8 @@ def test_a_damaged_checkpoint_is_not_named_or_ends_the_run(root: Path) -> None:
 
 REFUSED = {
     "never": (["--run.resume", "never"], "holds a run already"),
-    "seed": (["--seed", "5"], "the seed changed"),
-    "data": (["--data.train", str(REPOSITORY / "README.md")], "the training data changed"),
+    "seed": (["--seed", "5"], "seed was 1234"),
+    "data": (["--data.train", str(REPOSITORY / "README.md")], "the number of training samples was"),
     "model": (["--model.width", "64"], "of another model"),
     "path": (["--run.resume", "nowhere/step_00000010"], "nowhere/step_00000010: auto, never or"),
 }

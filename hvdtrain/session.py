@@ -1,7 +1,7 @@
 """One run from start to end on this rank: find the others, load, train, say what came out.
 
 Whatever may fail on one rank and not on the others (reading data, making folders, loading a
-checkpoint) stands between `Agreement` marks: all ranks end alike, and one says why.
+checkpoint) runs inside `_alike`: all ranks end alike, and one says why.
 """
 
 from __future__ import annotations

@@ -18,6 +18,9 @@ import time
 import traceback
 from typing import NoReturn
 
+import horovod.torch as hvd
+from horovod.common.exceptions import HorovodInternalError
+
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.log import logger
 from hvdtrain.runtime.topology import Topology
@@ -38,8 +41,6 @@ def end_all(error: BaseException, topology: Topology) -> NoReturn:
 
     The exit code is 1, that of a UserError, or 130 after Ctrl-C.
     """
-    from horovod.common.exceptions import HorovodInternalError
-
     where = f"rank {topology.rank} on {topology.host}: "
     logger.handlers[:] = [h for h in logger.handlers if isinstance(h, logging.FileHandler)]
     logger.error("%s: %s", type(error).__name__, error, exc_info=error)
@@ -74,8 +75,6 @@ def _say(message: str) -> None:
 
 
 def _end_others(code: int) -> None:
-    import horovod.torch as hvd
-
     if hvd.mpi_enabled():
         import mpi4py
 

@@ -18,6 +18,7 @@ import hvdtrain
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import TrainLoader
+from hvdtrain.elastic.membership import Membership
 from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.callbacks.export import Export
@@ -29,6 +30,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.optim.exchange import GradientExchange
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.schedule import learning_rate
+from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.rng import seed_all
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.topology import Topology
@@ -57,12 +59,12 @@ def build_datasets(task: Task, config: Config) -> Datasets:
 
 
 def build_state(
-    task: Task, config: Config, device: torch.device, datasets: Datasets
+    task: Task, config: Config, device: torch.device, datasets: Datasets, elastic: bool = False
 ) -> tuple[RunState, GradientExchange]:
     """Model and optimizer, freshly initialised from the seed."""
     seed_all(config.seed)
     model: nn.Module = task.model().to(device)
-    exchange = GradientExchange(build_optimizer(config.optim, model), model)
+    exchange = GradientExchange(build_optimizer(config.optim, model), model, elastic)
     identity = {
         "seed": config.seed,
         "batch.global_size": config.batch.global_size,
@@ -98,10 +100,13 @@ def build_callbacks(
     manager: CheckpointManager | None,
     metrics: MetricsFile | None,
     exporter: Exporter | None,
+    heartbeat: Heartbeat,
 ) -> Callbacks:
     evaluate = None
     if config.eval.every and datasets.validation is not None:
-        evaluate = Evaluate(config.eval, task, state.model, datasets.validation, topology, device)
+        evaluate = Evaluate(
+            config.eval, task, state.model, datasets.validation, topology, device, heartbeat
+        )
     return Callbacks(
         Export(exporter) if exporter else None,
         evaluate,
@@ -126,14 +131,19 @@ def build_loop(
     device: torch.device,
     callbacks: Callbacks,
     stop: StopFlag,
+    membership: Membership | None,
+    heartbeat: Heartbeat,
 ) -> Loop:
     step = TrainStep(
         task,
         state.model,
         exchange,
         micro_batches=config.batch.micro_batches,
+        micro_size=config.batch.micro_size,
         clip_norm=config.optim.clip_norm,
         device=device,
+        heartbeat=heartbeat,
+        elastic=membership is not None,
     )
     loader = TrainLoader(
         datasets.train,
@@ -156,11 +166,13 @@ def build_loop(
         ),
         progress=state.progress,
         callbacks=callbacks.as_list(),
-        stop=stop,
+        stop=lambda: stop.raised,
+        meet=lambda: membership is not None and membership.hosts_changed,
+        heartbeat=heartbeat,
     )
 
 
-def build_exporter(config: Config, topology: Topology, run_id: str) -> Exporter | None:
+def build_exporter(config: Config, local_rank: int) -> Exporter | None:
     """This rank's exporter, which serves from now on; None where telemetry is off.
 
     Raises:
@@ -168,13 +180,17 @@ def build_exporter(config: Config, topology: Topology, run_id: str) -> Exporter 
     """
     if config.telemetry.port == 0:
         return None
-    facts = {
+    return Exporter(config.telemetry, local_rank)
+
+
+def run_facts(config: Config, run_id: str) -> dict[str, str]:
+    """The labels of hvdtrain_run_info."""
+    return {
         "run": run_id,
         "task": config.task,
         "hvdtrain": hvdtrain.__version__,
         "torch": torch.__version__,
     }
-    return Exporter(config.telemetry, topology.local_rank, facts)
 
 
 def build_manifest(

@@ -18,6 +18,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from hvdtrain.checkpoint.config import CheckpointConfig
+from hvdtrain.elastic.config import ElasticConfig
 from hvdtrain.engine.config import BatchConfig, EvalConfig, RunConfig, TrainConfig
 from hvdtrain.errors import UserError, require
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
@@ -39,6 +40,7 @@ class Config:
         optim: the optimizer
         schedule: the learning rate over the steps
         checkpoint: checkpoints
+        elastic: what happens when ranks die, hang or come back
         telemetry: what a rank publishes
     """
 
@@ -51,6 +53,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:

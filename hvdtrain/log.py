@@ -57,6 +57,13 @@ def to_file(folder: Path, rank: int, host: str) -> None:
     logger.addHandler(handler)
 
 
+def close_files() -> None:
+    """Ends logging to files: this process's rank may be another from now on."""
+    for handler in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
+        logger.removeHandler(handler)
+        handler.close()
+
+
 def close() -> None:
     """Ends all logging, so that the next run in this process starts without handlers."""
     for handler in list(logger.handlers):

@@ -1,20 +1,28 @@
-"""One run from start to end on this rank: find the others, load, train, say what came out.
+"""One run from start to end on this rank.
+
+    prepare: device, data, model, optimizer, exporter         once in a process
+    a round: meet, take over the state, train                  once; in an elastic run again
+             whenever ranks have died, or processes come or go
 
 Whatever may fail on one rank and not on the others (reading data, making folders, loading a
-checkpoint) runs inside `_alike`: all ranks end alike, and one says why.
+checkpoint) runs inside `_alike`: all ranks end alike, and one says why. In an elastic run a
+process prepares on its own, as a world of one rank, before it joins the others: these train on.
 """
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
 
+import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
@@ -22,25 +30,38 @@ from hvdtrain import build, log
 from hvdtrain.checkpoint.format import Checkpoint, read
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.config import Settings
-from hvdtrain.engine.loop import Loop
+from hvdtrain.elastic import watchdog
+from hvdtrain.elastic.membership import LostError, Membership, RemovedError
+from hvdtrain.elastic.state import Standing, alike, furthest
+from hvdtrain.engine.loop import Loop, MeetAgain
 from hvdtrain.engine.run_folder import RunFolder, default_id
 from hvdtrain.engine.state import RunState
 from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
+from hvdtrain.horovod_wheel import recipe
 from hvdtrain.log import logger
+from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import AgreedError, agree, broadcast_json, gather_json
 from hvdtrain.runtime.failure import end_all
+from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 from hvdtrain.runtime.init import choose_device, initialise
 from hvdtrain.runtime.signals import StopFlag
-from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task, optional
-from hvdtrain.telemetry.exporter import write_targets
+from hvdtrain.telemetry.exporter import Exporter, write_targets
 from hvdtrain.telemetry.metrics_file import MetricsFile
 
 T = TypeVar("T")
 
+# The step at which ranks fail again and again is the cause, not the machines.
+_FAILURES_OF_A_STEP = 5
+# A rank 0 that hangs or is cut off is ended by its watchdog; then its folder is free.
+_FOLDER_SECONDS = 30.0
 
-def run(settings: Settings) -> int:
+
+def run(settings: Settings, stop: StopFlag) -> int:
     """Trains as configured.
+
+    Args:
+        stop: raised when this process is asked to stop.
 
     Returns:
         The exit code, the same on every rank. A crash does not return: it ends the process.
@@ -48,12 +69,12 @@ def run(settings: Settings) -> int:
     Raises:
         UserError: Horovod cannot start; every rank raises it.
     """
-    stop = StopFlag()
-    stop.install()
-    topology = initialise()
+    environment.prepare(timeout_seconds=settings.config.elastic.timeout_seconds)
+    session = Session(settings, stop)
     try:
-        return _train(settings, topology, stop)
+        return session.run()
     except AgreedError as error:
+        topology = session.topology
         if error.rank == topology.rank:
             where = "" if error.rank == 0 else f"rank {error.rank} on {topology.host}: "
             print(f"hvdtrain: error: {where}{error}", file=sys.stderr, flush=True)
@@ -61,7 +82,7 @@ def run(settings: Settings) -> int:
             gather_json(None, "told")  # nobody ends before the message is out
         return error.exit_code
     except BaseException as error:
-        end_all(error, topology)
+        end_all(error, session.topology)
     finally:
         log.close()
 
@@ -81,142 +102,326 @@ def _alike(name: str, part: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def _train(settings: Settings, topology: Topology, stop: StopFlag) -> int:
-    config, first = settings.config, topology.rank == 0
-    _alike("same configuration", lambda: _check_same_configuration(settings, topology))
-    run_id = broadcast_json(config.run.id or default_id(config.task), "run.id")
-    folder = RunFolder(Path(config.run.root) / run_id)
-    manager = CheckpointManager(folder.checkpoints, config.checkpoint.keep) if first else None
-    _alike("folder", lambda: _open_folder(settings, folder, topology))
-    logger.info("run %s on %s", folder.path, topology.describe())
+class Records:
+    """What rank 0 writes: the run's folder, its figures and its checkpoints.
 
-    device = _alike("device", lambda: choose_device(topology.local_rank))
-    task, datasets = _alike("data", lambda: _load_data(settings))
-    _alike("same data", lambda: _check_same(datasets, topology))
-    state, exchange = build.build_state(task, config, device, datasets)
-    _alike("resume", lambda: _resume(config.run.resume, state, manager))
-    state.broadcast()
+    A process has it from the first round on in which it is rank 0.
+    """
 
-    exporter = _alike("telemetry", lambda: build.build_exporter(config, topology, run_id))
-    target = (topology.host, topology.local_rank, exporter.port if exporter else 0)
-    targets = gather_json(target, "targets")
-    open_records: Callable[[], MetricsFile | None] = _nothing
-    if manager is not None:
-        start = _this_start(settings, topology, state)
+    def __init__(self, folder: RunFolder, keep: int) -> None:
+        self.folder = folder
+        self.manager = CheckpointManager(folder.checkpoints, keep)
+        self.metrics: MetricsFile | None = None
+
+    def open(self, step: int) -> MetricsFile:
+        """Opens the figures for a run that goes on from `step`, and puts aside what lies beyond.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        if self.metrics is None:
+            self.manager.set_aside(after=step)
+            self.metrics = MetricsFile(self.folder.metrics, after=step)
+        return self.metrics
+
+    def close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+
+
+class Session:
+    """See the top of this file.
+
+    Attributes:
+        topology: the ranks of this round.
+    """
+
+    def __init__(self, settings: Settings, stop: StopFlag) -> None:
+        self._settings = settings
+        self._config = settings.config
+        self._stop = stop
+        self._heartbeat = Heartbeat()
+        self._local_rank = environment.launched_local_rank()
+        alone = environment.launched_size() in (None, 1) and "HOROVOD_ELASTIC" not in os.environ
+        self._membership = Membership.of_this_process(stop)
+        self._watchdog: subprocess.Popen[bytes] | None = None
+        if not alone:
+            launcher = self._membership.launcher if self._membership else ""
+            hang_seconds = self._config.elastic.hang_seconds
+            self._watchdog = watchdog.start(self._heartbeat, hang_seconds, launcher)
+        self._run_id = self._config.run.id or default_id(self._config.task)
+        self._trained = False
+        self._records: Records | None = None
+        self._exporter: Exporter | None = None
+        self.topology = initialise()
+
+    def run(self) -> int:
+        """Returns the exit code; raises as the function `run` says, and HorovodInternalError."""
+        self._prepare()
+        try:
+            return self._round() if self._membership is None else self._rounds(self._membership)
+        finally:
+            if self._exporter is not None:
+                self._exporter.close()
+            if self._records is not None:
+                self._records.close()
+
+    # --- once in a process -------------------------------------------------
+
+    def _prepare(self) -> None:
+        config = self._config
+        if self._membership is not None:
+            _alike("wheel", _check_wheel)
+        _alike("same configuration", self._check_same_configuration)
+        self._device = _alike("device", lambda: choose_device(self._local_rank))
+        self._task, self._datasets = _alike("data", self._load_data)
+        elastic = self._membership is not None
+        self._state, self._exchange = build.build_state(
+            self._task, config, self._device, self._datasets, elastic
+        )
+        self._exporter = _alike("telemetry", lambda: build.build_exporter(config, self._local_rank))
+
+    def _load_data(self) -> tuple[Task, Datasets]:
+        task = build.build_task(self._settings)
+        return task, build.build_datasets(task, self._config)
+
+    def _check_same_configuration(self) -> None:
+        """A host with another YAML file or task would run another loop."""
+        if self._digest() != broadcast_json(self._digest(), "configuration"):
+            raise UserError(_other_configuration(self.topology.hosts[0]))
+
+    def _digest(self) -> str:
+        return sha256(self._settings.resolved.encode()).hexdigest()
+
+    # --- rounds of an elastic run ------------------------------------------
+
+    def _rounds(self, membership: Membership) -> int:
+        failed_at, failures = -1, 0
+        cause, since = "launch", time.time()
+        while True:
+            hvd.shutdown()
+            self._exchange.forget()
+            self._heartbeat.beat(Doing.MEETING)
+            try:
+                membership.join()
+            except RemovedError:
+                return 0
+            except LostError as error:
+                failure = UserError(f"the launcher does not answer any more ({error})")
+                failure.exit_code = EXIT_CRASH
+                raise failure from None
+            try:
+                self.topology = initialise()
+                self._heartbeat.beat(Doing.PREPARING)
+                return self._round(cause, since)
+            except MeetAgain:
+                cause, since = "hosts", time.time()
+            except HorovodInternalError as error:
+                step = self._state.progress.step
+                failures = failures + 1 if step == failed_at else 1
+                failed_at = step
+                logger.warning("step %d failed: %s", step + 1, error)
+                if failures >= _FAILURES_OF_A_STEP:
+                    raise RuntimeError(f"step {step + 1} failed {failures} times") from None
+                if cause != "failure" or failures == 1:
+                    cause, since = "failure", time.time()
+
+    # --- one round -----------------------------------------------------------
+
+    def _round(self, cause: str = "launch", since: float | None = None) -> int:
+        """Meets, takes over the state and trains to the end, or to the next meeting."""
+        source, targets = self._meet()
+        topology, config = self.topology, self._config
+        if self._exporter is not None:
+            self._exporter.describe(build.run_facts(config, self._run_id))
+        folder = RunFolder(Path(config.run.root) / self._run_id)
+        _alike("folder", lambda: self._open_folder(folder))
+        logger.info("run %s on %s", folder.path, topology.describe())
+        self._take_over(source)
+        _alike("records", lambda: self._open_records(targets, cause))
+        callbacks = build.build_callbacks(
+            config,
+            self._task,
+            self._datasets,
+            self._state,
+            topology,
+            self._device,
+            self._records.manager if self._records else None,
+            self._records.metrics if self._records else None,
+            self._exporter,
+            self._heartbeat,
+        )
+        loop = build.build_loop(
+            config,
+            self._task,
+            self._datasets,
+            self._state,
+            self._exchange,
+            topology,
+            self._device,
+            callbacks,
+            self._stop,
+            self._membership,
+            self._heartbeat,
+        )
+        if cause != "launch" and topology.rank == 0:
+            seconds = time.time() - (since or time.time())
+            logger.info("going on after step %d, %.2f s later", loop.progress.step, seconds)
+        try:
+            loop.run()
+        finally:
+            for callback in callbacks.as_list():
+                callback.close()
+        self._heartbeat.beat(Doing.PREPARING)
+        _alike("last checkpoint", lambda: _check_saved(callbacks))
+        if topology.rank == 0:
+            folder.targets.unlink(missing_ok=True)  # a crash leaves it: Prometheus shows the loss
+            _summary(loop, callbacks, self._task, self._state, folder)
+        gather_json(None, "done")  # the launcher takes the first end of a rank for the end of all
+        return EXIT_PREEMPTED if loop.preempted else 0
+
+    def _meet(self) -> tuple[int | None, list[tuple[str, int, int]]]:
+        """Learns where all ranks stand: (the rank whose state counts or None, exporters)."""
+        topology, datasets = self.topology, self._datasets
+        standing = Standing(self._trained, self._state.progress.step)
+        port = self._exporter.port if self._exporter else 0
+        facts = gather_json(
+            {
+                "standing": asdict(standing),
+                "run": self._run_id,
+                "configuration": self._digest(),
+                "data": [len(datasets.train), datasets.fingerprint],  # type: ignore[arg-type]
+                "target": [topology.host, self._local_rank, port],
+            },
+            "meet",
+        )
+        self._standings = [Standing(**fact["standing"]) for fact in facts]
+        source = furthest(self._standings)
+        theirs = facts[source or 0]
+        problem = self._difference(facts[topology.rank], theirs, topology.hosts[source or 0])
+        if source is None:
+            _alike("same run", lambda: _refuse(problem))
+        elif problem:
+            # The others have trained for hours perhaps: they go on without this rank.
+            failure = UserError(problem)
+            failure.exit_code = EXIT_CRASH
+            raise failure
+        self._run_id = theirs["run"]
+        return source, [tuple(fact["target"]) for fact in facts]
+
+    @staticmethod
+    def _difference(mine: dict[str, Any], theirs: dict[str, Any], host: str) -> str:
+        """What keeps this rank from the others' run; "" where nothing does."""
+        if mine["configuration"] != theirs["configuration"]:
+            return _other_configuration(host)
+        if mine["data"] != theirs["data"]:
+            return (
+                f"the training data here ({mine['data'][0]} samples, fingerprint "
+                f"{mine['data'][1]}) is not the data of {host} ({theirs['data'][0]} samples, "
+                f"fingerprint {theirs['data'][1]})"
+            )
+        return ""
+
+    def _open_folder(self, folder: RunFolder) -> None:
+        topology = self.topology
+        if topology.rank == 0 and self._records is None:
+            fresh = self._config.run.resume == "never" and not self._someone_trained()
+            folder.prepare(fresh, _FOLDER_SECONDS if self._membership else 0.0)
+            log.to_screen()
+            self._records = Records(folder, self._config.checkpoint.keep)
+        try:
+            log.close_files()
+            log.to_file(folder.logs, topology.rank, topology.host)
+            if self._watchdog is not None:
+                name = f"hang_{topology.host}_{self._local_rank}.txt"
+                watchdog.write_to(self._watchdog, folder.logs / name)
+        except OSError as error:
+            raise UserError(f"{folder.logs}: cannot be written ({error.strerror})") from None
+
+    def _someone_trained(self) -> bool:
+        return any(standing.trained for standing in self._standings)
+
+    def _take_over(self, source: int | None) -> None:
+        """Every rank holds the state that counts then; all decide alike, from `_meet`."""
+        if source is None:
+            _alike("resume", self._resume)
+            self._state.broadcast(root=0)
+        elif not alike(self._standings):
+            self._state.broadcast(root=source)
+        self._trained = True
+
+    def _resume(self) -> None:
+        """Rank 0 decides and loads; the others get it by broadcast."""
+        choice = self._config.run.resume
+        if self._records is None or choice == "never":
+            return
+        manager = self._records.manager
+        checkpoint: Checkpoint | None
+        path = Path(choice)
+        if choice != "auto" and not path.is_dir():
+            raise UserError(
+                f"run.resume {choice}: auto, never or the folder of a checkpoint is expected"
+            )
+        of_this_run = path.resolve().parent == manager.root.resolve()
+        if choice == "auto" or (manager.finished() and not of_this_run):
+            # A checkpoint of another run is where this one began; it has gone on since.
+            checkpoint = manager.newest()
+        else:
+            checkpoint = read(path)
+        if checkpoint is not None:
+            self._state.load(checkpoint)
+            logger.info("resumed from the checkpoint of step %d", self._state.progress.step)
+
+    def _open_records(self, targets: list[tuple[str, int, int]], cause: str) -> None:
+        """Rank 0 writes what says how the run was started; nothing is changed before this."""
+        if self._records is None:
+            return
+        folder, config, step = self._records.folder, self._config, self._state.progress.step
+        start = {
+            "time": time.time(),
+            "step": step,
+            "cause": cause,
+            "world_size": self.topology.world_size,
+            "hosts": self.topology.ranks_by_host(),
+            "config": self._settings.resolved,
+        }
         manifest = build.build_manifest(
-            settings, topology, device, datasets.fingerprint, [*folder.starts(), start]
+            self._settings,
+            self.topology,
+            self._device,
+            self._datasets.fingerprint,
+            [*folder.starts(), start],
         )
-        open_records = partial(_open_records, settings, folder, manager, manifest, state, targets)
-    metrics = _alike("records", open_records)
-    callbacks = build.build_callbacks(
-        config, task, datasets, state, topology, device, manager, metrics, exporter
+        try:
+            folder.write_config(self._settings.resolved)
+            folder.write_manifest(manifest)
+            folder.targets.unlink(missing_ok=True)
+            if config.telemetry.port:
+                write_targets(folder.targets, folder.path.name, targets)
+            self._records.open(step)
+        except OSError as error:
+            raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from None
+
+
+def _check_wheel() -> None:
+    """Elastic runs need what the patches of hvdtrain's Horovod bring."""
+    if not recipe.is_ours():
+        raise UserError(
+            "this Horovod was not built by hvdtrain, and an elastic run needs its patches: "
+            "`hvdtrain horovod build --install`"
+        )
+
+
+def _refuse(problem: str) -> None:
+    if problem:
+        raise UserError(problem)
+
+
+def _other_configuration(host: str) -> str:
+    return (
+        f"the configuration here is not that of rank 0 on {host}: compare the "
+        "files that --config names, and hvdtrain's version, on the two hosts"
     )
-    loop = build.build_loop(
-        config, task, datasets, state, exchange, topology, device, callbacks, stop
-    )
-    try:
-        loop.run()
-    finally:
-        for callback in callbacks.as_list():
-            callback.close()
-    _alike("last checkpoint", lambda: _check_saved(callbacks))
-    if first:
-        folder.targets.unlink(missing_ok=True)  # a crash leaves it: Prometheus then shows the loss
-        _summary(loop, callbacks, task, state, folder)
-    gather_json(None, "done")  # the launcher takes the first end of a rank for the end of all
-    return EXIT_PREEMPTED if loop.preempted else 0
-
-
-def _open_folder(settings: Settings, folder: RunFolder, topology: Topology) -> None:
-    if topology.rank == 0:
-        folder.prepare(fresh=settings.config.run.resume == "never")
-        log.to_screen()
-    try:
-        log.to_file(folder.logs, topology.rank, topology.host)
-    except OSError as error:
-        raise UserError(f"{folder.logs}: cannot be written ({error.strerror})") from None
-
-
-def _load_data(settings: Settings) -> tuple[Task, Datasets]:
-    task = build.build_task(settings)
-    return task, build.build_datasets(task, settings.config)
-
-
-def _check_same_configuration(settings: Settings, topology: Topology) -> None:
-    """A host with another YAML file or task would run another loop."""
-    mine = sha256(settings.resolved.encode()).hexdigest()
-    if mine != broadcast_json(mine, "configuration"):
-        raise UserError(
-            f"the configuration here is not that of rank 0 on {topology.hosts[0]}: compare the "
-            "files that --config names, and hvdtrain's version, on the two hosts"
-        )
-
-
-def _check_same(datasets: Datasets, topology: Topology) -> None:
-    """Every rank must have rank 0's data: a sample is a number here."""
-    mine = [len(datasets.train), datasets.fingerprint]  # type: ignore[arg-type]
-    theirs = broadcast_json(mine, "fingerprint")
-    if mine != theirs:
-        raise UserError(
-            f"the training data here ({mine[0]} samples, fingerprint {mine[1]}) is not the data of "
-            f"rank 0 on {topology.hosts[0]} ({theirs[0]} samples, fingerprint {theirs[1]})"
-        )
-
-
-def _resume(choice: str, state: RunState, manager: CheckpointManager | None) -> None:
-    """Rank 0 decides and loads; the others get it by broadcast."""
-    if manager is None or choice == "never":
-        return
-    checkpoint: Checkpoint | None
-    path = Path(choice)
-    if choice != "auto" and not path.is_dir():
-        raise UserError(
-            f"run.resume {choice}: auto, never or the folder of a checkpoint is expected"
-        )
-    of_this_run = path.resolve().parent == manager.root.resolve()
-    if choice == "auto" or (manager.finished() and not of_this_run):
-        # A checkpoint of another run is where this one began; it has gone on since.
-        checkpoint = manager.newest()
-    else:
-        checkpoint = read(path)
-    if checkpoint is not None:
-        state.load(checkpoint)
-        logger.info("resumed from the checkpoint of step %d", state.progress.step)
-
-
-def _this_start(settings: Settings, topology: Topology, state: RunState) -> dict[str, Any]:
-    return {
-        "time": time.time(),
-        "step": state.progress.step,
-        "world_size": topology.world_size,
-        "hosts": topology.ranks_by_host(),
-        "config": settings.resolved,
-    }
-
-
-def _nothing() -> None:
-    """What the other ranks do meanwhile."""
-
-
-def _open_records(
-    settings: Settings,
-    folder: RunFolder,
-    manager: CheckpointManager,
-    manifest: dict[str, Any],
-    state: RunState,
-    targets: list[tuple[str, int, int]],
-) -> MetricsFile:
-    """Rank 0 writes what says how the run was started; nothing is changed before this."""
-    try:
-        folder.write_config(settings.resolved)
-        folder.write_manifest(manifest)
-        manager.set_aside(after=state.progress.step)
-        folder.targets.unlink(missing_ok=True)
-        if settings.config.telemetry.port:
-            write_targets(folder.targets, folder.path.name, targets)
-        return MetricsFile(folder.metrics, after=state.progress.step)
-    except OSError as error:
-        raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from None
 
 
 def _check_saved(callbacks: build.Callbacks) -> None:

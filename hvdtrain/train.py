@@ -12,6 +12,7 @@ from io import StringIO
 from hvdtrain.config import Settings, parse
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.environment import launched_rank
+from hvdtrain.runtime.signals import StopFlag
 
 # Every rank finds the same mistake; rank 0 says so. The others give it time to: a launcher
 # takes the first rank that ends for a reason to end all.
@@ -20,23 +21,33 @@ _LET_RANK_0_SPEAK = 5.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs with the given flags (default: those of the process); returns the exit code."""
+    # First of all: importing torch takes seconds, in which a signal would end the process.
+    stop = StopFlag()
+    stop.install()
     try:
         # --help and --print_config print: once.
         with nullcontext() if launched_rank() == 0 else redirect_stdout(StringIO()):
             settings = parse(sys.argv[1:] if argv is None else argv)
-        return _load_run()(settings)
+        return _load_run()(settings, stop)
     except UserError as error:
         if launched_rank() == 0:
             print(f"hvdtrain: error: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(_LET_RANK_0_SPEAK)
-            # Still here: rank 0 had nothing to say, the mistake is on this host alone.
+        elif not _ended_within(_LET_RANK_0_SPEAK, stop):
+            # Rank 0 had nothing to say, the mistake is on this host alone.
             where = f"rank {launched_rank()} on {socket.gethostname()}"
             print(f"hvdtrain: error: {where}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
 
 
-def _load_run() -> Callable[[Settings], int]:
+def _ended_within(seconds: float, stop: StopFlag) -> bool:
+    """Whether the launcher ends this process (it sends SIGTERM) within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not stop.raised and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return stop.raised
+
+
+def _load_run() -> Callable[[Settings, StopFlag], int]:
     """Imports torch and Horovod: only when the configuration is well."""
     try:
         from hvdtrain.session import run

@@ -11,6 +11,8 @@ from torch import nn
 
 from hvdtrain import build, log
 from hvdtrain.config import Settings
+from hvdtrain.runtime import environment
+from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.init import choose_device, initialise
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.tasks import Datasets, Task
@@ -33,7 +35,10 @@ class AppLoop:
         self, settings: Settings, folder: Path, data: tuple[Task, Datasets] | None = None
     ) -> None:
         config = replace(settings.config, train=replace(settings.config.train))  # run() changes it
+        environment.prepare()
         topology = initialise()
+        heartbeat = Heartbeat()
+        exporter = build.build_exporter(config, topology.local_rank)
         device = choose_device(topology.local_rank)
         if data is None:
             task = build.build_task(settings)
@@ -55,18 +60,31 @@ class AppLoop:
             device,
             None,
             metrics,
-            build.build_exporter(config, topology, "bench"),
+            exporter,
+            heartbeat,
         )
         self.model: nn.Module = state.model
         self.rank = topology.rank
         self._screen = folder / f"screen-{topology.rank}"
         self._loop = build.build_loop(
-            config, task, datasets, state, exchange, topology, device, callbacks, StopFlag()
+            config,
+            task,
+            datasets,
+            state,
+            exchange,
+            topology,
+            device,
+            callbacks,
+            StopFlag(),
+            None,
+            heartbeat,
         )
 
     def run(self, steps: int) -> float:
         """Trains; returns the seconds it took."""
-        self._loop.train.steps = self._loop.progress.step + steps
+        progress = self._loop.progress
+        self._loop.train.steps = progress.step + steps
+        progress.record = None  # its callbacks were called in the block before
         with open(self._screen, "a") as screen, redirect_stderr(screen):
             start = time.perf_counter()
             self._loop.run()

@@ -1,5 +1,6 @@
 """The order of events. Everything that happens in a run happens here, in this order:
 
+    after a failure: the callbacks of the last step, which some rank may not have seen
     while step < steps and nobody asks to stop:
         the step: micro-batches, exchange, clip, optimizer   (step.py)
         step += 1
@@ -7,6 +8,7 @@
             on_step(loop, record)      evaluate adds to the record, log writes it,
                                        checkpoint saves what the log has
         too many steps in a row not finite: the end, exit code 3
+        processes come or go: the end of this round; the session meets again
     for each callback: close()         always, also after an error; called by the session
 
 The loop is the same on every rank, and so is every decision in it: it depends on
@@ -26,17 +28,25 @@ from hvdtrain.engine.step import TrainStep
 from hvdtrain.errors import EXIT_NOT_FINITE
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError
-from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 from hvdtrain.runtime.topology import Topology
 
 Record = dict[str, Any]  # one line of metrics.jsonl
+
+
+class MeetAgain(Exception):
+    """All ranks have agreed, after a step, to let processes in or out."""
 
 
 class Callback(Protocol):
     """One concern that listens to the loop. Every rank has the same callbacks."""
 
     def on_step(self, loop: Loop, record: Record) -> None:
-        """After a step. `record` may be added to."""
+        """After a step. `record` may be added to.
+
+        After a failure it is called again for the same step, perhaps in a process that did
+        not see it the first time: what was done already must not be done twice.
+        """
 
     def close(self) -> None:
         """After the last step, or after an error: no collectives."""
@@ -51,15 +61,22 @@ class Progress:
         samples: samples used, so the position in the order
         nonfinite: steps skipped because of a gradient that was not finite
         nonfinite_in_a_row: how many of these were the latest steps
+        preempted: the ranks have agreed to stop here
+        record: of the last step, as the callbacks got it; None where none was done here
     """
 
     step: int = 0
     samples: int = 0
     nonfinite: int = 0
     nonfinite_in_a_row: int = 0
+    preempted: bool = False
+    record: Record | None = None
 
     def state_dict(self) -> dict[str, int]:
-        return asdict(self)
+        """What a checkpoint keeps."""
+        kept = asdict(self)
+        del kept["preempted"], kept["record"]
+        return kept
 
 
 class Loop:
@@ -70,7 +87,9 @@ class Loop:
         loader: this rank's micro-batches, from `progress.samples` on.
         learning_rate: rate of step s, from 0.
         callbacks: in the order in which they are called.
-        stop: raised when this rank is asked to stop.
+        stop: whether this rank is asked to stop.
+        meet: whether this rank has heard that processes come or go.
+        heartbeat: told of what the rank does.
     """
 
     def __init__(
@@ -84,23 +103,31 @@ class Loop:
         learning_rate: Callable[[int], float],
         progress: Progress,
         callbacks: Sequence[Callback],
-        stop: StopFlag,
+        stop: Callable[[], bool],
+        meet: Callable[[], bool],
+        heartbeat: Heartbeat,
     ) -> None:
         self.train = train
         self.batch = batch
         self.topology = topology
         self.progress = progress
-        self.preempted = False
         self._step = step
         self._loader = loader
         self._learning_rate = learning_rate
         self._callbacks = callbacks
         self._stop = stop
+        self._meet = meet
+        self._heartbeat = heartbeat
+
+    @property
+    def preempted(self) -> bool:
+        """The ranks have agreed to stop after this step."""
+        return self.progress.preempted
 
     @property
     def ending(self) -> bool:
         """This step is the run's last, or the last before it stops as asked."""
-        return self.preempted or self.progress.step >= self.train.steps
+        return self.progress.preempted or self.progress.step >= self.train.steps
 
     def run(self) -> None:
         """Runs until the last step, or until some rank is asked to stop.
@@ -108,19 +135,33 @@ class Loop:
         Raises:
             AgreedError: exit code 3, the gradients stayed not finite.
             HorovodInternalError: another rank is gone.
+            MeetAgain: processes come or go.
         """
+        if self.progress.record is not None:
+            self._tell(dict(self.progress.record))
         while not self.ending:
-            record = self._one_step()
-            for callback in self._callbacks:
-                callback.on_step(self, record)
-            self._check_finite()
+            record, meet = self._one_step()
+            self._tell(dict(record))
+            if meet and not self.ending:
+                raise MeetAgain
 
-    def _one_step(self) -> Record:
+    def _tell(self, record: Record) -> None:
+        for callback in self._callbacks:
+            self._heartbeat.beat(Doing.PREPARING)
+            callback.on_step(self, record)
+        self._check_finite()
+
+    def _one_step(self) -> tuple[Record, bool]:
         progress, passes = self.progress, len(self._loader.mine)
         lr = self._learning_rate(progress.step)
         start = time.perf_counter()
         result = self._step(
-            self._loader.next_step(progress.step), passes, lr, flag=self._stop.raised
+            self._loader.next_step(progress.step),
+            passes,
+            lr,
+            step=progress.step,
+            stop=self._stop(),
+            meet=self._meet(),
         )
         seconds = time.perf_counter() - start
         progress.step += 1
@@ -128,8 +169,8 @@ class Loop:
         progress.nonfinite_in_a_row = 0 if result.applied else progress.nonfinite_in_a_row + 1
         progress.nonfinite += not result.applied
         # Asked to stop in the last step: the run is finished anyway.
-        self.preempted = result.flagged and progress.step < self.train.steps
-        return {
+        progress.preempted = result.stop and progress.step < self.train.steps
+        record = {
             "step": progress.step,
             "loss": result.values["loss"],
             "samples": progress.samples,
@@ -142,6 +183,8 @@ class Loop:
             **{name: value for name, value in result.values.items() if name != "loss"},
             **({} if result.applied else {"skipped": True}),
         }
+        progress.record = record
+        return record, result.meet
 
     def _check_finite(self) -> None:
         in_a_row = self.progress.nonfinite_in_a_row

@@ -7,7 +7,7 @@ import fcntl
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
@@ -27,11 +27,12 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.targets = path / "targets.json"
 
-    def prepare(self, fresh: bool) -> None:
+    def prepare(self, fresh: bool, wait_seconds: float = 0.0) -> None:
         """Makes the folder, sees that it can be written, and holds it for this process.
 
         Args:
             fresh: the run must not have begun before (run.resume never).
+            wait_seconds: for a process that holds it and is about to end.
 
         Raises:
             UserError: it cannot be written, another process trains this run, or there is a
@@ -45,7 +46,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held until the process ends
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._lock, wait_seconds)
         except BlockingIOError:
             raise UserError(
                 f"{self.path}: another process trains this run; wait for it, or choose another "
@@ -71,6 +72,17 @@ class RunFolder:
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
         write_atomic(self.path / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+
+
+def _lock(file: IO[str], wait_seconds: float) -> None:
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
 
 
 def default_id(task: str) -> str:

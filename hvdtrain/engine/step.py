@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.optim.exchange import GradientExchange
+from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 from hvdtrain.tasks import Task, optional
 
 
@@ -23,13 +25,15 @@ class StepResult:
         values: float64, "loss" and the task's metrics as means over the global batch
         grad_norm: norm of the gradient of the global batch, before clipping
         applied: False where the gradient was not finite and the step was skipped
-        flagged: some rank raised its flag (it was told to stop)
+        stop: some rank was told to stop
+        meet: some rank was told that processes come or go
     """
 
     values: dict[str, float]
     grad_norm: float
     applied: bool
-    flagged: bool
+    stop: bool
+    meet: bool
 
 
 class TrainStep:
@@ -43,6 +47,8 @@ class TrainStep:
         micro_batches: in one step, over all ranks together.
         clip_norm: gradients are scaled down to this norm; 0 = never.
         device: where the model is.
+        heartbeat: told of each micro-batch.
+        elastic: a step that fails is done again, and leaves nothing behind.
     """
 
     def __init__(
@@ -52,56 +58,101 @@ class TrainStep:
         exchange: GradientExchange,
         *,
         micro_batches: int,
+        micro_size: int,
         clip_norm: float,
         device: torch.device,
+        heartbeat: Heartbeat,
+        elastic: bool,
     ) -> None:
         self._task = task
         self._model = model
         self._exchange = exchange
         self._micro_batches = micro_batches
         self._clip_norm = clip_norm
+        self._micro_size = micro_size
         self._device = device
+        self._heartbeat = heartbeat
         self._names = ("loss", *optional(task, "metrics"))
+        saved = model.state_dict()
+        # Statistics such as BatchNorm's change in the forward pass, so before a step can fail.
+        self._buffers = [b for n, b in model.named_buffers() if elastic and n in saved]
+        self._buffers_before = [b.clone() for b in self._buffers]
         self._parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def __call__(self, batches: Iterator[Batch], passes: int, lr: float, flag: bool) -> StepResult:
-        """Runs one step.
+    def __call__(
+        self,
+        batches: Iterator[Batch],
+        passes: int,
+        lr: float,
+        *,
+        step: int,
+        stop: bool,
+        meet: bool,
+    ) -> StepResult:
+        """Runs one step. After an error the model and the optimizer are what they were before.
 
         Args:
             batches: this rank's micro-batches; the random numbers that a forward pass draws
                 follow from the seeding that goes with each.
             passes: how many these are; may be 0.
             lr: learning rate.
-            flag: told to the other ranks on the way.
+            step: steps done before this one; must be alike on all ranks.
+            stop, meet: told to the other ranks on the way.
 
         Raises:
             HorovodInternalError: another rank is gone.
+            RuntimeError: the ranks are at different steps, or lack a part of the global batch.
         """
+        for before, buffer in zip(self._buffers_before, self._buffers, strict=True):
+            before.copy_(buffer)
+        try:
+            told = self._exchanged(batches, passes, lr, [stop, meet, step])
+        except HorovodInternalError:
+            for before, buffer in zip(self._buffers_before, self._buffers, strict=True):
+                buffer.copy_(before)
+            raise
+        stops, meets, steps, samples, *values = told
+        if steps != step * hvd.size() or samples != self._micro_batches * self._micro_size:
+            raise RuntimeError(
+                f"step {step + 1}: the ranks together are at {steps:.0f} steps and used "
+                f"{samples:.0f} samples"
+            )
+        grad_norm, applied = self._update()
+        named = dict(zip(self._names, values, strict=True))
+        return StepResult(named, grad_norm, applied, stops > 0, meets > 0)
+
+    def _exchanged(
+        self, batches: Iterator[Batch], passes: int, lr: float, flags: list[float]
+    ) -> list[float]:
+        """The gradients are the sum over all ranks then; returns the sums of
+        [*flags, samples, loss, metrics ...]."""
         optimizer = self._exchange.optimizer
         optimizer.zero_grad()
         for group in optimizer.param_groups:
             group["lr"] = lr
         self._exchange.begin(passes)
-        # One vector for all that is told beside gradients: [flag, loss, metrics ...].
-        told = torch.zeros(1 + len(self._names), dtype=torch.float64, device=self._device)
-        told[0] = float(flag)
+        # One vector for all that is told beside gradients.
+        head = [*map(float, flags), float(passes * self._micro_size)]
+        told = torch.tensor(head + [0.0] * len(self._names), dtype=torch.float64)
+        told = told.to(self._device)
         handle = None
+        self._heartbeat.beat(Doing.WORKING)
         for done, batch in enumerate(batches, start=1):
             losses = self._losses(batch)
-            told[1:] += torch.stack([losses[n].detach() for n in self._names]) / self._micro_batches
+            means = torch.stack([losses[n].detach() for n in self._names])
+            told[len(head) :] += means / self._micro_batches
             if done == passes:
                 handle = self._tell(told)  # travels during the last backward pass
             (losses["loss"] / self._micro_batches).backward()
+            self._heartbeat.beat(Doing.WORKING)
         if passes == 0:
             handle = self._tell(told)
+        self._heartbeat.beat(Doing.WAITING)
         self._exchange.finish()
         if handle is not None:
             hvd.synchronize(handle)
-        flagged, *values = told.tolist()
-        grad_norm, applied = self._update()
-        return StepResult(
-            dict(zip(self._names, values, strict=True)), grad_norm, applied, flagged > 0
-        )
+        self._heartbeat.beat(Doing.WORKING)
+        return told.tolist()
 
     def _losses(self, batch: Batch) -> dict[str, Tensor]:
         return self._task.loss(self._model, to_device(batch, self._device))

@@ -77,6 +77,15 @@ class Recipe:
         return content.hexdigest()[:8]
 
 
+def is_ours() -> bool:
+    """Whether the installed Horovod was built by this recipe, with these patches."""
+    try:
+        version = importlib.metadata.version("horovod")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return version.endswith(f".p{Recipe('', '')._digest()}")
+
+
 def patches() -> list[Path]:
     """The patches in the order in which they are applied."""
     return sorted(PATCHES.glob("*.patch"))

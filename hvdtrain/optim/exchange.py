@@ -8,11 +8,14 @@ fused by chance would make the last bit of a run depend on timing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -59,21 +62,23 @@ class GradientExchange:
     Args:
         optimizer: over parameters of `model`.
         model: gives the parameters their names.
+        elastic: the number of ranks may change from 1 to more.
     """
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module, elastic: bool = False) -> None:
         names = parameter_names(optimizer, model)
         # In the model's order: that is what backward runs through from the end.
         self._parameters = [p for p in model.parameters() if p in names]
-        self.optimizer = hvd.DistributedOptimizer(
-            optimizer,
-            named_parameters=[(names[p], p) for p in self._parameters],
-            op=hvd.Sum,
-            groups=buckets(self._parameters, bucket_limit(self._parameters)),
-        )
+        with _hooks_of_a_single_rank(elastic):
+            self.optimizer = hvd.DistributedOptimizer(
+                optimizer,
+                named_parameters=[(names[p], p) for p in self._parameters],
+                op=hvd.Sum,
+                groups=buckets(self._parameters, bucket_limit(self._parameters)),
+            )
         self._passes = 0
         self._reached: dict[Tensor, int] = {}
-        self._distributed = hvd.size() > 1
+        self._distributed = elastic or hvd.size() > 1
         if self._distributed:
             for parameter in self._parameters:
                 parameter.register_post_accumulate_grad_hook(self._count)
@@ -102,6 +107,23 @@ class GradientExchange:
             torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
         self.optimizer.synchronize()
 
+    def forget(self) -> None:
+        """Clears what an exchange that failed has left: handles, counters, half a gradient.
+
+        Call it after `hvd.shutdown()`, which ends every exchange that was under way.
+        """
+        for handle in list(mpi_ops._handle_map):
+            # ValueError: it was waited for already, and failed.
+            with suppress(HorovodInternalError, ValueError):
+                hvd.synchronize(handle)
+        mpi_ops._handle_map.clear()
+        self.optimizer._handles.clear()
+        self.optimizer._synchronized = False
+        for group in self.optimizer._group_counts:
+            self.optimizer._group_counts[group] = 0
+        for parameter in self._parameters:
+            parameter.grad = None
+
     def _unreached(self) -> list[Tensor]:
         return [p for p in self._parameters if self._reached.get(p, 0) < self._passes]
 
@@ -110,3 +132,16 @@ class GradientExchange:
         """Inside, the optimizer steps on the gradients as they are."""
         with self.optimizer.skip_synchronize():
             yield
+
+
+@contextmanager
+def _hooks_of_a_single_rank(wanted: bool) -> Iterator[None]:
+    """Horovod's optimizer leaves its hooks away on a single rank unless this variable is set,
+    which must not stand there when Horovod starts (elastic/membership.py)."""
+    if wanted:
+        os.environ["HOROVOD_ELASTIC"] = "1"
+    try:
+        yield
+    finally:
+        if wanted:
+            del os.environ["HOROVOD_ELASTIC"]

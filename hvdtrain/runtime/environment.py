@@ -43,12 +43,31 @@ def launched_local_size(env: Mapping[str, str] = os.environ) -> int:
     )  # fmt: skip
 
 
-def prepare(env: MutableMapping[str, str] = os.environ, cores: int | None = None) -> None:
+def launched_local_rank(env: Mapping[str, str] = os.environ) -> int:
+    """This process's place on its host as its launcher says; 0 without a launcher.
+
+    In an elastic run it stays while Horovod's local rank may change.
+    """
+    return (
+        _first(
+            env, "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
+            "SLURM_LOCALID",
+        )
+        or 0
+    )  # fmt: skip
+
+
+def prepare(
+    env: MutableMapping[str, str] = os.environ,
+    cores: int | None = None,
+    timeout_seconds: int = 0,
+) -> None:
     """Sets what Horovod and MPI read when they start, and never over what the user set.
 
     Args:
         env: changed in place.
         cores: processors that this host's ranks share; default: those of this process.
+        timeout_seconds: of a collective in elastic runs; 0 = by the number of ranks.
     """
     cores = cores or len(os.sched_getaffinity(0))
     # A rank that takes no part is an error after a while, not a hang (Horovod's default: never);
@@ -63,6 +82,11 @@ def prepare(env: MutableMapping[str, str] = os.environ, cores: int | None = None
         env.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
         # There is nothing to negotiate; each millisecond (the default) costs 3 % of a core.
         env.setdefault("HOROVOD_CYCLE_TIME", "20")
+    if env.get("HOROVOD_ELASTIC") == "1":
+        # A rank that died is noticed at once; this is for one that is stopped or cut off. Ranks
+        # that compute, load or save answer all the while: Horovod does so in a thread.
+        seconds = timeout_seconds or min(30, 3 + (launched_size(env) or 1) // 16)
+        env.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(seconds))
     if launched_local_size(env) >= cores:
         # Open MPI spins while it waits and takes the processor from the model.
         env.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")

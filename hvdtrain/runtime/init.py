@@ -7,6 +7,7 @@ import socket
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
 
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
@@ -16,14 +17,17 @@ from hvdtrain.runtime.topology import Topology
 
 
 def initialise() -> Topology:
-    """Starts Horovod and finds out who takes part.
+    """Starts Horovod and finds out who takes part; `environment.prepare` comes before.
 
     Raises:
         UserError: Horovod does not fit the launcher.
+        HorovodInternalError: a rank died meanwhile.
     """
-    environment.prepare()
     expected = environment.launched_size()
-    hvd.init()
+    try:
+        hvd.init()
+    except ValueError as error:
+        raise HorovodInternalError(str(error)) from None
     if expected is not None and expected != hvd.size():
         raise UserError(
             f"the launcher started {expected} ranks, but Horovod sees {hvd.size()}: Horovod was "

@@ -1,9 +1,13 @@
-"""A signal asks the run to stop; the run decides when."""
+"""A signal asks the run to stop; the run decides when.
+
+Imports nothing heavy: train.py installs the handlers before torch is there.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from types import FrameType
 
 
@@ -11,17 +15,29 @@ class StopFlag:
     """Raised by SIGUSR1 or SIGTERM. The handler does nothing else.
 
     A second signal ends the process at once, with exit code 128 + its number.
+
+    Attributes:
+        raised_at: time.monotonic() of the first signal, or None.
     """
 
     def __init__(self) -> None:
-        self.raised = False
+        self.raised_at: float | None = None
+
+    @property
+    def raised(self) -> bool:
+        return self.raised_at is not None
 
     def install(self) -> None:
         """Takes over the two signals; call it in the main thread."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._handle)
 
+    def raise_(self) -> None:
+        """As if a signal had come; a second time changes nothing."""
+        if self.raised_at is None:
+            self.raised_at = time.monotonic()
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.raised:
             os._exit(128 + number)
-        self.raised = True
+        self.raise_()

@@ -31,13 +31,11 @@ class Exporter:
     Args:
         config: address and first port.
         local_rank: the port is `config.port` + this; a free one if that is in use.
-        facts: labels of hvdtrain_run_info.
-
     Raises:
         UserError: the address cannot be listened on.
     """
 
-    def __init__(self, config: TelemetryConfig, local_rank: int, facts: dict[str, str]) -> None:
+    def __init__(self, config: TelemetryConfig, local_rank: int) -> None:
         disable_created_metrics()
         registry = CollectorRegistry()
 
@@ -47,7 +45,7 @@ class Exporter:
         def counter(name: str, text: str) -> Counter:
             return Counter(f"hvdtrain_{name}", text, registry=registry)
 
-        Info("hvdtrain_run", "What runs", registry=registry).info(facts)
+        self._info = Info("hvdtrain_run", "What runs", registry=registry)
         self._world_size = gauge("world_size", "Ranks of the run")
         self._steps = counter("steps", "Optimizer steps that this process has done")
         self._samples = counter("samples", "Samples of these steps, over all ranks")
@@ -75,10 +73,18 @@ class Exporter:
                     "choose another telemetry.host or telemetry.port, or telemetry.port 0 for none"
                 ) from None
             self._server, self._thread = start_http_server(0, config.host, registry)
+        self._last_step = 0.0
         self.port: int = self._server.server_port
 
+    def describe(self, facts: dict[str, str]) -> None:
+        """Sets the labels of hvdtrain_run_info."""
+        self._info.info(facts)
+
     def step(self, record: dict[str, float], batch: int, skipped: bool) -> None:
-        """Takes over the figures of a step."""
+        """Takes over the figures of a step; a second time they change nothing."""
+        if record["step"] <= self._last_step:
+            return
+        self._last_step = record["step"]
         self._world_size.set(record["world_size"])
         self._steps.inc()
         self._samples.inc(batch)

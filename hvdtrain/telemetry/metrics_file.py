@@ -27,6 +27,7 @@ class MetricsFile:
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         lines = text.splitlines()
         kept = [line for line in lines if (step := _step(line)) is not None and step <= after]
+        self.last_step = _step(kept[-1]) if kept else None  # of the last line
         whole = "".join(line + "\n" for line in kept)
         if whole != text:
             staying = set(kept)
@@ -39,6 +40,7 @@ class MetricsFile:
         """Appends one line; it reaches the system at once and the disk with `sync`."""
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
+        self.last_step = record["step"]
 
     def sync(self) -> None:
         """Waits until the disk has every line: before a checkpoint says that they are there."""

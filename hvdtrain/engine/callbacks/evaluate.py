@@ -12,6 +12,7 @@ from hvdtrain.data.loader import to_device, validation_batches
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.engine.loop import Loop, Record
 from hvdtrain.runtime.collectives import sum_
+from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Task, optional
 
@@ -27,6 +28,7 @@ class Evaluate:
         dataset: Dataset[Any],
         topology: Topology,
         device: torch.device,
+        heartbeat: Heartbeat,
     ) -> None:
         self._config = config
         self._task = task
@@ -34,6 +36,7 @@ class Evaluate:
         self._dataset = dataset
         self._topology = topology
         self._device = device
+        self._heartbeat = heartbeat
         self._names = ("loss", *optional(task, "metrics"))
 
     def on_step(self, loop: Loop, record: Record) -> None:
@@ -50,13 +53,17 @@ class Evaluate:
         topology = self._topology
         total = torch.zeros(1 + len(self._names), dtype=torch.float64, device=self._device)
         self._model.eval()
-        for count, batch in validation_batches(
-            self._dataset, samples, micro_size, topology.rank, topology.world_size
-        ):
-            losses = self._task.loss(self._model, to_device(batch, self._device))
-            total[0] += count
-            total[1:] += torch.stack([losses[name].detach() for name in self._names]) * count
-        self._model.train()
+        try:
+            for count, batch in validation_batches(
+                self._dataset, samples, micro_size, topology.rank, topology.world_size
+            ):
+                self._heartbeat.beat(Doing.WORKING)
+                losses = self._task.loss(self._model, to_device(batch, self._device))
+                total[0] += count
+                total[1:] += torch.stack([losses[n].detach() for n in self._names]) * count
+        finally:
+            self._model.train()
+        self._heartbeat.beat(Doing.WAITING)
         count_all, *sums = sum_(total, "evaluate").tolist()
         return {name: value / count_all for name, value in zip(self._names, sums, strict=True)}
 

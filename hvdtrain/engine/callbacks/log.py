@@ -40,7 +40,7 @@ class LogMetrics:
             name, count = self._units
             record[f"{name}_per_second"] = record["samples_per_second"] * count
         self.last = {**self.last, **record}
-        if self._metrics is None:
+        if self._metrics is None or loop.progress.step <= (self._metrics.last_step or 0):
             return
         self._metrics.write({key: _strict(value) for key, value in record.items()})
         self._show(loop, record)
@@ -71,8 +71,6 @@ class LogMetrics:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-        if self._metrics is not None:
-            self._metrics.close()
 
 
 def _strict(value: object) -> object:

@@ -1,0 +1,34 @@
+"""Configuration of what happens when ranks die, hang or come back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdtrain.errors import require
+
+
+@dataclass
+class ElasticConfig:
+    """Failures.
+
+    Args:
+        timeout_seconds: elastic runs: a collective fails when a rank does not answer for so
+            long (whole seconds); 0 = 3, and more for many ranks
+        hang_seconds: a rank that neither gets on nor uses processor or disk for so long while
+            it should work is killed, and its stacks are written to the run's logs; 10 times as
+            long where it is busy; 0 = never
+    """
+
+    timeout_seconds: int = 0
+    hang_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        require(
+            self.timeout_seconds >= 0,
+            f"elastic.timeout_seconds must be >= 0 (0 = by the number of ranks), not "
+            f"{self.timeout_seconds}",
+        )
+        require(
+            self.hang_seconds >= 0,
+            f"elastic.hang_seconds must be >= 0 (0 = never), not {self.hang_seconds}",
+        )

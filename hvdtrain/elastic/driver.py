@@ -1,0 +1,527 @@
+"""The elastic driver inside horovodrun: which processes run, and who meets in which round.
+
+Horovod's launcher finds it by the entry point horovod.elastic_driver and lets it serve
+hvdtrain's commands. A process is started in a slot of a host and goes through
+
+    starting -> waiting -> running -> waiting -> running ... -> gone
+                  |  asks for its rank: GET /join/NUMBER
+                  v
+    a round: all that wait get their ranks and meet, once nobody runs in the last one any more
+
+After a failure the survivors meet at once. A process for the free slot is started meanwhile;
+when it is ready to train it waits, rank 0 hears of it (GET /news/NUMBER), and all meet again
+at the next step boundary. So nobody ever waits for a process to start. A slot whose process
+died is used again after a pause that grows while it goes on dying; its host stays in use.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple
+
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.common.util.timeout import Timeout
+
+from hvdtrain.elastic.rendezvous import interface_towards, make_handler
+from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
+
+_DISCOVERY_SECONDS = 1.0
+_DISCOVERY_LIMIT_SECONDS = 30.0
+# A host that is missing from so many discoveries in a row is taken away.
+_MISSING_DISCOVERIES = 3
+# New processes wait this long for each other, so that one meeting takes in all of them.
+_GATHER_SECONDS = 2.0
+# A process that was told to leave, or outlives the end of the others.
+_LEAVE_SECONDS = 2.0
+_END_SECONDS = 30.0
+_PAUSES = (1.0, 60.0)  # before a slot is used again: after its first failure, at most
+_WELL_SECONDS = 60.0  # a process that trained so long had a good slot
+_DEFAULT_TIMEOUT = 600
+_FINAL = (0, EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)  # the ranks agreed on these
+
+CreateWorker = Callable[[SlotInfo, list[threading.Event]], tuple[int, float]]
+
+
+class Results(NamedTuple):
+    """What horovodrun reads at the end."""
+
+    error_message: str | None
+    worker_results: dict[str, tuple[int, float]]
+
+
+@dataclass
+class Process:
+    """One process of the job.
+
+    Args:
+        number: unlike any other's in this job; HOROVOD_RANK in its environment at its start.
+        slot: its place on the host, HOROVOD_LOCAL_RANK at its start.
+        state: starting, waiting, running or gone.
+        since: when it came into this state.
+        rounds: how many it was in.
+        assignment: its ranks in the round that it runs in.
+        leaving: its host was taken away.
+        end: set to end it.
+    """
+
+    number: int
+    host: str
+    slot: int
+    state: str = "starting"
+    since: float = field(default_factory=time.monotonic)
+    rounds: int = 0
+    assignment: dict[str, int] = field(default_factory=dict)
+    leaving: bool = False
+    end: threading.Event = field(default_factory=threading.Event)
+
+    def become(self, state: str) -> None:
+        self.state, self.since = state, time.monotonic()
+
+    def lasted(self) -> float:
+        """Seconds in this state."""
+        return time.monotonic() - self.since
+
+    def __str__(self) -> str:
+        return f"process {self.number} on {self.host}"
+
+
+@dataclass
+class Slot:
+    """How often the processes of a slot have died of late, and when it may be used again."""
+
+    failures: int = 0
+    not_before: float = 0.0
+
+
+@dataclass
+class Hosts:
+    """What discovery found; `host_assignment_order` is what horovodrun asks for."""
+
+    slots: dict[str, int]
+
+    @property
+    def host_assignment_order(self) -> list[str]:
+        return list(self.slots)
+
+    def count(self) -> int:
+        return sum(self.slots.values())
+
+
+class ElasticDriver:
+    """See the top of this file. The arguments are those of Horovod's driver.
+
+    Args:
+        rendezvous: the HTTP server through which ranks of a round find each other.
+        discovery: find_available_hosts_and_slots() -> {host: slots}.
+        min_num_proc, max_num_proc: the fewest and the most processes of a round.
+        timeout: seconds for which fewer than `min_num_proc` may be waited with.
+        reset_limit: rounds after failures before the job ends.
+        cooldown_range: seconds before a slot is used again: after a first failure, at most.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Any,
+        discovery: Any,
+        min_num_proc: int,
+        max_num_proc: int | None,
+        timeout: int | None = None,
+        reset_limit: int | None = None,
+        cooldown_range: Sequence[int] | None = None,
+        verbose: int = 0,
+    ) -> None:
+        self._rendezvous = rendezvous
+        self._discovery = discovery
+        self._min = min_num_proc
+        self._max = max_num_proc or sys.maxsize
+        self._timeout = timeout or int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", _DEFAULT_TIMEOUT))
+        self._reset_limit = reset_limit
+        self._pauses = tuple(cooldown_range) if cooldown_range else _PAUSES
+        self._changed = threading.Condition()
+        self._hosts: dict[str, int] = {}
+        self._missing: dict[str, int] = {}  # host -> discoveries in a row without it
+        self._processes: list[Process] = []
+        self._threads: list[threading.Thread] = []
+        self._slots: dict[tuple[str, int], Slot] = {}
+        self._create: CreateWorker | None = None
+        self._next_number = 0
+        self._rounds = 0
+        self._failures = 0  # since the last round was formed
+        self._failed_rounds = 0
+        self._short_since: float | None = None  # fewer than min_num_proc since then
+        self._stop_requested = False
+        self._ending: float | None = None
+        self._exit_code = 0
+        self._results: dict[str, tuple[int, float]] = {}
+        self._shutdown = threading.Event()
+        self._finished = threading.Event()
+        self._discoverer = threading.Thread(target=self._discover, daemon=True)
+        self._discoverer.start()
+
+    # --- what horovodrun calls --------------------------------------------
+
+    @classmethod
+    def serves(cls, command: Sequence[str]) -> bool:
+        """Whether a command is one of hvdtrain's: only its processes ask for their ranks."""
+        names = {os.path.basename(word) for word in command}
+        return bool(names & {"hvdtrain", "hvdtrain.train", "hvdtrain.cli"}) or (
+            os.environ.get("HVDTRAIN_ELASTIC") == "1"
+        )
+
+    def create_rendezvous_handler(self) -> type:
+        return make_handler(self)
+
+    def wait_for_available_slots(self, min_num_proc: int, min_hosts: int = 1) -> Hosts:
+        """Waits until discovery has found so many slots.
+
+        Raises:
+            TimeoutException: it did not within the elastic timeout.
+        """
+        limit = Timeout(
+            self._timeout,
+            message="Timed out waiting for {activity}: hvdtrain was to start at least "
+            f"{min_num_proc} processes (-np)",
+        )
+        with self._changed:
+            while not (self._hosts and sum(self._hosts.values()) >= min_num_proc):
+                if self._shutdown.is_set():
+                    raise RuntimeError("the discovery script failed; see above")
+                self._changed.wait(min(1.0, limit.remaining()))
+                limit.check_time_out_for("slots to become available")
+            return Hosts(dict(self._hosts))
+
+    def get_common_interfaces(self) -> set[str]:
+        """The network interface of this host that leads to the others.
+
+        Ranks look for their own by the same means.
+        """
+        with self._changed:
+            return {interface_towards(self._hosts)}
+
+    def register_shutdown_event(self) -> threading.Event:
+        """SIGTERM and SIGUSR1: the ranks write a checkpoint and end; again, or SIGINT: at once."""
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        return self._shutdown
+
+    def start(self, num_proc: int, create_worker: CreateWorker) -> None:
+        """Starts `num_proc` processes and lets the driver do its work."""
+        with self._changed:
+            self._create = create_worker
+            self._start_processes(num_proc)
+        threading.Thread(target=self._direct, daemon=True).start()
+
+    def get_results(self) -> Results:
+        """Waits for the end of the job."""
+        while not self._finished.wait(0.2):
+            pass
+        for thread in self._threads:
+            thread.join(timeout=15)
+        return Results(None, self._results)
+
+    def stop(self) -> None:
+        self._shutdown.set()
+        self._rendezvous.stop()
+
+    # --- what processes ask, through rendezvous.py -------------------------
+
+    def join(self, number: int, seconds: float) -> dict[str, int] | None:
+        """A process asks for its ranks in the next round; None: not yet, ask again.
+
+        Returns:
+            rank, size, local_rank, local_size, cross_rank, cross_size, and failures: how many
+            processes died before this round. A rank of -1: it does not take part any more.
+        """
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            process = next((p for p in self._processes if p.number == number), None)
+            if process is None or process.state == "gone" or self._ending is not None:
+                return {"rank": -1}
+            if process.state != "waiting":
+                process.become("waiting")
+                process.assignment = {}
+                self._changed.notify_all()
+            while not process.assignment and time.monotonic() < deadline:
+                self._changed.wait(0.05)
+            return process.assignment or None
+
+    def news(self) -> dict[str, bool]:
+        """What the running ranks have to know at their next step."""
+        with self._changed:
+            return {"stop": self._stop_requested, "hosts": self._others_come_or_go()}
+
+    # --- the driver's own threads ------------------------------------------
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT or self._stop_requested:
+            self._exit_code = self._exit_code or 128 + number
+            self._shutdown.set()
+        self._stop_requested = True
+
+    def _discover(self) -> None:
+        first = True
+        while not self._shutdown.is_set():
+            try:
+                found = find_hosts(self._discovery)
+            except Exception as error:
+                _say(f"discovery failed: {error}")
+                if first:
+                    self._shutdown.set()
+                    return
+            else:
+                first = False
+                with self._changed:
+                    self._take_over(found)
+                    self._changed.notify_all()
+            self._shutdown.wait(_DISCOVERY_SECONDS)
+
+    def _take_over(self, found: dict[str, int]) -> None:
+        for host in [h for h in self._hosts if h not in found]:
+            self._missing[host] = self._missing.get(host, 0) + 1
+            if self._missing[host] >= _MISSING_DISCOVERIES:
+                del self._hosts[host]
+                _say(f"{host} is not there any more")
+        for host, slots in found.items():
+            self._missing.pop(host, None)
+            if self._hosts.get(host) != slots and self._rounds:
+                _say(f"{host} has {slots} slots")
+            self._hosts[host] = slots
+        for process in self._alive():
+            process.leaving = process.slot >= self._hosts.get(process.host, 0)
+
+    def _direct(self) -> None:
+        while not self._finished.is_set():
+            with self._changed:
+                self._consider()
+                self._changed.wait(0.05)
+
+    def _consider(self) -> None:
+        """One look at all processes: ends, begins and forms what has to be."""
+        alive = self._alive()
+        if self._shutdown.is_set() or not alive:
+            if not alive or self._ending is None:
+                self._end_of_job(alive)
+            return
+        if self._ending is not None:
+            if time.monotonic() - self._ending > _END_SECONDS:
+                self._shutdown.set()
+            return
+        running = [p for p in alive if p.state == "running"]
+        waiting = [p for p in alive if p.state == "waiting"]
+        survivors = [p for p in waiting if p.rounds]
+        if running:
+            if not survivors:
+                self._start_processes(self._max)
+            elif all(p.leaving for p in running):
+                self._end_leaving(running)
+            return
+        self._form_round(waiting, survivors, [p for p in alive if p.state == "starting"])
+
+    def _form_round(
+        self, waiting: list[Process], survivors: list[Process], starting: list[Process]
+    ) -> None:
+        taking_part = [p for p in waiting if not p.leaving][: self._max]
+        if starting and not survivors:
+            return  # a first start, or everybody died: nobody loses time by waiting for all
+        if self._stop_requested and len(taking_part) < self._min:
+            self._exit_code = EXIT_PREEMPTED
+            self._shutdown.set()
+        elif len(taking_part) < self._min:
+            self._wait_for_more(len(taking_part))
+        elif self._reset_limit is not None and self._failed_rounds > self._reset_limit:
+            self._give_up(f"ranks failed more than {self._reset_limit} times (--reset-limit)")
+        else:
+            for process in waiting:
+                if process.leaving:
+                    process.assignment = {"rank": -1}
+            self._begin_round(taking_part)
+
+    def _begin_round(self, taking_part: list[Process]) -> None:
+        plan = assign(taking_part)
+        self._rendezvous.init(plan)
+        for slot_info, process in zip(plan, in_order(taking_part), strict=True):
+            process.become("running")
+            process.rounds += 1
+            process.assignment = {
+                "rank": slot_info.rank,
+                "size": slot_info.size,
+                "local_rank": slot_info.local_rank,
+                "local_size": slot_info.local_size,
+                "cross_rank": slot_info.cross_rank,
+                "cross_size": slot_info.cross_size,
+                "failures": self._failures,
+            }
+        if self._rounds:
+            hosts = Hosts({p.host: sum(q.host == p.host for q in taking_part) for p in taking_part})
+            where = ", ".join(f"{host}:{count}" for host, count in hosts.slots.items())
+            _say(f"going on with {len(plan)} ranks ({where})")
+        self._rounds += 1
+        self._failed_rounds += bool(self._failures)
+        self._failures = 0
+        self._short_since = None
+        self._changed.notify_all()
+
+    def _wait_for_more(self, count: int) -> None:
+        if self._short_since is None:
+            self._short_since = time.monotonic()
+            _say(f"{count} ranks are left and {self._min} are needed (--min-np): waiting for hosts")
+        self._start_processes(self._max)
+        if time.monotonic() - self._short_since > self._timeout:
+            self._give_up(
+                f"fewer than {self._min} ranks for {self._timeout} s (--min-np, --elastic-timeout)"
+            )
+
+    def _give_up(self, reason: str) -> None:
+        _say(f"error: {reason}")
+        self._exit_code = self._exit_code or EXIT_CRASH
+        self._shutdown.set()
+
+    def _start_processes(self, most: int) -> None:
+        """Starts a process in each free slot that may be used, up to `most` in all."""
+        taken = {(p.host, p.slot) for p in self._alive()}
+        for host, count in self._hosts.items():
+            for number in range(count):
+                slot = self._slots.setdefault((host, number), Slot())
+                free = (host, number) not in taken and time.monotonic() >= slot.not_before
+                if free and len(taken) < min(most, self._max):
+                    taken.add((host, number))
+                    self._start_process(Process(self._next_number, host, number), len(taken))
+                    self._next_number += 1
+
+    def _start_process(self, process: Process, count: int) -> None:
+        self._processes.append(process)
+        # Ranks are given out later; these figures are its name (see Process).
+        slots = self._hosts[process.host]
+        slot_info = SlotInfo(process.host, process.number, process.slot, 0, count, slots, 1)
+
+        def run() -> None:
+            assert self._create is not None
+            code, _ = self._create(slot_info, [self._shutdown, process.end])
+            with self._changed:
+                self._on_exit(process, code)
+                self._changed.notify_all()
+
+        thread = threading.Thread(target=run, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _on_exit(self, process: Process, code: int) -> None:
+        lasted, was = process.lasted(), process.state
+        process.become("gone")
+        if process.leaving or self._shutdown.is_set():
+            return
+        agreed = code in _FINAL and (was != "starting" or not self._rounds)
+        if agreed or self._ending is not None:
+            self._ending = self._ending or time.monotonic()
+            self._exit_code = self._exit_code or code
+            return
+        self._failures += was != "starting"
+        slot = self._slots[process.host, process.slot]
+        slot.failures = 1 if was == "running" and lasted > _WELL_SECONDS else slot.failures + 1
+        pause = min(self._pauses[1], self._pauses[0] * 2 ** (slot.failures - 1))
+        slot.not_before = time.monotonic() + pause
+        _say(f"{process} ended ({describe(code)}); its slot is used again in {pause:.0f} s")
+        if not self._alive():
+            self._exit_code = code
+
+    def _end_of_job(self, alive: list[Process]) -> None:
+        if alive:  # told to end; their threads report
+            self._ending = time.monotonic()
+            return
+        code = self._exit_code
+        self._results["job"] = (code if code >= 0 else 128 - code, time.time())
+        self._finished.set()
+
+    def _end_leaving(self, leaving: list[Process]) -> None:
+        for process in leaving:
+            if process.lasted() > _LEAVE_SECONDS:
+                process.end.set()
+
+    def _others_come_or_go(self) -> bool:
+        alive = self._alive()
+        if not any(p.state == "running" for p in alive):
+            return False
+        joining = [p for p in alive if p.state == "waiting" and not p.rounds]
+        coming = any(p.state == "starting" for p in alive)
+        ready = joining and (not coming or max(p.lasted() for p in joining) > _GATHER_SECONDS)
+        return bool(ready) or any(p.leaving and p.state == "running" for p in alive)
+
+    def _alive(self) -> list[Process]:
+        return [p for p in self._processes if p.state != "gone"]
+
+
+def find_hosts(discovery: Any) -> dict[str, int]:
+    """Host -> slots, as a discovery of Horovod's gives them.
+
+    A script is run here: Horovod would start a new Python for each call of it.
+
+    Raises:
+        Exception: whatever the discovery raises; the script failed, or took too long.
+    """
+    script = getattr(discovery, "_discovery_script", None)
+    if script is None:
+        return dict(discovery.find_available_hosts_and_slots())
+    done = subprocess.run(
+        script, shell=True, capture_output=True, text=True, timeout=_DISCOVERY_LIMIT_SECONDS
+    )
+    if done.returncode:
+        raise RuntimeError(f"{script}: exit code {done.returncode}: {done.stderr.strip()}")
+    hosts = {}
+    for line in filter(None, map(str.strip, done.stdout.splitlines())):
+        host, _, slots = line.partition(":")
+        hosts[host] = int(slots or discovery._default_slots)
+    return hosts
+
+
+def in_order(processes: Sequence[Process]) -> list[Process]:
+    """Processes in the order of their ranks: host by host, the oldest process and its host first.
+
+    So rank 0 stays where it is as long as it lives.
+    """
+    oldest: dict[str, int] = {}
+    for process in sorted(processes, key=lambda p: p.number):
+        oldest.setdefault(process.host, process.number)
+    return sorted(processes, key=lambda p: (oldest[p.host], p.number))
+
+
+def assign(processes: Sequence[Process]) -> list[SlotInfo]:
+    """The ranks of a round, in the order of `in_order`."""
+    ordered = in_order(processes)
+    hosts = list(dict.fromkeys(p.host for p in ordered))
+    local = {host: [p for p in ordered if p.host == host] for host in hosts}
+    plan = []
+    for rank, process in enumerate(ordered):
+        local_rank = local[process.host].index(process)
+        peers = [host for host in hosts if len(local[host]) > local_rank]
+        plan.append(
+            SlotInfo(
+                hostname=process.host,
+                rank=rank,
+                local_rank=local_rank,
+                cross_rank=peers.index(process.host),
+                size=len(ordered),
+                local_size=len(local[process.host]),
+                cross_size=len(peers),
+            )
+        )
+    return plan
+
+
+def describe(code: int) -> str:
+    """Such as "signal 9 (Killed)" or "exit code 1"."""
+    number = code - 128 if code > 128 else -code
+    if number in signal.valid_signals():
+        return f"signal {number} ({signal.strsignal(number)})"
+    return f"exit code {code}"
+
+
+def _say(message: str) -> None:
+    print(f"hvdtrain: {message}", file=sys.stderr, flush=True)

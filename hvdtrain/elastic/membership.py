@@ -1,0 +1,117 @@
+"""This process's place in an elastic job: it asks the driver in horovodrun for it (driver.py)."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import psutil
+
+from hvdtrain.elastic.rendezvous import ask, interface_towards
+from hvdtrain.runtime.signals import StopFlag
+
+_ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
+_PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+_RANKS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+_LOST_SECONDS = 20.0
+_NEWS_SECONDS = 0.5
+
+
+class RemovedError(Exception):
+    """The job goes on, or has ended, without this process."""
+
+
+class LostError(Exception):
+    """The launcher does not answer any more."""
+
+
+class Membership:
+    """Joins rounds, and hears what the driver has to say between them.
+
+    Args:
+        address, port: of the launcher's HTTP server.
+        number: this process's, as the driver knows it.
+        stop: raised when the driver asks the ranks to stop.
+
+    Attributes:
+        hosts_changed: processes wait to join, or are to leave: meet again.
+    """
+
+    def __init__(self, address: str, port: int, number: int, stop: StopFlag) -> None:
+        self.address, self.port = address, port
+        self.hosts_changed = False
+        self.launcher = f"{address}:{port}"
+        self._number = number
+        self._stop = stop
+        self._listening = False
+
+    @classmethod
+    def of_this_process(cls, stop: StopFlag) -> Membership | None:
+        """None where the launcher is not elastic.
+
+        Takes the launcher's variables out of the environment: until it joins a round, this
+        process is a world of its own for Horovod; and Horovod must not ask for ranks itself.
+        """
+        if os.environ.pop("HOROVOD_ELASTIC", "") != "1":
+            return None
+        address, port = os.environ.pop(_ADDRESS), int(os.environ.pop(_PORT))
+        number = int(os.environ["HOROVOD_RANK"])
+        for name in _RANKS:
+            os.environ.pop(f"HOROVOD_{name.upper()}", None)
+        os.environ["HOROVOD_GLOO_IFACE"] = _interface(address)
+        return cls(address, port, number, stop)
+
+    def join(self) -> dict[str, Any]:
+        """Waits until the next round is formed, and tells Horovod this process's ranks in it.
+
+        Returns:
+            As ElasticDriver.join.
+
+        Raises:
+            RemovedError: this process is not in it.
+            LostError: the launcher did not answer for 20 s.
+        """
+        heard = time.monotonic()
+        while True:
+            try:
+                assignment = ask(self.address, self.port, "join", self._number)
+                heard = time.monotonic()
+            except OSError as error:
+                if time.monotonic() - heard > _LOST_SECONDS:
+                    raise LostError(f"{self.address}:{self.port}: {error}") from None
+                time.sleep(0.2)
+                continue
+            if assignment is not None:
+                break
+        if assignment["rank"] < 0:
+            raise RemovedError
+        for name in _RANKS:
+            os.environ[f"HOROVOD_{name.upper()}"] = str(assignment[name])
+        os.environ[_ADDRESS], os.environ[_PORT] = self.address, str(self.port)
+        self.hosts_changed = False
+        if assignment["rank"] == 0 and not self._listening:
+            self._listening = True  # rank 0 stays rank 0 as long as it lives
+            threading.Thread(target=self._listen, daemon=True).start()
+        return assignment
+
+    def _listen(self) -> None:
+        while True:
+            time.sleep(_NEWS_SECONDS)
+            try:
+                news = ask(self.address, self.port, "news", self._number)
+            except OSError:
+                continue  # where the launcher is gone, whoever ends its processes ends this one
+            if news is not None:
+                self.hosts_changed = news["hosts"]
+                if news["stop"]:
+                    self._stop.raise_()
+
+
+def _interface(address: str) -> str:
+    """The network interface of this host that leads to the launcher."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address == address for a in addresses):
+            return name
+    return interface_towards([address])

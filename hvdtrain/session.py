@@ -53,6 +53,7 @@ T = TypeVar("T")
 
 # The step at which ranks fail again and again is the cause, not the machines.
 _FAILURES_OF_A_STEP = 5
+_LET_FIRST_SPEAK = 5.0
 # A rank 0 that hangs or is cut off is ended by its watchdog; then its folder is free.
 _FOLDER_SECONDS = 30.0
 
@@ -75,7 +76,7 @@ def run(settings: Settings, stop: StopFlag) -> int:
         return session.run()
     except AgreedError as error:
         topology = session.topology
-        if error.rank == topology.rank:
+        if error.rank == topology.rank and session.speaks():
             where = "" if error.rank == 0 else f"rank {error.rank} on {topology.host}: "
             print(f"hvdtrain: error: {where}{error}", file=sys.stderr, flush=True)
         with suppress(HorovodInternalError):
@@ -141,6 +142,7 @@ class Session:
         self._config = settings.config
         self._stop = stop
         self._heartbeat = Heartbeat()
+        self._number = environment.launched_rank()
         self._local_rank = environment.launched_local_rank()
         alone = environment.launched_size() in (None, 1) and "HOROVOD_ELASTIC" not in os.environ
         self._membership = Membership.of_this_process(stop)
@@ -165,6 +167,15 @@ class Session:
                 self._exporter.close()
             if self._records is not None:
                 self._records.close()
+
+    def speaks(self) -> bool:
+        """Whether an error that the ranks of this round share is this process's to tell.
+
+        Processes that prepare alone may all find the same mistake: the first of them tells it,
+        whereupon the launcher ends the others.
+        """
+        alone = self._membership is not None and self.topology.world_size == 1
+        return not (alone and self._number > 0 and self._stop.raised_within(_LET_FIRST_SPEAK))
 
     # --- once in a process -------------------------------------------------
 

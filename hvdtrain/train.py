@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
@@ -32,19 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if launched_rank() == 0:
             print(f"hvdtrain: error: {error}", file=sys.stderr, flush=True)
-        elif not _ended_within(_LET_RANK_0_SPEAK, stop):
+        elif not stop.raised_within(_LET_RANK_0_SPEAK):  # by the launcher, which ends all
             # Rank 0 had nothing to say, the mistake is on this host alone.
             where = f"rank {launched_rank()} on {socket.gethostname()}"
             print(f"hvdtrain: error: {where}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
-
-
-def _ended_within(seconds: float, stop: StopFlag) -> bool:
-    """Whether the launcher ends this process (it sends SIGTERM) within so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not stop.raised and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return stop.raised
 
 
 def _load_run() -> Callable[[Settings, StopFlag], int]:

@@ -42,6 +42,7 @@ _GATHER_SECONDS = 2.0
 # A process that was told to leave, or outlives the end of the others.
 _LEAVE_SECONDS = 2.0
 _END_SECONDS = 30.0
+_END_OF_START_SECONDS = 1.0  # the same, where no round was formed: they wait to be ended
 _PAUSES = (1.0, 60.0)  # before a slot is used again: after its first failure, at most
 _WELL_SECONDS = 60.0  # a process that trained so long had a good slot
 _DEFAULT_TIMEOUT = 600
@@ -67,7 +68,7 @@ class Process:
         state: starting, waiting, running or gone.
         since: when it came into this state.
         rounds: how many it was in.
-        assignment: its ranks in the round that it runs in.
+        assignment: its ranks in the newest round, until it has heard of them.
         leaving: its host was taken away.
         end: set to end it.
     """
@@ -245,13 +246,13 @@ class ElasticDriver:
             process = next((p for p in self._processes if p.number == number), None)
             if process is None or process.state == "gone" or self._ending is not None:
                 return {"rank": -1}
-            if process.state != "waiting":
+            if process.state != "waiting" and not process.assignment:
                 process.become("waiting")
-                process.assignment = {}
                 self._changed.notify_all()
             while not process.assignment and time.monotonic() < deadline:
                 self._changed.wait(0.05)
-            return process.assignment or None
+            assignment, process.assignment = process.assignment, {}
+            return assignment or None
 
     def news(self) -> dict[str, bool]:
         """What the running ranks have to know at their next step."""
@@ -311,7 +312,8 @@ class ElasticDriver:
                 self._end_of_job(alive)
             return
         if self._ending is not None:
-            if time.monotonic() - self._ending > _END_SECONDS:
+            limit = _END_SECONDS if self._rounds else _END_OF_START_SECONDS
+            if time.monotonic() - self._ending > limit:
                 self._shutdown.set()
             return
         running = [p for p in alive if p.state == "running"]

@@ -27,6 +27,13 @@ class StopFlag:
     def raised(self) -> bool:
         return self.raised_at is not None
 
+    def raised_within(self, seconds: float) -> bool:
+        """Waits for it, at most so long."""
+        deadline = time.monotonic() + seconds
+        while not self.raised and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.raised
+
     def install(self) -> None:
         """Takes over the two signals; call it in the main thread."""
         for number in (signal.SIGUSR1, signal.SIGTERM):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
+import time
 from typing import Any, ClassVar
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -103,3 +106,43 @@ class Signalled(LanguageModel):
         if self._calls in self._signals:
             os.kill(os.getpid(), signal.Signals[self._signals[self._calls]])
         return super().loss(model, batch)  # type: ignore[arg-type]
+
+
+class Paced(Regression):
+    """Regression with a BatchNorm before it; each micro-batch takes a while.
+
+    HVDTRAIN_TEST_PACE: seconds of a micro-batch (default 0.1).
+    HVDTRAIN_TEST_HANG=3:50 or 3:50:8: process 3 (as its launcher counts) gets stuck in its 50th
+    micro-batch: for ever in a lock, or computing for 8 s.
+    """
+
+    defaults: ClassVar[dict[str, Any]] = {"train.steps": 1500, "optim.lr": 0.001}
+
+    def __init__(self) -> None:
+        self._pace = float(os.environ.get("HVDTRAIN_TEST_PACE", "0.1"))
+        self._calls = 0
+        own = psutil.Process().environ()  # as it was at the start
+        number, _, rest = own.get("HVDTRAIN_TEST_HANG", "").partition(":")
+        at, _, seconds = rest.partition(":")
+        mine = number and number == own.get("HOROVOD_RANK")
+        self._stuck_at = int(at) if mine else None
+        self._stuck_for = float(seconds or 0)
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 1))
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        self._calls += 1
+        if self._calls == self._stuck_at:
+            self._get_stuck()
+        time.sleep(self._pace if model.training else 0)
+        return super().loss(model, batch)
+
+    def _get_stuck(self) -> None:
+        until = time.monotonic() + self._stuck_for
+        while time.monotonic() < until:
+            sum(range(10_000))
+        if not self._stuck_for:
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()

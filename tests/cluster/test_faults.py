@@ -1,0 +1,179 @@
+"""The table of faults: each is done to a real elastic job between real hosts.
+
+No step is lost, none is done twice, and the losses are those of an undisturbed run.
+`record_property` puts the measured seconds into the report (`pytest -rA`, junit).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.support.cluster import Cluster
+from tests.support.faults import PACED, ElasticJob, assert_same_curve, pause
+from tests.support.runs import losses, run
+
+FOUR = 4
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of the undisturbed run: one process, no launcher."""
+    root = tmp_path_factory.mktemp("reference")
+    arguments = f"{PACED} --run.root {root} --run.id case".split()
+    # The schedule is that of the disturbed runs, so all their steps are done here.
+    done = run(root / "output", arguments, env={"HVDTRAIN_TEST_PACE": "0"}, timeout=120)
+    assert done.returncode == 0, done
+    return losses(root / "case")
+
+
+class Case(NamedTuple):
+    """`fault` is done after step 20; the next step, on the `left` ranks that are left, must
+    end within `seconds` of it."""
+
+    fault: Callable[[ElasticJob], None]
+    left: int
+    seconds: float
+
+
+def _three_in_one_recovery(job: ElasticJob) -> None:
+    job.kill(3)
+    time.sleep(0.1)
+    job.kill(1)
+    time.sleep(0.1)
+    job.kill(2)
+
+
+CASES = {
+    "kill one": Case(lambda job: job.kill(3), 3, 1),
+    "kill rank 0": Case(lambda job: job.kill(0), 3, 1),
+    "kill two on two hosts": Case(lambda job: job.kill(1, 2), 2, 1),
+    "kill all of a host": Case(lambda job: job.kill_processes_of("node2"), 2, 2),
+    "stop one for ever": Case(lambda job: job.stop(2), 3, 10),
+    "kill three in one recovery": Case(_three_in_one_recovery, 1, 3),
+    "down to one rank": Case(lambda job: job.kill(0, 1, 3), 1, 2),
+}
+
+
+@pytest.fixture
+def job(cluster: Cluster, runs: Path) -> Iterator[Callable[..., ElasticJob]]:
+    """Starts jobs on the two hosts, and ends what a failed test leaves."""
+    jobs = []
+
+    def start(**arguments: object) -> ElasticJob:
+        jobs.append(ElasticJob(cluster, runs, **arguments))  # type: ignore[arg-type]
+        return jobs[-1]
+
+    yield start
+    for one in jobs:
+        one.job.kill()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_fault_loses_a_step_or_takes_too_long(
+    job: Callable[..., ElasticJob],
+    reference: list[float],
+    name: str,
+    record_property: Callable[[str, object], None],
+) -> None:
+    case, running = CASES[name], job()
+    running.wait_for_step(20)
+    assert running.last()["world_size"] == FOUR
+    since = time.time()
+    case.fault(running)
+    running.wait_for_world(case.left, 30)
+    recovered = pause(running.lines(), since)
+    running.wait_for_world(FOUR, 60)  # the slots are used again
+    running.wait_for_more(5, 30)
+    done = running.end()
+    record_property("seconds", round(recovered, 2))
+    assert_same_curve(running.lines(), reference)
+    assert recovered <= case.seconds, f"{recovered:.2f} s without a step: {done}"
+    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+
+
+def test_a_link_that_is_cut_stops_training_or_keeps_its_host_out(
+    cluster: Cluster,
+    job: Callable[..., ElasticJob],
+    reference: list[float],
+    record_property: Callable[[str, object], None],
+) -> None:
+    discover = "python -m hvdtrain.cli discover --hosts node1:2,node2:2"
+    running = job(discovery=discover)
+    running.wait_for_step(20)
+    since = time.time()
+    cluster.link("node2", up=False)
+    try:
+        running.wait_for_world(2, 30)
+        recovered = pause(running.lines(), since)
+        time.sleep(max(0.0, since + 60 - time.time()))
+    finally:
+        cluster.link("node2", up=True)
+    back = time.time()
+    running.wait_for_world(FOUR, 40)
+    joined = running.last()["time"] - back
+    running.wait_for_more(5, 30)
+    done = running.end()
+    record_property("seconds", f"{recovered:.2f}, joined again after {joined:.1f}")
+    assert_same_curve(running.lines(), reference)
+    assert recovered <= 8, f"{recovered:.2f} s without a step: {done}"
+    assert joined <= 20, f"joined {joined:.1f} s after the link was there again: {done}"
+
+
+def test_hosts_that_come_and_go_lose_a_step(
+    job: Callable[..., ElasticJob], reference: list[float]
+) -> None:
+    running = job(hosts="node1:2", np=2)
+    running.wait_for_step(20)
+    running.set_hosts("node1:2 node2:2")
+    running.wait_for_world(FOUR, 60)
+    running.wait_for_more(10, 30)
+    running.set_hosts("node1:2")
+    running.wait_for_world(2, 30)
+    running.wait_for_more(10, 30)
+    running.end()
+    assert_same_curve(running.lines(), reference)
+    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+
+
+def test_fewer_ranks_than_the_least_end_the_run_or_go_on(
+    job: Callable[..., ElasticJob], reference: list[float]
+) -> None:
+    running = job(np=4, min_np=3)
+    running.wait_for_step(20)
+    running.set_hosts("node1:2")
+    running.kill_processes_of("node2")
+    running.job.wait_for("waiting for hosts", 30)
+    step = running.last()["step"]
+    time.sleep(5)
+    assert running.last()["step"] == step, "2 ranks trained where 3 are the least"
+    running.set_hosts("node1:2 node2:2")
+    running.wait_for_more(20, 60)
+    running.end()
+    assert_same_curve(running.lines(), reference)
+
+
+def test_a_deadlocked_rank_holds_up_the_others_or_does_not_say_where(
+    job: Callable[..., ElasticJob], reference: list[float]
+) -> None:
+    running = job(arguments="--elastic.hang_seconds 3", env={"HVDTRAIN_TEST_HANG": "3:20"})
+    running.wait_for_step(40)
+    running.end()
+    assert_same_curve(running.lines(), reference)
+    (stacks,) = running.run.glob("logs/hang_node2_1.txt")
+    text = stacks.read_text()
+    assert "no progress, no work" in text and "_get_stuck" in text, text
+
+
+def test_a_slow_rank_that_lives_is_killed(
+    job: Callable[..., ElasticJob], reference: list[float]
+) -> None:
+    running = job(arguments="--elastic.hang_seconds 3", env={"HVDTRAIN_TEST_HANG": "3:20:8"})
+    running.wait_for_step(30)
+    running.end()
+    assert {line["world_size"] for line in running.lines()} == {FOUR}
+    assert_same_curve(running.lines(), reference)

@@ -1,0 +1,232 @@
+"""What the elastic driver, the watchdog and the meeting decide, without processes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.elastic import watchdog
+from hvdtrain.elastic.driver import ElasticDriver, Process, assign, describe, in_order
+from hvdtrain.elastic.state import Standing, alike, furthest
+from hvdtrain.runtime.heartbeat import Doing, Heartbeat
+
+PLACES = st.lists(
+    st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(0, 5)), min_size=1, unique=True
+)
+
+
+def _processes(places: list[tuple[str, int]]) -> list[Process]:
+    return [Process(n, host, slot) for n, (host, slot) in enumerate(places)]
+
+
+@given(PLACES)
+def test_ranks_have_gaps_or_a_host_is_split(places: list[tuple[str, int]]) -> None:
+    plan = assign(_processes(places))
+    assert [slot.rank for slot in plan] == list(range(len(places)))
+    hosts = [slot.hostname for slot in plan]
+    assert hosts == sorted(hosts, key=hosts.index), "the ranks of a host are not neighbours"
+    for slot in plan:
+        assert slot.size == len(places)
+        assert slot.local_size == hosts.count(slot.hostname)
+        across = [s.rank for s in plan if s.local_rank == slot.local_rank]
+        assert (slot.cross_size, slot.cross_rank) == (len(across), across.index(slot.rank))
+    for host in set(hosts):
+        local = [slot.local_rank for slot in plan if slot.hostname == host]
+        assert local == list(range(len(local)))
+
+
+@given(PLACES, st.randoms())
+def test_rank_0_moves_while_its_process_lives(
+    places: list[tuple[str, int]], random: object
+) -> None:
+    processes = _processes(places)
+    random.shuffle(processes)  # type: ignore[attr-defined]
+    assert in_order(processes)[0].number == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=1))
+def test_work_is_lost_where_a_rank_is_further(found: list[tuple[bool, int]]) -> None:
+    standings = [Standing(*one) for one in found]
+    source = furthest(standings)
+    trained = [s.step for s in standings if s.trained]
+    if not trained:
+        assert source is None and not alike(standings)
+    else:
+        assert source is not None and standings[source] == Standing(True, max(trained))
+        assert alike(standings) == (len(set(standings)) == 1)
+
+
+class Rendezvous:
+    def init(self, plan: object) -> None:
+        self.plan = plan
+
+    def stop(self) -> None:
+        pass
+
+
+class Job:
+    """A driver whose processes are functions: `exit(number, code)` ends one."""
+
+    def __init__(self, hosts: dict[str, int], np: int, min_np: int = 1) -> None:
+        self.hosts = hosts
+        self.exits: dict[int, int] = {}
+        self.driver = ElasticDriver(Rendezvous(), self, min_np, None, cooldown_range=(1, 1))
+        self.driver.wait_for_available_slots(np)
+        self.driver.start(np, self._create)  # type: ignore[arg-type]
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        return dict(self.hosts)
+
+    def _create(self, slot: object, events: list[threading.Event]) -> tuple[int, float]:
+        number = slot.rank  # type: ignore[attr-defined]
+        while number not in self.exits:
+            if any(event.is_set() for event in events):
+                return 143, time.time()
+            time.sleep(0.01)
+        return self.exits[number], time.time()
+
+    def join(self, *numbers: int) -> dict[int, dict[str, int]]:
+        """All of them ask for their ranks at once; what each got, {} where nothing."""
+        got: dict[int, dict[str, int]] = {}
+
+        def ask(number: int) -> None:
+            got[number] = self.driver.join(number, 1.5) or {}
+
+        threads = [threading.Thread(target=ask, args=(number,)) for number in numbers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return got
+
+    def ranks(self, *numbers: int) -> list[int | None]:
+        got = self.join(*numbers)
+        return [got[number].get("rank") for number in numbers]
+
+
+@pytest.fixture
+def job() -> Callable[..., Job]:
+    return Job
+
+
+def _until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_first_round_begins_without_everyone(job: Callable[..., Job]) -> None:
+    running = job({"a": 2}, np=2)
+    assert running.ranks(0) == [None]
+    assert sorted(running.join(0, 1)[n]["rank"] for n in (0, 1)) == [0, 1]
+
+
+def test_survivors_wait_for_a_new_process_to_start(job: Callable[..., Job]) -> None:
+    running = job({"a": 2, "b": 1}, np=3)
+    running.join(0, 1, 2)
+    running.exits[1] = 137
+    assert {n: r["rank"] for n, r in running.join(0, 2).items()} == {0: 0, 2: 1}
+    assert running.driver.news() == {"stop": False, "hosts": False}
+    # Its slot is used again; the survivors hear of the new process when that is ready.
+    _until(lambda: len(running.driver._processes) == 4)
+    assert running.ranks(3) == [None]
+    _until(lambda: running.driver.news()["hosts"])
+    assert running.ranks(0, 2, 3) == [0, 2, 1]
+
+
+def test_a_survivor_goes_on_while_another_still_computes(job: Callable[..., Job]) -> None:
+    running = job({"a": 3}, np=3)
+    running.join(0, 1, 2)
+    running.exits[2] = 137
+    assert running.ranks(0) == [None], "process 1 is alive and has not asked yet"
+    assert sorted(running.ranks(0, 1)) == [0, 1]  # type: ignore[type-var]
+
+
+def test_a_host_that_is_taken_away_trains_on(job: Callable[..., Job]) -> None:
+    running = job({"a": 1, "b": 1}, np=2)
+    running.join(0, 1)
+    del running.hosts["b"]
+    _until(lambda: running.driver.news()["hosts"])
+    assert running.ranks(0, 1) == [0, -1]
+    running.exits[1] = 0
+    time.sleep(0.2)
+    assert not running.driver._finished.is_set(), "the end of one that left is no end of the job"
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 75])
+def test_an_end_that_the_ranks_agreed_on_is_restarted(job: Callable[..., Job], code: int) -> None:
+    running = job({"a": 2}, np=2)
+    running.join(0, 1)
+    running.exits |= {0: code, 1: code}
+    results = running.driver.get_results().worker_results
+    assert [result[0] for result in results.values()] == [code]
+    assert len(running.driver._processes) == 2
+
+
+def test_a_job_whose_ranks_all_died_hangs_or_ends_well(job: Callable[..., Job]) -> None:
+    running = job({"a": 2}, np=2)
+    running.join(0, 1)
+    running.exits |= {0: 137, 1: 137}
+    results = running.driver.get_results().worker_results
+    assert [result[0] for result in results.values()] == [137]
+
+
+def test_a_signal_or_a_code_is_told_as_the_other() -> None:
+    assert describe(137) == describe(-9) == "signal 9 (Killed)"
+    assert describe(1) == "exit code 1"
+
+
+SECOND = 0.05  # of the tests below
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_STOPPED_SECONDS", "_UNREACHABLE_SECONDS", "_ORPHAN_SECONDS"):
+        monkeypatch.setattr(watchdog, name, SECOND)
+
+
+def _judged(seconds: float, reachable: bool = True, **seen: object) -> str | None:
+    """What a watchdog says of a rank that looks like this for so long."""
+    judge = watchdog.Judge(SECOND, lambda: reachable)
+    so = {"beats": 1, "doing": Doing.WORKING, "work": 0, "stopped": False, "orphan": False} | seen
+    deadline = time.monotonic() + seconds
+    work = 0
+    while time.monotonic() < deadline:
+        work += 10 * bool(so["work"])
+        beats = int(time.monotonic() * 1000) if so["beats"] is None else 1
+        verdict = judge.verdict(beats, so["doing"], work, so["stopped"], so["orphan"])  # type: ignore[arg-type]
+        if verdict:
+            return verdict
+        time.sleep(0.01)
+    return None
+
+
+def test_a_hung_rank_lives_or_a_slow_one_is_killed(quick: None) -> None:
+    assert "no progress" in str(_judged(3 * SECOND))
+    assert "busy without" in str(_judged(15 * SECOND, work=1))
+    assert _judged(5 * SECOND, work=1) is None, "it computes: slow, but alive"
+    assert _judged(5 * SECOND, beats=None) is None, "it gets on"
+    assert _judged(5 * SECOND, doing=Doing.WAITING) is None, "it waits for another rank"
+    assert _judged(5 * SECOND, doing=Doing.PREPARING) is None
+    assert "stopped" in str(_judged(3 * SECOND, stopped=True, beats=None))
+    assert "gone" in str(_judged(3 * SECOND, orphan=True, beats=None))
+
+
+def test_a_rank_that_is_cut_off_from_its_launcher_waits_for_ever(quick: None) -> None:
+    assert "not reached" in str(_judged(3 * SECOND, reachable=False, doing=Doing.MEETING))
+    assert _judged(3 * SECOND, reachable=True, doing=Doing.MEETING) is None
+    assert _judged(3 * SECOND, reachable=False, doing=Doing.WAITING) is None, "it trains"
+
+
+def test_a_heartbeat_is_not_seen_from_outside() -> None:
+    heart = Heartbeat()
+    other = Heartbeat(heart.descriptor)
+    heart.beat(Doing.WORKING)
+    heart.beat(Doing.WAITING)
+    assert other.read() == (2, Doing.WAITING)

@@ -68,27 +68,27 @@ class RunState:
         set_state_tensors(self.optimizer, self.model, checkpoint.optimizer)
         self.progress = Progress(**state)
 
-    def broadcast(self) -> None:
-        """Gives rank 0's state to all ranks, as it is.
+    def broadcast(self, root: int = 0) -> None:
+        """Gives the state of rank `root` to all ranks, as it is.
 
         Horovod's own broadcast_optimizer_state fills an empty optimizer by a step with zero
         gradients, whereby weight decay changes the weights; here an empty one stays empty.
         """
-        broadcast_tensors(model_tensors(self.model), "model")
+        broadcast_tensors(model_tensors(self.model), "model", root)
         tensors = state_tensors(self.optimizer, self.model)
         kept: dict[str, Any] = {
             "progress": self.progress.state_dict(),
             "optimizer": {k: [list(t.shape), str(t.dtype)[6:]] for k, t in tensors.items()},
         }
-        theirs = broadcast_json(kept, "state")
+        theirs = broadcast_json(kept, "state", root)
         if theirs != kept:
             empty = {
                 key: torch.empty(shape, dtype=getattr(torch, dtype))
                 for key, (shape, dtype) in theirs["optimizer"].items()
             }
             set_state_tensors(self.optimizer, self.model, empty)
-            self.progress = Progress(**theirs["progress"])
-        broadcast_tensors(state_tensors(self.optimizer, self.model), "optimizer")
+            vars(self.progress).update(theirs["progress"])  # the loop holds this object
+        broadcast_tensors(state_tensors(self.optimizer, self.model), "optimizer", root)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -12,15 +12,15 @@ from torch import Tensor
 from hvdtrain.errors import UserError
 
 
-def broadcast_json(value: Any, name: str) -> Any:
-    """Rank 0's `value`, which JSON must be able to hold, on every rank."""
+def broadcast_json(value: Any, name: str, root: int = 0) -> Any:
+    """The `value` of rank `root`, which JSON must be able to hold, on every rank."""
     if hvd.size() == 1:
         return value
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    size = hvd.broadcast(torch.tensor([data.numel()]), 0, name=f"{name}.size")
-    if hvd.rank() != 0:
+    size = hvd.broadcast(torch.tensor([data.numel()]), root, name=f"{name}.size")
+    if hvd.rank() != root:
         data = torch.empty(int(size), dtype=torch.uint8)
-    data = hvd.broadcast(data, 0, name=name)
+    data = hvd.broadcast(data, root, name=name)
     return json.loads(data.numpy().tobytes())
 
 
@@ -34,15 +34,23 @@ def gather_json(value: Any, name: str) -> list[Any]:
     return [json.loads(part.numpy().tobytes()) for part in parts]
 
 
-def broadcast_tensors(tensors: dict[str, Tensor], name: str) -> None:
-    """Overwrites the tensors, the same names and shapes on every rank, with rank 0's."""
+def gather_bytes(value: bytes, name: str) -> list[bytes]:
+    """Every rank's `value`, of the same length on all, in one exchange."""
+    if hvd.size() == 1:
+        return [value]
+    row = torch.frombuffer(bytearray(value), dtype=torch.uint8).unsqueeze(0)
+    return [bytes(theirs.tolist()) for theirs in hvd.allgather(row, name=name)]
+
+
+def broadcast_tensors(tensors: dict[str, Tensor], name: str, root: int = 0) -> None:
+    """Overwrites the tensors, the same names and shapes on every rank, with rank `root`'s."""
     if hvd.size() == 1:
         return
     sent = []
     for key, tensor in sorted(tensors.items()):
         # As bytes: Horovod knows fewer dtypes than torch, bfloat16 is not among them.
         data = tensor.contiguous().view(-1).view(torch.uint8)
-        sent.append((tensor, data, hvd.broadcast_async_(data, 0, name=f"{name}.{key}")))
+        sent.append((tensor, data, hvd.broadcast_async_(data, root, name=f"{name}.{key}")))
     for tensor, data, handle in sent:
         hvd.synchronize(handle)
         if data.data_ptr() != tensor.data_ptr():  # it was not contiguous

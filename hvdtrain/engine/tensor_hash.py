@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-# Words of a block: its products are 2 MiB, which a core's cache holds.
+# Words of a block: its products are 2 MiB, which the caches of a core hold.
 _BLOCK = 1 << 18
+# Blocks in one launch on other devices than CPUs, for which launches are what costs.
+_AT_ONCE = 64
 DIGEST_BYTES = 32
 
 
@@ -43,17 +46,23 @@ class TensorHash:
         sums: dict[torch.device, list[Tensor]] = {}
         for name in names:
             weights = self._on(tensors[name].device)
-            for block in _words(tensors[name]).split(_BLOCK):
-                products = block.to(torch.int64).mul_(weights[: len(block)])
-                sums.setdefault(weights.device, []).append(products.sum())
+            sums.setdefault(weights.device, []).extend(_block_sums(_words(tensors[name]), weights))
         for device in sorted(sums, key=str):  # one transfer from each
-            digest.update(torch.stack(sums[device]).cpu().numpy().astype("<i8").tobytes())
+            digest.update(torch.cat(sums[device]).cpu().numpy().astype("<i8").tobytes())
         return digest.digest()
 
     def _on(self, device: torch.device) -> Tensor:
         if device not in self._weights:
             self._weights[device] = self._weights[torch.device("cpu")].to(device)
         return self._weights[device]
+
+
+def _block_sums(words: Tensor, weights: Tensor) -> Iterator[Tensor]:
+    """The sums of the blocks of `words` in order, as int64 tensors of any length."""
+    at_once = 1 if words.device.type == "cpu" else _AT_ONCE
+    whole = len(words) // _BLOCK * _BLOCK
+    for blocks in (*words[:whole].view(-1, _BLOCK).split(at_once), words[None, whole:]):
+        yield blocks.to(torch.int64).mul_(weights[: blocks.shape[1]]).sum(dim=1)
 
 
 def _words(tensor: Tensor) -> Tensor:

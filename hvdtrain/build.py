@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -23,6 +24,7 @@ from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.callbacks.export import Export
 from hvdtrain.engine.callbacks.log import LogMetrics
+from hvdtrain.engine.callbacks.replicas import ReplicaCheck
 from hvdtrain.engine.loop import Callback, Loop, Progress
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import TrainStep
@@ -80,13 +82,14 @@ def build_state(
 class Callbacks:
     """The callbacks of a run, in the order in which the loop calls them."""
 
+    replicas: ReplicaCheck | None
     export: Export | None
     evaluate: Evaluate | None
     log: LogMetrics
     checkpoint: SaveCheckpoints
 
     def as_list(self) -> list[Callback]:
-        every = (self.export, self.evaluate, self.log, self.checkpoint)
+        every = (self.replicas, self.export, self.evaluate, self.log, self.checkpoint)
         return [callback for callback in every if callback is not None]
 
 
@@ -101,13 +104,20 @@ def build_callbacks(
     metrics: MetricsFile | None,
     exporter: Exporter | None,
     heartbeat: Heartbeat,
+    healed: Callable[[int, list[int]], None] = lambda step, ranks: None,
 ) -> Callbacks:
+    replicas = None
+    if config.train.replica_check_every:
+        replicas = ReplicaCheck(
+            config.train.replica_check_every, config.checkpoint.every, state, healed
+        )
     evaluate = None
     if config.eval.every and datasets.validation is not None:
         evaluate = Evaluate(
             config.eval, task, state.model, datasets.validation, topology, device, heartbeat
         )
     return Callbacks(
+        replicas,
         Export(exporter) if exporter else None,
         evaluate,
         LogMetrics(metrics, optional(task, "units")),

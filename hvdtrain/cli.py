@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "train a model (the same as `python -m hvdtrain.train`)",
     "horovod": "build Horovod's wheel for this environment, or check the one installed",
     "data": "prepare data: tokenize text into flat files",
+    "audit": "prove from a run's files that each step was applied exactly once",
     "bench": "measure a training step and its scaling",
 }
 

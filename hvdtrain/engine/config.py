@@ -73,17 +73,24 @@ class TrainConfig:
         log_every: steps between lines of metrics.jsonl and of the screen
         max_nonfinite: steps in a row with gradients that are not finite (each is skipped)
             before the run ends with exit code 3
+        replica_check_every: steps between comparisons of the ranks' states, which are also
+            compared before each checkpoint; 0 = never
     """
 
     steps: int = 1000
     log_every: int = 1
     max_nonfinite: int = 10
+    replica_check_every: int = 100
 
     def __post_init__(self) -> None:
         require(self.steps >= 1, f"train.steps must be >= 1, not {self.steps}")
         require(self.log_every >= 1, f"train.log_every must be >= 1, not {self.log_every}")
         require(
             self.max_nonfinite >= 1, f"train.max_nonfinite must be >= 1, not {self.max_nonfinite}"
+        )
+        require(
+            self.replica_check_every >= 0,
+            f"train.replica_check_every must be >= 0 (0 = never), not {self.replica_check_every}",
         )
 
 

@@ -24,7 +24,10 @@ class RunFolder:
         self.path = path
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
+        self.manifest = path / "manifest.json"
         self.metrics = path / "metrics.jsonl"
+        self.left_metrics = path / "left_metrics.jsonl"
+        self.events = path / "events.jsonl"
         self.targets = path / "targets.json"
 
     def prepare(self, fresh: bool, wait_seconds: float = 0.0) -> None:
@@ -66,12 +69,12 @@ class RunFolder:
     def starts(self) -> list[dict[str, Any]]:
         """One entry for each start of this run so far, from its manifest."""
         try:
-            return list(json.loads((self.path / "manifest.json").read_text())["starts"])
+            return list(json.loads(self.manifest.read_text())["starts"])
         except (OSError, ValueError, KeyError, TypeError):
             return []
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
-        write_atomic(self.path / "manifest.json", (json.dumps(manifest, indent=1) + "\n").encode())
+        write_atomic(self.manifest, (json.dumps(manifest, indent=1) + "\n").encode())
 
 
 def _lock(file: IO[str], wait_seconds: float) -> None:

@@ -69,7 +69,7 @@ class RunState:
         self.progress = Progress(**state)
 
     def broadcast(self, root: int = 0) -> None:
-        """Gives rank `root`'s state to all ranks, as it is.
+        """Gives the state of rank `root` to all ranks, as it is.
 
         Horovod's own broadcast_optimizer_state fills an empty optimizer by a step with zero
         gradients, whereby weight decay changes the weights; here an empty one stays empty.
@@ -87,7 +87,7 @@ class RunState:
                 for key, (shape, dtype) in theirs["optimizer"].items()
             }
             set_state_tensors(self.optimizer, self.model, empty)
-        self.progress = Progress(**theirs["progress"])
+            vars(self.progress).update(theirs["progress"])  # the loop holds this object
         broadcast_tensors(state_tensors(self.optimizer, self.model), "optimizer", root)
 
 

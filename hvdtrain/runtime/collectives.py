@@ -13,7 +13,7 @@ from hvdtrain.errors import UserError
 
 
 def broadcast_json(value: Any, name: str, root: int = 0) -> Any:
-    """Rank `root`'s `value`, which JSON must be able to hold, on every rank."""
+    """The `value` of rank `root`, which JSON must be able to hold, on every rank."""
     if hvd.size() == 1:
         return value
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -32,6 +32,14 @@ def gather_json(value: Any, name: str) -> list[Any]:
     sizes = hvd.allgather(torch.tensor([data.numel()]), name=f"{name}.size").tolist()
     parts = hvd.allgather(data, name=name).split(sizes)
     return [json.loads(part.numpy().tobytes()) for part in parts]
+
+
+def gather_bytes(value: bytes, name: str) -> list[bytes]:
+    """Every rank's `value`, of the same length on all, in one exchange."""
+    if hvd.size() == 1:
+        return [value]
+    row = torch.frombuffer(bytearray(value), dtype=torch.uint8).unsqueeze(0)
+    return [bytes(theirs.tolist()) for theirs in hvd.allgather(row, name=name)]
 
 
 def broadcast_tensors(tensors: dict[str, Tensor], name: str, root: int = 0) -> None:

@@ -50,6 +50,7 @@ class Exporter:
         self._steps = counter("steps", "Optimizer steps that this process has done")
         self._samples = counter("samples", "Samples of these steps, over all ranks")
         self._nonfinite = counter("nonfinite", "Steps skipped: gradient not finite")
+        self._healed = counter("replicas_healed", "Ranks healed whose state differed; of rank 0")
         self._duration = Histogram(
             "hvdtrain_step_duration_seconds",
             "Wall time of a step",
@@ -92,6 +93,9 @@ class Exporter:
         self._duration.observe(record["step_seconds"])
         for key, gauge in self._gauges.items():
             gauge.set(record[key])
+
+    def replicas_healed(self, count: int) -> None:
+        self._healed.inc(count)
 
     def close(self) -> None:
         self._server.shutdown()

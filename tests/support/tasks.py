@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import psutil
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvdtrain.runtime.environment import launched_rank
 from hvdtrain.tasks import Datasets
@@ -146,3 +147,25 @@ class Paced(Regression):
             lock = threading.Lock()
             lock.acquire()
             lock.acquire()
+
+
+class Flipped(Regression):
+    """One bit of one rank's state flips between two steps.
+
+    HVDTRAIN_TEST_FLIP=rank:step:what flips a bit of a weight, or of the entry `what`
+    of the optimizer's state (exp_avg), right after the optimizer's step.
+    """
+
+    def __init__(self) -> None:
+        rank, step, what = os.environ["HVDTRAIN_TEST_FLIP"].split(":")
+        if int(rank) == launched_rank():
+            self._step, self._what = int(step), what
+            register_optimizer_step_post_hook(self._flip)
+
+    def _flip(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        parameter = optimizer.param_groups[0]["params"][0]
+        state = optimizer.state[parameter]
+        if state["step"] == self._step:
+            self._step = -1  # Horovod's optimizer calls the hook twice
+            tensor = parameter.data if self._what == "weight" else state[self._what]
+            tensor.view(-1).view(torch.int32)[0] ^= 1 << 12

@@ -14,6 +14,8 @@ class Export:
 
     def on_step(self, loop: Loop, record: Record) -> None:
         self._exporter.step(record, loop.batch.global_size, record.get("skipped", False))
+        if loop.topology.rank == 0:
+            self._exporter.replicas_healed(len(record.get("healed", ())))
 
     def close(self) -> None:
         pass

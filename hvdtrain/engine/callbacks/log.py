@@ -29,8 +29,8 @@ class LogMetrics:
 
     def on_step(self, loop: Loop, record: Record) -> None:
         self._seconds.append(record["step_seconds"])
-        evaluated = "validation_loss" in record
-        if loop.progress.step % loop.train.log_every and not evaluated and not loop.ending:
+        told = loop.ending or "validation_loss" in record or "healed" in record
+        if loop.progress.step % loop.train.log_every and not told:
             return
         seconds = sum(self._seconds) / len(self._seconds)
         self._seconds.clear()

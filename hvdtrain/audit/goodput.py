@@ -1,0 +1,81 @@
+"""Where the wall time of a run went. The parts add up to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hvdtrain.audit.ledger import Generation, Ledger
+
+# Part -> what it is, as the report says it.
+PARTS = {
+    "steps": "steps that count",
+    "redone": "steps that were taken back and done again",
+    "recovery": "recovery in memory: from the last step before a failure or a change of hosts",
+    "restart": "start of the program, and from there to the first step",
+    "down": "from the last step before the program ended until it was started again",
+    "checkpoint": "held up by checkpoints, at most",
+    "evaluation": "evaluation",
+    "other": "other",
+}
+
+
+@dataclass
+class Goodput:
+    """Seconds of each part of `PARTS`, from the first start to the last sign of life."""
+
+    wall: float
+    parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    @property
+    def share(self) -> float:
+        """Of the time in steps that count; 0 where there was no time."""
+        return self.parts["steps"] / self.wall if self.wall > 0 else 0.0
+
+
+def measure(ledger: Ledger) -> Goodput:
+    """Adds up the time between the signs of life that a run left."""
+    generations = ledger.generations
+    begin, end = generations[0].start.time, generations[-1].last_time
+    goodput = Goodput(max(0.0, end - begin))
+    now = begin
+    for generation, following in zip(generations, [*generations[1:], None], strict=True):
+        stop = max(now, following.start.time if following else end)
+        now, step = _add_steps(goodput.parts, generation, now, stop)
+        if following is None:
+            _add_gap(goodput.parts, generation, step, generation.reached + 1, stop - now)
+        elif following.start.cause == "launch":
+            starting = min(following.start.seconds, stop - now)
+            goodput.parts["restart"] += starting
+            goodput.parts["down"] += stop - now - starting
+        else:
+            goodput.parts["recovery"] += stop - now
+        now = stop
+    return goodput
+
+
+def _add_steps(
+    parts: dict[str, float], generation: Generation, now: float, stop: float
+) -> tuple[float, int]:
+    """Adds what lies between `now` and the generation's last line; (its time, its step)."""
+    step = generation.start.step
+    for line in generation.lines:
+        until = max(now, min(line.time, stop))
+        stepping = min(max(0, line.step - step) * line.step_seconds, until - now)
+        parts["steps" if line.kept else "redone"] += stepping
+        _add_gap(parts, generation, step, line.step, until - now - stepping)
+        now, step = until, line.step
+    return now, step
+
+
+def _add_gap(
+    parts: dict[str, float], generation: Generation, step: int, following: int, gap: float
+) -> None:
+    """Adds time in which no step ran, between the lines of two steps."""
+    if step == generation.start.step:
+        parts["restart" if generation.start.cause == "launch" else "recovery"] += gap
+        return
+    # A checkpoint that is written in the background takes longer than it holds up.
+    saving = min(gap, sum(generation.checkpoints.get(s, 0.0) for s in range(step, following)))
+    evaluated = any(line.evaluated for line in generation.lines if line.step == step)
+    parts["checkpoint"] += saving
+    parts["evaluation" if evaluated else "other"] += gap - saving

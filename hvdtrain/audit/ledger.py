@@ -1,0 +1,205 @@
+"""What a run wrote about itself, read into one object.
+
+The generations of a run are the stretches between its starts: a launch, or a restart in
+memory after a failure or a change of hosts. A line of metrics belongs to the last
+generation that began before its step ended, also if it was written after the next start.
+So the clocks of hosts have to differ by less than a restart takes.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hvdtrain.engine.run_folder import RunFolder
+from hvdtrain.errors import UserError
+from hvdtrain.telemetry.events_file import read_lines
+
+
+@dataclass(frozen=True)
+class Start:
+    """A start event; step and samples are those of the state from which the run goes on."""
+
+    time: float
+    generation: int
+    cause: str
+    step: int
+    samples: int
+    world_size: int
+    hosts: dict[str, list[int]]
+    source: str
+    seconds: float
+    global_size: int
+    seed: int
+    dataset_size: int
+    fingerprint: str | None
+    total_steps: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """What a line of metrics says about its step; `kept` if no restart took it back."""
+
+    step: int
+    samples: int
+    world_size: int
+    step_seconds: float
+    time: float
+    kept: bool
+    skipped: bool
+    evaluated: bool
+
+
+@dataclass
+class Generation:
+    """A start and what followed it.
+
+    Args:
+        lines: by step; those that were taken back later too
+        checkpoints: step -> seconds it took
+        failed: steps whose checkpoint could not be written
+        healed: step -> ranks
+        end: (step, exit code), or None if it was killed or still runs
+        last_time: of its last sign of life
+        log_every: steps between lines
+    """
+
+    start: Start
+    lines: list[Line] = field(default_factory=list)
+    checkpoints: dict[int, float] = field(default_factory=dict)
+    failed: list[int] = field(default_factory=list)
+    healed: dict[int, list[int]] = field(default_factory=dict)
+    end: tuple[int, int] | None = None
+    last_time: float = 0.0
+    log_every: int = 1
+
+    @property
+    def reached(self) -> int:
+        """The last step that there is a sign of."""
+        steps = [self.start.step, *(line.step for line in self.lines), *self.checkpoints]
+        return max([*steps, self.end[0]] if self.end else steps)
+
+
+@dataclass
+class Ledger:
+    """A run.
+
+    Args:
+        generations: in the order of their starts
+        saved: steps of the finished checkpoints on disk
+        older: steps of lines that are older than the first start
+    """
+
+    path: Path
+    generations: list[Generation]
+    saved: list[int]
+    older: list[int]
+
+
+def read(path: Path) -> Ledger:
+    """Reads RUN/.
+
+    Raises:
+        UserError: there is no run, or it was made before events were written.
+    """
+    folder = RunFolder(path)
+    if not folder.manifest.exists():
+        raise UserError(f"{path} is no folder of a run: it has no manifest.json")
+    if not folder.events.exists():
+        raise UserError(
+            f"{path} has no events.jsonl: the run was made by a version of hvdtrain that wrote "
+            "none, so its restarts are not known and it cannot be audited"
+        )
+    try:
+        events = read_lines(folder.events)
+        generations = _generations(events)
+        older = _deal_out(_lines(folder), generations)
+        configs = json.loads(folder.manifest.read_text())["starts"]
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: a file is not as hvdtrain writes it ({error!r})") from None
+    if not generations:
+        raise UserError(f"{folder.events} names no start of the run")
+    for generation in generations:
+        first = min([generation.start.time, *(line.time for line in generation.lines)])
+        generation.log_every = _log_every(configs, max(first, generation.start.time))
+        generation.last_time = max(
+            [generation.last_time, *(line.time for line in generation.lines)]
+        )
+    return Ledger(path, generations, _saved(folder), older)
+
+
+def _generations(events: list[dict[str, Any]]) -> list[Generation]:
+    generations: list[Generation] = []
+    for event in events:
+        kind = event.get("event")
+        if kind == "start":
+            start = Start(**{f.name: event[f.name] for f in fields(Start)})
+            generations.append(Generation(start))
+        elif not generations:
+            continue
+        now = generations[-1]
+        now.last_time = event["time"]
+        if kind == "checkpoint":
+            now.checkpoints[event["step"]] = event["seconds"]
+        elif kind == "checkpoint_failed":
+            now.failed.append(event["step"])
+        elif kind == "healed":
+            now.healed[event["step"]] = event["ranks"]
+        elif kind == "end":
+            now.end = event["step"], event["exit_code"]
+    return generations
+
+
+def _lines(folder: RunFolder) -> list[Line]:
+    found = []
+    for path, kept in ((folder.metrics, True), (folder.left_metrics, False)):
+        for line in read_lines(path) if path.exists() else []:
+            if not isinstance(line.get("step"), int):
+                continue  # what a crash left, moved aside
+            found.append(
+                Line(
+                    step=line["step"],
+                    samples=line["samples"],
+                    world_size=line["world_size"],
+                    step_seconds=line["step_seconds"],
+                    time=line["time"],
+                    kept=kept,
+                    skipped=line.get("skipped", False),
+                    evaluated="validation_loss" in line,
+                )
+            )
+    return found
+
+
+def _deal_out(lines: list[Line], generations: list[Generation]) -> list[int]:
+    """Gives each generation its lines; returns the steps of those older than the first."""
+    times = list(accumulate((generation.start.time for generation in generations), max))
+    older = []
+    for line in lines:
+        number = bisect_right(times, line.time) - 1
+        if number < 0:
+            older.append(line.step)
+        else:
+            generations[number].lines.append(line)
+    for generation in generations:
+        generation.lines.sort(key=lambda line: line.step)
+    return older
+
+
+def _saved(folder: RunFolder) -> list[int]:
+    markers = folder.checkpoints.glob("step_*/complete")
+    return sorted(int(marker.parent.name.removeprefix("step_")) for marker in markers)
+
+
+def _log_every(starts: list[dict[str, Any]], at: float) -> int:
+    """train.log_every of the last launch before a time."""
+    before = [start for start in starts if start["time"] <= at] or starts[:1]
+    return int(yaml.safe_load(before[-1]["config"])["train"]["log_every"])

@@ -1,0 +1,238 @@
+"""Was each step of the newest state applied exactly once?
+
+Each generation must show the steps from its start on, one after the other, each once. A
+later start at step s takes back what was done beyond s. So, if every start goes on from a
+state that there was, and the lines that stayed are those that no later start took back,
+the lines that stayed are the steps of the newest state, each applied once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hvdtrain.audit.ledger import Generation, Ledger, Line
+
+# What must not change in a run, as it stands in its start events.
+_IDENTITY = ("seed", "global_size", "dataset_size", "fingerprint")
+_NORMAL_EXITS = (0, 75)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is not as it should be; a warning does not touch the steps."""
+
+    kind: str
+    message: str
+    warning: bool = False
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps first..last of the newest state, done by one generation; samples as positions.
+
+    `sample_start` is included, `sample_stop` is not.
+    """
+
+    generation: int
+    first: int
+    last: int
+    sample_start: int
+    sample_stop: int
+    world_size: int
+
+
+@dataclass
+class Lineage:
+    """What the checks found.
+
+    Args:
+        redone: for each generation, steps that were done before and were taken back by its start
+        skipped: steps of the newest state whose gradient was not finite
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    segments: list[Segment] = field(default_factory=list)
+    redone: list[int] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
+
+    def wrong(self, kind: str, message: str) -> None:
+        self.findings.append(Finding(kind, message))
+
+    def warn(self, kind: str, message: str) -> None:
+        self.findings.append(Finding(kind, message, warning=True))
+
+
+def trace(ledger: Ledger) -> Lineage:
+    """Checks a ledger."""
+    lineage = Lineage()
+    generations = ledger.generations
+    if ledger.older:
+        lineage.wrong("ledger", f"steps {ledger.older} are older than the first start of the run")
+    taken_back = _taken_back(generations)
+    for number, generation in enumerate(generations):
+        _check_start(lineage, generations[0], generation, number)
+        _check_lines(lineage, generation, number, taken_back[number])
+        _check_end(lineage, generation, number)
+    _check_states(lineage, ledger)
+    for number, (generation, beyond) in enumerate(zip(generations, taken_back, strict=True)):
+        first = generation.start.step
+        last = generation.reached if beyond is None else beyond
+        if last > first:
+            size = generation.start.global_size
+            world_size = generation.start.world_size
+            lineage.segments.append(
+                Segment(number, first + 1, last, first * size, last * size, world_size)
+            )
+        lineage.skipped += [line.step for line in generation.lines if line.kept and line.skipped]
+    return lineage
+
+
+def _taken_back(generations: list[Generation]) -> list[int | None]:
+    """For each generation the step beyond which a later start took back its steps."""
+    result: list[int | None] = []
+    lowest: int | None = None
+    for generation in reversed(generations):
+        result.append(lowest)
+        step = generation.start.step
+        lowest = step if lowest is None else min(lowest, step)
+    return result[::-1]
+
+
+def _check_start(lineage: Lineage, first: Generation, generation: Generation, number: int) -> None:
+    start = generation.start
+    if start.generation != number:
+        lineage.wrong(
+            "ledger",
+            f"start {number} of the run calls itself generation {start.generation}: a start is "
+            "missing, or stands there twice",
+        )
+    for name in _IDENTITY:
+        was, now = getattr(first.start, name), getattr(start, name)
+        if was != now:
+            lineage.wrong(
+                "identity", f"generation {number}: {name} is {now}, in generation 0 it was {was}"
+            )
+    if start.samples != start.step * start.global_size:
+        lineage.wrong(
+            "samples",
+            f"generation {number} begins at sample {start.samples}, but step {start.step} of "
+            f"{start.global_size} samples each ends at {start.step * start.global_size}",
+        )
+    ranks = sorted(rank for ranks in start.hosts.values() for rank in ranks)
+    if ranks != list(range(start.world_size)):
+        lineage.wrong(
+            "world_size",
+            f"generation {number} has {start.world_size} ranks, but its hosts hold ranks {ranks}",
+        )
+
+
+def _check_lines(lineage: Lineage, generation: Generation, number: int, beyond: int | None) -> None:
+    """The lines of one generation: one after the other, and kept where they should be."""
+    where, before = f"generation {number}", generation.start.step
+    for line in generation.lines:
+        if line.step <= generation.start.step:
+            lineage.wrong(
+                "double",
+                f"step {line.step} was done in {where}, which began at step {before} (or the "
+                "clocks of the hosts differ)",
+            )
+            continue
+        if line.step == before:
+            lineage.wrong("double", f"step {line.step} was done twice in {where}")
+        _check_gap(lineage, generation, number, before, line.step)
+        _check_line(lineage, generation, number, line)
+        taken_back = beyond is not None and line.step > beyond
+        if line.kept == taken_back:
+            lineage.wrong(
+                "double" if line.kept else "gap",
+                f"step {line.step} of {where} "
+                + (
+                    f"was taken back by a later start at step {beyond}, but still counts"
+                    if line.kept
+                    else "was taken back, but no later start did so"
+                ),
+            )
+        before = line.step
+    needed = generation.reached if beyond is None else max(generation.reached, beyond)
+    _check_gap(lineage, generation, number, before, needed + 1)
+
+
+def _check_gap(
+    lineage: Lineage, generation: Generation, number: int, before: int, step: int
+) -> None:
+    """Every multiple of train.log_every between two steps should have had a line."""
+    every = generation.log_every
+    first, last = (before // every + 1) * every, (step - 1) // every * every
+    if first <= last:
+        steps = f"step {first}" if first == last else f"steps {first} to {last}"
+        lineage.wrong("gap", f"{steps} of generation {number} left no line of metrics")
+
+
+def _check_line(lineage: Lineage, generation: Generation, number: int, line: Line) -> None:
+    start = generation.start
+    if line.samples != line.step * start.global_size:
+        lineage.wrong(
+            "samples",
+            f"step {line.step} ends at sample {line.samples} instead of "
+            f"{line.step * start.global_size}",
+        )
+    if line.world_size != start.world_size:
+        lineage.wrong(
+            "world_size",
+            f"step {line.step} was done by {line.world_size} ranks, but generation {number} has "
+            f"{start.world_size}",
+        )
+
+
+def _check_end(lineage: Lineage, generation: Generation, number: int) -> None:
+    if generation.end is None:
+        return
+    step, code = generation.end
+    steps = [generation.start.step, *(line.step for line in generation.lines)]
+    if code in _NORMAL_EXITS and step != max(steps):
+        lineage.wrong(
+            "gap", f"generation {number} ended after step {step}, its last line is of {max(steps)}"
+        )
+    if code == 0 and step < generation.start.total_steps:
+        lineage.wrong(
+            "gap",
+            f"generation {number} ended with exit code 0 after step {step} of "
+            f"{generation.start.total_steps}",
+        )
+
+
+def _check_states(lineage: Lineage, ledger: Ledger) -> None:
+    """Every start goes on from a state that there was, and the disk holds what it should."""
+    first = ledger.generations[0].start
+    begin = first.step  # above 0 where it goes on from another run's checkpoint
+    if first.source == "memory" or (first.source == "new" and begin != 0):
+        lineage.wrong("state", f"the run begins at step {begin} from {first.source}")
+    reached, saved = begin, set[int]()
+    for number, generation in enumerate(ledger.generations):
+        start = generation.start
+        if number:
+            _check_state(lineage, ledger, number, saved, reached)
+        lineage.redone.append(max(0, reached - start.step))
+        saved = {step for step in saved if step <= start.step} | generation.checkpoints.keys()
+        reached = generation.reached
+    for step in sorted(set(ledger.saved) - saved):
+        lineage.warn("checkpoint", f"the checkpoint of step {step} on disk has no event")
+    if saved and max(saved) not in ledger.saved:
+        lineage.warn("checkpoint", f"the checkpoint of step {max(saved)} is not on disk")
+
+
+def _check_state(
+    lineage: Lineage, ledger: Ledger, number: int, saved: set[int], reached: int
+) -> None:
+    start, begin = ledger.generations[number].start, ledger.generations[0].start
+    where = f"generation {number} begins at step {start.step}"
+    if start.source == "memory":
+        # The lines in between tell no more; the ranks are at most one step apart.
+        every = ledger.generations[number - 1].log_every
+        if not reached - 1 <= start.step < reached + every:
+            lineage.wrong("state", f"{where} from memory, but step {reached} had been reached")
+    elif start.source == "new":
+        if start.step != 0 or begin.source != "new":
+            lineage.wrong("state", f"{where} as a new run, but the run began at step {begin.step}")
+    elif start.step not in {*saved, *ledger.saved} and start.step != begin.step:
+        lineage.wrong("state", f"{where} from a checkpoint, but none of that step was finished")

@@ -1,0 +1,168 @@
+"""What `hvdtrain audit` says, as text or as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.audit.goodput import PARTS, Goodput, measure
+from hvdtrain.audit.ledger import Ledger, read
+from hvdtrain.audit.lineage import Lineage, trace
+from hvdtrain.audit.order import OrderCheck, check_order
+
+
+@dataclass
+class Audit:
+    """All that was found out about a run."""
+
+    ledger: Ledger
+    lineage: Lineage
+    order: OrderCheck
+    goodput: Goodput
+
+    @property
+    def clean(self) -> bool:
+        return not any(not finding.warning for finding in self.lineage.findings)
+
+    def to_json(self) -> str:
+        segments = [asdict(segment) for segment in self.lineage.segments]
+        content = {
+            "run": str(self.ledger.path),
+            "clean": self.clean,
+            "findings": [asdict(finding) for finding in self.lineage.findings],
+            "segments": segments,
+            "skipped": self.lineage.skipped,
+            "order": asdict(self.order) | {"epochs": self.order.epochs},
+            "generations": [_row(self, number) for number in range(len(self.lineage.redone))],
+            "goodput": self.goodput.share,
+            "wall_seconds": self.goodput.wall,
+            "seconds": self.goodput.parts,
+        }
+        return json.dumps(content, indent=1)
+
+    def to_text(self) -> str:
+        return "\n".join(
+            [*_verdict(self), "", *_generations(self), "", *_samples(self), "", *_time(self)]
+        )
+
+
+def audit(path: Path) -> Audit:
+    """Audits RUN/ from what the run wrote.
+
+    Raises:
+        UserError: there is no run that can be audited.
+    """
+    ledger = read(path)
+    lineage = trace(ledger)
+    first = ledger.generations[0].start
+    stops = [segment.sample_stop for segment in lineage.segments]
+    begin = first.step * first.global_size
+    order = check_order(begin, max([begin, *stops]), first.dataset_size, first.seed)
+    if order.repeated:
+        lineage.wrong("samples", f"epochs {order.repeated} use a sample more than once")
+    return Audit(ledger, lineage, order, measure(ledger))
+
+
+def _row(audit: Audit, number: int) -> dict[str, Any]:
+    generation = audit.ledger.generations[number]
+    start = generation.start
+    return {
+        "generation": number,
+        "cause": start.cause,
+        "source": start.source,
+        "from_step": start.step,
+        "to_step": generation.reached,
+        "hosts": start.hosts,
+        "world_size": start.world_size,
+        "seconds": start.seconds,
+        "redone": audit.lineage.redone[number],
+        "checkpoints_failed": generation.failed,
+        "healed": generation.healed,
+        "end": None
+        if generation.end is None
+        else dict(zip(("step", "exit_code"), generation.end, strict=True)),
+    }
+
+
+def _verdict(audit: Audit) -> list[str]:
+    begin = audit.ledger.generations[0].start.step
+    last = max([begin, *(segment.last for segment in audit.lineage.segments)])
+    wrong = [finding for finding in audit.lineage.findings if not finding.warning]
+    name, redone = audit.ledger.path, sum(audit.lineage.redone)
+    if wrong:
+        lines = [f"{name}: NOT clean, {len(wrong)} findings"]
+    else:
+        lines = [
+            f"{name}: clean. Steps {begin + 1} to {last} were each applied exactly once; "
+            f"{len(audit.ledger.generations) - 1} restarts, {redone} steps redone"
+        ]
+    for finding in audit.lineage.findings:
+        kind = f"{'warning, ' if finding.warning else ''}{finding.kind}"
+        lines.append(f"  {kind}: {finding.message}")
+    if audit.lineage.skipped:
+        lines.append(f"  skipped, their gradient was not finite: steps {audit.lineage.skipped}")
+    for number, generation in enumerate(audit.ledger.generations):
+        for step, ranks in generation.healed.items():
+            lines.append(f"  generation {number}: ranks {ranks} were healed after step {step}")
+        if generation.failed:
+            lines.append(f"  generation {number}: checkpoints of steps {generation.failed} failed")
+    return lines
+
+
+def _generations(audit: Audit) -> list[str]:
+    rows = [["generation", "cause", "from", "to", "seconds", "redone", "end", "ranks"]]
+    for number in range(len(audit.ledger.generations)):
+        row = _row(audit, number)
+        hosts = " ".join(f"{h}:{_ranks(ranks)}" for h, ranks in row["hosts"].items())
+        rows.append(
+            [
+                str(number),
+                f"{row['cause']}, {row['source']}",
+                str(row["from_step"]),
+                str(row["to_step"]),
+                f"{row['seconds']:.2f}",
+                str(row["redone"]),
+                "-" if row["end"] is None else str(row["end"]["exit_code"]),
+                f"{row['world_size']} ({hosts})",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Such as "0-3", or "0,2" where there are holes."""
+    whole = ranks == list(range(ranks[0], ranks[-1] + 1)) if ranks else False
+    return f"{ranks[0]}-{ranks[-1]}" if whole and len(ranks) > 1 else ",".join(map(str, ranks))
+
+
+def _samples(audit: Audit) -> list[str]:
+    lines = [
+        f"steps {s.first} to {s.last}: samples {s.sample_start} to {s.sample_stop - 1} of the "
+        f"order, {s.world_size} ranks, generation {s.generation}"
+        for s in audit.lineage.segments
+    ]
+    order = audit.order
+    if order.all_checked:
+        looked = "at every position"
+    else:
+        looked = f"at {order.checked} of {order.stop - order.start} positions, evenly spaced,"
+    return [
+        *lines,
+        f"{order.epochs:.2f} epochs of {order.size} samples; {looked} the order was computed, and "
+        + ("a sample comes TWICE in an epoch" if order.repeated else "no epoch has a sample twice"),
+    ]
+
+
+def _time(audit: Audit) -> list[str]:
+    goodput = audit.goodput
+    lines = [f"goodput {goodput.share:.3f}: of {goodput.wall:.1f} s"]
+    for name, seconds in goodput.parts.items():
+        share = seconds / goodput.wall if goodput.wall > 0 else 0.0
+        lines.append(f"  {seconds:10.1f} s  {share:6.1%}  {PARTS[name]}")
+    return lines

@@ -1,0 +1,125 @@
+"""Are the replicas still alike? A hash of each rank's state is compared, and damage healed.
+
+All ranks apply the same update to the same bits, so their parameters and optimizer state
+stay the same bits: a rank that differs has been damaged (a flipped bit of memory, a defect
+of a core or a device). Buffers are not compared: BatchNorm's statistics are each rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hvdtrain.engine.loop import Loop, Record
+from hvdtrain.engine.state import RunState
+from hvdtrain.engine.tensor_hash import TensorHash
+from hvdtrain.errors import EXIT_CRASH
+from hvdtrain.log import logger
+from hvdtrain.optim.optimizer import state_tensors
+from hvdtrain.runtime.collectives import AgreedError, gather_bytes
+from hvdtrain.runtime.topology import Topology
+
+
+class ReplicaCheck:
+    """Comes before all callbacks that use the state: what is damaged is not saved.
+
+    Adds "healed" (ranks) to the record of a step after which it healed some.
+
+    Args:
+        every: steps between checks.
+        save_every: steps between checkpoints, 0 = none: what is saved is compared too.
+        state: this rank's.
+        healed: told the step and the ranks that were healed; on every rank.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        save_every: int,
+        state: RunState,
+        healed: Callable[[int, list[int]], None],
+    ) -> None:
+        self._every = every
+        self._save_every = save_every
+        self._state = state
+        self._healed = healed
+        self._hash = TensorHash()
+        self._alike = state.progress.step  # the latest step after which all were alike
+
+    def on_step(self, loop: Loop, record: Record) -> None:
+        """Compares where it is due.
+
+        Raises:
+            AgreedError: no group of ranks is larger than all others: nobody knows who is right.
+        """
+        if loop.topology.world_size == 1 or not self._due(loop):
+            return
+        step = loop.progress.step
+        digests = gather_bytes(self._digest(), "replicas")
+        majority = largest_group(digests)
+        if majority is None:
+            raise AgreedError(
+                _no_majority(digests, loop.topology, step, self._alike), EXIT_CRASH, 0
+            )
+        damaged = [r for r in range(loop.topology.world_size) if r not in majority]
+        if damaged:
+            self._heal(majority[0], keep_buffers=loop.topology.rank in majority)
+            record["healed"] = damaged
+            logger.warning(
+                "step %d: parameters or optimizer state of %s differed from the other ranks' and "
+                "were healed from %s; gradients of the steps since %d may have been wrong",
+                step,
+                _names(damaged, loop.topology),
+                _names(majority[:1], loop.topology),
+                self._alike,
+            )
+            self._healed(step, damaged)
+        self._alike = step
+
+    def _due(self, loop: Loop) -> bool:
+        step = loop.progress.step
+        saved = self._save_every > 0 and (loop.ending or step % self._save_every == 0)
+        return step % self._every == 0 or saved or loop.preempted
+
+    def _digest(self) -> bytes:
+        model, optimizer = self._state.model, self._state.optimizer
+        parameters = {f"model/{name}": p.data for name, p in model.named_parameters()}
+        state = {f"optimizer/{key}": t for key, t in state_tensors(optimizer, model).items()}
+        return self._hash(parameters | state)
+
+    def _heal(self, root: int, keep_buffers: bool) -> None:
+        """Gives `root`'s state to all. A rank that was well keeps its own buffers."""
+        buffers = list(self._state.model.buffers()) if keep_buffers else []
+        kept = [buffer.clone() for buffer in buffers]
+        self._state.broadcast(root)
+        for buffer, own in zip(buffers, kept, strict=True):
+            buffer.copy_(own)
+
+    def close(self) -> None:
+        pass
+
+
+def largest_group(digests: Sequence[bytes]) -> list[int] | None:
+    """The ranks whose digest most ranks have, or None where two digests have equally many.
+
+    Damage does not hit two ranks alike, so a group may be less than half of the ranks.
+    """
+    groups: dict[bytes, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        groups.setdefault(digest, []).append(rank)
+    largest, *others = sorted(groups.values(), key=len, reverse=True)
+    return None if others and len(others[0]) == len(largest) else largest
+
+
+def _no_majority(digests: Sequence[bytes], topology: Topology, step: int, alike: int) -> str:
+    groups = {d: [r for r, other in enumerate(digests) if other == d] for d in digests}
+    parts = "; ".join(_names(ranks, topology) for ranks in groups.values())
+    return (
+        f"step {step}: parameters or optimizer state differ between {len(groups)} groups of ranks "
+        f"({parts}) and none is the largest, so nobody knows who is right (they were alike after "
+        f"step {alike}); nothing of this was saved: start again with the same run.id to go on from "
+        "the newest checkpoint, on other hosts if it happens again"
+    )
+
+
+def _names(ranks: Sequence[int], topology: Topology) -> str:
+    return ", ".join(f"rank {rank} on {topology.hosts[rank]}" for rank in ranks)

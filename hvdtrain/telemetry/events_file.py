@@ -1,0 +1,69 @@
+"""RUN/events.jsonl: starts, checkpoints and ends of a run, for `hvdtrain audit`."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.log import logger
+
+
+class EventsFile:
+    """Appends lines; only the rank 0 of the time has one. It never stops training.
+
+    Args:
+        path: the file; it is made with the first event.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting: list[bytes] = []
+        self._failed = False
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Appends an event with its time (unix, seconds); it reaches the system at once.
+
+        What cannot be written is said once, kept, and written before the next event.
+        """
+        line = json.dumps({"event": event, "time": time.time(), **fields})
+        self._waiting.append(line.encode() + b"\n")
+        try:
+            self._append()
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                logger.error("%s cannot be written (%s); training goes on", self._path, error)
+            self._failed = True
+
+    def _append(self) -> None:
+        # Opened anew each time: events are rare, and the file's end is then as it is now.
+        with open(self._path, "a+b", buffering=0) as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":  # a crash, or a full disk, tore the last line
+                    file.write(b"\n")
+            while self._waiting:
+                if file.write(self._waiting[0]) != len(self._waiting[0]):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                del self._waiting[0]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, one a line, in their order; torn lines are passed over.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+    """
+    found = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            content = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(content, dict):
+            found.append(content)
+    return found

@@ -1,0 +1,113 @@
+"""The comparison of the ranks' states."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.engine.callbacks import replicas
+from hvdtrain.engine.callbacks.replicas import ReplicaCheck
+from hvdtrain.engine.loop import Progress
+from hvdtrain.engine.state import RunState, model_tensors
+from hvdtrain.engine.tensor_hash import TensorHash
+from hvdtrain.optim.config import OptimConfig
+from hvdtrain.optim.optimizer import build_optimizer, state_tensors
+from hvdtrain.runtime.collectives import AgreedError, gather_bytes
+from hvdtrain.runtime.topology import Topology
+
+
+def _state(seed: int) -> RunState:
+    """After one step; BatchNorm's buffers follow from the seed too."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 1))
+    optimizer = build_optimizer(OptimConfig(), model)
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    return RunState(model, optimizer, Progress(seed, seed, 0, 0), identity={})
+
+
+def _loop(topology: Topology, step: int) -> Any:
+    progress = Progress(step=step)
+    return SimpleNamespace(topology=topology, progress=progress, ending=False, preempted=False)
+
+
+def test_ranks_with_equal_tensors_have_different_hashes(topology: Topology) -> None:
+    tensors = model_tensors(_state(seed=0).model)
+    digests = gather_bytes(TensorHash()(tensors), "digests")
+    assert len(digests) == topology.world_size and len(set(digests)) == 1
+    tensors["0.weight"].view(torch.int32)[0, 0] ^= topology.rank
+    assert len(set(gather_bytes(TensorHash()(tensors), "digests"))) == topology.world_size
+
+
+def test_the_state_does_not_come_from_the_rank_that_is_named(topology: Topology) -> None:
+    for root in (topology.world_size - 1, 0, topology.world_size - 1):
+        state, expected = _state(seed=topology.rank), _state(seed=root)
+        progress = state.progress
+        state.broadcast(root)
+        assert state.progress is progress and progress == expected.progress
+        for name, tensor in model_tensors(expected.model).items():
+            assert torch.equal(model_tensors(state.model)[name], tensor), name
+        for key, tensor in state_tensors(expected.optimizer, expected.model).items():
+            assert torch.equal(state_tensors(state.optimizer, state.model)[key], tensor), key
+
+
+def test_equal_states_with_buffers_of_their_own_count_as_damaged(topology: Topology) -> None:
+    state = _state(seed=0)
+    state.model[1].running_mean += topology.rank  # type: ignore[index,operator]
+    record: dict[str, Any] = {}
+    ReplicaCheck(10, 0, state, lambda step, ranks: pytest.fail("healed")).on_step(
+        _loop(topology, 10), record
+    )
+    assert record == {}
+
+
+def test_a_tie_is_decided_or_a_rank_goes_on(topology: Topology) -> None:
+    if topology.world_size != 2:
+        pytest.skip("two ranks are no majority")
+    state = _state(seed=0)
+    check = ReplicaCheck(10, 0, state, lambda step, ranks: None)
+    check.on_step(_loop(topology, 10), {})
+    next(state.model.parameters()).data.view(torch.int32)[0, 0] ^= topology.rank
+    check.on_step(_loop(topology, 19), {})  # not due
+    with pytest.raises(AgreedError, match="alike after step 10") as caught:
+        check.on_step(_loop(topology, 20), {})
+    assert caught.value.exit_code == 1
+
+
+def test_healing_takes_the_buffers_of_a_rank_that_was_well(
+    topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if topology.world_size != 2:
+        pytest.skip("for two ranks")
+    monkeypatch.setattr(replicas, "largest_group", lambda digests: [1])
+    state = _state(seed=0)
+    mean = state.model[1].running_mean  # type: ignore[index]
+    mean.fill_(topology.rank + 5.0)  # type: ignore[operator]
+    weight = next(state.model.parameters()).data
+    expected = weight.clone()
+    weight.view(torch.int32)[0, 0] ^= 1 - topology.rank
+    heard: list[tuple[int, list[int]]] = []
+    record: dict[str, Any] = {}
+    check = ReplicaCheck(10, 0, state, lambda step, ranks: heard.append((step, ranks)))
+    check.on_step(_loop(topology, 20), record)
+    assert record == {"healed": [0]} and heard == [(20, [0])]
+    assert torch.equal(weight, expected)
+    assert mean.unique().tolist() == [6.0]  # type: ignore[operator]
+    check.on_step(_loop(topology, 20), record)  # again, as after an elastic reset
+
+
+def test_a_state_is_saved_unseen(topology: Topology) -> None:
+    if topology.world_size != 2:
+        pytest.skip("two ranks are no majority")
+    state = _state(seed=topology.rank)
+    check = ReplicaCheck(100, 7, state, lambda step, ranks: None)
+    loop = _loop(topology, 13)
+    check.on_step(loop, {})
+    for step, ending, preempted in ((14, False, False), (13, True, False), (13, False, True)):
+        loop.progress.step, loop.ending, loop.preempted = step, ending, preempted
+        with pytest.raises(AgreedError):
+            check.on_step(loop, {})

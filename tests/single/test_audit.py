@@ -1,0 +1,330 @@
+"""`hvdtrain audit`: histories that are right are clean, and what is altered in one is found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from hvdtrain import cli
+from hvdtrain.audit.order import check_order
+from hvdtrain.audit.report import audit
+from hvdtrain.errors import UserError
+from tests.support.history import SIZE, TOTAL, History
+
+Lines = list[dict[str, Any]]
+
+
+@st.composite
+def _histories(draw: st.DrawFn) -> Callable[[Path], History]:
+    """Plans of runs with up to 6 generations; each is played into a folder."""
+    log_every, save_every = draw(st.sampled_from([1, 1, 1, 4])), draw(st.sampled_from([0, 3, 5]))
+    eval_every = draw(st.sampled_from([0, 6]))
+    plan = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from(["kill", "torn", "preempted", "failure", "hosts", "back"]),
+                st.integers(1, 4),
+                st.integers(0, 14),
+            ),
+            max_size=5,
+        )
+    )
+    finished = draw(st.booleans())
+
+    def play(folder: Path) -> History:
+        history = History(folder, log_every, eval_every, save_every)
+        history.launch(2)
+        history.steps(draw(st.integers(0, 14)))
+        for how, ranks, steps in plan:
+            if how == "preempted":
+                history.end(75)
+            elif how in ("kill", "torn"):
+                history.crash(torn=how == "torn")
+            if history.running:
+                logged = history.log_every == 1 and history.step > history.lowest
+                cause = "hosts" if how == "hosts" else "failure"
+                history.recover(ranks, cause, back=int(how == "back" and logged))
+            else:
+                history.launch(ranks)
+            history.steps(steps)
+        if finished:
+            history.steps(TOTAL)
+            history.end(0)
+        return history
+
+    return play
+
+
+@settings(max_examples=100, deadline=None)
+@given(_histories())
+def test_a_history_without_fault_is_not_clean(play: Callable[[Path], History]) -> None:
+    with TemporaryDirectory() as root:
+        history = play(Path(root) / "run")
+        found = audit(history.folder)
+        assert found.clean and not found.lineage.findings, found.to_text()
+        stops = [0, *(segment.sample_stop for segment in found.lineage.segments)]
+        starts = [segment.sample_start for segment in found.lineage.segments]
+        assert starts == stops[:-1]  # no gap, no overlap
+        assert sum(found.goodput.parts.values()) == pytest.approx(found.goodput.wall, abs=1e-3)
+        assert all(seconds >= 0 for seconds in found.goodput.parts.values())
+        json.loads(found.to_json())
+        assert "clean. Steps 1 to " in found.to_text()
+
+
+def _drop(lines: Lines, starts: Lines, at: int) -> None:
+    assume(at < len(lines) - 1)  # of the last nobody knows whether there was one
+    del lines[at]
+
+
+def _double(lines: Lines, starts: Lines, at: int) -> None:
+    lines.insert(at, dict(lines[at]))
+
+
+def _samples(lines: Lines, starts: Lines, at: int) -> None:
+    lines[at]["samples"] += SIZE
+
+
+def _world_size(lines: Lines, starts: Lines, at: int) -> None:
+    lines[at]["world_size"] += 1
+
+
+def _start_step(by: int) -> Callable[[Lines, Lines, int], None]:
+    def alter(lines: Lines, starts: Lines, at: int) -> None:
+        start = starts[at % len(starts)]
+        following = [s["time"] for s in starts if s["time"] > start["time"]]
+        assume(start["step"] + by >= 0)
+        # A generation that did nothing may have begun anywhere.
+        assume(any(start["time"] < li["time"] < min([9e9, *following]) for li in lines))
+        start["step"] += by
+        start["samples"] += by * SIZE
+
+    return alter
+
+
+def _start_gone(lines: Lines, starts: Lines, at: int) -> None:
+    start = starts[at % len(starts)]
+    if start is starts[-1] and len(starts) > 1:
+        # The last leaves a trace only where the ranks became other ones or steps were redone.
+        after = [line["step"] for line in lines if line["time"] > start["time"]]
+        assume(after and start["world_size"] != starts[-2]["world_size"])
+    starts.remove(start)
+
+
+def _identity(lines: Lines, starts: Lines, at: int) -> None:
+    assume(len(starts) > 1)
+    key = ("seed", "dataset_size", "fingerprint")[at % 3]
+    starts[at % len(starts)][key] = 5
+
+
+ALTERED = {
+    "drop": (_drop, {"gap"}),
+    "double": (_double, {"double"}),
+    "samples": (_samples, {"samples"}),
+    "world_size": (_world_size, {"world_size"}),
+    "start step + 1": (_start_step(1), {"state", "double", "gap"}),
+    "start step - 1": (_start_step(-1), {"state", "double", "gap"}),
+    "start gone": (_start_gone, {"ledger", "world_size", "double", "gap"}),
+    "identity": (_identity, {"identity"}),
+}
+
+
+@pytest.mark.parametrize("name", ALTERED)
+@settings(max_examples=25, deadline=None)
+@given(play=_histories(), at=st.integers(0, 1000))
+def test_an_altered_history_is_clean(name: str, play: Callable[[Path], History], at: int) -> None:
+    alter, kinds = ALTERED[name]
+    with TemporaryDirectory() as root:
+        history = play(Path(root) / "run")
+        assume(history.log_every == 1)
+        lines, events = _read(history.folder, "metrics"), _read(history.folder, "events")
+        assume(lines)
+        starts = [event for event in events if event["event"] == "start"]
+        kept = list(starts)
+        alter(lines, starts, at % len(lines))
+        gone = [start for start in kept if start not in starts]
+        _write(history.folder, "metrics", lines)
+        _write(history.folder, "events", [event for event in events if event not in gone])
+        try:
+            found = audit(history.folder)
+        except UserError as error:
+            assert "names no start" in str(error) and not starts
+            return
+        assert not found.clean
+        assert kinds & {finding.kind for finding in found.lineage.findings}, found.to_text()
+        assert "NOT clean" in found.to_text()
+
+
+def _read(folder: Path, name: str) -> Lines:
+    lines = []
+    for text in (folder / f"{name}.jsonl").read_text().splitlines():
+        try:
+            lines.append(json.loads(text))
+        except ValueError:
+            continue
+    return lines
+
+
+def _write(folder: Path, name: str, lines: Lines) -> None:
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (folder / f"{name}.jsonl").write_text(text)
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    """Launched, killed in step 14, launched again, recovered, recovered one step back."""
+    history = History(tmp_path / "run", eval_every=6)
+    history.launch(4)
+    history.steps(13)
+    history.crash(torn=True)
+    history.launch(4)
+    history.steps(7)
+    history.recover(3)
+    history.steps(4)
+    history.recover(2, back=1)
+    history.steps(TOTAL)
+    history.end(0)
+    return history
+
+
+def test_time_is_given_to_the_wrong_part(history: History) -> None:
+    goodput = audit(history.folder).goodput
+    assert goodput.wall == pytest.approx(history.wall)
+    for part, seconds in goodput.parts.items():
+        assert seconds == pytest.approx(history.spent[part], abs=1e-3), part
+    assert goodput.parts["steps"] == pytest.approx(TOTAL)
+    assert goodput.parts["redone"] == pytest.approx(4)
+    assert goodput.share == pytest.approx(TOTAL / history.wall)
+
+
+def test_the_table_of_restarts_or_the_samples_are_wrong(
+    history: History, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["audit", str(history.folder), "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = [
+        (row["cause"], row["source"], row["from_step"], row["to_step"], row["redone"])
+        for row in found["generations"]
+    ]
+    assert rows == [
+        ("launch", "new", 0, 13, 0),
+        ("launch", "checkpoint", 10, 17, 3),
+        ("failure", "memory", 17, 21, 0),
+        ("failure", "memory", 20, 60, 1),
+    ]
+    segments = [(s["first"], s["last"], s["world_size"]) for s in found["segments"]]
+    assert segments == [(1, 10, 4), (11, 17, 4), (18, 20, 3), (21, 60, 2)]
+    assert found["order"]["checked"] == TOTAL * SIZE and found["order"]["epochs"] == 9.375
+    assert cli.main(["audit", str(history.folder)]) == 0
+    text = capsys.readouterr().out
+    assert "3 restarts, 4 steps redone" in text
+    assert "3  " in text and "3 (node1:0-1 node2:2)" in text
+    assert "steps 18 to 20: samples 170 to 199 of the order, 3 ranks, generation 2" in text
+
+
+def test_a_line_that_a_failure_kept_from_being_written_is_not_missed(history: History) -> None:
+    lines = _read(history.folder, "metrics")
+    _write(history.folder, "metrics", [line for line in lines if line["step"] != 17])
+    messages = [finding.message for finding in audit(history.folder).lineage.findings]
+    assert "step 17 of generation 1 left no line of metrics" in messages
+
+
+def test_a_start_from_a_checkpoint_that_never_was_is_clean(history: History) -> None:
+    events = _read(history.folder, "events")
+    (saved,) = [e for e in events[:5] if e["event"] == "checkpoint" and e["step"] == 10]
+    events.remove(saved)
+    _write(history.folder, "events", events)
+    found = audit(history.folder)  # it is on the disk, so there was one
+    assert found.clean and [f.warning for f in found.lineage.findings] == [True]
+    shutil.rmtree(history.folder / "checkpoints/step_00000010")
+    found = audit(history.folder)
+    assert [f.kind for f in found.lineage.findings] == ["state"], found.to_text()
+
+
+def test_the_disk_and_the_events_disagree_in_silence(history: History) -> None:
+    shutil.rmtree(history.folder / "checkpoints/step_00000060")
+    (history.folder / "checkpoints/step_00000041").mkdir()
+    (history.folder / "checkpoints/step_00000041/complete").touch()
+    found = audit(history.folder)
+    assert found.clean
+    assert [finding.message for finding in found.lineage.findings] == [
+        "the checkpoint of step 41 on disk has no event",
+        "the checkpoint of step 60 is not on disk",
+    ]
+
+
+def test_retention_is_taken_for_a_loss(history: History) -> None:
+    for step in range(5, 55, 5):
+        shutil.rmtree(history.folder / f"checkpoints/step_{step:08}")
+    assert not audit(history.folder).lineage.findings
+
+
+def test_a_run_that_began_at_a_checkpoint_of_another_is_refused(tmp_path: Path) -> None:
+    history = History(tmp_path / "run")
+    history.step, history.saved = 20, [20]
+    history.launch(2)
+    history.steps(3)
+    history.crash()
+    history.launch(2)
+    history.steps(9)
+    found = audit(history.folder)
+    assert found.clean and not found.lineage.findings, found.to_text()
+    assert "Steps 21 to 29 " in found.to_text()
+    assert (found.order.start, found.order.stop) == (200, 290)
+
+
+def test_what_happened_beside_the_steps_is_not_told(history: History) -> None:
+    history.events.write("healed", step=60, ranks=[1])
+    history.events.write("checkpoint_failed", step=60, error="disk full")
+    lines = _read(history.folder, "metrics")
+    lines[6]["skipped"] = True
+    _write(history.folder, "metrics", lines)
+    text = audit(history.folder).to_text()
+    for part in ("ranks [1] were healed after step 60", "of steps [60] failed", "steps [7]"):
+        assert part in text, text
+
+
+def test_a_run_without_events_is_audited(
+    history: History, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (history.folder / "events.jsonl").unlink()
+    assert cli.main(["audit", str(history.folder)]) == 2
+    assert "has no events.jsonl: the run was made by a version" in capsys.readouterr().err
+    assert cli.main(["audit", str(history.folder.parent)]) == 2
+    assert "is no folder of a run" in capsys.readouterr().err
+
+
+def test_the_exit_code_does_not_say_that_a_run_is_not_clean(
+    history: History, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = _read(history.folder, "metrics")
+    del lines[30]
+    _write(history.folder, "metrics", lines)
+    assert cli.main(["audit", str(history.folder)]) == 1
+    assert "gap: step 31 of generation 3 left no line of metrics" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("limit", [7, 64, 1000, 10**6])
+def test_the_order_is_not_looked_at_or_without_bound(limit: int) -> None:
+    check = check_order(100, 5000, 130, seed=3, limit=limit)
+    assert not check.repeated and 0 < check.checked <= 2 * limit
+    assert check.all_checked == (limit >= 5000)
+
+
+def test_a_repeated_sample_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvdtrain.audit.order.permute", lambda p, size, seed, epoch: p // 2)
+    assert check_order(100, 391, 130, seed=3).repeated == [0, 1, 2]
+    monkeypatch.setattr("hvdtrain.audit.order.permute", lambda p, size, seed, epoch: p + 1)
+    assert check_order(100, 390, 130, seed=3).repeated == [0, 1, 2]
+
+
+def test_the_audit_of_a_huge_data_set_takes_long() -> None:
+    check = check_order(0, 3 * 10**9, 10**9, seed=3, limit=10**5)
+    assert 0 < check.checked <= 2 * 10**5 and not check.repeated

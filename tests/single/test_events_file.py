@@ -1,0 +1,61 @@
+"""events.jsonl: every event once, whatever a crash or a full disk left."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.telemetry.events_file import EventsFile, read_lines
+
+TORN = {
+    "half a line": b'{"event": "start", "ti',
+    "a line without its newline": b'{"event": "lost", "time": 1}',
+    "zeros": b"\0" * 40,
+    "no text": b'{"event": "\xff\xfe',
+}
+
+
+@pytest.mark.parametrize("end", TORN)
+def test_a_torn_line_takes_the_next_with_it(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "events.jsonl"
+    EventsFile(path).write("start", generation=0)
+    with open(path, "ab") as file:
+        file.write(TORN[end])
+    EventsFile(path).write("start", generation=1)
+    events = [event["event"] for event in read_lines(path)]
+    whole = ["lost"] if end == "a line without its newline" else []
+    assert events == ["start", *whole, "start"]
+
+
+def test_an_event_has_no_time_or_waits_for_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    file = EventsFile(path)
+    file.write("checkpoint", step=3, seconds=0.5)
+    (event,) = read_lines(path)
+    assert event.pop("time") > 1.7e9
+    assert event == {"event": "checkpoint", "step": 3, "seconds": 0.5}
+
+
+def test_a_disk_that_fails_stops_training_or_loses_an_event(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "later/events.jsonl"
+    file = EventsFile(path)
+    with caplog.at_level(logging.ERROR, "hvdtrain"):
+        file.write("checkpoint", step=1)
+        file.write("checkpoint", step=2)
+    assert len(caplog.records) == 1 and "training goes on" in caplog.text
+    path.parent.mkdir()
+    file.write("checkpoint", step=3)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_full_disk_doubles_or_joins_events() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full")
+    file = EventsFile(full)
+    file.write("end", step=1)  # no OSError

@@ -1,0 +1,81 @@
+"""Real runs in which a bit of one rank's state flips."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.job import Finished
+from tests.support.runs import losses, metrics, run, weights
+
+STEPS, CHECK = 12, 5
+FLAGS = [
+    *("--task", "tests.support.tasks:Flipped", "--batch.global_size", "6"),
+    *("--batch.micro_size", "2", "--telemetry.port", "0", "--eval.every", "0"),
+    *("--train.steps", str(STEPS), "--train.log_every", "1", "--checkpoint.every", "0"),
+    *("--train.replica_check_every", str(CHECK), "--run.id", "run"),
+]
+NEVER = "0:0:weight"
+
+
+def _run(root: Path, flip: str, *flags: str, ranks: int = 3) -> Finished:
+    flags = (*FLAGS, "--run.root", str(root), *flags)
+    return run(root / "output", flags, f"mpirun:{ranks}", {"HVDTRAIN_TEST_FLIP": flip})
+
+
+def _healed(folder: Path) -> list[tuple[int, Any]]:
+    return [(line["step"], line["healed"]) for line in metrics(folder) if "healed" in line]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run in which nothing flipped."""
+    root = tmp_path_factory.mktemp("whole")
+    done = _run(root, NEVER, "--checkpoint.every", "5")
+    assert done.returncode == 0, done
+    assert _healed(root / "run") == [], done
+    return root / "run"
+
+
+@pytest.mark.parametrize("flip", ["1:5:weight", "0:5:exp_avg_sq", "2:5:step"])
+def test_a_flipped_bit_reaches_a_checkpoint_or_the_curve(
+    whole: Path, tmp_path: Path, flip: str
+) -> None:
+    # Healed at once, so that nothing of it is left: not a bit of any later loss.
+    done = _run(tmp_path, flip, "--checkpoint.every", "5")
+    assert done.returncode == 0, done
+    folder, rank = tmp_path / "run", int(flip[0])
+    assert _healed(folder) == [(5, [rank])], done
+    assert f"step 5: parameters or optimizer state of rank {rank} on " in done.stderr, done
+    assert losses(folder) == losses(whole)
+    for step in (5, 10, STEPS):
+        assert weights(folder, step) == weights(whole, step)
+
+
+def test_the_ranks_stay_different_or_the_step_is_not_logged(whole: Path, tmp_path: Path) -> None:
+    done = _run(tmp_path, "2:7:weight", "--train.log_every", "6", "--checkpoint.every", "12")
+    assert done.returncode == 0, done
+    folder = tmp_path / "run"
+    assert [line["step"] for line in metrics(folder)] == [6, 10, 12]
+    assert _healed(folder) == [(10, [2])], done  # and no more in the last step
+    assert "gradients of the steps since 5 may have been wrong" in done.stderr, done
+    before, *after = losses(folder)
+    assert before == losses(whole)[5] and after != [losses(whole)[9], losses(whole)[11]]
+    assert after == pytest.approx([losses(whole)[9], losses(whole)[11]], rel=1e-2)
+
+
+def test_two_ranks_that_differ_go_on_or_are_saved(tmp_path: Path) -> None:
+    done = _run(tmp_path, "1:7:weight", "--checkpoint.every", "5", ranks=2)
+    assert done.returncode == 1, done
+    message = "step 10: parameters or optimizer state differ between 2 groups of ranks (rank 0 on "
+    assert done.stderr.count(message) == 1 and "Traceback" not in done.stderr, done
+    finished = sorted(p.parent.name for p in (tmp_path / "run/checkpoints").glob("step_*/complete"))
+    assert finished == ["step_00000005"]
+    manifest = json.loads((tmp_path / "run/manifest.json").read_text())
+    assert manifest["restarts"] == 0
+    again = _run(tmp_path, NEVER, "--checkpoint.every", "5", ranks=2)
+    assert again.returncode == 0, again
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))

@@ -1,0 +1,97 @@
+"""The hash that compares replicas: no flipped bit escapes it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvdtrain.engine.callbacks.replicas import largest_group
+from hvdtrain.engine.tensor_hash import _BLOCK, DIGEST_BYTES, TensorHash
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
+
+
+def _tensor(dtype: torch.dtype, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(0, 2, shape, generator=generator).to(dtype)
+
+
+def _flip(tensor: Tensor, bit: int) -> None:
+    data = tensor.view(-1).view(torch.uint8)
+    data[bit // 8] ^= 1 << bit % 8
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_flipped_bit_escapes(dtype: torch.dtype) -> None:
+    hashed, tensor = TensorHash(), _tensor(dtype, 5)
+    expected = hashed({"a": tensor})
+    for bit in range(tensor.numel() * tensor.element_size() * 8):
+        if dtype is torch.bool and bit % 8:
+            continue  # torch's truth is the whole byte
+        _flip(tensor, bit)
+        assert hashed({"a": tensor}) != expected, bit
+        _flip(tensor, bit)
+    assert hashed({"a": tensor}) == expected and len(expected) == DIGEST_BYTES
+
+
+def test_a_bit_beyond_the_first_block_or_the_same_bit_of_two_words_escapes() -> None:
+    hashed, tensor = TensorHash(), torch.zeros(2 * _BLOCK + 3)
+    expected = hashed({"a": tensor})
+    for word in (_BLOCK - 1, _BLOCK, 2 * _BLOCK, 2 * _BLOCK + 2):
+        _flip(tensor, 32 * word + 31)  # the highest bits of two words must not cancel
+        assert hashed({"a": tensor}) != expected
+    _flip(tensor, 31)
+    assert hashed({"a": tensor}) != expected
+
+
+def test_swapped_elements_blocks_or_tensors_escape() -> None:
+    hashed = TensorHash()
+    tensor = torch.arange(2.0 * _BLOCK)
+    seen = {
+        hashed({"a": tensor}),
+        hashed({"a": tensor.roll(1)}),
+        hashed({"a": tensor.roll(_BLOCK)}),
+        hashed({"a": tensor.view(2, -1)}),
+        hashed({"b": tensor}),
+        hashed({"a": tensor, "b": torch.zeros(2)}),
+        hashed({"a": torch.zeros(2), "b": tensor}),
+    }
+    assert len(seen) == 7
+
+
+def test_equal_bits_have_different_hashes() -> None:
+    tensor = torch.randn(6, 7)
+    tensor[2, 3] = float("nan")
+    tensors = {"a": tensor, "scalar": torch.tensor(3.0), "empty": torch.empty(0)}
+    turned = {
+        "a": tensor.t().contiguous().t(),
+        **{k: tensors[k].clone() for k in tensors if k != "a"},
+    }
+    assert not turned["a"].is_contiguous()
+    assert TensorHash()(tensors) == TensorHash()(turned)
+    assert TensorHash()({"a": torch.tensor(0.0)}) != TensorHash()({"a": torch.tensor(-0.0)})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_device_has_a_hash_of_its_own() -> None:
+    tensors = {"a": torch.randn(_BLOCK + 5), "b": torch.randn(3).bfloat16()}
+    hashed = TensorHash()
+    assert hashed({k: t.cuda() for k, t in tensors.items()}) == hashed(tensors)
+
+
+GROUPS = {
+    "aaa": [0, 1, 2],
+    "aba": [0, 2],
+    "baa": [1, 2],
+    "abca": [0, 3],
+    "ab": None,
+    "abc": None,
+    "aabb": None,
+    "aabbc": None,
+}
+
+
+@pytest.mark.parametrize("digests", GROUPS)
+def test_a_minority_is_believed_or_a_tie_decided(digests: str) -> None:
+    assert largest_group([d.encode() for d in digests]) == GROUPS[digests]

@@ -1,0 +1,162 @@
+"""The files of a run that never was: starts, steps and kills on a clock of its own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.telemetry.events_file import EventsFile
+from hvdtrain.telemetry.metrics_file import MetricsFile
+
+SIZE, SEED, TOTAL = 10, 7, 60
+STEP, EVALUATION, SAVING, STARTING, WARMING, RECOVERING = 1.0, 0.5, 0.25, 4.0, 2.0, 0.75
+
+
+class History:
+    """Writes a run folder with the classes that write a real one.
+
+    Args:
+        folder: RUN.
+        log_every, eval_every, save_every: steps; 0 = never (of the last two).
+    """
+
+    def __init__(
+        self, folder: Path, log_every: int = 1, eval_every: int = 0, save_every: int = 5
+    ) -> None:
+        self.folder = folder
+        self.log_every, self.eval_every, self.save_every = log_every, eval_every, save_every
+        self.clock = 1_700_000_000.0
+        self.begin = self.clock
+        self.step = 0
+        self.ranks = 0
+        self.lowest = 0  # step from which this generation goes on
+        self.generation = -1
+        self.running = False
+        self.spent: Counter[str] = Counter()  # seconds, as the audit has to find them
+        self.saved: list[int] = []
+        folder.mkdir(parents=True)
+        config = f"train: {{log_every: {log_every}}}"
+        manifest = {"starts": [{"time": self.clock, "config": config}]}
+        (folder / "manifest.json").write_text(json.dumps(manifest))
+        self.events = EventsFile(folder / "events.jsonl")
+        self._lines: dict[int, float] = {}  # step -> seconds, of the lines that count
+        self._last = self._sign = self.clock
+
+    def launch(self, ranks: int) -> None:
+        """From the newest checkpoint, or anew."""
+        if self.generation >= 0:
+            self._pass("down", 30.0)
+            self._pass("restart", STARTING)
+        self.step = max(self.saved, default=0)
+        source = "checkpoint" if self.saved else "new"
+        self._start("launch", source, ranks, STARTING)
+        self._pass("restart", WARMING)
+
+    def recover(self, ranks: int, cause: str = "failure", back: int = 0) -> None:
+        """In memory; `back` is 1 where the rank that got furthest is gone."""
+        self._pass("recovery", RECOVERING)
+        self.step -= back
+        self._start(cause, "memory", ranks, RECOVERING)
+
+    def steps(self, count: int) -> None:
+        for _ in range(min(count, TOTAL - self.step)):
+            self._pass("step", STEP)
+            self.step += 1
+            self._log()
+            self._save(due=bool(self.save_every) and self.step % self.save_every == 0)
+
+    def crash(self, torn: bool = False) -> None:
+        """A kill in the middle of a step, and perhaps of a line."""
+        self.running = False
+        if torn:
+            for name in ("events.jsonl", "metrics.jsonl"):
+                with open(self.folder / name, "a") as file:
+                    file.write('{"step": 3, "event": "start", "ti')
+
+    def end(self, code: int) -> None:
+        if code == 75 and self.step > self.lowest:
+            self._log(ending=True)
+            self._save(due=True)
+        self._sign = self.clock
+        self._write("end", step=self.step, exit_code=code)
+        self.running = False
+
+    @property
+    def wall(self) -> float:
+        return self._sign - self.begin
+
+    def _start(self, cause: str, source: str, ranks: int, seconds: float) -> None:
+        self.generation += 1
+        self.ranks, self.running, self.lowest = ranks, True, self.step
+        for step in [step for step in self._lines if step > self.step]:
+            taken = self._lines.pop(step)
+            self.spent["steps"] -= taken
+            self.spent["redone"] += taken
+        for step in [step for step in self.saved if step > self.step]:
+            self.saved.remove(step)
+            shutil.rmtree(self._checkpoint(step))  # a real run renames it
+        self._metrics = MetricsFile(self.folder / "metrics.jsonl", after=self.step)
+        hosts = {"node1": list(range(min(ranks, 2)))}
+        if ranks > 2:
+            hosts["node2"] = list(range(2, ranks))
+        self._write(
+            "start",
+            generation=self.generation,
+            cause=cause,
+            step=self.step,
+            samples=self.step * SIZE,
+            world_size=ranks,
+            hosts=hosts,
+            source=source,
+            seconds=seconds,
+            global_size=SIZE,
+            seed=SEED,
+            dataset_size=64,
+            fingerprint="f00",
+            total_steps=TOTAL,
+            micro_size=2,
+        )
+        self._sign = self.clock
+
+    def _log(self, ending: bool = False) -> None:
+        evaluated = bool(self.eval_every) and self.step % self.eval_every == 0
+        ending = ending or self.step == TOTAL
+        if self.step in self._lines or (self.step % self.log_every and not (evaluated or ending)):
+            return
+        record = {
+            "step": self.step,
+            "loss": 1.0,
+            "samples": self.step * SIZE,
+            "world_size": self.ranks,
+            "step_seconds": STEP,
+            "time": self.clock,
+            **({"validation_loss": 1.0} if evaluated else {}),
+        }
+        self._metrics.write(record)
+        self._lines[self.step] = STEP
+        self._sign = self.clock
+        if evaluated:
+            self._pass("evaluation", EVALUATION)
+
+    def _save(self, due: bool) -> None:
+        if due and self.step not in self.saved:
+            self._pass("checkpoint", SAVING)
+            self.saved.append(self.step)
+            folder = self._checkpoint(self.step)
+            folder.mkdir(parents=True)
+            (folder / "complete").touch()
+            self._write("checkpoint", step=self.step, seconds=SAVING)
+            self._sign = self.clock
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.folder / f"checkpoints/step_{step:08}"
+
+    def _write(self, event: str, **fields: Any) -> None:
+        self.events.write(event, time=self.clock, **fields)
+
+    def _pass(self, part: str, seconds: float) -> None:
+        self.clock += seconds
+        self.spent["steps" if part == "step" else part] += seconds

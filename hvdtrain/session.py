@@ -46,6 +46,7 @@ from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 from hvdtrain.runtime.init import choose_device, initialise
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.tasks import Datasets, Task, optional
+from hvdtrain.telemetry.events_file import EventsFile, read_lines
 from hvdtrain.telemetry.exporter import Exporter, write_targets
 from hvdtrain.telemetry.metrics_file import MetricsFile
 
@@ -81,6 +82,7 @@ def run(settings: Settings, stop: StopFlag) -> int:
             print(f"hvdtrain: error: {where}{error}", file=sys.stderr, flush=True)
         with suppress(HorovodInternalError):
             gather_json(None, "told")  # nobody ends before the message is out
+        session.note_end(error.exit_code)
         return error.exit_code
     except BaseException as error:
         end_all(error, session.topology)
@@ -104,7 +106,7 @@ def _alike(name: str, part: Callable[[], T]) -> T:
 
 
 class Records:
-    """What rank 0 writes: the run's folder, its figures and its checkpoints.
+    """What rank 0 writes: the run's folder, its figures, its checkpoints and its ledger.
 
     A process has it from the first round on in which it is rank 0.
     """
@@ -113,6 +115,7 @@ class Records:
         self.folder = folder
         self.manager = CheckpointManager(folder.checkpoints, keep)
         self.metrics: MetricsFile | None = None
+        self.events = EventsFile(folder.events)
 
     def open(self, step: int) -> MetricsFile:
         """Opens the figures for a run that goes on from `step`, and puts aside what lies beyond.
@@ -124,6 +127,17 @@ class Records:
             self.manager.set_aside(after=step)
             self.metrics = MetricsFile(self.folder.metrics, after=step)
         return self.metrics
+
+    def note_start(self, **facts: Any) -> None:
+        """Writes the ledger's line of a round, before its first step."""
+        path = self.folder.events
+        past = read_lines(path) if path.exists() else []
+        saved = {event.get("step") for event in past if event.get("event") == "checkpoint"}
+        if facts["source"] == "checkpoint" and facts["step"] not in saved:
+            # Whoever wrote it was killed before it could say so.
+            self.events.write("checkpoint", step=facts["step"], seconds=0.0)
+        generation = sum(event.get("event") == "start" for event in past)
+        self.events.write("start", generation=generation, **facts)
 
     def close(self) -> None:
         if self.metrics is not None:
@@ -138,6 +152,7 @@ class Session:
     """
 
     def __init__(self, settings: Settings, stop: StopFlag) -> None:
+        self._began = time.time()
         self._settings = settings
         self._config = settings.config
         self._stop = stop
@@ -161,7 +176,9 @@ class Session:
         """Returns the exit code; raises as the function `run` says, and HorovodInternalError."""
         self._prepare()
         try:
-            return self._round() if self._membership is None else self._rounds(self._membership)
+            if self._membership is None:
+                return self._round("launch", self._began)
+            return self._rounds(self._membership)
         finally:
             if self._exporter is not None:
                 self._exporter.close()
@@ -176,6 +193,11 @@ class Session:
         """
         alone = self._membership is not None and self.topology.world_size == 1
         return not (alone and self._number > 0 and self._stop.raised_within(_LET_FIRST_SPEAK))
+
+    def note_end(self, exit_code: int) -> None:
+        """Writes the ledger's line of an end that the ranks agreed on."""
+        if self._records is not None:
+            self._records.events.write("end", step=self._state.progress.step, exit_code=exit_code)
 
     # --- once in a process -------------------------------------------------
 
@@ -208,7 +230,7 @@ class Session:
 
     def _rounds(self, membership: Membership) -> int:
         failed_at, failures = -1, 0
-        cause, since = "launch", time.time()
+        cause, since = "launch", self._began
         while True:
             hvd.shutdown()
             self._exchange.forget()
@@ -239,8 +261,13 @@ class Session:
 
     # --- one round -----------------------------------------------------------
 
-    def _round(self, cause: str = "launch", since: float | None = None) -> int:
-        """Meets, takes over the state and trains to the end, or to the next meeting."""
+    def _round(self, cause: str, since: float) -> int:
+        """Meets, takes over the state and trains to the end, or to the next meeting.
+
+        Args:
+            cause: launch, failure, or hosts (processes came or went).
+            since: when that was, unix time.
+        """
         source, targets = self._meet()
         topology, config = self.topology, self._config
         if self._exporter is not None:
@@ -250,6 +277,7 @@ class Session:
         logger.info("run %s on %s", folder.path, topology.describe())
         self._take_over(source)
         _alike("records", lambda: self._open_records(targets, cause))
+        self._note_start(cause, since, source)
         callbacks = build.build_callbacks(
             config,
             self._task,
@@ -261,6 +289,7 @@ class Session:
             self._records.metrics if self._records else None,
             self._exporter,
             self._heartbeat,
+            self._note_healed,
         )
         loop = build.build_loop(
             config,
@@ -276,7 +305,7 @@ class Session:
             self._heartbeat,
         )
         if cause != "launch" and topology.rank == 0:
-            seconds = time.time() - (since or time.time())
+            seconds = time.time() - since
             logger.info("going on after step %d, %.2f s later", loop.progress.step, seconds)
         try:
             loop.run()
@@ -288,8 +317,10 @@ class Session:
         if topology.rank == 0:
             folder.targets.unlink(missing_ok=True)  # a crash leaves it: Prometheus shows the loss
             _summary(loop, callbacks, self._task, self._state, folder)
+        code = EXIT_PREEMPTED if loop.preempted else 0
+        self.note_end(code)
         gather_json(None, "done")  # the launcher takes the first end of a rank for the end of all
-        return EXIT_PREEMPTED if loop.preempted else 0
+        return code
 
     def _meet(self) -> tuple[int | None, list[tuple[str, int, int]]]:
         """Learns where all ranks stand: (the rank whose state counts or None, exporters)."""
@@ -412,6 +443,30 @@ class Session:
             self._records.open(step)
         except OSError as error:
             raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from None
+
+    def _note_start(self, cause: str, since: float, source: int | None) -> None:
+        if self._records is None:
+            return
+        progress, config = self._state.progress, self._config
+        self._records.note_start(
+            cause=cause,
+            step=progress.step,
+            samples=progress.samples,
+            world_size=self.topology.world_size,
+            hosts=self.topology.ranks_by_host(),
+            source="memory" if source is not None else "checkpoint" if progress.step else "new",
+            seconds=time.time() - since,
+            global_size=config.batch.global_size,
+            micro_size=config.batch.micro_size,
+            seed=config.seed,
+            dataset_size=len(self._datasets.train),  # type: ignore[arg-type]
+            fingerprint=self._datasets.fingerprint,
+            total_steps=config.train.steps,
+        )
+
+    def _note_healed(self, step: int, ranks: list[int]) -> None:
+        if self._records is not None:
+            self._records.events.write("healed", step=step, ranks=ranks)
 
 
 def _check_wheel() -> None:

@@ -44,6 +44,7 @@ _LEAVE_SECONDS = 2.0
 _END_SECONDS = 30.0
 _END_OF_START_SECONDS = 1.0  # the same, where no round was formed: they wait to be ended
 _PAUSES = (1.0, 60.0)  # before a slot is used again: after its first failure, at most
+_START_PAUSE = 10.0  # at most, where a process did not get as far as to ask for its ranks
 _WELL_SECONDS = 60.0  # a process that trained so long had a good slot
 _DEFAULT_TIMEOUT = 600
 _FINAL = (0, EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)  # the ranks agreed on these
@@ -428,7 +429,8 @@ class ElasticDriver:
         self._failures += was != "starting"
         slot = self._slots[process.host, process.slot]
         slot.failures = 1 if was == "running" and lasted > _WELL_SECONDS else slot.failures + 1
-        pause = min(self._pauses[1], self._pauses[0] * 2 ** (slot.failures - 1))
+        most = min(_START_PAUSE, self._pauses[1]) if was == "starting" else self._pauses[1]
+        pause = min(most, self._pauses[0] * 2 ** min(slot.failures - 1, 10))
         slot.not_before = time.monotonic() + pause
         _say(f"{process} ended ({describe(code)}); its slot is used again in {pause:.0f} s")
         if not self._alive():

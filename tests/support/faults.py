@@ -66,7 +66,7 @@ class ElasticJob:
 
     def kill_processes_of(self, host: str) -> None:
         """All that the job has on a host: ranks, watchdogs, shells, ssh sessions."""
-        ours = [p for p in self.cluster.processes(host) if "hvdtrain" in p.command]
+        ours = [p for p in self.cluster.processes(host) if "-m hvdtrain" in p.command]
         self.cluster.kill(ours)
 
     def set_hosts(self, hosts: str) -> None:

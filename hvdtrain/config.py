@@ -18,7 +18,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from hvdtrain.checkpoint.config import CheckpointConfig
-from hvdtrain.engine.config import BatchConfig, EvalConfig, RunConfig, TrainConfig
+from hvdtrain.engine.config import BatchConfig, EvalConfig, PreemptConfig, RunConfig, TrainConfig
 from hvdtrain.errors import UserError, require
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
 from hvdtrain.tasks import load_class, optional
@@ -39,6 +39,7 @@ class Config:
         optim: the optimizer
         schedule: the learning rate over the steps
         checkpoint: checkpoints
+        preempt: what is known of whoever asks the run to stop
         telemetry: what a rank publishes
     """
 
@@ -51,6 +52,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    preempt: PreemptConfig = field(default_factory=PreemptConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvdtrain import build, log
 from hvdtrain.checkpoint.format import Checkpoint, read
 from hvdtrain.checkpoint.manager import CheckpointManager
+from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Settings
 from hvdtrain.engine.loop import Loop
 from hvdtrain.engine.run_folder import RunFolder, default_id
@@ -108,8 +109,11 @@ def _train(settings: Settings, topology: Topology, stop: StopFlag) -> int:
         )
         open_records = partial(_open_records, settings, folder, manager, manifest, state, targets)
     metrics = _alike("records", open_records)
+    writer = CheckpointWriter(manager, saved=state.progress.step) if manager else None
+    if writer is not None and exporter is not None:
+        build.export_checkpoints(exporter, writer)
     callbacks = build.build_callbacks(
-        config, task, datasets, state, topology, device, manager, metrics, exporter
+        config, task, datasets, state, topology, device, writer, metrics, exporter
     )
     loop = build.build_loop(
         config, task, datasets, state, exchange, topology, device, callbacks, stop
@@ -120,9 +124,9 @@ def _train(settings: Settings, topology: Topology, stop: StopFlag) -> int:
         for callback in callbacks.as_list():
             callback.close()
     _alike("last checkpoint", lambda: _check_saved(callbacks))
-    if first:
+    if writer is not None:
         folder.targets.unlink(missing_ok=True)  # a crash leaves it: Prometheus then shows the loss
-        _summary(loop, callbacks, task, state, folder)
+        _summary(loop, callbacks, writer, task, state, folder)
     gather_json(None, "done")  # the launcher takes the first end of a rank for the end of all
     return EXIT_PREEMPTED if loop.preempted else 0
 
@@ -228,11 +232,18 @@ def _check_saved(callbacks: build.Callbacks) -> None:
 
 
 def _summary(
-    loop: Loop, callbacks: build.Callbacks, task: Task, state: RunState, folder: RunFolder
+    loop: Loop,
+    callbacks: build.Callbacks,
+    writer: CheckpointWriter,
+    task: Task,
+    state: RunState,
+    folder: RunFolder,
 ) -> None:
     """Rank 0's last lines: what the model learnt, and where everything is."""
     if loop.preempted:
-        logger.info("asked to stop after step %d; a checkpoint is written", loop.progress.step)
+        logger.info("asked to stop after step %d; %s", loop.progress.step, writer.newest())
+    if writer.failures:
+        logger.warning("%d checkpoints could not be written", writer.failures)
     last: dict[str, Any] = callbacks.log.last
     if not last:
         logger.info("step %d of %d was done already", loop.progress.step, loop.train.steps)

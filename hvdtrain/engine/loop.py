@@ -98,6 +98,11 @@ class Loop:
         self._stop = stop
 
     @property
+    def asked_to_stop_at(self) -> float:
+        """When this rank heard of it, as time.monotonic() has it; now, where it did not."""
+        return self._stop.raised_at or time.monotonic()
+
+    @property
     def ending(self) -> bool:
         """This step is the run's last, or the last before it stops as asked."""
         return self.preempted or self.progress.step >= self.train.steps

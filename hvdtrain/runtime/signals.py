@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from types import FrameType
 
 
@@ -15,6 +16,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.raised = False
+        self.raised_at: float | None = None  # time.monotonic()
 
     def install(self) -> None:
         """Takes over the two signals; call it in the main thread."""
@@ -24,4 +26,5 @@ class StopFlag:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.raised:
             os._exit(128 + number)
+        self.raised_at = time.monotonic()
         self.raised = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from prometheus_client import (
@@ -39,7 +39,7 @@ class Exporter:
 
     def __init__(self, config: TelemetryConfig, local_rank: int, facts: dict[str, str]) -> None:
         disable_created_metrics()
-        registry = CollectorRegistry()
+        self._registry = registry = CollectorRegistry()
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"hvdtrain_{name}", text, registry=registry)
@@ -86,6 +86,10 @@ class Exporter:
         self._duration.observe(record["step_seconds"])
         for key, gauge in self._gauges.items():
             gauge.set(record[key])
+
+    def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Serves hvdtrain_NAME, whose value is asked for when Prometheus does."""
+        Gauge(f"hvdtrain_{name}", text, registry=self._registry).set_function(value)
 
     def close(self) -> None:
         self._server.shutdown()

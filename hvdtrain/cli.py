@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "train a model (the same as `python -m hvdtrain.train`)",
     "horovod": "build Horovod's wheel for this environment, or check the one installed",
     "data": "prepare data: tokenize text into flat files",
+    "ckpt": "list, verify or export the checkpoints of a run",
     "bench": "measure a training step and its scaling",
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any, ClassVar
 
 import torch
@@ -55,6 +56,12 @@ class Failing(Regression):
         return super().loss(model, batch)
 
 
+def _wait_for_checkpoint() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join(30)
+
+
 class NotFinite(Regression):
     """A loss that is NaN in some steps, in one micro-batch of each.
 
@@ -69,6 +76,7 @@ class NotFinite(Regression):
         self._calls = 0
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        _wait_for_checkpoint()  # the test looks at the state after each step
         step, number = divmod(self._calls, self.TINY_BATCHES)
         self._calls += 1
         losses = super().loss(model, batch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
@@ -111,3 +112,47 @@ class Signalled(LanguageModel):
         if self._calls in self._signals:
             os.kill(os.getpid(), signal.Signals[self._signals[self._calls]])
         return super().loss(model, batch)  # type: ignore[arg-type]
+
+
+class BlockedDisk(Regression):
+    """Saves hang: the writer's thread never gets back from its first fsync.
+
+    HVDTRAIN_TEST_BLOCKED=seconds is how long the end of the run waits for it.
+    """
+
+    def __init__(self) -> None:
+        from hvdtrain.checkpoint import writer
+
+        fsync = os.fsync
+        writer.PATIENCE_S = float(os.environ["HVDTRAIN_TEST_BLOCKED"])
+
+        def blocking(file: int) -> None:
+            if threading.current_thread().name == "checkpoint":
+                threading.Event().wait()
+            fsync(file)
+
+        os.fsync = blocking
+
+
+class FullDisk(Regression):
+    """Fills the disk that holds the run in some steps.
+
+    HVDTRAIN_TEST_FULL=folder:first:last fills it before step `first`, counted from 1, and frees
+    it after step `last`. With one rank and one micro-batch a step.
+    """
+
+    def __init__(self) -> None:
+        folder, self._first, self._last = os.environ["HVDTRAIN_TEST_FULL"].split(":")
+        self._ballast = os.path.join(folder, "ballast")
+        self._calls = 0
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        _wait_for_checkpoint()
+        self._calls += 1
+        if self._calls == int(self._first):
+            with suppress(OSError), open(self._ballast, "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(512))
+        if self._calls == int(self._last) + 1:
+            os.remove(self._ballast)
+        return super().loss(model, batch)

@@ -19,6 +19,7 @@ from hvdtrain.log import logger
 # this rate.
 PATIENCE_S = 120.0
 _SLOWEST = 10e6  # bytes a second
+_QUICKLY_TOUCHED = 64 << 20  # bytes; a save of less need not wait for `prepare`
 
 
 class CheckpointWriter:
@@ -70,7 +71,8 @@ class CheckpointWriter:
     def prepare(self, checkpoint: Checkpoint) -> None:
         """Makes the staging buffer in the background: the first touch of memory is slow."""
         self._staging = _empty_like(checkpoint)
-        self._begin(lambda: _touch(_tensors(self._staging)))
+        if _size(checkpoint) > _QUICKLY_TOUCHED:
+            self._begin(lambda: _touch(_tensors(self._staging)))
 
     def start(self, checkpoint: Checkpoint, before: Callable[[], None]) -> None:
         """Copies the state and begins to write it; only while not `busy`.
@@ -100,8 +102,7 @@ class CheckpointWriter:
             Whether the writer is free.
         """
         if self._thread is not None:
-            size = sum(t.nbytes for t in _tensors(self._staging))
-            patience = PATIENCE_S + size / _SLOWEST
+            patience = PATIENCE_S + _size(self._staging) / _SLOWEST
             self._thread.join(max(0.0, min(patience, deadline - time.monotonic())))
         return not self.busy
 
@@ -130,6 +131,11 @@ class CheckpointWriter:
                 type(error).__name__,
                 error,
             )
+
+
+def _size(checkpoint: Checkpoint | None) -> int:
+    """Bytes of the tensors."""
+    return sum(tensor.nbytes for tensor in _tensors(checkpoint))
 
 
 def _tensors(checkpoint: Checkpoint | None) -> Iterable[Tensor]:

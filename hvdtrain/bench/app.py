@@ -58,6 +58,7 @@ class AppLoop:
             build.build_exporter(config, topology, "bench"),
         )
         self.model: nn.Module = state.model
+        self.capture = state.capture
         self.rank = topology.rank
         self._screen = folder / f"screen-{topology.rank}"
         self._loop = build.build_loop(

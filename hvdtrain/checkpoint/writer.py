@@ -70,9 +70,15 @@ class CheckpointWriter:
 
     def prepare(self, checkpoint: Checkpoint) -> None:
         """Makes the staging buffer in the background: the first touch of memory is slow."""
-        self._staging = _empty_like(checkpoint)
         if _size(checkpoint) > _QUICKLY_TOUCHED:
-            self._begin(lambda: _touch(_tensors(self._staging)))
+            self._begin(lambda: self._prepare(checkpoint))
+        else:
+            self._staging = _empty_like(checkpoint)
+
+    def _prepare(self, checkpoint: Checkpoint) -> None:
+        staging = _empty_like(checkpoint)
+        _touch(_tensors(staging))
+        self._staging = staging
 
     def start(self, checkpoint: Checkpoint, before: Callable[[], None]) -> None:
         """Copies the state and begins to write it; only while not `busy`.

@@ -57,7 +57,7 @@ class SaveCheckpoints:
             self._save_last(writer, step, math.inf)
         elif self._due(writer, step) and not writer.holds(step):
             self._save(writer, step)
-        elif not writer.prepared:
+        elif not writer.prepared and not writer.busy:
             writer.prepare(self._capture())
 
     def _due(self, writer: CheckpointWriter, step: int) -> bool:

@@ -110,6 +110,7 @@ class Signalled(LanguageModel):
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         self._calls += 1
         if self._calls in self._signals:
+            _wait_for_checkpoint()  # tests say from which one the run goes on
             os.kill(os.getpid(), signal.Signals[self._signals[self._calls]])
         return super().loss(model, batch)  # type: ignore[arg-type]
 

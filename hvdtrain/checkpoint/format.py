@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,12 +96,12 @@ def read(folder: Path) -> Checkpoint:
     check_marker(folder)
     try:
         sums = checked_sums(folder)
-        contents = []
-        for name in (*TENSORS, STATE):
-            content, found = read_file(folder / name)
+        names = (*TENSORS, STATE)
+        with ThreadPoolExecutor(len(names)) as pool:  # hashing one is slower than a good disk
+            files = list(pool.map(read_file, [folder / name for name in names]))
+        for name, (_, found) in zip(names, files, strict=True):
             compare(folder, name, sums[name], found["bytes"], found["sha256"])
-            contents.append(content)
-        model, optimizer, state = contents
+        model, optimizer, state = (content for content, _ in files)
         return Checkpoint(unpack(model), unpack(optimizer), json.loads(state.numpy().tobytes()))
     except OSError as error:
         raise DamagedError(f"checkpoint {folder}: {error.filename}: {error.strerror}") from None

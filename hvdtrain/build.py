@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import hvdtrain
-from hvdtrain.checkpoint.manager import CheckpointManager
+from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.elastic.membership import Membership
@@ -100,7 +100,7 @@ def build_callbacks(
     state: RunState,
     topology: Topology,
     device: torch.device,
-    manager: CheckpointManager | None,
+    writer: CheckpointWriter | None,
     metrics: MetricsFile | None,
     exporter: Exporter | None,
     heartbeat: Heartbeat,
@@ -122,7 +122,11 @@ def build_callbacks(
         evaluate,
         LogMetrics(metrics, optional(task, "units")),
         SaveCheckpoints(
-            config.checkpoint, state.capture, manager, metrics.sync if metrics else _nothing
+            config.checkpoint,
+            config.preempt.grace_seconds,
+            state.capture,
+            writer,
+            metrics.sync if metrics else _nothing,
         ),
     )
 
@@ -176,7 +180,7 @@ def build_loop(
         ),
         progress=state.progress,
         callbacks=callbacks.as_list(),
-        stop=lambda: stop.raised,
+        stop=stop,
         meet=lambda: membership is not None and membership.hosts_changed,
         heartbeat=heartbeat,
     )
@@ -201,6 +205,26 @@ def run_facts(config: Config, run_id: str) -> dict[str, str]:
         "hvdtrain": hvdtrain.__version__,
         "torch": torch.__version__,
     }
+
+
+def export_checkpoints(exporter: Exporter, writer: CheckpointWriter) -> None:
+    """Lets rank 0's exporter show what the writer does."""
+    exporter.watch(
+        "checkpoint_last_step", "Step of the newest checkpoint", lambda: writer.last_saved_step
+    )
+    exporter.watch(
+        "checkpoint_failures", "Checkpoints that could not be written", lambda: writer.failures
+    )
+    exporter.watch(
+        "checkpoint_stall_seconds",
+        "How long the last one held up a step",
+        lambda: writer.stall_seconds,
+    )
+    exporter.watch(
+        "checkpoint_write_seconds",
+        "How long the last one took to be written, beside the steps",
+        lambda: writer.seconds,
+    )
 
 
 def build_manifest(

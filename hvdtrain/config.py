@@ -19,7 +19,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.elastic.config import ElasticConfig
-from hvdtrain.engine.config import BatchConfig, EvalConfig, RunConfig, TrainConfig
+from hvdtrain.engine.config import BatchConfig, EvalConfig, PreemptConfig, RunConfig, TrainConfig
 from hvdtrain.errors import UserError, require
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
 from hvdtrain.tasks import load_class, optional
@@ -41,6 +41,7 @@ class Config:
         schedule: the learning rate over the steps
         checkpoint: checkpoints
         elastic: what happens when ranks die, hang or come back
+        preempt: what is known of whoever asks the run to stop
         telemetry: what a rank publishes
     """
 
@@ -54,6 +55,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
+    preempt: PreemptConfig = field(default_factory=PreemptConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:

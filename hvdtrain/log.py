@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from tqdm import tqdm
@@ -29,6 +30,18 @@ class _Json(logging.Formatter):
         return json.dumps(line)
 
 
+class _File(logging.FileHandler):
+    """A full disk keeps lines out of it; the run goes on, and says so elsewhere."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
 class _Screen(logging.Handler):
     """Lines on stderr that do not tear a progress bar."""
 
@@ -51,7 +64,7 @@ def to_file(folder: Path, rank: int, host: str) -> None:
         OSError: the file cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / f"rank_{rank:05d}.jsonl")
+    handler = _File(folder / f"rank_{rank:05d}.jsonl")
     handler.setFormatter(_Json(rank, host))
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

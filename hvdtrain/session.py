@@ -29,6 +29,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvdtrain import build, log
 from hvdtrain.checkpoint.format import Checkpoint, read
 from hvdtrain.checkpoint.manager import CheckpointManager
+from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Settings
 from hvdtrain.elastic import watchdog
 from hvdtrain.elastic.membership import LostError, Membership, RemovedError
@@ -115,18 +116,22 @@ class Records:
         self.folder = folder
         self.manager = CheckpointManager(folder.checkpoints, keep)
         self.metrics: MetricsFile | None = None
+        self.writer: CheckpointWriter | None = None
         self.events = EventsFile(folder.events)
 
-    def open(self, step: int) -> MetricsFile:
+    def open(self, step: int, exporter: Exporter | None) -> None:
         """Opens the figures for a run that goes on from `step`, and puts aside what lies beyond.
 
         Raises:
             OSError: they cannot be written.
         """
-        if self.metrics is None:
-            self.manager.set_aside(after=step)
-            self.metrics = MetricsFile(self.folder.metrics, after=step)
-        return self.metrics
+        if self.metrics is not None:
+            return
+        self.manager.set_aside(after=step)
+        self.metrics = MetricsFile(self.folder.metrics, after=step)
+        self.writer = CheckpointWriter(self.manager, self.manager.newest_step(), self.events.write)
+        if exporter is not None:
+            build.export_checkpoints(exporter, self.writer)
 
     def note_start(self, **facts: Any) -> None:
         """Writes the ledger's line of a round, before its first step."""
@@ -278,6 +283,7 @@ class Session:
         self._take_over(source)
         _alike("records", lambda: self._open_records(targets, cause))
         self._note_start(cause, since, source)
+        records = self._records
         callbacks = build.build_callbacks(
             config,
             self._task,
@@ -285,8 +291,8 @@ class Session:
             self._state,
             topology,
             self._device,
-            self._records.manager if self._records else None,
-            self._records.metrics if self._records else None,
+            records.writer if records else None,
+            records.metrics if records else None,
             self._exporter,
             self._heartbeat,
             self._note_healed,
@@ -314,9 +320,9 @@ class Session:
                 callback.close()
         self._heartbeat.beat(Doing.PREPARING)
         _alike("last checkpoint", lambda: _check_saved(callbacks))
-        if topology.rank == 0:
+        if records is not None and records.writer is not None:
             folder.targets.unlink(missing_ok=True)  # a crash leaves it: Prometheus shows the loss
-            _summary(loop, callbacks, self._task, self._state, folder)
+            _summary(loop, callbacks, records.writer, self._task, self._state, folder)
         code = EXIT_PREEMPTED if loop.preempted else 0
         self.note_end(code)
         gather_json(None, "done")  # the launcher takes the first end of a rank for the end of all
@@ -440,7 +446,7 @@ class Session:
             folder.targets.unlink(missing_ok=True)
             if config.telemetry.port:
                 write_targets(folder.targets, folder.path.name, targets)
-            self._records.open(step)
+            self._records.open(step, self._exporter)
         except OSError as error:
             raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from None
 
@@ -499,11 +505,18 @@ def _check_saved(callbacks: build.Callbacks) -> None:
 
 
 def _summary(
-    loop: Loop, callbacks: build.Callbacks, task: Task, state: RunState, folder: RunFolder
+    loop: Loop,
+    callbacks: build.Callbacks,
+    writer: CheckpointWriter,
+    task: Task,
+    state: RunState,
+    folder: RunFolder,
 ) -> None:
     """Rank 0's last lines: what the model learnt, and where everything is."""
     if loop.preempted:
-        logger.info("asked to stop after step %d; a checkpoint is written", loop.progress.step)
+        logger.info("asked to stop after step %d; %s", loop.progress.step, writer.newest())
+    if writer.failures:
+        logger.warning("%d checkpoints could not be written", writer.failures)
     last: dict[str, Any] = callbacks.log.last
     if not last:
         logger.info("step %d of %d was done already", loop.progress.step, loop.train.steps)

@@ -64,6 +64,7 @@ class AppLoop:
             heartbeat,
         )
         self.model: nn.Module = state.model
+        self.capture = state.capture
         self.rank = topology.rank
         self._screen = folder / f"screen-{topology.rank}"
         self._loop = build.build_loop(

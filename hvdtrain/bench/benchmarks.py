@@ -1,4 +1,4 @@
-"""The three benchmarks. All figures are ratios of things measured in turns, in one run."""
+"""The benchmarks. All figures are ratios of things measured in turns, in one run."""
 
 from __future__ import annotations
 
@@ -70,6 +70,24 @@ def memory(flags: Sequence[str], steps: int, rounds: int) -> Report:
         Figure("hvdtrain / loop by hand", "x", _ratios(mine, plain), at_most=1.15),
     ]
     return Report("memory", figures)
+
+
+def checkpoint(flags: Sequence[str], steps: int, rounds: int) -> Report:
+    """A save behind `steps` steps against the same steps without, and restoring it."""
+    result = measure(worker("checkpoint", steps, [*flags, *QUIET], rounds))
+    saving, without, size = result["saving"], result["not_saving"], result["bytes"]
+    stalls = [100 * a / b for a, b in zip(result["stall"], saving, strict=True)]
+    figures = [
+        Figure("stall of a save", "ms", [s * 1000 for s in result["stall"]]),
+        Figure(f"stall, every {steps} steps", "% of the time", stalls, at_most=1.0),
+        Figure(f"{steps} steps", "s", without),
+        Figure("saving / not saving", "x", _ratios(saving, without)),
+        Figure("writing, beside the steps", "s", result["write"]),
+        Figure("restore", "MB/s", [size / s / 1e6 for s in result["restore"]]),
+        Figure("plain reading of the files", "MB/s", [size / s / 1e6 for s in result["read"]]),
+        Figure("restore / plain reading", "x", _ratios(result["read"], result["restore"])),
+    ]
+    return Report("checkpoint", figures, {"bytes": size})
 
 
 def _rate(command: Sequence[str]) -> float:

@@ -6,6 +6,7 @@ It prints one line of JSON that begins with MARK; of several ranks, rank 0 does.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tempfile
@@ -110,6 +111,77 @@ def _rate_of_plain(settings: Settings, steps: int, exchange: bool) -> dict[str, 
     return {"samples_per_second": rate} if rank == 0 else {}
 
 
+def _checkpoint(settings: Settings, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Blocks of steps with a save at their beginning and without, and reading what was saved.
+
+    It is saved below run.root, so to the disk that a run would use.
+    """
+    from hvdtrain.bench.app import AppLoop
+    from hvdtrain.checkpoint.manager import CheckpointManager
+    from hvdtrain.checkpoint.writer import CheckpointWriter
+
+    settings.config.train.steps = WARM_UP_STEPS + rounds * 2 * steps
+    app = AppLoop(settings, folder)
+    app.run(WARM_UP_STEPS)
+    root = Path(settings.config.run.root)
+    root.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"saving": [], "not_saving": [], "stall": [], "write": []}
+    with tempfile.TemporaryDirectory(dir=root) as disk:
+        manager = CheckpointManager(Path(disk), keep=1)
+        writer = CheckpointWriter(manager, saved=0)
+        writer.prepare(app.capture())
+        writer.wait()
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            writer.start(app.capture(), before=lambda: None)
+            result["saving"].append(time.perf_counter() - begin + app.run(steps))
+            writer.wait()
+            result["not_saving"].append(app.run(steps))
+            result["stall"].append(writer.stall_seconds)
+            result["write"].append(writer.seconds)
+        if writer.failures:
+            raise UserError(f"run.root: nothing could be saved below {root}: {writer.error}")
+        return result | _reading(manager.finished()[-1], rounds)
+
+
+def _reading(checkpoint: Path, rounds: int) -> dict[str, Any]:
+    """Seconds to restore a checkpoint, and to read its files; the page cache has neither."""
+    import torch
+
+    from hvdtrain.checkpoint.format import read
+
+    def restore() -> object:
+        return read(checkpoint)
+
+    def read_files() -> object:
+        contents = [torch.empty(path.stat().st_size, dtype=torch.uint8) for path in files]
+        for path, content in zip(files, contents, strict=True):
+            with open(path, "rb", buffering=0) as file:
+                data, done = content.numpy().data, 0
+                while block := file.readinto(data[done : done + (8 << 20)]):
+                    done += block
+        return contents
+
+    files = list(checkpoint.iterdir())
+    seconds: dict[str, list[float]] = {"restore": [], "read": []}
+    for turn in range(-1, rounds):  # the first touch of memory is slow, whoever does it
+        for name, work in (("read", read_files), ("restore", restore)):
+            for path in files:
+                _forget(path)
+            begin = time.perf_counter()
+            kept = work()
+            if turn >= 0:
+                seconds[name].append(time.perf_counter() - begin)
+            del kept
+    return {"bytes": sum(path.stat().st_size for path in files), **seconds}
+
+
+def _forget(path: Path) -> None:
+    """Takes a file, which is on the disk, out of the page cache."""
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def _memory_of_plain(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:
     from hvdtrain.bench.plain import PlainLoop
 
@@ -147,6 +219,7 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
     "rate-hvdtrain": _rate_of_hvdtrain,
     "rate-ddp": _rate_of_ddp,
     "rate-apart": _rate_without_exchange,
+    "checkpoint": _checkpoint,
     "memory-plain": _memory_of_plain,
 }
 

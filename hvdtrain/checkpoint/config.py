@@ -12,13 +12,24 @@ class CheckpointConfig:
     """Checkpoints.
 
     Args:
-        every: steps between checkpoints; the last step is always saved; 0 = never
+        every: steps between checkpoints; 0 = not by steps
+        every_seconds: seconds between checkpoints, beside every; 0 = not by time
         keep: the newest that are kept
     """
 
     every: int = 100
+    every_seconds: float = 0.0
     keep: int = 3
 
     def __post_init__(self) -> None:
         require(self.every >= 0, f"checkpoint.every must be >= 0 (0 = never), not {self.every}")
+        require(
+            self.every_seconds >= 0,
+            f"checkpoint.every_seconds must be >= 0 (0 = off), not {self.every_seconds}",
+        )
         require(self.keep >= 1, f"checkpoint.keep must be >= 1, not {self.keep}")
+
+    @property
+    def enabled(self) -> bool:
+        """Checkpoints are written; the last step is then always saved."""
+        return self.every > 0 or self.every_seconds > 0

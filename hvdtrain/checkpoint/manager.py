@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from hvdtrain.checkpoint.format import (
+from hvdtrain.checkpoint.format import Checkpoint, read, write
+from hvdtrain.checkpoint.layout import (
     MARKER,
-    Checkpoint,
     DamagedError,
     delete,
+    delete_leftovers,
+    finished,
     folder_name,
-    read,
-    write,
 )
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
@@ -32,7 +34,16 @@ class CheckpointManager:
 
     def finished(self) -> list[Path]:
         """Checkpoints that have their marker, oldest first."""
-        return sorted(path.parent for path in self.root.glob(f"step_*/{MARKER}"))
+        return finished(self.root)
+
+    def newest_step(self) -> int:
+        """Step of the newest finished checkpoint; 0 where there is none."""
+        finished = self.finished()
+        return int(finished[-1].name.removeprefix("step_")) if finished else 0
+
+    def has(self, step: int) -> bool:
+        """The checkpoint of this step is finished."""
+        return (self.root / folder_name(step) / MARKER).exists()
 
     def save(self, checkpoint: Checkpoint) -> Path:
         """Writes one and removes those beyond `keep`.
@@ -40,9 +51,12 @@ class CheckpointManager:
         Raises:
             OSError: it could not be written; older ones are untouched.
         """
+        with _only_warning():
+            delete_leftovers(self.root)
         folder = write(self.root, checkpoint)
-        for old in self.finished()[: -self._keep]:
-            delete(old)
+        with _only_warning():
+            for old in self.finished()[: -self._keep]:
+                delete(old)
         return folder
 
     def set_aside(self, after: int) -> None:
@@ -84,3 +98,12 @@ class CheckpointManager:
                 "use another run.id or move the folder away"
             )
         return None
+
+
+@contextmanager
+def _only_warning() -> Iterator[None]:
+    """What cannot be deleted is no reason to do without a checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("an old checkpoint could not be deleted: %s", error)

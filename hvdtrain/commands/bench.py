@@ -1,4 +1,4 @@
-"""`hvdtrain bench overhead | scaling | memory`."""
+"""`hvdtrain bench overhead | scaling | memory | checkpoint`."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from hvdtrain.errors import UserError
 
 HELP = "measure a training step and its scaling"
 
-# name -> (help, default steps, default rounds)
+# name -> (help, default preset, default steps, default rounds)
 _ACTIONS = {
-    "overhead": ("a step of hvdtrain against a PyTorch loop by hand", 2, 30),
-    "scaling": ("2 ranks against 1, and against torch's DDP", 20, 3),
-    "memory": ("memory of a rank against a PyTorch loop by hand", 5, 1),
+    "overhead": ("a step of hvdtrain against a PyTorch loop by hand", "gpt-nano", 2, 30),
+    "scaling": ("2 ranks against 1, and against torch's DDP", "gpt-nano", 20, 3),
+    "memory": ("memory of a rank against a PyTorch loop by hand", "gpt-nano", 5, 1),
+    "checkpoint": ("a save behind the steps, and its restore", "gpt-small", 50, 2),
+}
+# The size of the state counts, not of the batch; shorter steps make the stall's share larger.
+_FLAGS = {
+    "checkpoint": ("--batch.global_size=1", "--batch.micro_size=1", "--model.context=64"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, (line, steps, rounds) in _ACTIONS.items():
+    for name, (line, preset, steps, rounds) in _ACTIONS.items():
         action = actions.add_parser(
             name,
             help=line,
@@ -26,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "other programs on the machine disturb both alike.",
         )
         action.add_argument(
-            "--preset", default="gpt-nano", help="or a YAML file (default: %(default)s)"
+            "--preset", default=preset, help="or a YAML file (default: %(default)s)"
         )
         action.add_argument(
             "--steps", type=_positive, default=steps, help="in one turn (default: %(default)s)"
@@ -54,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
     if (launched_size() or 1) > 1:
         raise UserError("hvdtrain bench starts its ranks itself: call it without a launcher")
-    flags = ["--config", args.preset, *args.flags]
+    flags = ["--config", args.preset, *_FLAGS.get(args.action, ()), *args.flags]
     batch = parse(flags).config.batch
     if args.action == "scaling" and batch.micro_batches % benchmarks.RANKS:
         raise UserError(

@@ -109,3 +109,20 @@ class EvalConfig:
     def __post_init__(self) -> None:
         require(self.every >= 0, f"eval.every must be >= 0 (0 = never), not {self.every}")
         require(self.batches >= 1, f"eval.batches must be >= 1, not {self.batches}")
+
+
+@dataclass
+class PreemptConfig:
+    """What is known of whoever asks the run to stop.
+
+    Args:
+        grace_seconds: from SIGTERM or SIGUSR1 until the ranks are killed; 0 = not known
+    """
+
+    grace_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        require(
+            self.grace_seconds >= 0,
+            f"preempt.grace_seconds must be >= 0 (0 = not known), not {self.grace_seconds}",
+        )

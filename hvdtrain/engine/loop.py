@@ -29,6 +29,7 @@ from hvdtrain.errors import EXIT_NOT_FINITE
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError
 from hvdtrain.runtime.heartbeat import Doing, Heartbeat
+from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.topology import Topology
 
 Record = dict[str, Any]  # one line of metrics.jsonl
@@ -87,7 +88,7 @@ class Loop:
         loader: this rank's micro-batches, from `progress.samples` on.
         learning_rate: rate of step s, from 0.
         callbacks: in the order in which they are called.
-        stop: whether this rank is asked to stop.
+        stop: raised when this rank is asked to stop.
         meet: whether this rank has heard that processes come or go.
         heartbeat: told of what the rank does.
     """
@@ -103,7 +104,7 @@ class Loop:
         learning_rate: Callable[[int], float],
         progress: Progress,
         callbacks: Sequence[Callback],
-        stop: Callable[[], bool],
+        stop: StopFlag,
         meet: Callable[[], bool],
         heartbeat: Heartbeat,
     ) -> None:
@@ -123,6 +124,11 @@ class Loop:
     def preempted(self) -> bool:
         """The ranks have agreed to stop after this step."""
         return self.progress.preempted
+
+    @property
+    def asked_to_stop_at(self) -> float:
+        """When this rank heard of it, as time.monotonic() has it; now, where it did not."""
+        return self._stop.raised_at or time.monotonic()
 
     @property
     def ending(self) -> bool:
@@ -160,7 +166,7 @@ class Loop:
             passes,
             lr,
             step=progress.step,
-            stop=self._stop(),
+            stop=self._stop.raised,
             meet=self._meet(),
         )
         seconds = time.perf_counter() - start

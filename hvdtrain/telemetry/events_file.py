@@ -7,6 +7,7 @@ import json
 import os
 import time
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from hvdtrain.log import logger
@@ -23,6 +24,7 @@ class EventsFile:
         self._path = path
         self._waiting: list[bytes] = []
         self._failed = False
+        self._lock = Lock()  # saves tell of themselves from their own thread
 
     def write(self, event: str, **fields: Any) -> None:
         """Appends an event with its time (unix, seconds); it reaches the system at once.
@@ -30,14 +32,15 @@ class EventsFile:
         What cannot be written is said once, kept, and written before the next event.
         """
         line = json.dumps({"event": event, "time": time.time(), **fields})
-        self._waiting.append(line.encode() + b"\n")
-        try:
-            self._append()
-            self._failed = False
-        except OSError as error:
-            if not self._failed:
-                logger.error("%s cannot be written (%s); training goes on", self._path, error)
-            self._failed = True
+        with self._lock:
+            self._waiting.append(line.encode() + b"\n")
+            try:
+                self._append()
+                self._failed = False
+            except OSError as error:
+                if not self._failed:
+                    logger.error("%s cannot be written (%s); training goes on", self._path, error)
+                self._failed = True
 
     def _append(self) -> None:
         # Opened anew each time: events are rare, and the file's end is then as it is now.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from prometheus_client import (
@@ -37,7 +37,7 @@ class Exporter:
 
     def __init__(self, config: TelemetryConfig, local_rank: int) -> None:
         disable_created_metrics()
-        registry = CollectorRegistry()
+        self._registry = registry = CollectorRegistry()
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"hvdtrain_{name}", text, registry=registry)
@@ -96,6 +96,10 @@ class Exporter:
 
     def replicas_healed(self, count: int) -> None:
         self._healed.inc(count)
+
+    def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """Serves hvdtrain_NAME, whose value is asked for when Prometheus does."""
+        Gauge(f"hvdtrain_{name}", text, registry=self._registry).set_function(value)
 
     def close(self) -> None:
         self._server.shutdown()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +26,10 @@ def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _figures(action: str, *arguments: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    done = _bench(action, "--steps", "1", *arguments, "--format", "json", "--", *TINY)
+def _figures(
+    action: str, *arguments: str, more: Sequence[str] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    done = _bench(action, "--steps", "1", *arguments, "--format", "json", "--", *TINY, *more)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["benchmark"] == action
@@ -55,6 +59,16 @@ def test_memory_is_not_measured() -> None:
     _, figures = _figures("memory", "--rounds", "1")
     assert figures["hvdtrain"]["median"] > 50  # MiB: torch alone has more
     assert figures["hvdtrain / loop by hand"]["aim"] == "<= 1.15"
+
+
+def test_a_save_is_not_measured(tmp_path: Path) -> None:
+    report, figures = _figures(
+        "checkpoint", "--preset", "gpt-nano", "--rounds", "2", more=[f"--run.root={tmp_path}"]
+    )
+    assert figures["stall, every 1 steps"]["aim"] == "<= 1"
+    assert figures["restore / plain reading"]["unit"] == "x"
+    assert report["bytes"] > 10000
+    assert list(tmp_path.iterdir()) == []  # it leaves nothing
 
 
 def test_a_table_hides_an_aim_that_was_missed() -> None:

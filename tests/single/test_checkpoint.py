@@ -16,15 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hvdtrain.checkpoint.format import (
-    MARKER,
-    Checkpoint,
-    DamagedError,
-    folder_name,
-    read,
-    verify,
-    write,
-)
+from hvdtrain.checkpoint.format import Checkpoint, read, write
+from hvdtrain.checkpoint.layout import MARKER, DamagedError, folder_name, verify
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.engine.state import model_tensors
 from hvdtrain.errors import UserError

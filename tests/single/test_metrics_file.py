@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,43 @@ def test_a_line_without_its_newline_and_the_next_become_one(tmp_path: Path) -> N
 def test_a_new_run_has_lines_of_another(tmp_path: Path) -> None:
     assert _goes_on(tmp_path / "metrics.jsonl", after=0) == [1]
     assert _goes_on(tmp_path / "metrics.jsonl", after=0) == [1]
+
+
+# A limit on the size of files stops a write in its middle, as a full disk does.
+_FULL_FOR_A_WHILE = """
+import resource, signal, sys
+from pathlib import Path
+from hvdtrain.telemetry.metrics_file import MetricsFile
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+file = MetricsFile(Path(sys.argv[1]), after=0)
+for step in range(1, 31):
+    if step == 10:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (250, hard))
+    if step == 21:
+        try:
+            file.sync()
+        except OSError:
+            print("not synced")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    file.write({"step": step, "loss": 0.5})
+file.sync()
+file.close()
+"""
+
+
+def test_a_disk_that_is_full_for_a_while_leaves_a_gap_or_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-c", _FULL_FOR_A_WHILE, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "not synced\n"
+    assert done.stderr.count("cannot be written") == 1
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == list(range(1, 31))

@@ -72,6 +72,16 @@ def test_a_run_asked_to_stop_loses_a_step_or_does_not_end_with_75(root: Path) ->
     _assert_whole(root, "stopped")
 
 
+def test_a_run_without_time_to_save_does_not_end_with_75_or_goes_on_otherwise(root: Path) -> None:
+    grace = ("--preempt.grace_seconds", "0.0001")
+    done = _run(root, "hurried", *grace, signals=_in_step("SIGTERM", 14))
+    assert done.returncode == 75, done
+    assert "(preempt.grace_seconds); the newest checkpoint is of step 10" in done.stderr, done
+    assert not (root / "hurried/checkpoints/step_00000015").exists(), done
+    assert _run(root, "hurried").returncode == 0
+    _assert_whole(root, "hurried")
+
+
 def test_a_second_signal_is_not_obeyed_at_once(root: Path) -> None:
     done = _run(root, "twice", signals="SIGUSR1:13,SIGTERM:14")
     assert done.returncode == 128 + 15, done

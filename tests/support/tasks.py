@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import psutil
@@ -59,6 +60,12 @@ class Failing(Regression):
         return super().loss(model, batch)
 
 
+def _wait_for_checkpoint() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join(30)
+
+
 class NotFinite(Regression):
     """A loss that is NaN in some steps, in one micro-batch of each.
 
@@ -73,6 +80,7 @@ class NotFinite(Regression):
         self._calls = 0
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        _wait_for_checkpoint()  # the test looks at the state after each step
         step, number = divmod(self._calls, self.TINY_BATCHES)
         self._calls += 1
         losses = super().loss(model, batch)
@@ -105,6 +113,7 @@ class Signalled(LanguageModel):
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         self._calls += 1
         if self._calls in self._signals:
+            _wait_for_checkpoint()  # tests say from which one the run goes on
             os.kill(os.getpid(), signal.Signals[self._signals[self._calls]])
         return super().loss(model, batch)  # type: ignore[arg-type]
 
@@ -169,3 +178,47 @@ class Flipped(Regression):
             self._step = -1  # Horovod's optimizer calls the hook twice
             tensor = parameter.data if self._what == "weight" else state[self._what]
             tensor.view(-1).view(torch.int32)[0] ^= 1 << 12
+
+
+class BlockedDisk(Regression):
+    """Saves hang: the writer's thread never gets back from its first fsync.
+
+    HVDTRAIN_TEST_BLOCKED=seconds is how long the end of the run waits for it.
+    """
+
+    def __init__(self) -> None:
+        from hvdtrain.checkpoint import writer
+
+        fsync = os.fsync
+        writer.PATIENCE_S = float(os.environ["HVDTRAIN_TEST_BLOCKED"])
+
+        def blocking(file: int) -> None:
+            if threading.current_thread().name == "checkpoint":
+                threading.Event().wait()
+            fsync(file)
+
+        os.fsync = blocking
+
+
+class FullDisk(Regression):
+    """Fills the disk that holds the run in some steps.
+
+    HVDTRAIN_TEST_FULL=folder:first:last fills it before step `first`, counted from 1, and frees
+    it after step `last`. With one rank and one micro-batch a step.
+    """
+
+    def __init__(self) -> None:
+        folder, self._first, self._last = os.environ["HVDTRAIN_TEST_FULL"].split(":")
+        self._ballast = os.path.join(folder, "ballast")
+        self._calls = 0
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        _wait_for_checkpoint()
+        self._calls += 1
+        if self._calls == int(self._first):
+            with suppress(OSError), open(self._ballast, "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(512))
+        if self._calls == int(self._last) + 1:
+            os.remove(self._ballast)
+        return super().loss(model, batch)

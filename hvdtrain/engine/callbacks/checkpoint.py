@@ -1,54 +1,105 @@
-"""A checkpoint every `checkpoint.every` steps, after the last step, and when asked to stop."""
+"""When a checkpoint is taken: every so many steps or seconds, at the end, and when asked to stop.
+
+Nobody waits for one but the run's end. While one is being written, the next that is due is
+taken after the first step at which the writer is free, with the state of that step.
+"""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.format import Checkpoint
-from hvdtrain.checkpoint.manager import CheckpointManager
+from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.engine.loop import Loop, Record
 from hvdtrain.log import logger
 
 
 class SaveCheckpoints:
-    """Rank 0 saves; the others go on and meet it in the next exchange.
+    """Rank 0 saves; the others go on. Two calls for one step save it once.
 
     Args:
+        grace_seconds: from being asked to stop until being killed; 0 = not known.
         capture: the run's state now.
-        manager: None on ranks that do not save.
-        before: called before each save, to bring to disk what the checkpoint relies on.
+        writer: None on ranks that do not save.
+        before: called before each save, in the background, to bring to disk what the
+            checkpoint relies on.
     """
 
     def __init__(
         self,
         config: CheckpointConfig,
+        grace_seconds: float,
         capture: Callable[[], Checkpoint],
-        manager: CheckpointManager | None,
+        writer: CheckpointWriter | None,
         before: Callable[[], None],
     ) -> None:
         self._config = config
+        self._grace = grace_seconds
         self._capture = capture
-        self._manager = manager
+        self._writer = writer
         self._before = before
-        self.error: OSError | None = None  # of the latest save
+        self._warned_of = -1  # the step whose save was in the way of the next
+        self.error: Exception | None = None  # why the run's last state is not saved
 
     def on_step(self, loop: Loop, record: Record) -> None:
-        every = self._config.every
-        due = every > 0 and (loop.ending or loop.progress.step % every == 0)
-        if self._manager is None or not (due or loop.preempted):
+        writer, step = self._writer, loop.progress.step
+        if writer is None:
             return
-        try:
-            self._before()
-            self._manager.save(self._capture())
-            self.error = None
-        except OSError as error:
-            self.error = error
-            logger.error(
-                "checkpoint of step %d could not be written (%s); training goes on, older "
-                "checkpoints are untouched",
-                loop.progress.step,
-                error,
+        if loop.preempted:
+            limit = loop.asked_to_stop_at + self._grace if self._grace else math.inf
+            self._save_last(writer, step, limit)
+        elif not self._config.enabled:
+            return
+        elif loop.ending:
+            self._save_last(writer, step, math.inf)
+        elif self._due(writer, step) and not writer.holds(step):
+            self._save(writer, step)
+        elif not writer.prepared and not writer.busy:
+            writer.prepare(self._capture())
+
+    def _due(self, writer: CheckpointWriter, step: int) -> bool:
+        every, seconds = self._config.every, self._config.every_seconds
+        by_steps = every > 0 and step // every > writer.taken_step // every
+        return by_steps or (seconds > 0 and time.monotonic() - writer.taken_at >= seconds)
+
+    def _save(self, writer: CheckpointWriter, step: int) -> None:
+        if not writer.busy:
+            writer.start(self._capture(), self._before)
+        elif self._warned_of != writer.taken_step:
+            self._warned_of = writer.taken_step
+            logger.warning(
+                "a checkpoint is due at step %d, but that of step %d is still being written, for "
+                "%.1f s now; it is taken when that is done",
+                step,
+                writer.taken_step,
+                time.monotonic() - writer.taken_at,
+            )
+
+    def _save_last(self, writer: CheckpointWriter, step: int, deadline: float) -> None:
+        """Saves the run's last state if there is time to, and waits until it is on disk."""
+        in_time = writer.expected_seconds() <= deadline - time.monotonic()
+        if not writer.holds(step) and in_time and writer.wait(deadline):
+            writer.start(self._capture(), self._before)
+        writer.wait(deadline)
+        if writer.last_saved_step == step:
+            return
+        if writer.taken_step == step and writer.error is not None:
+            self.error = writer.error
+        elif deadline < math.inf:
+            logger.warning(
+                "the checkpoint of step %d does not fit into what is left of %g s "
+                "(preempt.grace_seconds); %s",
+                step,
+                self._grace,
+                writer.newest(),
+            )
+        else:
+            self.error = TimeoutError(
+                f"that of step {writer.taken_step} is still being written, for "
+                f"{time.monotonic() - writer.taken_at:.0f} s now"
             )
 
     def close(self) -> None:

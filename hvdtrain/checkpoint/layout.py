@@ -1,0 +1,156 @@
+"""A checkpoint's folder: what it is called, what says that it is finished, whether it is whole.
+
+    step_00000100/
+        model.safetensors       parameters and buffers, by name
+        optimizer.safetensors   "parameter name/entry"
+        state.json              step, samples, seed, fingerprint of the data, ...
+        files.json              size and sha256 of each file above
+        complete                sha256 of files.json; without it this is no checkpoint
+
+It is written under a hidden name, its marker last, synced, and only then renamed: nothing
+unfinished ever has a checkpoint's name. It gets a hidden name again before it is deleted.
+Hidden names carry host and process, so two processes never write into one folder. Nothing
+is pickled. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import time
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from hvdtrain.errors import UserError
+
+MARKER = "complete"
+SUMS = "files.json"
+STATE = "state.json"
+TENSORS = ("model.safetensors", "optimizer.safetensors")
+# A hidden folder of another host, of whose process nothing can be known, is a leftover when
+# nothing was written into it for this long. A writer that wakes up later fails at its rename.
+_STALE_SECONDS = 3600.0
+
+
+class DamagedError(UserError):
+    """A checkpoint that was finished once is not what was written."""
+
+
+def folder_name(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def finished(root: Path) -> list[Path]:
+    """The checkpoints below `root` that have their marker, oldest first."""
+    return sorted(path.parent for path in root.glob(f"step_*/{MARKER}"))
+
+
+def hidden_name(folder: Path) -> Path:
+    """Where this process writes or deletes a checkpoint; another name each time."""
+    step = re.search(r"step_\d+", folder.name)
+    assert step
+    owner = f"{socket.gethostname()}.{os.getpid()}"
+    return folder.with_name(f".{step[0]}.{owner}.{uuid4().hex[:8]}.tmp")
+
+
+def checked_sums(folder: Path) -> dict[str, dict[str, Any]]:
+    """File name -> {"bytes": int, "sha256": str}, as it was written.
+
+    Raises:
+        DamagedError: files.json is not what was written.
+        OSError: it or the marker cannot be read.
+    """
+    content = (folder / SUMS).read_bytes()
+    if hashlib.sha256(content).hexdigest().encode() != (folder / MARKER).read_bytes():
+        raise DamagedError(f"checkpoint {folder}: {SUMS} or {MARKER} was altered")
+    return dict(json.loads(content))
+
+
+def compare(folder: Path, name: str, wanted: dict[str, Any], size: int, sha256: str) -> None:
+    """Raises DamagedError, with the file's name, where size (bytes) or sum is another."""
+    if size != wanted["bytes"]:
+        raise DamagedError(
+            f"checkpoint {folder}: {name} has {size} bytes instead of {wanted['bytes']}"
+        )
+    if sha256 != wanted["sha256"]:
+        raise DamagedError(f"checkpoint {folder}: {name} was altered (checksum differs)")
+
+
+def verify(folder: Path, contents: bool = True) -> int:
+    """Compares every file with its size and its checksum.
+
+    Args:
+        contents: False compares sizes alone, which reads next to nothing.
+
+    Returns:
+        bytes of all files together.
+
+    Raises:
+        DamagedError: what differs, by name, or the checkpoint was never finished.
+    """
+    check_marker(folder)
+    total = 0
+    try:
+        for name, wanted in checked_sums(folder).items():
+            size = (folder / name).stat().st_size
+            total += size
+            compare(folder, name, wanted, size, wanted["sha256"])
+            if contents:
+                compare(folder, name, wanted, size, _sha256(folder / name))
+        return total
+    except OSError as error:
+        raise DamagedError(f"checkpoint {folder}: {error.filename}: {error.strerror}") from None
+
+
+def check_marker(folder: Path) -> None:
+    """Raises DamagedError where the checkpoint was never finished."""
+    if not (folder / MARKER).exists():
+        raise DamagedError(f"checkpoint {folder}: it was never finished (no file {MARKER!r})")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def delete(folder: Path) -> None:
+    """Deletes a checkpoint, or what another process left of one: at once, or not at all.
+
+    Raises:
+        OSError: it cannot be deleted. That another process did so already is no error.
+    """
+    hidden = hidden_name(folder)
+    try:
+        os.rename(folder, hidden)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(hidden)
+
+
+def delete_leftovers(root: Path) -> None:
+    """Deletes the hidden folders of processes that are gone; those of living ones stay."""
+    for folder in root.glob(".step_*.tmp"):
+        if _is_left(folder):
+            delete(folder)
+
+
+def _is_left(folder: Path) -> bool:
+    owner = re.fullmatch(r"\.step_\d+\.(.+)\.(\d+)\.\w+\.tmp", folder.name)
+    if owner is None:
+        return True
+    host, process = owner.groups()
+    if host == socket.gethostname() and not Path(f"/proc/{process}").exists():
+        return True
+    try:
+        newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    except FileNotFoundError:  # its owner is at work
+        return False
+    return time.time() - newest > _STALE_SECONDS

@@ -1,0 +1,134 @@
+"""Tensors in a safetensors file, written and read in one pass together with the checksum.
+
+The format is https://github.com/huggingface/safetensors, and its library reads these files.
+It does not write them: it gives no checksum, so each file would be read again, and leaves as
+many dirty pages as the file has, which then stand in the way of everybody's files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_CHUNK = 8 << 20  # bytes; hashing and writing one lets other threads run
+_UNSYNCED = 64 << 20  # at most as many bytes wait in memory for the disk
+_ALIGNMENT = 8
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Writes a file and waits until the disk has it.
+
+    Returns:
+        {"bytes": int, "sha256": str} of the file.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    # The largest elements first: so all are aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    digest, size, synced = hashlib.sha256(), 0, 0
+    with open(path, "wb") as file:
+        for chunk in _chunks(names, tensors):
+            digest.update(chunk)
+            file.write(chunk)
+            size += len(chunk)
+            if size - synced >= _UNSYNCED:
+                _sync(file, synced, size)
+                synced = size
+        _sync(file, synced, size)
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+    header: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        content = tensors[name].detach().contiguous().view(-1).view(torch.uint8)
+        data = content.cpu().numpy().data
+        for start in range(0, len(data), _CHUNK):
+            yield data[start : start + _CHUNK]
+
+
+def _sync(file: BinaryIO, start: int, end: int) -> None:
+    """What is on the disk needs no memory: the page cache is for files that are read again."""
+    file.flush()
+    os.fsync(file.fileno())
+    os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
+
+
+def read_file(path: Path) -> tuple[Tensor, dict[str, Any]]:
+    """Reads a file into memory.
+
+    Returns:
+        its content, uint8, for `unpack`; and {"bytes": int, "sha256": str} of it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest, size = hashlib.sha256(), 0
+    content = torch.empty(path.stat().st_size, dtype=torch.uint8)
+    data = content.numpy().data
+    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as hashing:
+        # One chunk is hashed while the next is read.
+        while read := file.readinto(data[size : size + _CHUNK]):
+            hashing.submit(digest.update, data[size : size + read])
+            size += read
+    return content, {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def unpack(content: Tensor) -> dict[str, Tensor]:
+    """The tensors of a file, by name; they share the memory of `content`.
+
+    Raises:
+        ValueError: it is not a safetensors file.
+    """
+    begin = 8 + int.from_bytes(content[:8].numpy().tobytes(), "little")
+    header = json.loads(content[8:begin].numpy().tobytes())
+    header.pop("__metadata__", None)
+    tensors = {}
+    try:
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            flat = content[begin + start : begin + end].view(_DTYPES[entry["dtype"]])
+            tensors[name] = flat.view(entry["shape"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"not a safetensors file: {error}") from None
+    return tensors

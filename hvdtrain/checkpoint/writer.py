@@ -1,0 +1,198 @@
+"""Saves behind the training's back: a step stops only while its state is copied."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import time
+from collections.abc import Callable, Iterable
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+from hvdtrain.checkpoint.format import Checkpoint
+from hvdtrain.checkpoint.manager import CheckpointManager
+from hvdtrain.log import logger
+
+# The longest wait for a save: a file system may stand still for a minute, and a slow one has
+# this rate.
+PATIENCE_S = 120.0
+_SLOWEST = 10e6  # bytes a second
+_QUICKLY_TOUCHED = 64 << 20  # bytes; a save of less need not wait for `prepare`
+
+
+class CheckpointWriter:
+    """Copies the state into a staging buffer and writes it from there, one save at a time.
+
+    Rank 0 has one for as long as its process trains. The thread is a daemon: one that hangs in
+    a file system does not keep the process from ending.
+
+    Args:
+        manager: writes and deletes.
+        saved: step of the newest checkpoint of the run so far; 0 where there is none.
+        note: told of each save: "checkpoint" (step, seconds) or "checkpoint_failed" (step,
+            error); from the thread.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        saved: int,
+        note: Callable[..., None] = lambda *a, **k: None,
+    ) -> None:
+        self._manager = manager
+        self._note = note
+        self._staging: Checkpoint | None = None
+        self._thread: Thread | None = None
+        self.last_saved_step = saved
+        self.taken_step = saved  # of the newest state that was copied, and when
+        self.taken_at = time.monotonic()
+        self.error: Exception | None = None  # of the latest save
+        self.failures = 0
+        self.seconds = 0.0  # that the latest good save took, in the background
+        self.stall_seconds = 0.0  # that the latest copy took
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def prepared(self) -> bool:
+        """There is a staging buffer."""
+        return self._staging is not None
+
+    def newest(self) -> str:
+        """For people: which checkpoint the run would go on from."""
+        step = self.last_saved_step
+        return f"the newest checkpoint is of step {step}" if step else "there is no checkpoint"
+
+    def holds(self, step: int) -> bool:
+        """The step's state is saved or being saved."""
+        return step == self.last_saved_step or (self.busy and step == self.taken_step)
+
+    def expected_seconds(self) -> float:
+        """How long a save would take that starts now, after the one in progress."""
+        running = time.monotonic() - self.taken_at if self.busy else self.seconds
+        return self.seconds + max(0.0, self.seconds - running)
+
+    def prepare(self, checkpoint: Checkpoint) -> None:
+        """Makes the staging buffer in the background: the first touch of memory is slow."""
+        if _size(checkpoint) > _QUICKLY_TOUCHED:
+            self._begin(lambda: self._prepare(checkpoint))
+        else:
+            self._staging = _empty_like(checkpoint)
+
+    def _prepare(self, checkpoint: Checkpoint) -> None:
+        staging = _empty_like(checkpoint)
+        _touch(_tensors(staging))
+        self._staging = staging
+
+    def start(self, checkpoint: Checkpoint, before: Callable[[], None]) -> None:
+        """Copies the state and begins to write it; only while not `busy`.
+
+        Args:
+            checkpoint: may hold live tensors; they may change as soon as this returns.
+            before: called in the background before the checkpoint is written, to bring to disk
+                what it relies on; OSError where that cannot be done.
+        """
+        assert not self.busy
+        begin = time.monotonic()
+        if self._staging is None or not _fits(self._staging, checkpoint):
+            self._staging = _empty_like(checkpoint)
+        _copy(checkpoint, self._staging)
+        self.taken_step, self.taken_at = checkpoint.state["step"], begin
+        self.stall_seconds = time.monotonic() - begin
+        self.error = None
+        self._begin(lambda: self._save(before))
+
+    def wait(self, deadline: float = math.inf) -> bool:
+        """Waits for the save in progress, not for ever.
+
+        Args:
+            deadline: time.monotonic() at which to give up even earlier.
+
+        Returns:
+            Whether the writer is free.
+        """
+        if self._thread is not None:
+            patience = PATIENCE_S + _size(self._staging) / _SLOWEST
+            self._thread.join(max(0.0, min(patience, deadline - time.monotonic())))
+        return not self.busy
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        self._thread = Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _save(self, before: Callable[[], None]) -> None:
+        begin = time.monotonic()
+        step = self.taken_step
+        assert self._staging is not None
+        try:
+            before()
+            # Another rank may have been rank 0 when this step was saved.
+            if not self._manager.has(step):
+                self._manager.save(self._staging)
+                self.seconds = time.monotonic() - begin
+                self._note("checkpoint", step=step, seconds=self.seconds)
+            self.last_saved_step = step
+        except Exception as error:  # whatever it is, training is worth more
+            self.error = error
+            self.failures += 1
+            self._note("checkpoint_failed", step=step, error=f"{type(error).__name__}: {error}")
+            logger.error(
+                "checkpoint of step %d could not be written (%s: %s); training goes on, older "
+                "checkpoints are untouched",
+                step,
+                type(error).__name__,
+                error,
+            )
+
+
+def _size(checkpoint: Checkpoint | None) -> int:
+    """Bytes of the tensors."""
+    return sum(tensor.nbytes for tensor in _tensors(checkpoint))
+
+
+def _tensors(checkpoint: Checkpoint | None) -> Iterable[Tensor]:
+    return (
+        () if checkpoint is None else (*checkpoint.model.values(), *checkpoint.optimizer.values())
+    )
+
+
+def _empty_like(checkpoint: Checkpoint) -> Checkpoint:
+    """Memory of its own for each tensor, pinned for those that lie on a GPU."""
+    model, optimizer = (
+        {
+            name: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+            for name, t in tensors.items()
+        }
+        for tensors in (checkpoint.model, checkpoint.optimizer)
+    )
+    return Checkpoint(model, optimizer, {})
+
+
+def _touch(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)  # other threads run meanwhile
+
+
+def _fits(staging: Checkpoint, checkpoint: Checkpoint) -> bool:
+    return all(
+        mine.keys() == theirs.keys()
+        and all((mine[k].shape, mine[k].dtype) == (t.shape, t.dtype) for k, t in theirs.items())
+        for mine, theirs in (
+            (staging.model, checkpoint.model),
+            (staging.optimizer, checkpoint.optimizer),
+        )
+    )
+
+
+@torch.no_grad()
+def _copy(source: Checkpoint, target: Checkpoint) -> None:
+    for tensors, copies in ((source.model, target.model), (source.optimizer, target.optimizer)):
+        for name, tensor in tensors.items():
+            copies[name].copy_(tensor, non_blocking=True)
+    if any(tensor.is_cuda for tensor in _tensors(source)):
+        torch.cuda.synchronize()
+    target.state = dict(source.state)

@@ -1,0 +1,123 @@
+"""`hvdtrain ckpt list | verify | export`. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.checkpoint.export import export
+from hvdtrain.checkpoint.layout import MARKER, DamagedError, finished, verify
+from hvdtrain.errors import UserError
+
+HELP = "list, verify or export the checkpoints of a run"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    line = "a line for each checkpoint of a run: step, state, size, time"
+    lister = actions.add_parser("list", help=line, description=f"{line}. No content is read.")
+    lister.add_argument("path", type=Path, metavar="RUN")
+    line = "compare every file with its checksum"
+    verifier = actions.add_parser(
+        "verify", help=line, description=f"{line}; the exit code is 2 where one differs."
+    )
+    verifier.add_argument("path", type=Path, metavar="RUN_OR_CHECKPOINT")
+    line = "model.safetensors and config.json, for other programs"
+    exporter = actions.add_parser(
+        "export", help=line, description=f"{line}; of a run, the newest checkpoint."
+    )
+    exporter.add_argument("path", type=Path, metavar="CHECKPOINT_OR_RUN")
+    exporter.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist")
+
+
+def run(args: argparse.Namespace) -> int:
+    {"list": _list, "verify": _verify, "export": _export}[args.action](args)
+    return 0
+
+
+def _list(args: argparse.Namespace) -> None:
+    folders = sorted((args.path / "checkpoints").glob("*step_*"), key=_by_step)
+    if not folders:
+        raise UserError(f"{args.path} is not a run with checkpoints (no {args.path}/checkpoints)")
+    width = max(len(folder.name) for folder in folders)
+    print(f"{'checkpoint':{width}}  {'MiB':>9}  {'written':19}  state")
+    for folder in folders:
+        with suppress(FileNotFoundError):  # the run may go on and delete it
+            size = sum(path.stat().st_size for path in folder.iterdir()) / (1 << 20)
+            written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
+            print(f"{folder.name:{width}}  {size:9.1f}  {written}  {_state(folder)}")
+
+
+def _by_step(folder: Path) -> tuple[str, str]:
+    _, _, step = folder.name.partition("step_")
+    return step, folder.name
+
+
+def _state(folder: Path) -> str:
+    if folder.name.startswith("."):
+        return "being written, or a leftover of that"
+    try:
+        verify(folder, contents=False)
+    except DamagedError as error:
+        known = (folder / MARKER).exists()
+        return f"damaged: {_reason(error)}" if known else "not finished"
+    return "left: the run went on from before it" if folder.name.startswith("left_") else "finished"
+
+
+def _reason(error: DamagedError) -> str:
+    """What is wrong with a checkpoint, without its path."""
+    return str(error).partition(": ")[2]
+
+
+def _verify(args: argparse.Namespace) -> None:
+    damaged = []
+    checkpoints = _checkpoints(args.path)
+    for folder in checkpoints:
+        try:
+            size = verify(folder)
+            print(f"{folder}: whole, {size} bytes")
+        except DamagedError as error:
+            damaged.append(str(error))
+            print(f"{folder}: DAMAGED")
+    if damaged:
+        raise UserError("; ".join(damaged))
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    """The path itself, or the finished checkpoints of the run that lies there, oldest first."""
+    if (path / "checkpoints").is_dir():
+        found = finished(path / "checkpoints")
+        if not found:
+            raise UserError(f"{path}: this run has no finished checkpoint")
+        return found
+    if "step_" not in path.name or not path.is_dir():
+        raise UserError(f"{path} is neither a run nor a checkpoint (RUN/checkpoints/step_...)")
+    return [path]
+
+
+def _export(args: argparse.Namespace) -> None:
+    checkpoint = _checkpoints(args.path)[-1]
+    export(checkpoint, _model_config(checkpoint), args.out)
+    print(f"{args.out}: the weights of {checkpoint}")
+
+
+def _model_config(checkpoint: Path) -> dict[str, Any]:
+    """The task's name and its own keys, from the configuration of the checkpoint's run."""
+    import yaml
+
+    from hvdtrain.config import Config
+
+    path = checkpoint.resolve().parent.parent / "config.yaml"
+    try:
+        config = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(
+            f"{path}: {error.strerror}; it is exported with the weights, so name a checkpoint "
+            "inside the folder of its run"
+        ) from None
+    of_every_task = {f.name for f in fields(Config)} - {"task"}
+    return {key: value for key, value in config.items() if key not in of_every_task}

@@ -1,0 +1,407 @@
+"""Checkpoints behind the steps: no step waits, no failure ends the training, none is half."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hvdtrain.checkpoint import tensor_file, writer
+from hvdtrain.checkpoint.config import CheckpointConfig
+from hvdtrain.checkpoint.format import Checkpoint, read
+from hvdtrain.checkpoint.layout import DamagedError, delete_leftovers, finished, hidden_name, verify
+from hvdtrain.checkpoint.manager import CheckpointManager
+from hvdtrain.checkpoint.writer import CheckpointWriter
+from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints
+from tests.support.job import Finished
+from tests.support.runs import REPOSITORY, metrics, run, start
+
+LIMIT = 20.0  # seconds for what takes milliseconds
+
+
+class Disk:
+    """Lets the saves of this process wait in their fsync until it is released."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free = threading.Event()
+        self.free.set()
+        fsync = os.fsync
+
+        def slow(file: int) -> None:
+            self.free.wait(LIMIT)
+            fsync(file)
+
+        monkeypatch.setattr(tensor_file.os, "fsync", slow)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    disk = Disk(monkeypatch)
+    yield disk
+    disk.free.set()
+
+
+class Training:
+    """A loop that only counts; its one weight is the step."""
+
+    def __init__(
+        self,
+        root: Path,
+        config: CheckpointConfig,
+        steps: int = 1000,
+        grace_seconds: float = 0.0,
+    ) -> None:
+        self.weight = torch.zeros(1)
+        self.writer = CheckpointWriter(CheckpointManager(root, config.keep), saved=0)
+        self.loop: Any = SimpleNamespace(
+            progress=SimpleNamespace(step=0), preempted=False, asked_to_stop_at=0.0, ending=False
+        )
+        self._steps = steps
+        self.callback = SaveCheckpoints(
+            config, grace_seconds, self._capture, self.writer, before=lambda: None
+        )
+
+    def _capture(self) -> Checkpoint:
+        return Checkpoint({"weight": self.weight}, {}, {"step": self.loop.progress.step})
+
+    def step(self, preempted: bool = False) -> None:
+        self.weight += 1
+        progress = self.loop.progress
+        progress.step += 1
+        self.loop.preempted = preempted
+        self.loop.asked_to_stop_at = time.monotonic()
+        self.loop.ending = preempted or progress.step == self._steps
+        self.callback.on_step(self.loop, {})
+
+    def steps(self, number: int) -> None:
+        """Steps, each save done before the next."""
+        for _ in range(number):
+            self.step()
+            assert self.writer.wait(time.monotonic() + LIMIT)
+
+
+def _saved(root: Path) -> dict[int, float]:
+    """Step -> the weight in its checkpoint."""
+    return {
+        checkpoint.state["step"]: float(checkpoint.model["weight"])
+        for checkpoint in map(read, finished(root))
+    }
+
+
+def test_a_step_waits_for_a_slow_disk_or_the_state_is_of_another_step(
+    tmp_path: Path, disk: Disk
+) -> None:
+    training = Training(tmp_path, CheckpointConfig(every=4, keep=9))
+    training.steps(3)
+    disk.free.clear()
+    for _ in range(10):  # one that waited would take LIMIT
+        training.step()
+    assert training.writer.busy and _saved(tmp_path) == {}
+    disk.free.set()
+    assert training.writer.wait(time.monotonic() + LIMIT)
+    # The saves of 8 and 12 came too late; the newest state is taken for them.
+    training.steps(3)
+    assert _saved(tmp_path) == {4: 4.0, 14: 14.0, 16: 16.0}
+    assert training.writer.failures == 0 and training.writer.last_saved_step == 16
+
+
+def test_a_save_that_is_in_the_way_of_the_next_is_not_said(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(tmp_path, CheckpointConfig(every=1))
+    disk.free.clear()
+    with caplog.at_level(logging.WARNING, "hvdtrain"):
+        for _ in range(5):
+            training.step()
+    assert len(caplog.records) == 1 and "that of step 1 is still being written" in caplog.text
+
+
+def test_a_step_is_saved_again_when_the_ranks_met_anew_after_it(tmp_path: Path) -> None:
+    training = Training(tmp_path, CheckpointConfig(every=2))
+    training.steps(2)
+    first = finished(tmp_path)[0].stat().st_ino
+    training.callback.on_step(training.loop, {})
+    assert not training.writer.busy
+    # Another process became rank 0, and has no writer that knows of this save.
+    other = Training(tmp_path, CheckpointConfig(every=2))
+    other.loop = training.loop
+    other.callback.on_step(other.loop, {})
+    assert other.writer.wait(time.monotonic() + LIMIT)
+    assert finished(tmp_path)[0].stat().st_ino == first and other.writer.last_saved_step == 2
+
+
+def test_every_seconds_saves_never_or_with_each_step(tmp_path: Path) -> None:
+    training = Training(tmp_path, CheckpointConfig(every=0, every_seconds=0.4))
+    training.steps(3)
+    assert _saved(tmp_path) == {}
+    time.sleep(0.5)
+    training.steps(3)
+    assert _saved(tmp_path) == {4: 4.0}
+
+
+def test_the_last_step_is_not_saved_or_the_run_does_not_wait_for_it(
+    tmp_path: Path, disk: Disk
+) -> None:
+    training = Training(tmp_path, CheckpointConfig(every=4), steps=5)
+    training.steps(3)
+    disk.free.clear()
+    training.step()
+    threading.Timer(0.3, disk.free.set).start()
+    training.step()
+    assert _saved(tmp_path) == {4: 4.0, 5: 5.0} and training.callback.error is None
+
+
+def test_the_end_waits_for_ever_or_calls_a_missing_checkpoint_saved(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "PATIENCE_S", 0.2)
+    training = Training(tmp_path, CheckpointConfig(every=4), steps=4)
+    disk.free.clear()
+    for _ in range(4):
+        training.step()
+    assert isinstance(training.callback.error, TimeoutError)
+    assert "step 4 is still being written" in str(training.callback.error)
+
+
+def test_a_failed_save_ends_the_training_or_is_not_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "checkpoints"
+    root.write_bytes(b"")  # below a file nobody can make a folder, root included
+    training = Training(root, CheckpointConfig(every=2), steps=10)
+    with caplog.at_level(logging.ERROR, "hvdtrain"):
+        training.steps(4)
+    assert [record.levelname for record in caplog.records] == ["ERROR", "ERROR"]
+    assert "checkpoint of step 2 could not be written" in caplog.text
+    assert training.writer.failures == 2 and training.writer.last_saved_step == 0
+    root.unlink()
+    training.steps(2)
+    assert _saved(root) == {6: 6.0}
+    root.rename(tmp_path / "away")
+    root.write_bytes(b"")
+    training.steps(4)
+    assert isinstance(training.callback.error, OSError)
+
+
+@pytest.mark.parametrize("grace_seconds", [0.0, 60.0])
+def test_asked_to_stop_the_state_is_not_saved(tmp_path: Path, grace_seconds: float) -> None:
+    training = Training(tmp_path, CheckpointConfig(every=0), grace_seconds=grace_seconds)
+    training.steps(2)
+    training.step(preempted=True)
+    assert _saved(tmp_path) == {3: 3.0} and training.callback.error is None
+
+
+def test_a_save_that_does_not_fit_into_the_grace_period_is_begun(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(tmp_path, CheckpointConfig(every=2), grace_seconds=5.0)
+    training.steps(2)
+    training.writer.seconds = 6.0
+    with caplog.at_level(logging.WARNING, "hvdtrain"):
+        training.step(preempted=True)
+    assert _saved(tmp_path) == {2: 2.0} and training.callback.error is None
+    assert "does not fit" in caplog.text and "the newest checkpoint is of step 2" in caplog.text
+
+
+def test_a_save_in_progress_is_given_up_though_it_fits_into_the_grace_period(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(tmp_path, CheckpointConfig(every=2), grace_seconds=5.0)
+    training.steps(2)
+    disk.free.clear()
+    training.step()
+    training.step()
+    training.writer.seconds = 3.0  # two do not fit, the one in progress does
+    threading.Timer(0.3, disk.free.set).start()
+    with caplog.at_level(logging.WARNING, "hvdtrain"):
+        training.step(preempted=True)
+    assert _saved(tmp_path) == {2: 2.0, 4: 4.0} and training.callback.error is None
+    assert "the newest checkpoint is of step 4" in caplog.text
+
+
+def test_a_slow_save_uses_up_more_than_the_grace_period(
+    tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
+) -> None:
+    training = Training(tmp_path, CheckpointConfig(every=2), grace_seconds=0.5)
+    disk.free.clear()
+    begin = time.monotonic()
+    training.step(preempted=True)
+    assert 0.4 < time.monotonic() - begin < 5.0
+    assert "there is no checkpoint" in caplog.text and training.callback.error is None
+
+
+def test_tied_or_turned_tensors_are_not_saved_as_they_are(tmp_path: Path) -> None:
+    shared = torch.arange(12.0).view(3, 4)
+    model = {"a": shared, "tied": shared, "turned": shared.t(), "part": shared[1:, :2]}
+    saver = CheckpointWriter(CheckpointManager(tmp_path, 1), saved=0)
+    saver.start(Checkpoint(model, {}, {"step": 1}), before=lambda: None)
+    expected = {name: tensor.clone() for name, tensor in model.items()}
+    shared.zero_()
+    assert saver.wait(time.monotonic() + LIMIT)
+    found = read(finished(tmp_path)[0]).model
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_model_that_grows_does_not_get_into_the_staging_buffer(tmp_path: Path) -> None:
+    saver = CheckpointWriter(CheckpointManager(tmp_path, 9), saved=0)
+    for step in (1, 2):
+        tensors = {"weight": torch.full((step,), float(step))}
+        saver.start(Checkpoint(tensors, {}, {"step": step}), before=lambda: None)
+        assert saver.wait(time.monotonic() + LIMIT)
+    assert [read(path).model["weight"].tolist() for path in finished(tmp_path)] == [[1.0], [2, 2]]
+
+
+def _one_of_each() -> dict[str, Tensor]:
+    tensors = {f"of {dtype}": torch.arange(5).to(dtype) for dtype in tensor_file._DTYPES.values()}
+    return tensors | {"scalar": torch.tensor(7), "none": torch.empty(0, 3)}
+
+
+def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        (a[k].shape, a[k].dtype) == (b[k].shape, b[k].dtype)
+        and torch.equal(a[k].reshape(-1).view(torch.uint8), b[k].reshape(-1).view(torch.uint8))
+        for k in a
+    )
+
+
+def test_the_library_reads_or_writes_another_format(tmp_path: Path) -> None:
+    tensors = _one_of_each()
+    tensor_file.write_tensors(tmp_path / "ours", tensors)
+    assert _same(load_file(tmp_path / "ours"), tensors)
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    assert _same(tensor_file.unpack(tensor_file.read_file(tmp_path / "theirs")[0]), tensors)
+
+
+def _leave(root: Path, host: str, process: int, age: float) -> Path:
+    name = hidden_name(root / "step_00000007").name.split(".")
+    folder = root / f".step_00000007.{host}.{process}.{name[-2]}.tmp"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"half")
+    for path in (folder / "model.safetensors", folder):
+        os.utime(path, (time.time() - age,) * 2)
+    return folder
+
+
+def test_leftovers_of_dead_processes_stay_or_those_of_living_ones_go(tmp_path: Path) -> None:
+    here = os.uname().nodename
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait(LIMIT)
+    left = [_leave(tmp_path, here, gone.pid, 0), _leave(tmp_path, "other.host", 1, 7200)]
+    kept = [_leave(tmp_path, here, os.getppid(), 0), _leave(tmp_path, "other.host", 1, 60)]
+    delete_leftovers(tmp_path)
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in kept)
+    assert finished(tmp_path) == []
+
+
+def _identity(folder: Path) -> int | None:
+    with suppress(FileNotFoundError):
+        return folder.stat().st_ino
+    return None
+
+
+def test_two_processes_that_save_the_same_steps_damage_them(tmp_path: Path) -> None:
+    code = (
+        "import sys, torch\n"
+        "from pathlib import Path\n"
+        "from hvdtrain.checkpoint.format import Checkpoint\n"
+        "from hvdtrain.checkpoint.manager import CheckpointManager\n"
+        "manager = CheckpointManager(Path(sys.argv[1]), 2)\n"
+        "for step in range(1, 40):\n"
+        "    weight = torch.full((1000,), float(step))\n"
+        "    try:\n"
+        "        manager.save(Checkpoint({'weight': weight}, {}, {'step': step // 3}))\n"
+        "    except OSError as error:\n"
+        "        print(error)\n"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    both = [subprocess.Popen(command, cwd=REPOSITORY) for _ in range(2)]
+    seen = 0
+    while any(process.poll() is None for process in both):
+        for folder in finished(tmp_path):
+            before = _identity(folder)
+            try:
+                verify(folder)
+                seen += 1
+            except DamagedError:  # it may be gone by now, but not be there and be damaged
+                assert _identity(folder) != before or before is None
+    assert [process.wait(LIMIT) for process in both] == [0, 0] and seen
+    names = [path.name for path in finished(tmp_path)]
+    assert names == ["step_00000012", "step_00000013"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+FLAGS = [
+    *("--batch.global_size", "8", "--batch.micro_size", "8", "--eval.every", "0"),
+    *("--telemetry.port", "0", "--run.id", "case", "--checkpoint.every", "2"),
+]
+
+
+def test_a_disk_that_hangs_stops_the_training_or_the_end(tmp_path: Path) -> None:
+    flags = [*FLAGS, "--task", "tests.support.tasks:BlockedDisk", "--run.root", str(tmp_path)]
+    done = run(tmp_path / "output", flags, env={"HVDTRAIN_TEST_BLOCKED": "1"})
+    assert done.returncode == 1, done
+    assert [line["step"] for line in metrics(tmp_path / "case")] == list(range(1, 11))
+    assert "error: the last checkpoint could not be written: that of step 2 is still" in done.stderr
+    assert "Traceback" not in done.stderr, done
+    assert finished(tmp_path / "case/checkpoints") == []
+
+
+# A small disk of its own, whose content is copied out at the end.
+_ON_A_SMALL_DISK = (
+    'mount -t tmpfs -o size=400k tmpfs "$0" && { "$@"; code=$?; rm -f "$0/ballast";'
+    ' cp -r "$0" "$0.after"; exit $code; }'
+)
+
+
+def _on_a_small_disk(root: Path, steps: str) -> Finished:
+    disk = root / "disk"
+    disk.mkdir()
+    flags = [*FLAGS, "--task", "tests.support.tasks:FullDisk", "--run.root", str(disk)]
+    command = ["unshare", "-m", "sh", "-c", _ON_A_SMALL_DISK, str(disk), sys.executable]
+    env = {"HVDTRAIN_TEST_FULL": f"{disk}:{steps}"}
+    train = [*command, "-m", "hvdtrain.train"]
+    return start(root / "output", flags, env=env, command=train).wait(120)
+
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="mounts a disk")
+
+
+@needs_root
+def test_a_disk_that_is_full_for_a_while_leaves_a_gap_or_ends_the_run(tmp_path: Path) -> None:
+    done = _on_a_small_disk(tmp_path, "4:7")
+    assert done.returncode == 0, done
+    case = tmp_path / "disk.after/case"
+    assert [line["step"] for line in metrics(case)] == list(range(1, 11))
+    assert "checkpoint of step 4 could not be written" in done.stderr, done
+    assert "checkpoint of step 6 could not be written" in done.stderr, done
+    assert "2 checkpoints could not be written" in done.stderr, done
+    assert "Traceback" not in done.stderr, done
+    names = [path.name for path in finished(case / "checkpoints")]
+    assert names == ["step_00000002", "step_00000008", "step_00000010"]
+    assert sorted(path.name for path in (case / "checkpoints").iterdir()) == names
+    for folder in finished(case / "checkpoints"):
+        verify(folder)
+
+
+@needs_root
+def test_a_disk_that_stays_full_costs_an_older_checkpoint_or_ends_with_0(tmp_path: Path) -> None:
+    done = _on_a_small_disk(tmp_path, "4:99")
+    assert done.returncode == 1, done
+    assert "error: the last checkpoint could not be written: [Errno 28]" in done.stderr, done
+    assert "Traceback" not in done.stderr, done
+    (only,) = finished(tmp_path / "disk.after/case/checkpoints")
+    assert read(only).state["step"] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any, ClassVar
 
 import torch
@@ -52,6 +53,14 @@ class Failing(Regression):
         self._calls += 1
         if (hvd.rank(), self._calls) == (self._rank, self._step):
             raise RuntimeError(INJECTED)
+        return super().loss(model, batch)
+
+
+class Slow(Regression):
+    """Regression whose forward pass takes 50 ms: time to injure a run between two steps."""
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        time.sleep(0.05)
         return super().loss(model, batch)
 
 

@@ -1,0 +1,250 @@
+"""`hvdtrain launch` between two hosts: injured while it trains, it goes on as if nothing was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import runs as local
+from tests.support.cluster import Cluster
+from tests.support.job import Job, poll
+
+STEPS = 150
+EVERY = 20
+FAULT_AFTER = 30
+RECOVERY_SECONDS = 20
+# Starting 4 ranks twice on a busy machine, and the steps.
+TEST_SECONDS = 150
+COMMON = [
+    *("--train.steps", str(STEPS), "--checkpoint.every", str(EVERY), "--eval.every", "0"),
+    *("--batch.global_size", "4", "--batch.micro_size", "1", "--telemetry.port", "0"),
+]
+
+pytestmark = pytest.mark.timeout(TEST_SECONDS + 120)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of the same run on one rank, without a supervisor."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    task = ["--task", "tests.support.tasks:Regression", "--run.root", str(root), "--run.id", "a"]
+    done = local.run(root, [*task, *COMMON])
+    assert done.returncode == 0, done
+    return local.losses(root / "a")
+
+
+class Supervised:
+    """A supervised run of 4 ranks on node1 and node2, with the supervisor on node1."""
+
+    def __init__(self, cluster: Cluster, root: Path) -> None:
+        self.cluster, self.root, self.run = cluster, root, root / "case"
+        self.job = self.start()
+
+    def start(self, *options: str) -> Job:
+        command = ["python", "-m", "hvdtrain.cli", "launch", "--hosts", "node1:2,node2:2", *options]
+        where = ["--run.root", str(self.root), "--run.id", "case"]
+        task = ["--task", "tests.support.tasks:Slow"]
+        self.job = self.cluster.start(
+            "node1", [*command, "--", *task, *COMMON, *where], {"OMP_NUM_THREADS": "1"}
+        )
+        return self.job
+
+    def lines(self) -> list[dict[str, Any]]:
+        return local.metrics(self.run) if (self.run / "metrics.jsonl").exists() else []
+
+    def starts(self) -> list[dict[str, Any]]:
+        return list(json.loads((self.run / "manifest.json").read_text())["starts"])
+
+    def wait_for_step(self, step: int, timeout: float = 60) -> None:
+        def reached() -> bool:
+            assert self.job.running(), self.job.output()
+            lines = self.lines()
+            return bool(lines) and lines[-1]["step"] >= step
+
+        poll(reached, timeout, f"step {step}: {self.job.output()}")
+
+    def recovery(self, fault_at: float) -> tuple[float, int]:
+        """Seconds from the fault to the first line of the next start, and steps done again."""
+        poll(lambda: self.starts()[-1]["time"] > fault_at, 60, f"a start: {self.job.output()}")
+        start = self.starts()[-1]
+
+        def first() -> list[float]:
+            return [line["time"] for line in self.lines() if line["time"] > start["time"]]
+
+        poll(lambda: bool(first()), 60, f"a step: {self.job.output()}")
+        left = (self.run / "left_metrics.jsonl").read_text().splitlines()
+        lost = [json.loads(line)["step"] for line in left if line.endswith("}")]
+        return first()[0] - fault_at, sum(step > start["step"] for step in lost)
+
+    def supervisor(self) -> int:
+        """Its process id on this machine."""
+        (found,) = [
+            process.pid
+            for process in self.cluster.processes("node1", containing="hvdtrain.cli launch")
+            if process.command.startswith("python")
+        ]
+        return found
+
+
+@pytest.fixture
+def supervised(cluster: Cluster, runs: Path) -> Iterator[Supervised]:
+    supervised = Supervised(cluster, runs)
+    supervised.wait_for_step(FAULT_AFTER)
+    yield supervised
+    supervised.job.kill()
+
+
+def _kill_last_rank(cluster: Cluster) -> None:
+    cluster.kill(cluster.ranks("node2")[-1:])
+
+
+def _kill_first_rank(cluster: Cluster) -> None:
+    cluster.kill(cluster.ranks("node1")[:1])
+
+
+def _kill_ranks_and_daemon(cluster: Cluster) -> None:
+    daemons = [p for p in cluster.processes("node2") if p.command.startswith("orted")]
+    assert daemons
+    cluster.kill([*daemons, *cluster.ranks("node2")])
+
+
+def _kill_host(cluster: Cluster) -> None:
+    cluster.kill_host("node2")
+
+
+def _cut_link(cluster: Cluster) -> None:
+    cluster.link("node2", up=False)
+
+
+def _freeze_rank_and_cut(cluster: Cluster) -> None:
+    """Nobody on node2 can say goodbye, and one of its ranks would not end by itself."""
+    os.kill(cluster.ranks("node2")[0].pid, signal.SIGSTOP)
+    cluster.link("node2", up=False)
+
+
+# fault -> (what is done, ranks afterwards)
+FAULTS: dict[str, tuple[Callable[[Cluster], None], int]] = {
+    "rank": (_kill_last_rank, 4),
+    "first-rank": (_kill_first_rank, 4),
+    "ranks-and-daemon": (_kill_ranks_and_daemon, 4),
+    "host": (_kill_host, 2),
+    "link": (_cut_link, 2),
+    "frozen-and-link": (_freeze_rank_and_cut, 2),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_costs_more_than_the_steps_since_the_checkpoint(
+    supervised: Supervised,
+    undisturbed: list[float],
+    fault: str,
+    record_property: Callable[[str, object], None],
+) -> None:
+    cluster = supervised.cluster
+    injure, ranks = FAULTS[fault]
+    fault_at = time.time()
+    try:
+        injure(cluster)
+        seconds, lost = supervised.recovery(fault_at)
+        done = supervised.job.wait(TEST_SECONDS)
+    finally:
+        if fault == "host":
+            cluster.boot("node2")
+        cluster.link("node2", up=True)
+    record_property("recovery_seconds", round(seconds, 1))
+    record_property("steps_again", lost)
+    print(f"{fault}: recovered in {seconds:.1f} s, {lost} steps again")
+    assert done.returncode == 0, done
+    assert supervised.starts()[-1]["world_size"] == ranks, done
+    _check_curve(supervised, undisturbed)
+    assert lost <= EVERY, f"{lost} steps were done again: {done}"
+    assert seconds <= RECOVERY_SECONDS, f"recovered in {seconds:.1f} s: {done}"
+
+
+def test_host_that_comes_back_is_not_used_again(
+    supervised: Supervised, undisturbed: list[float]
+) -> None:
+    cluster = supervised.cluster
+    fault_at = time.time()
+    cluster.link("node2", up=False)
+    try:
+        supervised.recovery(fault_at)
+    finally:
+        cluster.link("node2", up=True)
+    supervised.job.wait_for("more hosts answer", 60)
+    done = supervised.job.wait(TEST_SECONDS)
+    assert done.returncode == 0, done
+    assert [start["world_size"] for start in supervised.starts()] == [4, 2, 4], done
+    _check_curve(supervised, undisturbed)
+
+
+def test_killed_supervisor_leaves_ranks_or_its_run_is_lost(
+    supervised: Supervised,
+    undisturbed: list[float],
+    record_property: Callable[[str, object], None],
+) -> None:
+    cluster = supervised.cluster
+    old = {process.pid for process in cluster.ranks()}
+    os.kill(supervised.supervisor(), signal.SIGKILL)
+    fault_at = time.time()
+    poll(lambda: not cluster.ranks(), 10, "the ranks' end")
+    record_property("ranks_gone_seconds", round(time.time() - fault_at, 1))
+    fault_at = time.time()
+    supervised.start()
+    seconds, lost = supervised.recovery(fault_at)
+    assert not old & {process.pid for process in cluster.ranks()}
+    done = supervised.job.wait(TEST_SECONDS)
+    record_property("recovery_seconds", round(seconds, 1))
+    assert done.returncode == 0, done
+    _check_curve(supervised, undisturbed)
+    assert lost <= EVERY and seconds <= RECOVERY_SECONDS, f"{seconds:.1f} s, {lost} steps: {done}"
+
+
+def test_frozen_rank_of_a_killed_launch_keeps_the_next_from_starting(
+    supervised: Supervised, undisturbed: list[float]
+) -> None:
+    cluster = supervised.cluster
+    daemons = [p for p in cluster.processes() if p.command.startswith(("mpirun", "orted"))]
+    for process in [*daemons, *cluster.ranks()]:
+        os.kill(process.pid, signal.SIGSTOP)
+    os.kill(supervised.supervisor(), signal.SIGKILL)
+    fault_at = time.time()
+    supervised.start()
+    seconds, lost = supervised.recovery(fault_at)
+    done = supervised.job.wait(TEST_SECONDS)
+    assert done.returncode == 0, done
+    _check_curve(supervised, undisturbed)
+    assert lost <= EVERY and seconds <= RECOVERY_SECONDS, f"{seconds:.1f} s, {lost} steps: {done}"
+
+
+def test_terminated_supervisor_does_not_checkpoint_or_end_with_75(
+    supervised: Supervised, undisturbed: list[float]
+) -> None:
+    os.kill(supervised.supervisor(), signal.SIGTERM)
+    done = supervised.job.wait(20)
+    assert done.returncode == 75, done
+    assert not supervised.cluster.ranks()
+    reached = supervised.lines()[-1]["step"]
+    assert supervised.start().wait(TEST_SECONDS).returncode == 0
+    assert supervised.starts()[-1]["step"] == reached  # nothing was done twice
+    _check_curve(supervised, undisturbed)
+
+
+def test_interrupted_supervisor_leaves_ranks(supervised: Supervised) -> None:
+    os.kill(supervised.supervisor(), signal.SIGINT)
+    done = supervised.job.wait(15)
+    assert done.returncode == 130, done
+    assert not supervised.cluster.ranks()
+
+
+def _check_curve(supervised: Supervised, undisturbed: list[float]) -> None:
+    lines = supervised.lines()
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["loss"] for line in lines] == pytest.approx(undisturbed, rel=1e-4)

@@ -53,11 +53,12 @@ def answering(hosts: Sequence[Host], probe: Probe, timeout: float) -> list[Host]
             yes = is_this_host(host.name) or probe(host.name, deadline - _SPARE_SECONDS)
         answers.put((host, yes))
 
-    for host in hosts:
+    asked = [host for host in hosts if not _is_own_name(host.name)]
+    for host in asked:
         # A daemon: resolving a name cannot be interrupted, and must not keep this process.
         threading.Thread(target=ask, args=(host,), daemon=True).start()
-    alive = set()
-    for _ in hosts:
+    alive = set(hosts) - set(asked)
+    for _ in asked:
         try:
             host, yes = answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
@@ -73,11 +74,15 @@ def is_this_host(name: str) -> bool:
     Raises:
         OSError: it cannot be resolved.
     """
-    own = socket.gethostname()
-    if name in ("localhost", own, own.partition(".")[0]):
+    if _is_own_name(name):
         return True
     found = socket.getaddrinfo(name, _SSH_PORT, type=socket.SOCK_DGRAM)
     return any(_is_own(family, address) for family, _, _, _, address in found)
+
+
+def _is_own_name(name: str) -> bool:
+    own = socket.gethostname()
+    return name in ("localhost", own, own.partition(".")[0])
 
 
 def _is_own(family: int, address: tuple) -> bool:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+
+from hvdtrain.errors import UserError
 
 _TAIL_BYTES = 4096
 _TERM_SECONDS = 5.0
@@ -23,7 +26,9 @@ class Launcher:
     """
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """Raises OSError: it cannot be started."""
+        """Raises UserError: it is not installed."""
+        if shutil.which(argv[0]) is None:
+            raise UserError(f"{argv[0]} is not there: install it, or put it on PATH")
         self._process = subprocess.Popen(
             ["setpriv", "--pdeathsig", "TERM", "--", *argv],
             env=dict(env),
@@ -45,12 +50,18 @@ class Launcher:
 
     def end(self) -> None:
         """Ends it: kindly, so that it ends its ranks on all hosts, but not for long."""
-        for number, seconds in ((signal.SIGTERM, _TERM_SECONDS), (signal.SIGKILL, _KILL_SECONDS)):
-            self._process.send_signal(number)
-            # One that the kernel cannot end now is left to it.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
-                return
+        self._process.terminate()
+        try:
+            self._process.wait(_TERM_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends it at once; ranks that it leaves behind are the caller's to end."""
+        self._process.kill()
+        # One that the kernel cannot end now is left to it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILL_SECONDS)
 
     def last_lines(self, most: int = 15) -> list[str]:
         """The end of its error output; call it when it has ended."""

@@ -56,6 +56,11 @@ def newest_step(run: Path) -> int:
     return newest_checkpoint(run)
 
 
+def made_steps(run: Path, since: float) -> bool:
+    """Whether a step was logged after a time (unix)."""
+    return any(line.get("time", 0) >= since for line in _records(run / "metrics.jsonl"))
+
+
 def last_words(run: Path, since: float, most: int = 5) -> list[str]:
     """The last error of each rank's log since a time (unix), the earliest ones first.
 

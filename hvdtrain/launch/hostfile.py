@@ -119,6 +119,25 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
+def total_slots(hosts: Iterable[Host]) -> int:
+    return sum(host.slots for host in hosts)
+
+
+def first_slots(hosts: Iterable[Host], most: int) -> list[Host]:
+    """The first `most` slots of the hosts: whole hosts in their order, then a part of one."""
+    chosen, left = [], most
+    for host in hosts:
+        if left > 0:
+            chosen.append(Host(host.name, min(host.slots, left)))
+            left -= host.slots
+    return chosen
+
+
+def as_text(hosts: Iterable[Host]) -> str:
+    """As launchers take it: `node1:8,node2:8`."""
+    return ",".join(map(str, hosts))
+
+
 def _expand(nodes: str) -> list[str]:
     import subprocess
 

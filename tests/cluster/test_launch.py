@@ -27,6 +27,11 @@ COMMON = [
     *("--batch.global_size", "4", "--batch.micro_size", "1", "--telemetry.port", "0"),
 ]
 
+HOSTS = "--hosts node1:2,node2:2"
+SLOW = "--task tests.support.tasks:Slow"
+# With a failing task's trigger, for the tasks that have one.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HVDTRAIN_TEST_FAIL": "3:5"}
+
 pytestmark = pytest.mark.timeout(TEST_SECONDS + 120)
 
 
@@ -43,17 +48,15 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 class Supervised:
     """A supervised run of 4 ranks on node1 and node2, with the supervisor on node1."""
 
-    def __init__(self, cluster: Cluster, root: Path) -> None:
-        self.cluster, self.root, self.run = cluster, root, root / "case"
+    def __init__(self, cluster: Cluster, root: Path, options: str = HOSTS, task: str = SLOW):
+        self.cluster, self.run = cluster, root / "case"
+        self._options = [*options.split(), "--", *COMMON, *task.split()]
+        self._where = ["--run.root", str(root), "--run.id", "case"]
         self.job = self.start()
 
-    def start(self, *options: str) -> Job:
-        command = ["python", "-m", "hvdtrain.cli", "launch", "--hosts", "node1:2,node2:2", *options]
-        where = ["--run.root", str(self.root), "--run.id", "case"]
-        task = ["--task", "tests.support.tasks:Slow"]
-        self.job = self.cluster.start(
-            "node1", [*command, "--", *task, *COMMON, *where], {"OMP_NUM_THREADS": "1"}
-        )
+    def start(self) -> Job:
+        command = ["python", "-m", "hvdtrain.cli", "launch", *self._options, *self._where]
+        self.job = self.cluster.start("node1", command, ENVIRONMENT)
         return self.job
 
     def lines(self) -> list[dict[str, Any]]:
@@ -101,10 +104,6 @@ def supervised(cluster: Cluster, runs: Path) -> Iterator[Supervised]:
     supervised.job.kill()
 
 
-def _kill_last_rank(cluster: Cluster) -> None:
-    cluster.kill(cluster.ranks("node2")[-1:])
-
-
 def _kill_first_rank(cluster: Cluster) -> None:
     cluster.kill(cluster.ranks("node1")[:1])
 
@@ -119,24 +118,20 @@ def _kill_host(cluster: Cluster) -> None:
     cluster.kill_host("node2")
 
 
-def _cut_link(cluster: Cluster) -> None:
-    cluster.link("node2", up=False)
-
-
-def _freeze_rank_and_cut(cluster: Cluster) -> None:
-    """Nobody on node2 can say goodbye, and one of its ranks would not end by itself."""
-    os.kill(cluster.ranks("node2")[0].pid, signal.SIGSTOP)
+def _freeze_and_cut(cluster: Cluster) -> None:
+    """Nobody says goodbye, mpirun does not notice, and one rank would not end by itself."""
+    launchers = [p for p in cluster.processes("node1") if p.command.startswith("mpirun")]
+    for process in [*launchers, cluster.ranks("node2")[0]]:
+        os.kill(process.pid, signal.SIGSTOP)
     cluster.link("node2", up=False)
 
 
 # fault -> (what is done, ranks afterwards)
 FAULTS: dict[str, tuple[Callable[[Cluster], None], int]] = {
-    "rank": (_kill_last_rank, 4),
     "first-rank": (_kill_first_rank, 4),
     "ranks-and-daemon": (_kill_ranks_and_daemon, 4),
     "host": (_kill_host, 2),
-    "link": (_cut_link, 2),
-    "frozen-and-link": (_freeze_rank_and_cut, 2),
+    "link-and-launcher": (_freeze_and_cut, 2),
 }
 
 
@@ -160,7 +155,6 @@ def test_fault_costs_more_than_the_steps_since_the_checkpoint(
         cluster.link("node2", up=True)
     record_property("recovery_seconds", round(seconds, 1))
     record_property("steps_again", lost)
-    print(f"{fault}: recovered in {seconds:.1f} s, {lost} steps again")
     assert done.returncode == 0, done
     assert supervised.starts()[-1]["world_size"] == ranks, done
     _check_curve(supervised, undisturbed)
@@ -168,21 +162,71 @@ def test_fault_costs_more_than_the_steps_since_the_checkpoint(
     assert seconds <= RECOVERY_SECONDS, f"recovered in {seconds:.1f} s: {done}"
 
 
-def test_host_that_comes_back_is_not_used_again(
-    supervised: Supervised, undisturbed: list[float]
+def test_host_whose_link_comes_back_is_not_used_again(
+    supervised: Supervised,
+    undisturbed: list[float],
+    record_property: Callable[[str, object], None],
 ) -> None:
-    cluster = supervised.cluster
     fault_at = time.time()
-    cluster.link("node2", up=False)
+    supervised.cluster.link("node2", up=False)
     try:
-        supervised.recovery(fault_at)
+        seconds, lost = supervised.recovery(fault_at)
     finally:
-        cluster.link("node2", up=True)
-    supervised.job.wait_for("more hosts answer", 60)
+        supervised.cluster.link("node2", up=True)
+    back_at = time.time()
+    poll(lambda: len(supervised.starts()) == 3, 60, "the third start")
+    record_property("recovery_seconds", round(seconds, 1))
+    record_property("used_again_seconds", round(supervised.starts()[-1]["time"] - back_at, 1))
     done = supervised.job.wait(TEST_SECONDS)
     assert done.returncode == 0, done
     assert [start["world_size"] for start in supervised.starts()] == [4, 2, 4], done
     _check_curve(supervised, undisturbed)
+    assert lost <= EVERY and seconds <= RECOVERY_SECONDS, f"{seconds:.1f} s, {lost} steps: {done}"
+
+
+def test_too_few_hosts_end_the_run_instead_of_being_waited_for(
+    cluster: Cluster, runs: Path, undisturbed: list[float]
+) -> None:
+    supervised = Supervised(cluster, runs, f"{HOSTS} --min-np 3")
+    supervised.wait_for_step(FAULT_AFTER)
+    cluster.link("node2", up=False)
+    try:
+        supervised.job.wait_for("waiting for hosts: only node1:2 answers", 30)
+    finally:
+        cluster.link("node2", up=True)
+    done = supervised.job.wait(TEST_SECONDS)
+    assert done.returncode == 0, done
+    assert [start["world_size"] for start in supervised.starts()] == [4, 4], done
+    _check_curve(supervised, undisturbed)
+
+
+def test_added_host_that_cannot_train_ends_the_run(cluster: Cluster, runs: Path) -> None:
+    data = cluster.file("node1", "/tmp/only-here")
+    data.write_bytes(local.CORPUS.read_bytes())
+    hostfile = runs / "hostfile"
+    hostfile.write_text("node1 slots=2\n")
+    model = " ".join(local.TINY).replace(str(local.CORPUS), "/tmp/only-here")
+    supervised = Supervised(cluster, runs, f"--hostfile {hostfile}", f"{model} --train.steps 9999")
+    supervised.wait_for_step(FAULT_AFTER)
+    hostfile.write_text("node1 slots=2\nnode2 slots=2\n")
+    supervised.job.wait_for("more hosts answer", 60)
+    supervised.job.wait_for("node2 is left out for a while", 60)
+    reached = supervised.lines()[-1]["step"]
+    supervised.wait_for_step(reached + FAULT_AFTER)
+    os.kill(supervised.supervisor(), signal.SIGTERM)
+    assert supervised.job.wait(20).returncode == 75
+    assert [start["world_size"] for start in supervised.starts()] == [2, 2]
+
+
+def test_step_that_always_fails_is_tried_for_ever_or_its_error_is_not_shown(
+    cluster: Cluster, runs: Path
+) -> None:
+    supervised = Supervised(cluster, runs, HOSTS, "--task tests.support.tasks:Failing")
+    done = supervised.job.wait(TEST_SECONDS)
+    assert done.returncode == 1, done
+    assert len(supervised.starts()) == 3, done
+    end = done.stderr.partition("the end, exit code 1: it failed 3 times in a row after step 4")[2]
+    assert "rank 3 on node2: RuntimeError: injected failure" in end, done
 
 
 def test_killed_supervisor_leaves_ranks_or_its_run_is_lost(

@@ -21,6 +21,9 @@ _KEEP_ALIVE = (
     *("--mca", "oob_tcp_keepalive_intvl", "1"),
     *("--mca", "oob_tcp_keepalive_probes", "3"),
 )
+# When one rank is gone the others are killed at once; mpirun's own way takes 4 s on two hosts.
+# To be asked to stop there is SIGUSR1.
+_END_AT_ONCE = ("--mca", "odls_base_sigkill_timeout", "0")
 # What of the environment ranks on other hosts get; horovodrun passes on all of it.
 _EXPORTED = ("HVDTRAIN_", "HOROVOD_", "NCCL_", "OMP_", "CUDA_")
 
@@ -80,7 +83,7 @@ def mpirun_that_notices(
     `env` is what it will be started with: what training reads of it goes to all hosts.
     """
     exported = [word for name in sorted(env) if name.startswith(_EXPORTED) for word in ("-x", name)]
-    return mpirun(np, command, hosts=hosts, options=[*_KEEP_ALIVE, *exported])
+    return mpirun(np, command, hosts=hosts, options=[*_KEEP_ALIVE, *_END_AT_ONCE, *exported])
 
 
 def elastic_horovodrun(

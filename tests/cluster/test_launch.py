@@ -19,7 +19,9 @@ from tests.support.job import Job, poll
 STEPS = 150
 EVERY = 20
 FAULT_AFTER = 30
+# Of which most is the start of the ranks: on a machine where that takes longer, this does too.
 RECOVERY_SECONDS = 20
+RECOVERY_STARTS = 2.5
 # Starting 4 ranks twice on a busy machine, and the steps.
 TEST_SECONDS = 150
 COMMON = [
@@ -31,6 +33,8 @@ HOSTS = "--hosts node1:2,node2:2"
 SLOW = "--task tests.support.tasks:Slow"
 # With a failing task's trigger, for the tasks that have one.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HVDTRAIN_TEST_FAIL": "3:5"}
+
+Record = Callable[[str, object], None]
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS + 120)
 
@@ -52,11 +56,13 @@ class Supervised:
         self.cluster, self.run = cluster, root / "case"
         self._options = [*options.split(), "--", *COMMON, *task.split()]
         self._where = ["--run.root", str(root), "--run.id", "case"]
+        self.first_start = 0.0  # seconds from the command to its first step
         self.job = self.start()
 
-    def start(self) -> Job:
+    def start(self, host: str = "node1") -> Job:
         command = ["python", "-m", "hvdtrain.cli", "launch", *self._options, *self._where]
-        self.job = self.cluster.start("node1", command, ENVIRONMENT)
+        self.started_at = time.time()
+        self.job = self.cluster.start(host, command, ENVIRONMENT)
         return self.job
 
     def lines(self) -> list[dict[str, Any]]:
@@ -72,6 +78,7 @@ class Supervised:
             return bool(lines) and lines[-1]["step"] >= step
 
         poll(reached, timeout, f"step {step}: {self.job.output()}")
+        self.first_start = self.first_start or self.lines()[0]["time"] - self.started_at
 
     def recovery(self, fault_at: float) -> tuple[float, int]:
         """Seconds from the fault to the first line of the next start, and steps done again."""
@@ -85,6 +92,14 @@ class Supervised:
         left = (self.run / "left_metrics.jsonl").read_text().splitlines()
         lost = [json.loads(line)["step"] for line in left if line.endswith("}")]
         return first()[0] - fault_at, sum(step > start["step"] for step in lost)
+
+    def check_recovery(self, seconds: float, lost: int, record: Record) -> None:
+        """After the end: in time, compared with the first start, and at most a checkpoint lost."""
+        record("recovery_seconds", round(seconds, 1))
+        record("steps_again", lost)
+        assert lost <= EVERY, f"{lost} steps were done again: {self.job.output()}"
+        limit = max(RECOVERY_SECONDS, RECOVERY_STARTS * self.first_start)
+        assert seconds <= limit, f"{seconds:.1f} s, not {limit:.1f}: {self.job.output()}"
 
     def supervisor(self) -> int:
         """Its process id on this machine."""
@@ -140,7 +155,7 @@ def test_fault_costs_more_than_the_steps_since_the_checkpoint(
     supervised: Supervised,
     undisturbed: list[float],
     fault: str,
-    record_property: Callable[[str, object], None],
+    record_property: Record,
 ) -> None:
     cluster = supervised.cluster
     injure, ranks = FAULTS[fault]
@@ -153,19 +168,16 @@ def test_fault_costs_more_than_the_steps_since_the_checkpoint(
         if fault == "host":
             cluster.boot("node2")
         cluster.link("node2", up=True)
-    record_property("recovery_seconds", round(seconds, 1))
-    record_property("steps_again", lost)
     assert done.returncode == 0, done
     assert supervised.starts()[-1]["world_size"] == ranks, done
     _check_curve(supervised, undisturbed)
-    assert lost <= EVERY, f"{lost} steps were done again: {done}"
-    assert seconds <= RECOVERY_SECONDS, f"recovered in {seconds:.1f} s: {done}"
+    supervised.check_recovery(seconds, lost, record_property)
 
 
 def test_host_whose_link_comes_back_is_not_used_again(
     supervised: Supervised,
     undisturbed: list[float],
-    record_property: Callable[[str, object], None],
+    record_property: Record,
 ) -> None:
     fault_at = time.time()
     supervised.cluster.link("node2", up=False)
@@ -175,13 +187,12 @@ def test_host_whose_link_comes_back_is_not_used_again(
         supervised.cluster.link("node2", up=True)
     back_at = time.time()
     poll(lambda: len(supervised.starts()) == 3, 60, "the third start")
-    record_property("recovery_seconds", round(seconds, 1))
     record_property("used_again_seconds", round(supervised.starts()[-1]["time"] - back_at, 1))
     done = supervised.job.wait(TEST_SECONDS)
     assert done.returncode == 0, done
     assert [start["world_size"] for start in supervised.starts()] == [4, 2, 4], done
     _check_curve(supervised, undisturbed)
-    assert lost <= EVERY and seconds <= RECOVERY_SECONDS, f"{seconds:.1f} s, {lost} steps: {done}"
+    supervised.check_recovery(seconds, lost, record_property)
 
 
 def test_too_few_hosts_end_the_run_instead_of_being_waited_for(
@@ -232,7 +243,7 @@ def test_step_that_always_fails_is_tried_for_ever_or_its_error_is_not_shown(
 def test_killed_supervisor_leaves_ranks_or_its_run_is_lost(
     supervised: Supervised,
     undisturbed: list[float],
-    record_property: Callable[[str, object], None],
+    record_property: Record,
 ) -> None:
     cluster = supervised.cluster
     old = {process.pid for process in cluster.ranks()}
@@ -245,14 +256,34 @@ def test_killed_supervisor_leaves_ranks_or_its_run_is_lost(
     seconds, lost = supervised.recovery(fault_at)
     assert not old & {process.pid for process in cluster.ranks()}
     done = supervised.job.wait(TEST_SECONDS)
-    record_property("recovery_seconds", round(seconds, 1))
     assert done.returncode == 0, done
     _check_curve(supervised, undisturbed)
-    assert lost <= EVERY and seconds <= RECOVERY_SECONDS, f"{seconds:.1f} s, {lost} steps: {done}"
+    supervised.check_recovery(seconds, lost, record_property)
+
+
+def test_dead_host_of_the_supervisor_takes_the_run_with_it(
+    supervised: Supervised, undisturbed: list[float], record_property: Record
+) -> None:
+    cluster = supervised.cluster
+    cluster.kill_host("node1")
+    try:
+        died_at = time.time()
+        poll(lambda: not cluster.ranks(), 10, "the end of the ranks on the other host")
+        record_property("ranks_gone_seconds", round(time.time() - died_at, 1))
+        started_at = time.time()
+        supervised.start("node2")
+        seconds, lost = supervised.recovery(started_at)
+        done = supervised.job.wait(TEST_SECONDS)
+    finally:
+        cluster.boot("node1")
+    assert done.returncode == 0, done
+    assert supervised.starts()[-1]["hosts"] == {"node2": [0, 1]}
+    _check_curve(supervised, undisturbed)
+    supervised.check_recovery(seconds, lost, record_property)
 
 
 def test_frozen_rank_of_a_killed_launch_keeps_the_next_from_starting(
-    supervised: Supervised, undisturbed: list[float]
+    supervised: Supervised, undisturbed: list[float], record_property: Record
 ) -> None:
     cluster = supervised.cluster
     daemons = [p for p in cluster.processes() if p.command.startswith(("mpirun", "orted"))]
@@ -265,7 +296,7 @@ def test_frozen_rank_of_a_killed_launch_keeps_the_next_from_starting(
     done = supervised.job.wait(TEST_SECONDS)
     assert done.returncode == 0, done
     _check_curve(supervised, undisturbed)
-    assert lost <= EVERY and seconds <= RECOVERY_SECONDS, f"{seconds:.1f} s, {lost} steps: {done}"
+    supervised.check_recovery(seconds, lost, record_property)
 
 
 def test_terminated_supervisor_does_not_checkpoint_or_end_with_75(
@@ -286,6 +317,22 @@ def test_interrupted_supervisor_leaves_ranks(supervised: Supervised) -> None:
     done = supervised.job.wait(15)
     assert done.returncode == 130, done
     assert not supervised.cluster.ranks()
+
+
+@pytest.mark.parametrize("probe", ["tcp:22", "ssh"])
+def test_discover_lists_a_host_that_is_cut_off_or_not_one_that_answers(
+    cluster: Cluster, probe: str
+) -> None:
+    command = ["python", "-m", "hvdtrain.cli", "discover", *HOSTS.split(), "--probe", probe]
+    assert cluster.run("node1", command).stdout == "node1:2\nnode2:2\n"
+    cluster.link("node2", up=False)
+    try:
+        done = cluster.run("node1", command)
+    finally:
+        cluster.link("node2", up=True)
+    assert done.stdout == "node1:2\n"
+    assert done.seconds < 5, done  # the timeout is 2; the rest is a busy machine's
+    assert cluster.run("node1", command).stdout == "node1:2\nnode2:2\n"
 
 
 def _check_curve(supervised: Supervised, undisturbed: list[float]) -> None:

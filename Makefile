@@ -40,7 +40,7 @@ test-gloo test-mpi: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	  || { code=$$?; tail -n 30 $(LOGS)/$@.rank-*.log; exit $$code; }
 
 test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no tests/cluster
+	timeout -k 30 1800 $(BIN)/python -m pytest -q --color=no tests/cluster
 
 lint: $(STAMPS)/test
 	$(BIN)/python -m pytest -q --color=no tests/single/test_code_style.py

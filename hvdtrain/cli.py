@@ -13,6 +13,8 @@ from hvdtrain.errors import UserError
 # add_arguments(parser) and run(args) -> exit code.
 COMMANDS = {
     "train": "train a model (the same as `python -m hvdtrain.train`)",
+    "launch": "start training on hosts that answer, and start it again after a failure",
+    "discover": "print the hosts that answer, as host:slots",
     "horovod": "build Horovod's wheel for this environment, or check the one installed",
     "data": "prepare data: tokenize text into flat files",
     "audit": "prove from a run's files that each step was applied exactly once",

@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+# Never a question, and a dead peer is noticed in seconds: whatever the user configured for ssh.
+SSH_OPTIONS = (
+    *("-o", "BatchMode=yes", "-o", "ConnectTimeout=3"),
+    *("-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=3"),
+)
+# The same for the connections between mpirun and its daemons, where the default is minutes:
+# both ends notice a cut link after about 4 s, and each ends its ranks.
+_KEEP_ALIVE = (
+    *("--mca", "plm_rsh_args", " ".join(SSH_OPTIONS)),
+    *("--mca", "oob_tcp_keepalive_time", "1"),
+    *("--mca", "oob_tcp_keepalive_intvl", "1"),
+    *("--mca", "oob_tcp_keepalive_probes", "3"),
+)
+# When one rank is gone the others are killed at once; mpirun's own way takes 4 s on two hosts.
+# To be asked to stop there is SIGUSR1.
+_END_AT_ONCE = ("--mca", "odls_base_sigkill_timeout", "0")
+# What of the environment ranks on other hosts get; horovodrun passes on all of it.
+_EXPORTED = ("HVDTRAIN_", "HOROVOD_", "NCCL_", "OMP_", "CUDA_")
 
 
 def horovodrun(
@@ -32,11 +52,12 @@ def mpirun(
     command: Sequence[str],
     hosts: str | None = None,
     hostfile: str | os.PathLike[str] | None = None,
+    options: Sequence[str] = (),
 ) -> list[str]:
     """Return the argv that starts `command` on `np` ranks with Open MPI's mpirun.
 
     `hosts` is `name:slots,name:slots`, `hostfile` a file of `name slots=n` lines;
-    at most one of them may be given, else ValueError.
+    at most one of them may be given, else ValueError. `options` are mpirun's own.
     """
     if hosts and hostfile:
         raise ValueError("give hosts or hostfile, not both")
@@ -51,4 +72,27 @@ def mpirun(
         # Open MPI counts cores, not hardware threads, and stops if ranks are more.
         argv.append("--oversubscribe")
     # Horovod's background thread would share the one core a rank is bound to.
-    return [*argv, "--bind-to", "none", "--map-by", "slot", *command]
+    return [*argv, "--bind-to", "none", "--map-by", "slot", *options, *command]
+
+
+def mpirun_that_notices(
+    np: int, command: Sequence[str], hosts: str, env: Mapping[str, str] = os.environ
+) -> list[str]:
+    """`mpirun` that ends within seconds when a host or its link dies, and so do the ranks.
+
+    `env` is what it will be started with: what training reads of it goes to all hosts.
+    """
+    exported = [word for name in sorted(env) if name.startswith(_EXPORTED) for word in ("-x", name)]
+    return mpirun(np, command, hosts=hosts, options=[*_KEEP_ALIVE, *_END_AT_ONCE, *exported])
+
+
+def elastic_horovodrun(
+    np: int, min_np: int, max_np: int, discovery: Sequence[str], command: Sequence[str]
+) -> list[str]:
+    """Return the argv of an elastic job: `command` on `min_np` to `max_np` ranks, first `np`.
+
+    `discovery` is the argv of a program that prints the hosts as `name:slots` lines.
+    """
+    limits = ["--min-np", str(min_np), "--max-np", str(max_np)]
+    script = ["--host-discovery-script", shlex.join(discovery)]
+    return horovodrun(np, [*limits, *script, *command])

@@ -66,6 +66,14 @@ def _wait_for_checkpoint() -> None:
             thread.join(30)
 
 
+class Slow(Regression):
+    """Regression whose forward pass takes 50 ms: time to injure a run between two steps."""
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        time.sleep(0.05)
+        return super().loss(model, batch)
+
+
 class NotFinite(Regression):
     """A loss that is NaN in some steps, in one micro-batch of each.
 

@@ -1,0 +1,54 @@
+"""`hvdtrain discover`: a script for horovodrun's --host-discovery-script."""
+
+from __future__ import annotations
+
+import argparse
+
+from hvdtrain.elastic.discovery import DEFAULT_PROBE, answering, parse_probe
+from hvdtrain.launch.hostfile import read_hosts
+
+HELP = "print the hosts that answer, as host:slots"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_host_arguments(parser)
+    parser.add_argument(
+        "--timeout",
+        type=seconds,
+        default=2.0,
+        metavar="S",
+        help="no host is waited for longer (default: %(default)s)",
+    )
+
+
+def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that say which hosts there are and how they are asked."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--hosts", metavar="LIST", help="such as node1:8,node2:8")
+    source.add_argument(
+        "--hostfile", metavar="FILE", help="lines such as 'node1 slots=8'; read anew each time"
+    )
+    source.add_argument("--slurm", action="store_true", help="the nodes of this Slurm job")
+    parser.add_argument(
+        "--probe",
+        default=DEFAULT_PROBE,
+        metavar="ssh|tcp:PORT",
+        help="how a host is asked: a login over ssh, or a port that must accept "
+        "(default: %(default)s)",
+    )
+
+
+def seconds(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{number} is not > 0")
+    return number
+
+
+def run(args: argparse.Namespace) -> int:
+    probe = parse_probe(args.probe)
+    hosts = read_hosts(args.hosts, args.hostfile, args.slurm)
+    # None at all is an answer too: Horovod's driver gives up when the script fails.
+    for host in answering(hosts, probe, args.timeout):
+        print(host)
+    return 0

@@ -1,0 +1,78 @@
+"""A launcher under a supervisor: it never outlives it, and its last lines are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+from hvdtrain.errors import UserError
+
+_TAIL_BYTES = 4096
+_TERM_SECONDS = 5.0
+_KILL_SECONDS = 5.0
+
+
+class Launcher:
+    """mpirun or horovodrun, running.
+
+    However this process ends, the kernel sends it SIGTERM then, and it ends its ranks.
+    Ctrl-C at the terminal reaches this process alone, which decides.
+    """
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        """Raises UserError: it is not installed."""
+        if shutil.which(argv[0]) is None:
+            raise UserError(f"{argv[0]} is not there: install it, or put it on PATH")
+        self._process = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "TERM", "--", *argv],
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self._tail = b""
+        self._reader = threading.Thread(target=self._forward, daemon=True)
+        self._reader.start()
+
+    def poll(self) -> int | None:
+        """The exit code, 128 + the signal's number where one ended it; None while it runs."""
+        code = self._process.poll()
+        return 128 - code if code is not None and code < 0 else code
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def end(self) -> None:
+        """Ends it: kindly, so that it ends its ranks on all hosts, but not for long."""
+        self._process.terminate()
+        try:
+            self._process.wait(_TERM_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends it at once; ranks that it leaves behind are the caller's to end."""
+        self._process.kill()
+        # One that the kernel cannot end now is left to it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_KILL_SECONDS)
+
+    def last_lines(self, most: int = 15) -> list[str]:
+        """The end of its error output; call it when it has ended."""
+        self._reader.join(1.0)  # a process that it left behind may keep the pipe open
+        return self._tail.decode(errors="replace").splitlines()[-most:]
+
+    def _forward(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as pipe:
+            while block := os.read(pipe.fileno(), 1 << 16):
+                self._tail = (self._tail + block)[-_TAIL_BYTES:]
+                with contextlib.suppress(OSError):  # our own reader is gone: training goes on
+                    sys.stderr.buffer.write(block)
+                    sys.stderr.buffer.flush()

@@ -1,0 +1,93 @@
+"""What the files of a run say to somebody outside it: how far it came, and what its ranks said."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from hvdtrain.errors import UserError
+
+_TAIL_BYTES = 1 << 16
+
+
+def hold(run: Path) -> IO[str]:
+    """Makes the folder and keeps other supervisors from this run while the file is open.
+
+    Raises:
+        UserError: the folder cannot be written, or there is another one.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        lock = open(run / ".launch.lock", "w")  # noqa: SIM115 - held until the caller ends
+    except OSError as error:
+        raise UserError(
+            f"run.root: {run} cannot be written ({error.strerror}); choose another with --run.root"
+        ) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise UserError(
+            f"{run}: another hvdtrain launch supervises this run; end it, or choose another "
+            "--run.id"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    return lock
+
+
+def newest_checkpoint(run: Path) -> int:
+    """The step of the newest finished checkpoint; 0 where there is none."""
+    # Not by checkpoint.manager: that imports torch, for a process that only waits.
+    steps = [path.parent.name.partition("_")[2] for path in run.glob("checkpoints/step_*/complete")]
+    return max((int(step) for step in steps if step.isdecimal()), default=0)
+
+
+def newest_step(run: Path) -> int:
+    """The furthest step that the run's files show; 0 where there is none."""
+    for line in reversed(list(_records(run / "metrics.jsonl"))):
+        if isinstance(line.get("step"), int):
+            return max(line["step"], newest_checkpoint(run))
+    return newest_checkpoint(run)
+
+
+def made_steps(run: Path, since: float) -> bool:
+    """Whether a step was logged after a time (unix)."""
+    return any(line.get("time", 0) >= since for line in _records(run / "metrics.jsonl"))
+
+
+def last_words(run: Path, since: float, most: int = 5) -> list[str]:
+    """The last error of each rank's log since a time (unix), the earliest ones first.
+
+    Those that only lost the others come after the cause.
+    """
+    last = []
+    for file in sorted(run.glob("logs/rank_*.jsonl")):
+        errors = [
+            line
+            for line in _records(file)
+            if line.get("level") == "error" and line.get("time", 0) >= since
+        ]
+        last += errors[-1:]
+    last.sort(key=lambda e: ("HorovodInternalError" in str(e.get("message")), e["time"]))
+    return [f"rank {e.get('rank')} on {e.get('host')}: {e.get('message')}" for e in last[:most]]
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects in the last lines of a file; what a crash tore is passed over."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                yield record

@@ -1,0 +1,234 @@
+"""Starts a launcher on the hosts that answer, and again after a failure:
+
+    while True:
+        wait until enough hosts answer
+        kill what an earlier start left on them
+        start the launcher on them; training resumes from its newest checkpoint
+        watch it: signals pass through, a host that falls silent ends it
+        finished, preempted, or no use in trying again: the end
+
+Nothing is kept but the run's own files, so the same command goes on from them anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hvdtrain.elastic import run_files
+from hvdtrain.elastic.discovery import Probe
+from hvdtrain.elastic.host_watch import ROUND_SECONDS, HostWatch
+from hvdtrain.elastic.known_hosts import KnownHosts
+from hvdtrain.elastic.launcher import Launcher
+from hvdtrain.elastic.policy import RestartPolicy
+from hvdtrain.elastic.remains import VARIABLE, end_remains
+from hvdtrain.elastic.stop_requests import Stop, StopRequests
+from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
+from hvdtrain.launch import commands
+from hvdtrain.launch.hostfile import Host, as_text, first_slots, total_slots
+
+# Long enough for a busy host to answer, in two rounds.
+_SILENT_SECONDS = 5.0
+_STEADY_SECONDS = 10.0
+# A host that joined and brought a run down is tried again after so long.
+_ASIDE_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to supervise.
+
+    Args:
+        controller: mpi starts mpirun, gloo an elastic horovodrun
+        min_np: ranks without which nothing is started
+        max_np: ranks at most; None: as many as there are slots
+        max_restarts: without progress
+        wait: seconds to wait for hosts with min_np slots
+        hosts: reads which hosts there are; called again and again
+        discovery: the argv that prints those that answer, for horovodrun
+        probe: how a host is asked whether it answers
+        train: the argv of a rank
+        run: the run's folder, absolute: also the name under which its processes are found
+    """
+
+    controller: Literal["mpi", "gloo"]
+    min_np: int
+    max_np: int | None
+    max_restarts: int
+    wait: float
+    hosts: Callable[[], list[Host]]
+    discovery: Sequence[str]
+    probe: Probe
+    train: Sequence[str]
+    run: Path
+
+
+@dataclass(frozen=True)
+class _Ended:
+    """How a start ended.
+
+    Args:
+        job: the hosts it ran on
+        began: when (unix)
+        code: its exit code
+        last_lines: of the launcher's error output
+        regrow: it was ended to go on with more hosts
+    """
+
+    job: list[Host]
+    began: float
+    code: int
+    last_lines: list[str]
+    regrow: bool
+
+
+class Supervisor:
+    """One supervised run."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Raises UserError: as `plan.hosts` does."""
+        self._plan = plan
+        self._hosts = KnownHosts(plan.hosts, plan.probe)
+        self._proven: set[str] = set()  # the hosts of the latest start that made steps
+        self._requests = StopRequests()
+
+    def run(self) -> int:
+        """Runs until the end; returns the exit code of the job.
+
+        Raises:
+            UserError: the run's folder cannot be used, or a launcher is not installed.
+        """
+        with run_files.hold(self._plan.run):
+            self._requests.install()
+            try:
+                return self._supervise()
+            except Stop as stop:
+                return stop.code
+
+    def _supervise(self) -> int:
+        plan = self._plan
+        policy = RestartPolicy(plan.max_restarts, run_files.newest_step(plan.run))
+        hosts, asked_at, code = self._hosts.living(ROUND_SECONDS), time.monotonic(), EXIT_CRASH
+        while True:
+            if total_slots(hosts) < plan.min_np or time.monotonic() - asked_at > ROUND_SECONDS:
+                hosts = self._wait_for_hosts(code)
+            ended = self._one_start(hosts)
+            code, ended_at = ended.code, time.monotonic()
+            if self._requests:
+                # Whether or not all could still save: the newest checkpoint is where it goes on.
+                return code if code in (0, EXIT_USER, EXIT_NOT_FINITE) else EXIT_PREEMPTED
+            if run_files.made_steps(plan.run, ended.began):
+                self._proven = {host.name for host in ended.job}
+            hosts, asked_at = self._hosts.living(ROUND_SECONDS), time.monotonic()
+            if ended.regrow and code == EXIT_PREEMPTED:
+                continue
+            step, blamed = run_files.newest_step(plan.run), self._blame(ended, hosts)
+            verdict = policy.after(code, step, bool(blamed))
+            if verdict.wait is None:
+                self._say_end(verdict.reason, step, ended)
+                return code
+            hosts = [host for host in hosts if host.name not in blamed]
+            because = "".join(f"; {name} {why}" for name, why in blamed.items())
+            _say(f"exit code {code} after step {step}{because}; again in {verdict.wait:.0f} s")
+            self._requests.pause(ended_at + verdict.wait - time.monotonic())
+
+    def _blame(self, ended: _Ended, living: Sequence[Host]) -> dict[str, str]:
+        """The hosts that a failure is due to, and why. None: it is the training's own.
+
+        Those that joined a run that went well without them are set aside, if it can go on so.
+        """
+        names = {host.name for host in ended.job}
+        blamed = dict.fromkeys(sorted(names - {h.name for h in living}), "does not answer")
+        if self._proven and not names <= self._proven and not blamed:
+            others = [host for host in living if host.name in self._proven]
+            if total_slots(others) >= self._plan.min_np:
+                blamed = dict.fromkeys(sorted(names - self._proven), "is left out for a while")
+                self._hosts.set_aside(blamed, _ASIDE_SECONDS)
+        return blamed
+
+    def _wait_for_hosts(self, code: int) -> list[Host]:
+        """The hosts that answer, as soon as they have `min_np` slots together."""
+        deadline, said = time.monotonic() + self._plan.wait, ""
+        while True:
+            hosts = self._hosts.living(ROUND_SECONDS)
+            if total_slots(hosts) >= self._plan.min_np:
+                return hosts
+            state = f"{as_text(hosts) or 'no host'} answers, and --min-np is {self._plan.min_np}"
+            if time.monotonic() > deadline:
+                _say(f"the end: after {self._plan.wait:.0f} s only {state}")
+                raise Stop(code)
+            if state != said:
+                _say(f"waiting for hosts: only {state}")
+                said = state
+            self._requests.pause(1.0)
+
+    def _one_start(self, hosts: Sequence[Host]) -> _Ended:
+        plan = self._plan
+        names = [host.name for host in hosts]
+        for host in end_remains(names, str(plan.run)):
+            _say(f"could not see on {host} whether an earlier start left processes")
+        job = first_slots(hosts, plan.max_np or total_slots(hosts))
+        step = run_files.newest_checkpoint(plan.run)
+        _say(f"starting {total_slots(job)} ranks on {as_text(job)} from step {step}")
+        began, env = time.time(), os.environ | {VARIABLE: str(plan.run)}
+        launcher = Launcher(self._argv(job, env), env)
+        # An elastic launcher sees to its hosts itself: there is none to watch.
+        watched = (job, self._hosts.listed) if plan.controller == "mpi" else ([], list)
+        watch = HostWatch(*watched, plan.probe)
+        try:
+            code, regrow = self._watch(launcher, watch, job)
+            return _Ended(job, began, code, launcher.last_lines(), regrow)
+        except BaseException:
+            launcher.end()
+            end_remains(names, str(plan.run))
+            raise
+        finally:
+            watch.stop()
+
+    def _argv(self, job: Sequence[Host], env: dict[str, str]) -> list[str]:
+        plan, np = self._plan, total_slots(job)
+        if plan.controller == "mpi":
+            return commands.mpirun_that_notices(np, plan.train, as_text(job), env)
+        most = plan.max_np or max(np, total_slots(self._hosts.listed()))
+        return commands.elastic_horovodrun(np, plan.min_np, most, plan.discovery, plan.train)
+
+    def _watch(self, launcher: Launcher, watch: HostWatch, job: Sequence[Host]) -> tuple[int, bool]:
+        """Waits for the launcher's end; returns its exit code, and whether to grow is why."""
+        began_at, regrow, asked = run_files.newest_step(self._plan.run), False, False
+        while (code := launcher.poll()) is None:
+            if self._requests and not asked:
+                _say("asked to stop: the ranks write a checkpoint")
+                launcher.send(signal.SIGUSR1)
+                asked = True
+            if watch.silent(_SILENT_SECONDS):
+                launcher.kill()  # it would wait for the silent ones
+                return EXIT_CRASH, False
+            if not asked and self._can_grow(watch, job, began_at):
+                _say("more hosts answer: the ranks write a checkpoint and start again")
+                launcher.send(signal.SIGUSR1)
+                regrow = asked = True
+            self._requests.tick()
+        return code, regrow
+
+    def _can_grow(self, watch: HostWatch, job: Sequence[Host], began_at: int) -> bool:
+        steady = total_slots(watch.steady(_STEADY_SECONDS))
+        ready = min(steady, self._plan.max_np or steady)
+        return ready > total_slots(job) and run_files.newest_step(self._plan.run) > began_at
+
+    def _say_end(self, reason: str, step: int, ended: _Ended) -> None:
+        if ended.code in (0, EXIT_PREEMPTED):
+            _say(f"{reason} at step {step}")
+            return
+        words = run_files.last_words(self._plan.run, ended.began)
+        lines = [f"  {line}" for line in [*words, *ended.last_lines]]
+        _say("\n".join([f"the end, exit code {ended.code}: {reason}; its last words:", *lines]))
+
+
+def _say(message: str) -> None:
+    print(f"hvdtrain launch: {message}", file=sys.stderr, flush=True)

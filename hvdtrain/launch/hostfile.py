@@ -1,0 +1,167 @@
+"""Which hosts there are and how many ranks each takes: from a file, a list, or Slurm.
+
+Read once a second by a driver: nothing here imports more than it needs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from hvdtrain.errors import UserError
+
+# No leading "-": ssh would take the name for an option.
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SCONTROL_SECONDS = 10
+
+
+class Host(NamedTuple):
+    """A host and how many ranks it takes at most."""
+
+    name: str
+    slots: int
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.slots}"
+
+
+def read_hosts(
+    hosts: str | None = None, hostfile: str | None = None, slurm: bool = False
+) -> list[Host]:
+    """The hosts of the one source that is given, in its order, each name once.
+
+    Args:
+        hosts: as for `parse_hosts`.
+        hostfile: as for `read_hostfile`.
+        slurm: those of the allocation that this process is in.
+
+    Raises:
+        UserError: the source is not there or cannot be understood.
+    """
+    if hostfile is not None:
+        return read_hostfile(hostfile)
+    return slurm_hosts() if slurm else parse_hosts(hosts or "")
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """Reads `node1:8,node2:8`; a name without a number is one slot.
+
+    Raises:
+        UserError: the entry that is wrong.
+    """
+    return _merge(
+        _entry(part.strip(), f"--hosts {text}", "node1:8,node2:8") for part in text.split(",")
+    )
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """Reads a host a line: `node1 slots=8` (Open MPI), `node1:8`, or `node1` for one slot.
+
+    `#` starts a comment; Open MPI's max_slots is passed over. A name that comes again adds slots.
+
+    Raises:
+        UserError: file and line of what is wrong, or that there is no host in it.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not a text file") from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if text:
+            entry = re.sub(r"\s+max[_-]slots\s*=\s*\d+", "", text)
+            entry = re.sub(r"\s+slots\s*=\s*", ":", entry)
+            found.append(_entry(entry, f"{path}, line {number}: {text}", "node1 slots=8"))
+    if not found:
+        raise UserError(f"{path}: no host in it; write a line such as 'node1 slots=8'")
+    return _merge(found)
+
+
+def slurm_hosts(env: Mapping[str, str] = os.environ) -> list[Host]:
+    """The nodes of the Slurm job that this process is in, with the tasks of each.
+
+    Raises:
+        UserError: this is no Slurm job, or scontrol does not answer.
+    """
+    try:
+        nodes, tasks = env["SLURM_JOB_NODELIST"], env["SLURM_TASKS_PER_NODE"]
+    except KeyError as error:
+        raise UserError(
+            f"--slurm: {error.args[0]} is not set; call it inside a job (sbatch, salloc)"
+        ) from None
+    names, slots = _expand(nodes), tasks_per_node(tasks)
+    if len(names) != len(slots):
+        raise UserError(
+            f"--slurm: {len(names)} nodes in SLURM_JOB_NODELIST={nodes}, but {len(slots)} in "
+            f"SLURM_TASKS_PER_NODE={tasks}"
+        )
+    return [Host(name, count) for name, count in zip(names, slots, strict=True)]
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's short form, one number a node: `8(x2),4` is 8, 8, 4.
+
+    Raises:
+        UserError: it is something else.
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise UserError(f"SLURM_TASKS_PER_NODE={text}: such as 8(x2),4 is expected")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+def total_slots(hosts: Iterable[Host]) -> int:
+    return sum(host.slots for host in hosts)
+
+
+def first_slots(hosts: Iterable[Host], most: int) -> list[Host]:
+    """The first `most` slots of the hosts: whole hosts in their order, then a part of one."""
+    chosen, left = [], most
+    for host in hosts:
+        if left > 0:
+            chosen.append(Host(host.name, min(host.slots, left)))
+            left -= host.slots
+    return chosen
+
+
+def as_text(hosts: Iterable[Host]) -> str:
+    """As launchers take it: `node1:8,node2:8`."""
+    return ",".join(map(str, hosts))
+
+
+def _expand(nodes: str) -> list[str]:
+    import subprocess
+
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SCONTROL_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip()
+        raise UserError(f"--slurm: `{' '.join(command)}` failed: {said}") from None
+    return done.stdout.split()
+
+
+def _entry(text: str, where: str, example: str) -> Host:
+    name, colon, slots = text.partition(":")
+    number = slots if colon else "1"
+    if not _NAME.fullmatch(name) or not number.isdecimal() or int(number) < 1:
+        raise UserError(f"{where}: a host and its slots are expected, such as {example}")
+    return Host(name, int(number))
+
+
+def _merge(found: Iterable[Host]) -> list[Host]:
+    slots: dict[str, int] = {}
+    for host in found:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    return [Host(name, count) for name, count in slots.items()]

@@ -1,0 +1,115 @@
+"""Lists of hosts: Open MPI's files, lists on the command line, Slurm's environment."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.errors import UserError
+from hvdtrain.launch.hostfile import (
+    Host,
+    as_text,
+    first_slots,
+    parse_hosts,
+    read_hostfile,
+    read_hosts,
+    slurm_hosts,
+    tasks_per_node,
+    total_slots,
+)
+
+NAMES = st.lists(st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True), min_size=1, unique=True)
+HOSTS = NAMES.flatmap(
+    lambda names: st.tuples(*(st.builds(Host, st.just(name), st.integers(1, 99)) for name in names))
+)
+
+
+def test_open_mpi_file_is_read_otherwise(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(
+        "# two racks\n\nnode1 slots=8\nnode2  slots = 4 max_slots=8  # the old one\n"
+        "node3:2\nnode4\nnode1 slots=1\n"
+    )
+    expected = [Host("node1", 9), Host("node2", 4), Host("node3", 2), Host("node4", 1)]
+    assert read_hostfile(str(file)) == expected
+
+
+def test_hostfiles_of_the_repository_cannot_be_read() -> None:
+    folder = Path(__file__).parents[2] / "hostfiles"
+    assert read_hosts(hostfile=str(folder / "two-nodes")) == [Host("node1", 8), Host("node2", 8)]
+
+
+@pytest.mark.parametrize("line", ["node1 slots=", "node1 slots=0", "node1 8", "-oProxyCommand=x:1"])
+def test_mistake_in_a_file_is_taken_or_not_found_again(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "hosts"
+    file.write_text(f"node0 slots=1\n{line}\n")
+    with pytest.raises(UserError, match=re.escape(f"{file}, line 2: {line}")):
+        read_hostfile(str(file))
+
+
+def test_file_without_hosts_or_no_file_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("# nothing\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for name, message in (
+        ("empty", "no host in it"),
+        ("binary", "not a text file"),
+        ("none", "No such file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            read_hostfile(str(tmp_path / name))
+
+
+@given(HOSTS)
+def test_list_of_hosts_does_not_survive_being_written_and_read(hosts: tuple[Host, ...]) -> None:
+    assert parse_hosts(as_text(hosts)) == list(hosts)
+
+
+@pytest.mark.parametrize("text", ["", "a:8,", "a:b", "a:-1", "a b:2", "a:1:2"])
+def test_wrong_list_of_hosts_is_taken(text: str) -> None:
+    with pytest.raises(UserError, match="--hosts"):
+        parse_hosts(text)
+
+
+@given(HOSTS, st.integers(0, 500))
+def test_first_slots_are_too_many_or_not_the_first(hosts: tuple[Host, ...], most: int) -> None:
+    chosen = first_slots(hosts, most)
+    assert total_slots(chosen) == min(most, total_slots(hosts))
+    assert [host.name for host in chosen] == [host.name for host in hosts][: len(chosen)]
+    assert all(0 < one.slots <= of.slots for one, of in zip(chosen, hosts, strict=False))
+    assert chosen[:-1] == list(hosts)[: max(0, len(chosen) - 1)]
+
+
+@given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 9)), min_size=1))
+def test_slurms_short_form_is_counted_otherwise(groups: list[tuple[int, int]]) -> None:
+    text = ",".join(f"{tasks}(x{nodes})" if nodes > 1 else f"{tasks}" for tasks, nodes in groups)
+    assert tasks_per_node(text) == [tasks for tasks, nodes in groups for _ in range(nodes)]
+
+
+def _scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    (folder / "scontrol").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_slurm_job_has_other_nodes_or_tasks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _scontrol(tmp_path, monkeypatch, '[ "$*" = "show hostnames n[1-3]" ] && printf "n1\\nn2\\nn3"')
+    job = {"SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "8(x2),4"}
+    assert slurm_hosts(job) == [Host("n1", 8), Host("n2", 8), Host("n3", 4)]
+    with pytest.raises(UserError, match="3 nodes"):
+        slurm_hosts(job | {"SLURM_TASKS_PER_NODE": "8(x2)"})
+    with pytest.raises(UserError, match=r"8\(x2\),4 is expected"):
+        slurm_hosts(job | {"SLURM_TASKS_PER_NODE": "many"})
+
+
+def test_no_slurm_job_shows_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="SLURM_JOB_NODELIST is not set"):
+        slurm_hosts({})
+    _scontrol(tmp_path, monkeypatch, "echo no such job >&2; exit 1")
+    with pytest.raises(UserError, match="no such job"):
+        slurm_hosts({"SLURM_JOB_NODELIST": "n1", "SLURM_TASKS_PER_NODE": "8"})

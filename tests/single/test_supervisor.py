@@ -1,0 +1,216 @@
+"""The parts of `hvdtrain launch` that need no hosts; tests/cluster/test_launch.py has the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.elastic import run_files
+from hvdtrain.elastic.policy import RestartPolicy
+from hvdtrain.elastic.remains import VARIABLE, end_remains
+from hvdtrain.errors import UserError
+from hvdtrain.launch.commands import elastic_horovodrun, mpirun_that_notices
+from tests.support.job import poll
+from tests.support.runs import environment
+
+TRAIN = ["python", "-m", "hvdtrain.train", "--run.id", "a b"]
+STARTS = st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=60)
+
+
+# --- when to try again
+
+
+@given(STARTS, st.integers(0, 12))
+def test_restarts_without_progress_exceed_the_budget_or_waits_their_limits(
+    starts: list[tuple[int, bool]], budget: int
+) -> None:
+    policy, furthest, used = RestartPolicy(budget, step=0), 0, 0
+    for step, host_lost in starts:
+        verdict = policy.after(137, step, host_lost)
+        if step > furthest:
+            furthest, used = step, 0
+        if verdict.wait is None:
+            assert verdict.reason
+            return
+        used += 1
+        assert used <= budget
+        assert verdict.wait == min(60, 2 ** (used - 1))
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 75])
+def test_final_exit_code_is_tried_again(code: int) -> None:
+    assert RestartPolicy(10, step=0).after(code, 0, host_lost=False).wait is None
+
+
+def test_input_that_was_right_before_is_not_tried_again() -> None:
+    policy = RestartPolicy(10, step=50)
+    assert policy.after(1, 60, host_lost=False).wait == 1
+    assert policy.after(2, 60, host_lost=False).wait == 2
+
+
+def test_same_step_is_tried_a_fourth_time() -> None:
+    policy = RestartPolicy(10, step=0)
+    waits = [policy.after(1, 7, host_lost=False).wait for _ in range(3)]
+    assert waits == [1, 2, None]
+
+
+def test_lost_host_is_held_against_the_step() -> None:
+    policy = RestartPolicy(10, step=0)
+    waits = [policy.after(1, 7, host_lost=lost).wait for lost in (False, False, True, False)]
+    assert None not in waits
+
+
+def test_run_that_only_loses_hosts_is_started_for_ever() -> None:
+    policy = RestartPolicy(2, step=0)
+    waits = [policy.after(1, 0, host_lost=True).wait for _ in range(3)]
+    assert waits == [1, 2, None]
+
+
+# --- what is started
+
+
+def test_mpirun_waits_for_minutes_or_hides_the_environment() -> None:
+    env = {"HVDTRAIN_LAUNCH_ID": "/r", "HOROVOD_CYCLE_TIME": "2", "HOME": "/root", "OMP_X": "1"}
+    argv = mpirun_that_notices(12, TRAIN, "a:8,b:4", env)
+    text = " ".join(argv)
+    assert text.startswith("mpirun -np 12 ") and "-H a:8,b:4" in text
+    assert argv[-len(TRAIN) :] == TRAIN
+    ssh = argv[argv.index("plm_rsh_args") + 1]
+    assert "ServerAliveInterval=1" in ssh and "BatchMode=yes" in ssh
+    assert "--mca oob_tcp_keepalive_time 1" in text
+    exported = [argv[i + 1] for i, word in enumerate(argv) if word == "-x"]
+    assert exported == ["HOROVOD_CYCLE_TIME", "HVDTRAIN_LAUNCH_ID", "OMP_X"]
+
+
+def test_elastic_horovodrun_gets_other_limits_or_a_torn_script() -> None:
+    discovery = ["python", "-m", "hvdtrain.cli", "discover", "--hostfile", "/my hosts"]
+    argv = elastic_horovodrun(4, 2, 8, discovery, TRAIN)
+    assert argv[1:8] == ["--gloo", "-np", "4", "--min-np", "2", "--max-np", "8"]
+    assert shlex.split(argv[argv.index("--host-discovery-script") + 1]) == discovery
+    assert argv[-len(TRAIN) :] == TRAIN
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--hosts a:2 -- --train.steps 5", "run.id is missing"),
+        ("--hosts a:2 -- --run.id x --train.stepz 5", "unknown key train.stepz"),
+        ("--hosts a:2 -- --run.id x --run.resume never", "run.resume never"),
+        ("--hosts a:2 -- --run.id x --run.resume runs/x/checkpoints/step_00000010", "run.resume"),
+        ("--hosts a:2 --min-np 3 -- --run.id x", "the hosts have 2 slots"),
+        ("--hosts a:2 --min-np 2 --max-np 1 -- --run.id x", "less than --min-np"),
+        ("--hosts a:2 --max-np 0 -- --run.id x", "0 is not >= 1"),
+        ("--hosts a:2 --probe x -- --run.id x", "--probe x"),
+        ("--hostfile no-such-file -- --run.id x", "no-such-file"),
+        ("-- --run.id x", "--hostfile"),
+    ],
+)
+def test_mistake_starts_something_or_is_not_named(
+    tmp_path: Path, arguments: str, message: str
+) -> None:
+    done = _launch(tmp_path, *arguments.split())
+    assert done.returncode == 2 and message in done.stderr, done
+    assert "starting" not in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_second_supervisor_of_a_run_is_started(tmp_path: Path) -> None:
+    with run_files.hold(tmp_path / "runs/x"):
+        done = _launch(tmp_path, "--hosts", "localhost:1", "--", "--run.id", "x")
+    assert done.returncode == 2 and "another hvdtrain launch supervises this run" in done.stderr
+    run_files.hold(tmp_path / "runs/x").close()
+
+
+def _launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hvdtrain.cli", "launch", *arguments],
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+# --- what is read from a run's files
+
+
+def test_progress_is_not_seen_in_torn_files(tmp_path: Path) -> None:
+    assert run_files.newest_step(tmp_path) == 0
+    for step, name in ((20, "complete"), (30, "files.json")):
+        (tmp_path / f"checkpoints/step_{step:08d}").mkdir(parents=True)
+        (tmp_path / f"checkpoints/step_{step:08d}" / name).touch()
+    assert run_files.newest_step(tmp_path) == run_files.newest_checkpoint(tmp_path) == 20
+    now = time.time()
+    lines = [json.dumps({"step": step, "time": now}) for step in range(1, 2000)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 20')
+    assert run_files.newest_step(tmp_path) == 1999
+    assert run_files.made_steps(tmp_path, now - 1) and not run_files.made_steps(tmp_path, now + 1)
+
+
+def test_last_words_are_old_ones_or_hide_the_cause(tmp_path: Path) -> None:
+    def log(rank: int, *entries: tuple[float, str, str]) -> None:
+        (tmp_path / "logs").mkdir(exist_ok=True)
+        lines = [
+            json.dumps({"time": at, "level": level, "rank": rank, "host": "n", "message": message})
+            for at, level, message in entries
+        ]
+        (tmp_path / f"logs/rank_{rank:05d}.jsonl").write_text("\n".join(lines) + "\n")
+
+    log(0, (5, "error", "HorovodInternalError: lost"), (3, "info", "fine"))
+    log(1, (1, "error", "from the start before"))
+    log(2, (4, "error", "first"), (6, "error", "RuntimeError: the cause"))
+    assert run_files.last_words(tmp_path, since=2) == [
+        "rank 2 on n: RuntimeError: the cause",
+        "rank 0 on n: HorovodInternalError: lost",
+    ]
+
+
+# --- what an earlier start left
+
+
+def test_processes_of_a_launch_are_left_or_others_killed(tmp_path: Path) -> None:
+    mine = f"{tmp_path}/it's mine"
+    sleepers = [
+        subprocess.Popen(["sleep", "60"], env=os.environ | {VARIABLE: launch_id})
+        for launch_id in (mine, f"{mine}2")
+    ]
+    try:
+        # Until exec the child's environment is still that of this process.
+        poll(lambda: all(VARIABLE in _environ(p.pid) for p in sleepers), 10, "the sleepers")
+        assert end_remains(["localhost"], mine) == []
+        assert sleepers[0].wait(5) == -9
+        assert sleepers[1].poll() is None
+    finally:
+        for process in sleepers:
+            process.kill()
+            process.wait(5)
+
+
+def test_host_that_cannot_be_reached_counts_as_clean() -> None:
+    assert end_remains(["no-such-host.invalid", "localhost"], "/none") == ["no-such-host.invalid"]
+
+
+def test_missing_launcher_is_called_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hvdtrain.elastic.launcher import Launcher
+
+    with pytest.raises(UserError, match="no-such-mpirun is not there"):
+        Launcher(["no-such-mpirun"], {})
+
+
+def _environ(pid: int) -> str:
+    return Path(f"/proc/{pid}/environ").read_text()

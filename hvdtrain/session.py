@@ -90,7 +90,7 @@ def _train(settings: Settings, topology: Topology, stop: StopFlag) -> int:
     _alike("folder", lambda: _open_folder(settings, folder, topology))
     logger.info("run %s on %s", folder.path, topology.describe())
 
-    device = _alike("device", lambda: choose_device(topology.local_rank))
+    device = _alike("device", lambda: choose_device(topology))
     task, datasets = _alike("data", lambda: _load_data(settings))
     _alike("same data", lambda: _check_same(datasets, topology))
     state, exchange = build.build_state(task, config, device, datasets)

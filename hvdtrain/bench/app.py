@@ -34,7 +34,7 @@ class AppLoop:
     ) -> None:
         config = replace(settings.config, train=replace(settings.config.train))  # run() changes it
         topology = initialise()
-        device = choose_device(topology.local_rank)
+        device = choose_device(topology)
         if data is None:
             task = build.build_task(settings)
             data = task, build.build_datasets(task, config)

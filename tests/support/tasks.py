@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any, ClassVar
 
 import torch
@@ -102,4 +103,20 @@ class Signalled(LanguageModel):
         self._calls += 1
         if self._calls in self._signals:
             os.kill(os.getpid(), signal.Signals[self._signals[self._calls]])
+        return super().loss(model, batch)  # type: ignore[arg-type]
+
+
+class Paced(LanguageModel):
+    """The language model; in a Slurm job's first start each micro-batch takes a while.
+
+    HVDTRAIN_TEST_PACE: that many seconds, so that there is time to disturb the job.
+    """
+
+    def __init__(self, config: LanguageModelConfig) -> None:
+        super().__init__(config)
+        first = "SLURM_RESTART_COUNT" not in os.environ
+        self._seconds = float(os.environ.get("HVDTRAIN_TEST_PACE", "0")) if first else 0.0
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        time.sleep(self._seconds)
         return super().loss(model, batch)  # type: ignore[arg-type]

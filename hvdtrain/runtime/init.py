@@ -72,7 +72,7 @@ def choose_device(topology: Topology) -> torch.device:
 
 
 def _visible_gpus() -> list[str]:
-    """UUIDs of the GPUs that this rank can use, in CUDA's order; none where it has to do without."""
+    """UUIDs of the GPUs that this rank can use, in CUDA's order."""
     if not torch.cuda.is_available():
         return []
     if not (hvd.nccl_built() or hvd.cuda_built()):

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tests.support.cluster import Cluster
-from tests.support.job import Finished, poll
+from tests.support.job import Finished, Job, poll
 from tests.support.namespaces import ENVIRONMENT
 
 PROGRAMS = ["munged", "sbatch", "scancel", "scontrol", "slurmctld", "slurmd", "srun"]
@@ -45,8 +45,6 @@ StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/%n
 SlurmctldPidFile=/run/slurmctld.pid
 SlurmdPidFile=/run/slurmd.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/%n/log
 NodeName={nodes} CPUs={cpus} RealMemory=1000
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60
 PartitionName=high Nodes=ALL PriorityTier=2 PreemptMode=OFF
@@ -78,11 +76,12 @@ class Slurm:
         self._folder.mkdir()
         self._env = {"SLURM_CONF": str(self._folder / "slurm.conf")}
         self._configure(cpus)
+        self._daemons: list[Job] = []
         try:
             self._start_daemons()
         except AssertionError as error:
-            logs = [path.read_text() for path in self._folder.rglob("*log")]
-            raise RuntimeError(f"Slurm did not come up: {error}\n" + "\n".join(logs)) from error
+            logs = "\n".join(daemon.output() for daemon in self._daemons)
+            raise RuntimeError(f"Slurm did not come up: {error}\n{logs}") from error
 
     def run(self, *argv: str, env: Mapping[str, str] | None = None) -> Finished:
         """Runs one of Slurm's commands, which must succeed, from the repository's folder."""
@@ -109,9 +108,8 @@ class Slurm:
         """Waits until the job is in a state; AssertionError after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while (now := self.state(job)) != state:
-            assert time.monotonic() < deadline, (
-                f"job {job} is {now}, not {state}, after {timeout} s"
-            )
+            late = time.monotonic() > deadline
+            assert not late, f"job {job} is {now}, not {state}, after {timeout} s"
             time.sleep(0.5)  # not poll: each look starts a process
 
     def _configure(self, cpus: int) -> None:
@@ -137,12 +135,15 @@ class Slurm:
             socket.parent.mkdir(mode=0o755)
             files = {"key": "munge.key", "log": f"{name}/munge.log", "seed": f"{name}/munge.seed"}
             options = [f"--{kind}-file={self._folder / file}" for kind, file in files.items()]
-            self._cluster.start(name, ["munged", "--foreground", *options])
-            poll(socket.exists, 10, f"munged on {name}")
-        self._cluster.start(self._controller, ["slurmctld", "-D"], self._env)
+            self._start(name, "munged", "--foreground", *options)
+            poll(socket.exists, 20, f"munged on {name}")
+        self._start(self._controller, "slurmctld", "-D")
         for name in self._cluster.names:
-            self._cluster.start(name, ["slurmd", "-D", "-N", name], self._env)
-        poll(self._up, 30, "idle nodes")
+            self._start(name, "slurmd", "-D", "-N", name)
+        poll(self._up, 60, "idle nodes")
+
+    def _start(self, host: str, *argv: str) -> None:
+        self._daemons.append(self._cluster.start(host, argv, self._env))
 
     def _up(self) -> bool:
         argv = ["sinfo", "--noheader", "--states=idle", "--partition=low", "--format=%D"]

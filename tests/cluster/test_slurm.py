@@ -87,7 +87,7 @@ def _submit(
     **env: str,
 ) -> SlurmRun:
     """Options are sbatch's; `more` are flags of hvdtrain.train."""
-    root = slurm.shared / name
+    root = slurm.cluster.shared / name
     root.mkdir()
     argv = [*OPTIONS, *options, f"--output={root}/job.log", "slurm/train.sbatch", *TRAIN, *more]
     environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HVDTRAIN_TEST_PACE": PACE}
@@ -129,9 +129,20 @@ def test_signal_to_the_job_saves_requeues_and_resumes(
     _check_nothing_lost(run, undisturbed)
 
 
+def test_job_that_is_told_while_it_starts_comes_back(slurm: Slurm, undisturbed: SlurmRun) -> None:
+    run = _submit(slurm, "starting")
+    poll(lambda: bool(slurm.cluster.ranks()), WAIT_SECONDS, "the first rank")
+    slurm.run("scancel", "--batch", "--signal=USR1", str(run.job))
+    _check_end(run, undisturbed)
+
+
 def test_time_limit_saves_requeues_and_resumes(slurm: Slurm, undisturbed: SlurmRun) -> None:
     # Slurm looks every 30 s, and signals what would be due before it looks again.
     run = _submit(slurm, "limit", ("--time=2", "--signal=B:USR1@70"))
+    run.wait("RUNNING")
+    run.wait("PENDING")
+    # On a busy machine the second start might meet its own.
+    slurm.run("scontrol", "update", f"JobId={run.job}", "TimeLimit=60")
     _check_nothing_lost(run, undisturbed)
 
 

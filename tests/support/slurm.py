@@ -69,8 +69,7 @@ class Slurm:
     """
 
     def __init__(self, cluster: Cluster, cpus: int = 2) -> None:
-        self.shared = cluster.shared
-        self._cluster = cluster
+        self.cluster = cluster
         self._controller = cluster.names[0]
         self._folder = cluster.shared.parent / "slurm"
         self._folder.mkdir()
@@ -85,7 +84,7 @@ class Slurm:
 
     def run(self, *argv: str, env: Mapping[str, str] | None = None) -> Finished:
         """Runs one of Slurm's commands, which must succeed, from the repository's folder."""
-        done = self._cluster.run(self._controller, argv, self._env | dict(env or {}))
+        done = self.cluster.run(self._controller, argv, self._env | dict(env or {}))
         assert done.returncode == 0, done
         return done
 
@@ -113,11 +112,11 @@ class Slurm:
             time.sleep(0.5)  # not poll: each look starts a process
 
     def _configure(self, cpus: int) -> None:
-        for name in self._cluster.names:
+        for name in self.cluster.names:
             (self._folder / name).mkdir()
         text = CONFIGURATION.format(
             controller=self._controller,
-            nodes=",".join(self._cluster.names),
+            nodes=",".join(self.cluster.names),
             cpus=cpus,
             folder=self._folder,
         )
@@ -129,23 +128,23 @@ class Slurm:
         key.chmod(0o400)
 
     def _start_daemons(self) -> None:
-        for name in self._cluster.names:
+        for name in self.cluster.names:
             # In the host's own /run.
-            socket = self._cluster.file(name, "/run/munge/munge.socket.2")
+            socket = self.cluster.file(name, "/run/munge/munge.socket.2")
             socket.parent.mkdir(mode=0o755)
             files = {"key": "munge.key", "log": f"{name}/munge.log", "seed": f"{name}/munge.seed"}
             options = [f"--{kind}-file={self._folder / file}" for kind, file in files.items()]
             self._start(name, "munged", "--foreground", *options)
             poll(socket.exists, 20, f"munged on {name}")
         self._start(self._controller, "slurmctld", "-D")
-        for name in self._cluster.names:
+        for name in self.cluster.names:
             self._start(name, "slurmd", "-D", "-N", name)
         poll(self._up, 60, "idle nodes")
 
     def _start(self, host: str, *argv: str) -> None:
-        self._daemons.append(self._cluster.start(host, argv, self._env))
+        self._daemons.append(self.cluster.start(host, argv, self._env))
 
     def _up(self) -> bool:
         argv = ["sinfo", "--noheader", "--states=idle", "--partition=low", "--format=%D"]
-        done = self._cluster.run(self._controller, argv, self._env)
-        return done.stdout.strip() == str(len(self._cluster.names))
+        done = self.cluster.run(self._controller, argv, self._env)
+        return done.stdout.strip() == str(len(self.cluster.names))

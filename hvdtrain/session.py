@@ -211,9 +211,10 @@ class Session:
         if self._membership is not None:
             _alike("wheel", _check_wheel)
         _alike("same configuration", self._check_same_configuration)
-        self._device = _alike("device", lambda: choose_device(self._local_rank))
-        self._task, self._datasets = _alike("data", self._load_data)
         elastic = self._membership is not None
+        place = self._local_rank if elastic else None
+        self._device = _alike("device", lambda: choose_device(self.topology, place))
+        self._task, self._datasets = _alike("data", self._load_data)
         self._state, self._exchange = build.build_state(
             self._task, config, self._device, self._datasets, elastic
         )

@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # --help and --print_config print: once.
         with nullcontext() if launched_rank() == 0 else redirect_stdout(StringIO()):
             settings = parse(sys.argv[1:] if argv is None else argv)
-        return _load_run()(settings, stop)
+        code = _load_run()(settings, stop)
+        stop.ignore()
+        return code
     except UserError as error:
         if launched_rank() == 0:
             print(f"hvdtrain: error: {error}", file=sys.stderr, flush=True)

@@ -39,7 +39,7 @@ class AppLoop:
         topology = initialise()
         heartbeat = Heartbeat()
         exporter = build.build_exporter(config, topology.local_rank)
-        device = choose_device(topology.local_rank)
+        device = choose_device(topology)
         if data is None:
             task = build.build_task(settings)
             data = task, build.build_datasets(task, config)

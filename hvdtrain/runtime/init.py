@@ -49,24 +49,49 @@ def _set_threads(sharers: int) -> None:
         torch.set_num_threads(max(1, torch.get_num_threads() // sharers))
 
 
-def choose_device(local_rank: int) -> torch.device:
-    """cuda:local_rank where torch has CUDA and Horovod was built for it, else the CPU.
+def choose_device(topology: Topology, place: int | None = None) -> torch.device:
+    """A GPU of this rank's own where torch has CUDA and Horovod was built for it, else the CPU.
+
+    Every rank calls it. Launchers either show a host's ranks all of its GPUs, and rank and GPU
+    pair up by number, or show each rank only its own (srun --gpus-per-task=1).
+
+    Args:
+        place: of this process on its host, where that is not its local rank: in an elastic run
+            local ranks change, and GPUs do not.
 
     Raises:
         UserError: this host has fewer GPUs than ranks.
     """
-    if not torch.cuda.is_available():
+    mine = _visible_gpus()
+    visible = gather_json(mine, "gpus")
+    if not mine:
         return torch.device("cpu")
+    neighbours = topology.ranks_by_host()[topology.host]
+    # By UUID: under srun each rank calls its own GPU number 0.
+    others = {gpu for rank in neighbours if rank != topology.rank for gpu in visible[rank]}
+    if place is not None:
+        index = place
+    else:
+        index = 0 if others.isdisjoint(mine) else topology.local_rank
+    if index >= len(mine):
+        ranks = max(topology.local_size, index + 1)
+        raise UserError(
+            f"{topology.host} has {len(others.union(mine))} GPUs, but {ranks} "
+            "ranks; start one rank for each GPU"
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _visible_gpus() -> list[str]:
+    """UUIDs of the GPUs that this rank can use, in CUDA's order."""
+    if not torch.cuda.is_available():
+        return []
     if not (hvd.nccl_built() or hvd.cuda_built()):
         logger.warning(
             "CUDA is there, but Horovod was built without it: training on the CPU; "
             "`hvdtrain horovod build --gpu nccl --install` builds it for GPUs"
         )
-        return torch.device("cpu")
-    if local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"{socket.gethostname()} has {torch.cuda.device_count()} GPUs, but at least "
-            f"{local_rank + 1} ranks; start one rank for each GPU"
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+        return []
+    gpus = range(torch.cuda.device_count())
+    return [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus]

@@ -10,11 +10,14 @@ import signal
 import time
 from types import FrameType
 
+_PAIR_SECONDS = 1.0
+
 
 class StopFlag:
     """Raised by SIGUSR1 or SIGTERM. The handler does nothing else.
 
-    A second signal ends the process at once, with exit code 128 + its number.
+    A later signal ends the process at once, with exit code 128 + its number; not one that comes
+    within a second: Slurm and mpirun send theirs in pairs.
 
     Attributes:
         raised_at: time.monotonic() of the first signal, or None.
@@ -39,12 +42,17 @@ class StopFlag:
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._handle)
 
+    def ignore(self) -> None:
+        """The work is done: a late signal must not make a failure of its end."""
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+
     def raise_(self) -> None:
         """As if a signal had come; a second time changes nothing."""
         if self.raised_at is None:
             self.raised_at = time.monotonic()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.raised:
+        if self.raised_at is not None and time.monotonic() - self.raised_at > _PAIR_SECONDS:
             os._exit(128 + number)
         self.raise_()

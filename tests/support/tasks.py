@@ -230,3 +230,19 @@ class FullDisk(Regression):
         if self._calls == int(self._last) + 1:
             os.remove(self._ballast)
         return super().loss(model, batch)
+
+
+class SlowFirstStart(LanguageModel):
+    """The language model; in a Slurm job's first start each micro-batch takes a while.
+
+    HVDTRAIN_TEST_PACE: that many seconds, so that there is time to disturb the job.
+    """
+
+    def __init__(self, config: LanguageModelConfig) -> None:
+        super().__init__(config)
+        first = "SLURM_RESTART_COUNT" not in os.environ
+        self._seconds = float(os.environ.get("HVDTRAIN_TEST_PACE", "0")) if first else 0.0
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        time.sleep(self._seconds)
+        return super().loss(model, batch)  # type: ignore[arg-type]

@@ -1,0 +1,72 @@
+"""Which GPU a rank takes. CUDA is made up here: what a rank sees is given as UUIDs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hvdtrain.errors import UserError
+from hvdtrain.runtime import init
+from hvdtrain.runtime.topology import Topology
+
+ALL = ["a", "b"]
+TWO_HOSTS = ("node1", "node1", "node2", "node2")
+
+
+def _choose(
+    monkeypatch: pytest.MonkeyPatch, rank: int, visible: list[list[str]], built: bool = True
+) -> torch.device:
+    """The device of one rank on two hosts with two ranks each; `visible`: what each rank sees."""
+    seen = visible[rank]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(seen))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid=seen[gpu])
+    )
+    monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: None)
+    monkeypatch.setattr(init.hvd, "nccl_built", lambda: built)
+    monkeypatch.setattr(init.hvd, "cuda_built", lambda: built)
+
+    def gather(mine: list[str], name: str) -> list[list[str]]:
+        assert mine == (seen if built else [])
+        return visible
+
+    monkeypatch.setattr(init, "gather_json", gather)
+    return init.choose_device(Topology(rank, 4, rank % 2, 2, TWO_HOSTS))
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_ranks_that_see_all_gpus_share_one(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    device = _choose(monkeypatch, rank, [ALL, ALL, ["c", "d"], ["c", "d"]])
+    assert device == torch.device("cuda", rank % 2)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_rank_that_sees_only_its_own_gpu_is_refused(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    device = _choose(monkeypatch, rank, [["a"], ["b"], ["c"], ["d"]])
+    assert device == torch.device("cuda", 0)
+
+
+def test_two_ranks_of_a_host_train_on_its_only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    visible = [["a"], ["a"], ["c"], ["d"]]
+    assert _choose(monkeypatch, 0, visible) == torch.device("cuda", 0)
+    with pytest.raises(UserError, match="node1 has 1 GPUs, but 2 ranks"):
+        _choose(monkeypatch, 1, visible)
+
+
+def test_gpu_number_is_taken_for_the_gpu_of_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Virtual machines of one image can report the same UUIDs: only a host's own ranks count.
+    assert _choose(monkeypatch, 3, [["a"], ["b"], ["a"], ["b"]]) == torch.device("cuda", 0)
+
+
+def test_rank_without_a_gpu_is_not_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _choose(monkeypatch, 0, [[], ["b"], ["c"], ["d"]]) == torch.device("cpu")
+
+
+def test_gpu_is_used_by_a_horovod_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    visible = [ALL, ALL, ["c", "d"], ["c", "d"]]
+    assert _choose(monkeypatch, 0, visible, built=False) == torch.device("cpu")

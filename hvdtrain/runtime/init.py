@@ -69,10 +69,8 @@ def choose_device(topology: Topology, place: int | None = None) -> torch.device:
     neighbours = topology.ranks_by_host()[topology.host]
     # By UUID: under srun each rank calls its own GPU number 0.
     others = {gpu for rank in neighbours if rank != topology.rank for gpu in visible[rank]}
-    if place is not None:
-        index = place
-    else:
-        index = 0 if others.isdisjoint(mine) else topology.local_rank
+    own = others.isdisjoint(mine)
+    index = place if place is not None else 0 if own else topology.local_rank
     if index >= len(mine):
         ranks = max(topology.local_size, index + 1)
         raise UserError(

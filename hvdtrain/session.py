@@ -27,8 +27,6 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvdtrain import build, log
-from hvdtrain.checkpoint.format import Checkpoint, read
-from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Settings
 from hvdtrain.elastic import watchdog
@@ -40,6 +38,7 @@ from hvdtrain.engine.state import RunState
 from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
 from hvdtrain.horovod_wheel import recipe
 from hvdtrain.log import logger
+from hvdtrain.records import Records
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import AgreedError, agree, broadcast_json, gather_json
 from hvdtrain.runtime.failure import end_all
@@ -47,9 +46,7 @@ from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 from hvdtrain.runtime.init import choose_device, initialise
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.tasks import Datasets, Task, optional
-from hvdtrain.telemetry.events_file import EventsFile, read_lines
 from hvdtrain.telemetry.exporter import Exporter, write_targets
-from hvdtrain.telemetry.metrics_file import MetricsFile
 
 T = TypeVar("T")
 
@@ -104,49 +101,6 @@ def _alike(name: str, part: Callable[[], T]) -> T:
         failure = error
     agree(failure, name)
     return result  # type: ignore[return-value]
-
-
-class Records:
-    """What rank 0 writes: the run's folder, its figures, its checkpoints and its ledger.
-
-    A process has it from the first round on in which it is rank 0.
-    """
-
-    def __init__(self, folder: RunFolder, keep: int) -> None:
-        self.folder = folder
-        self.manager = CheckpointManager(folder.checkpoints, keep)
-        self.metrics: MetricsFile | None = None
-        self.writer: CheckpointWriter | None = None
-        self.events = EventsFile(folder.events)
-
-    def open(self, step: int, exporter: Exporter | None) -> None:
-        """Opens the figures for a run that goes on from `step`, and puts aside what lies beyond.
-
-        Raises:
-            OSError: they cannot be written.
-        """
-        if self.metrics is not None:
-            return
-        self.manager.set_aside(after=step)
-        self.metrics = MetricsFile(self.folder.metrics, after=step)
-        self.writer = CheckpointWriter(self.manager, self.manager.newest_step(), self.events.write)
-        if exporter is not None:
-            build.export_checkpoints(exporter, self.writer)
-
-    def note_start(self, **facts: Any) -> None:
-        """Writes the ledger's line of a round, before its first step."""
-        path = self.folder.events
-        past = read_lines(path) if path.exists() else []
-        saved = {event.get("step") for event in past if event.get("event") == "checkpoint"}
-        if facts["source"] == "checkpoint" and facts["step"] not in saved:
-            # Whoever wrote it was killed before it could say so.
-            self.events.write("checkpoint", step=facts["step"], seconds=0.0)
-        generation = sum(event.get("event") == "start" for event in past)
-        self.events.write("start", generation=generation, **facts)
-
-    def close(self) -> None:
-        if self.metrics is not None:
-            self.metrics.close()
 
 
 class Session:
@@ -401,22 +355,7 @@ class Session:
 
     def _resume(self) -> None:
         """Rank 0 decides and loads; the others get it by broadcast."""
-        choice = self._config.run.resume
-        if self._records is None or choice == "never":
-            return
-        manager = self._records.manager
-        checkpoint: Checkpoint | None
-        path = Path(choice)
-        if choice != "auto" and not path.is_dir():
-            raise UserError(
-                f"run.resume {choice}: auto, never or the folder of a checkpoint is expected"
-            )
-        of_this_run = path.resolve().parent == manager.root.resolve()
-        if choice == "auto" or (manager.finished() and not of_this_run):
-            # A checkpoint of another run is where this one began; it has gone on since.
-            checkpoint = manager.newest()
-        else:
-            checkpoint = read(path)
+        checkpoint = self._records.choose(self._config.run.resume) if self._records else None
         if checkpoint is not None:
             self._state.load(checkpoint)
             logger.info("resumed from the checkpoint of step %d", self._state.progress.step)

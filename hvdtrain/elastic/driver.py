@@ -18,34 +18,30 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NamedTuple
 
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.common.util.timeout import Timeout
 
+from hvdtrain.elastic.host_list import HostList
+from hvdtrain.elastic.process import Process, assign, describe, in_order
 from hvdtrain.elastic.rendezvous import interface_towards, make_handler
+from hvdtrain.elastic.slots import Slots
 from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
 
 _DISCOVERY_SECONDS = 1.0
-_DISCOVERY_LIMIT_SECONDS = 30.0
-# A host that is missing from so many discoveries in a row is taken away.
-_MISSING_DISCOVERIES = 3
 # New processes wait this long for each other, so that one meeting takes in all of them.
 _GATHER_SECONDS = 2.0
 # A process that was told to leave, or outlives the end of the others.
 _LEAVE_SECONDS = 2.0
 _END_SECONDS = 30.0
 _END_OF_START_SECONDS = 1.0  # the same, where no round was formed: they wait to be ended
-_PAUSES = (1.0, 60.0)  # before a slot is used again: after its first failure, at most
-_START_PAUSE = 10.0  # at most, where a process did not get as far as to ask for its ranks
-_WELL_SECONDS = 60.0  # a process that trained so long had a good slot
 _DEFAULT_TIMEOUT = 600
 _FINAL = (0, EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)  # the ranks agreed on these
 
@@ -57,64 +53,6 @@ class Results(NamedTuple):
 
     error_message: str | None
     worker_results: dict[str, tuple[int, float]]
-
-
-@dataclass
-class Process:
-    """One process of the job.
-
-    Args:
-        number: unlike any other's in this job; HOROVOD_RANK in its environment at its start.
-        slot: its place on the host, HOROVOD_LOCAL_RANK at its start.
-        state: starting, waiting, running or gone.
-        since: when it came into this state.
-        rounds: how many it was in.
-        assignment: its ranks in the newest round, until it has heard of them.
-        leaving: its host was taken away.
-        end: set to end it.
-    """
-
-    number: int
-    host: str
-    slot: int
-    state: str = "starting"
-    since: float = field(default_factory=time.monotonic)
-    rounds: int = 0
-    assignment: dict[str, int] = field(default_factory=dict)
-    leaving: bool = False
-    end: threading.Event = field(default_factory=threading.Event)
-
-    def become(self, state: str) -> None:
-        self.state, self.since = state, time.monotonic()
-
-    def lasted(self) -> float:
-        """Seconds in this state."""
-        return time.monotonic() - self.since
-
-    def __str__(self) -> str:
-        return f"process {self.number} on {self.host}"
-
-
-@dataclass
-class Slot:
-    """How often the processes of a slot have died of late, and when it may be used again."""
-
-    failures: int = 0
-    not_before: float = 0.0
-
-
-@dataclass
-class Hosts:
-    """What discovery found; `host_assignment_order` is what horovodrun asks for."""
-
-    slots: dict[str, int]
-
-    @property
-    def host_assignment_order(self) -> list[str]:
-        return list(self.slots)
-
-    def count(self) -> int:
-        return sum(self.slots.values())
 
 
 class ElasticDriver:
@@ -141,18 +79,15 @@ class ElasticDriver:
         verbose: int = 0,
     ) -> None:
         self._rendezvous = rendezvous
-        self._discovery = discovery
         self._min = min_num_proc
         self._max = max_num_proc or sys.maxsize
         self._timeout = timeout or int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", _DEFAULT_TIMEOUT))
         self._reset_limit = reset_limit
-        self._pauses = tuple(cooldown_range) if cooldown_range else _PAUSES
         self._changed = threading.Condition()
-        self._hosts: dict[str, int] = {}
-        self._missing: dict[str, int] = {}  # host -> discoveries in a row without it
+        self._hosts = HostList(discovery)
+        self._slots = Slots(cooldown_range)
         self._processes: list[Process] = []
         self._threads: list[threading.Thread] = []
-        self._slots: dict[tuple[str, int], Slot] = {}
         self._create: CreateWorker | None = None
         self._next_number = 0
         self._rounds = 0
@@ -181,7 +116,7 @@ class ElasticDriver:
     def create_rendezvous_handler(self) -> type:
         return make_handler(self)
 
-    def wait_for_available_slots(self, min_num_proc: int, min_hosts: int = 1) -> Hosts:
+    def wait_for_available_slots(self, min_num_proc: int, min_hosts: int = 1) -> HostList:
         """Waits until discovery has found so many slots.
 
         Raises:
@@ -193,12 +128,12 @@ class ElasticDriver:
             f"{min_num_proc} processes (-np)",
         )
         with self._changed:
-            while not (self._hosts and sum(self._hosts.values()) >= min_num_proc):
+            while self._hosts.count() < max(1, min_num_proc):
                 if self._shutdown.is_set():
                     raise RuntimeError("the discovery script failed; see above")
                 self._changed.wait(min(1.0, limit.remaining()))
                 limit.check_time_out_for("slots to become available")
-            return Hosts(dict(self._hosts))
+            return self._hosts
 
     def get_common_interfaces(self) -> set[str]:
         """The network interface of this host that leads to the others.
@@ -206,7 +141,7 @@ class ElasticDriver:
         Ranks look for their own by the same means.
         """
         with self._changed:
-            return {interface_towards(self._hosts)}
+            return {interface_towards(self._hosts.slots)}
 
     def register_shutdown_event(self) -> threading.Event:
         """SIGTERM and SIGUSR1: the ranks write a checkpoint and end; again, or SIGINT: at once."""
@@ -272,7 +207,7 @@ class ElasticDriver:
         first = True
         while not self._shutdown.is_set():
             try:
-                found = find_hosts(self._discovery)
+                found = self._hosts.find()
             except Exception as error:
                 _say(f"discovery failed: {error}")
                 if first:
@@ -286,18 +221,11 @@ class ElasticDriver:
             self._shutdown.wait(_DISCOVERY_SECONDS)
 
     def _take_over(self, found: dict[str, int]) -> None:
-        for host in [h for h in self._hosts if h not in found]:
-            self._missing[host] = self._missing.get(host, 0) + 1
-            if self._missing[host] >= _MISSING_DISCOVERIES:
-                del self._hosts[host]
-                _say(f"{host} is not there any more")
-        for host, slots in found.items():
-            self._missing.pop(host, None)
-            if self._hosts.get(host) != slots and self._rounds:
-                _say(f"{host} has {slots} slots")
-            self._hosts[host] = slots
+        for change in self._hosts.take_over(found):
+            if self._rounds:
+                _say(change)
         for process in self._alive():
-            process.leaving = process.slot >= self._hosts.get(process.host, 0)
+            process.leaving = process.slot >= self._hosts.slots.get(process.host, 0)
 
     def _direct(self) -> None:
         while not self._finished.is_set():
@@ -363,8 +291,8 @@ class ElasticDriver:
                 "failures": self._failures,
             }
         if self._rounds:
-            hosts = Hosts({p.host: sum(q.host == p.host for q in taking_part) for p in taking_part})
-            where = ", ".join(f"{host}:{count}" for host, count in hosts.slots.items())
+            count = Counter(process.host for process in taking_part)
+            where = ", ".join(f"{host}:{ranks}" for host, ranks in count.items())
             _say(f"going on with {len(plan)} ranks ({where})")
         self._rounds += 1
         self._failed_rounds += bool(self._failures)
@@ -390,19 +318,18 @@ class ElasticDriver:
     def _start_processes(self, most: int) -> None:
         """Starts a process in each free slot that may be used, up to `most` in all."""
         taken = {(p.host, p.slot) for p in self._alive()}
-        for host, count in self._hosts.items():
-            for number in range(count):
-                slot = self._slots.setdefault((host, number), Slot())
-                free = (host, number) not in taken and time.monotonic() >= slot.not_before
+        for host, count in self._hosts.slots.items():
+            for slot in range(count):
+                free = (host, slot) not in taken and self._slots.usable(host, slot)
                 if free and len(taken) < min(most, self._max):
-                    taken.add((host, number))
-                    self._start_process(Process(self._next_number, host, number), len(taken))
+                    taken.add((host, slot))
+                    self._start_process(Process(self._next_number, host, slot), len(taken))
                     self._next_number += 1
 
     def _start_process(self, process: Process, count: int) -> None:
         self._processes.append(process)
         # Ranks are given out later; these figures are its name (see Process).
-        slots = self._hosts[process.host]
+        slots = self._hosts.slots[process.host]
         slot_info = SlotInfo(process.host, process.number, process.slot, 0, count, slots, 1)
 
         def run() -> None:
@@ -417,21 +344,17 @@ class ElasticDriver:
         thread.start()
 
     def _on_exit(self, process: Process, code: int) -> None:
-        lasted, was = process.lasted(), process.state
+        was_starting = process.state == "starting"
+        pause = self._slots.failed(process)
         process.become("gone")
         if process.leaving or self._shutdown.is_set():
             return
-        agreed = code in _FINAL and (was != "starting" or not self._rounds)
+        agreed = code in _FINAL and not (was_starting and self._rounds)
         if agreed or self._ending is not None:
             self._ending = self._ending or time.monotonic()
             self._exit_code = self._exit_code or code
             return
-        self._failures += was != "starting"
-        slot = self._slots[process.host, process.slot]
-        slot.failures = 1 if was == "running" and lasted > _WELL_SECONDS else slot.failures + 1
-        most = min(_START_PAUSE, self._pauses[1]) if was == "starting" else self._pauses[1]
-        pause = min(most, self._pauses[0] * 2 ** min(slot.failures - 1, 10))
-        slot.not_before = time.monotonic() + pause
+        self._failures += not was_starting
         _say(f"{process} ended ({describe(code)}); its slot is used again in {pause:.0f} s")
         if not self._alive():
             self._exit_code = code
@@ -460,71 +383,6 @@ class ElasticDriver:
 
     def _alive(self) -> list[Process]:
         return [p for p in self._processes if p.state != "gone"]
-
-
-def find_hosts(discovery: Any) -> dict[str, int]:
-    """Host -> slots, as a discovery of Horovod's gives them.
-
-    A script is run here: Horovod would start a new Python for each call of it.
-
-    Raises:
-        Exception: whatever the discovery raises; the script failed, or took too long.
-    """
-    script = getattr(discovery, "_discovery_script", None)
-    if script is None:
-        return dict(discovery.find_available_hosts_and_slots())
-    done = subprocess.run(
-        script, shell=True, capture_output=True, text=True, timeout=_DISCOVERY_LIMIT_SECONDS
-    )
-    if done.returncode:
-        raise RuntimeError(f"{script}: exit code {done.returncode}: {done.stderr.strip()}")
-    hosts = {}
-    for line in filter(None, map(str.strip, done.stdout.splitlines())):
-        host, _, slots = line.partition(":")
-        hosts[host] = int(slots or discovery._default_slots)
-    return hosts
-
-
-def in_order(processes: Sequence[Process]) -> list[Process]:
-    """Processes in the order of their ranks: host by host, the oldest process and its host first.
-
-    So rank 0 stays where it is as long as it lives.
-    """
-    oldest: dict[str, int] = {}
-    for process in sorted(processes, key=lambda p: p.number):
-        oldest.setdefault(process.host, process.number)
-    return sorted(processes, key=lambda p: (oldest[p.host], p.number))
-
-
-def assign(processes: Sequence[Process]) -> list[SlotInfo]:
-    """The ranks of a round, in the order of `in_order`."""
-    ordered = in_order(processes)
-    hosts = list(dict.fromkeys(p.host for p in ordered))
-    local = {host: [p for p in ordered if p.host == host] for host in hosts}
-    plan = []
-    for rank, process in enumerate(ordered):
-        local_rank = local[process.host].index(process)
-        peers = [host for host in hosts if len(local[host]) > local_rank]
-        plan.append(
-            SlotInfo(
-                hostname=process.host,
-                rank=rank,
-                local_rank=local_rank,
-                cross_rank=peers.index(process.host),
-                size=len(ordered),
-                local_size=len(local[process.host]),
-                cross_size=len(peers),
-            )
-        )
-    return plan
-
-
-def describe(code: int) -> str:
-    """Such as "signal 9 (Killed)" or "exit code 1"."""
-    number = code - 128 if code > 128 else -code
-    if number in signal.valid_signals():
-        return f"signal {number} ({signal.strsignal(number)})"
-    return f"exit code {code}"
 
 
 def _say(message: str) -> None:

@@ -89,7 +89,8 @@ class Supervised:
             return [line["time"] for line in self.lines() if line["time"] > start["time"]]
 
         poll(lambda: bool(first()), 60, f"a step: {self.job.output()}")
-        left = (self.run / "left_metrics.jsonl").read_text().splitlines()
+        path = self.run / "left_metrics.jsonl"  # not there where all could save
+        left = path.read_text().splitlines() if path.exists() else []
         lost = [json.loads(line)["step"] for line in left if line.endswith("}")]
         return first()[0] - fault_at, sum(step > start["step"] for step in lost)
 

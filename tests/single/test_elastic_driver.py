@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.elastic import watchdog
-from hvdtrain.elastic.driver import ElasticDriver, Process, assign, describe, in_order
+from hvdtrain.elastic.driver import ElasticDriver
+from hvdtrain.elastic.process import Process, assign, describe, in_order
 from hvdtrain.elastic.state import Standing, alike, furthest
 from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 

@@ -19,13 +19,13 @@ RECORD = dict.fromkeys(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_healed_rank_is_not_counted_or_by_every_rank(rank: int) -> None:
-    exporter = Exporter(TelemetryConfig(host="127.0.0.1"), 0, {})
+    exporter = Exporter(TelemetryConfig(host="127.0.0.1"), 0)
     topology, batch = SimpleNamespace(rank=rank), SimpleNamespace(global_size=8)
     loop: Any = SimpleNamespace(topology=topology, batch=batch)
     export = Export(exporter)
-    for healed in ({}, {"healed": [2, 3]}, {"healed": [1]}):
-        export.on_step(loop, {**RECORD, **healed})
+    for step, healed in enumerate(({}, {"healed": [2, 3]}, {"healed": [1]}), start=1):
+        export.on_step(loop, {**RECORD, "step": step, **healed})
     with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=5) as page:
         text = page.read().decode()
-    export.close()
+    exporter.close()
     assert f"hvdtrain_replicas_healed_total {3.0 if rank == 0 else 0.0}" in text.splitlines()

@@ -122,6 +122,8 @@ class Signalled(LanguageModel):
         self._calls += 1
         if self._calls in self._signals:
             _wait_for_checkpoint()  # tests say from which one the run goes on
+            if self._calls > min(self._signals):
+                time.sleep(1.1)  # sooner, it would count as one with the first
             os.kill(os.getpid(), signal.Signals[self._signals[self._calls]])
         return super().loss(model, batch)  # type: ignore[arg-type]
 
@@ -178,6 +180,10 @@ class Flipped(Regression):
         if int(rank) == launched_rank():
             self._step, self._what = int(step), what
             register_optimizer_step_post_hook(self._flip)
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        _wait_for_checkpoint()
+        return super().loss(model, batch)
 
     def _flip(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         parameter = optimizer.param_groups[0]["params"][0]

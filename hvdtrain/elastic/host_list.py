@@ -1,0 +1,69 @@
+"""The hosts of an elastic job, as discovery finds them again and again."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+# A host that is missing from so many discoveries in a row is taken away.
+_MISSING_DISCOVERIES = 3
+_SCRIPT_SECONDS = 30.0
+
+
+class HostList:
+    """Host -> slots, in the order in which they were found first.
+
+    Args:
+        discovery: one of Horovod's: find_available_hosts_and_slots() -> {host: slots}.
+    """
+
+    def __init__(self, discovery: Any) -> None:
+        self._discovery = discovery
+        self._missing: dict[str, int] = {}  # host -> discoveries in a row without it
+        self.slots: dict[str, int] = {}
+
+    @property
+    def host_assignment_order(self) -> list[str]:
+        """The hosts, under the name by which horovodrun asks for them."""
+        return list(self.slots)
+
+    def count(self) -> int:
+        """All slots."""
+        return sum(self.slots.values())
+
+    def find(self) -> dict[str, int]:
+        """Asks the discovery; nothing is changed yet.
+
+        A script is run here: Horovod would start a new Python for each call of it.
+
+        Raises:
+            Exception: whatever the discovery raises; the script failed, or took too long.
+        """
+        script = getattr(self._discovery, "_discovery_script", None)
+        if script is None:
+            return dict(self._discovery.find_available_hosts_and_slots())
+        done = subprocess.run(
+            script, shell=True, capture_output=True, text=True, timeout=_SCRIPT_SECONDS
+        )
+        if done.returncode:
+            raise RuntimeError(f"{script}: exit code {done.returncode}: {done.stderr.strip()}")
+        hosts = {}
+        for line in filter(None, map(str.strip, done.stdout.splitlines())):
+            host, _, slots = line.partition(":")
+            hosts[host] = int(slots or self._discovery._default_slots)
+        return hosts
+
+    def take_over(self, found: dict[str, int]) -> list[str]:
+        """Makes it the list; returns for people what has changed."""
+        changes = []
+        for host in [h for h in self.slots if h not in found]:
+            self._missing[host] = self._missing.get(host, 0) + 1
+            if self._missing[host] >= _MISSING_DISCOVERIES:
+                del self.slots[host]
+                changes.append(f"{host} is not there any more")
+        for host, slots in found.items():
+            self._missing.pop(host, None)
+            if self.slots.get(host) != slots:
+                changes.append(f"{host} has {slots} slots")
+            self.slots[host] = slots
+        return changes

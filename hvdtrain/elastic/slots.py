@@ -1,0 +1,45 @@
+"""When a slot may be used again whose process has died: after a pause that grows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvdtrain.elastic.process import Process
+
+_PAUSES = (1.0, 60.0)  # after a first failure, at most
+_START_PAUSE = 10.0  # at most, where a process did not get as far as to ask for its ranks
+_WELL_SECONDS = 60.0  # a process that trained so long had a good slot
+
+
+@dataclass
+class _Slot:
+    failures: int = 0
+    not_before: float = 0.0
+
+
+class Slots:
+    """The slots of all hosts.
+
+    Args:
+        pauses: seconds after a first failure, and at most; default: 1 and 60.
+    """
+
+    def __init__(self, pauses: Sequence[float] | None) -> None:
+        self._first, self._most = pauses or _PAUSES
+        self._slots: dict[tuple[str, int], _Slot] = {}
+
+    def usable(self, host: str, number: int) -> bool:
+        slot = self._slots.get((host, number))
+        return slot is None or time.monotonic() >= slot.not_before
+
+    def failed(self, process: Process) -> float:
+        """Its process has died, in the state that it still has; returns the pause in seconds."""
+        slot = self._slots.setdefault((process.host, process.slot), _Slot())
+        well = process.state == "running" and process.lasted() > _WELL_SECONDS
+        slot.failures = 1 if well else slot.failures + 1
+        most = min(_START_PAUSE, self._most) if process.state == "starting" else self._most
+        pause = min(most, self._first * 2 ** min(slot.failures - 1, 10))
+        slot.not_before = time.monotonic() + pause
+        return pause

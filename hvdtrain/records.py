@@ -1,0 +1,86 @@
+"""What rank 0 keeps of a run on disk, from the first round on in which it is rank 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hvdtrain import build
+from hvdtrain.checkpoint.format import Checkpoint, read
+from hvdtrain.checkpoint.manager import CheckpointManager
+from hvdtrain.checkpoint.writer import CheckpointWriter
+from hvdtrain.engine.run_folder import RunFolder
+from hvdtrain.errors import UserError
+from hvdtrain.telemetry.events_file import EventsFile, read_lines
+from hvdtrain.telemetry.exporter import Exporter
+from hvdtrain.telemetry.metrics_file import MetricsFile
+
+
+class Records:
+    """The run's folder, its figures, its checkpoints and its ledger.
+
+    Args:
+        folder: held by this process.
+        keep: checkpoints that stay.
+
+    Attributes:
+        metrics, writer: None before `open`.
+    """
+
+    def __init__(self, folder: RunFolder, keep: int) -> None:
+        self.folder = folder
+        self.manager = CheckpointManager(folder.checkpoints, keep)
+        self.metrics: MetricsFile | None = None
+        self.writer: CheckpointWriter | None = None
+        self.events = EventsFile(folder.events)
+
+    def open(self, step: int, exporter: Exporter | None) -> None:
+        """Opens the figures for a run that goes on from `step`, and puts aside what lies beyond.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        if self.metrics is not None:
+            return
+        self.manager.set_aside(after=step)
+        self.metrics = MetricsFile(self.folder.metrics, after=step)
+        self.writer = CheckpointWriter(self.manager, self.manager.newest_step(), self.events.write)
+        if exporter is not None:
+            build.export_checkpoints(exporter, self.writer)
+
+    def choose(self, resume: str) -> Checkpoint | None:
+        """The checkpoint from which the run goes on; None: from the start.
+
+        Args:
+            resume: as run.resume.
+
+        Raises:
+            UserError: there is no such checkpoint, or none that is whole.
+        """
+        if resume == "never":
+            return None
+        path = Path(resume)
+        if resume != "auto" and not path.is_dir():
+            raise UserError(
+                f"run.resume {resume}: auto, never or the folder of a checkpoint is expected"
+            )
+        of_this_run = path.resolve().parent == self.manager.root.resolve()
+        if resume == "auto" or (self.manager.finished() and not of_this_run):
+            # A checkpoint of another run is where this one began; it has gone on since.
+            return self.manager.newest()
+        return read(path)
+
+    def note_start(self, **facts: Any) -> None:
+        """Writes the ledger's line of a round, before its first step."""
+        path = self.folder.events
+        past = read_lines(path) if path.exists() else []
+        saved = {event.get("step") for event in past if event.get("event") == "checkpoint"}
+        if facts["source"] == "checkpoint" and facts["step"] not in saved:
+            # Whoever wrote it was killed before it could say so.
+            self.events.write("checkpoint", step=facts["step"], seconds=0.0)
+        generation = sum(event.get("event") == "start" for event in past)
+        self.events.write("start", generation=generation, **facts)
+
+    def close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()

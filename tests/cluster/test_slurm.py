@@ -129,6 +129,17 @@ def test_signal_to_the_job_saves_requeues_and_resumes(
     _check_nothing_lost(run, undisturbed)
 
 
+def test_killed_rank_ends_a_supervised_job(slurm: Slurm, undisturbed: SlurmRun) -> None:
+    run = _submit(slurm, "launch", more=("--checkpoint.every", "5"), LAUNCHER="launch")
+    run.wait_for_steps()
+    slurm.cluster.kill(slurm.cluster.ranks("node2")[:1])
+    run.wait("COMPLETED")
+    assert slurm.field(run.job, "Restarts") == "0", "the launcher was restarted, not the job"
+    assert run.log.count("starting 4 ranks") == 2, run.log
+    assert [line["step"] for line in runs.metrics(run.folder)] == list(range(1, STEPS + 1))
+    assert runs.losses(run.folder) == pytest.approx(runs.losses(undisturbed.folder), rel=1e-4)
+
+
 def test_job_that_is_told_while_it_starts_comes_back(slurm: Slurm, undisturbed: SlurmRun) -> None:
     run = _submit(slurm, "starting")
     poll(lambda: bool(slurm.cluster.ranks()), WAIT_SECONDS, "the first rank")

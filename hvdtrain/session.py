@@ -11,7 +11,6 @@ process prepares on its own, as a world of one rank, before it joins the others:
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -118,7 +117,7 @@ class Session:
         self._heartbeat = Heartbeat()
         self._number = environment.launched_rank()
         self._local_rank = environment.launched_local_rank()
-        alone = environment.launched_size() in (None, 1) and "HOROVOD_ELASTIC" not in os.environ
+        alone = environment.launched_size() in (None, 1) and not environment.elastic()
         self._membership = Membership.of_this_process(stop)
         self._watchdog: subprocess.Popen[bytes] | None = None
         if not alone:
@@ -350,6 +349,8 @@ class Session:
             _alike("resume", self._resume)
             self._state.broadcast(root=0)
         elif not alike(self._standings):
+            # Half a new state is none, should a rank die meanwhile.
+            self._trained = self._standings[self.topology.rank] == self._standings[source]
             self._state.broadcast(root=source)
         self._trained = True
 

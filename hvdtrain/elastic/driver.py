@@ -21,13 +21,13 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
 from horovod.runner.common.util.hosts import SlotInfo
-from horovod.runner.common.util.timeout import Timeout
 
 from hvdtrain.elastic.host_list import HostList
 from hvdtrain.elastic.process import Process, assign, describe, in_order
@@ -90,6 +90,7 @@ class ElasticDriver:
         self._threads: list[threading.Thread] = []
         self._create: CreateWorker | None = None
         self._next_number = 0
+        self._plan: list[SlotInfo] = []  # of this round
         self._rounds = 0
         self._failures = 0  # since the last round was formed
         self._failed_rounds = 0
@@ -117,22 +118,16 @@ class ElasticDriver:
         return make_handler(self)
 
     def wait_for_available_slots(self, min_num_proc: int, min_hosts: int = 1) -> HostList:
-        """Waits until discovery has found so many slots.
-
-        Raises:
-            TimeoutException: it did not within the elastic timeout.
-        """
-        limit = Timeout(
-            self._timeout,
-            message="Timed out waiting for {activity}: hvdtrain was to start at least "
-            f"{min_num_proc} processes (-np)",
-        )
+        """Waits until discovery has found so many slots; ends the launcher where it does not."""
+        deadline = time.monotonic() + self._timeout
         with self._changed:
-            while self._hosts.count() < max(1, min_num_proc):
+            while (count := self._hosts.count()) < max(1, min_num_proc):
                 if self._shutdown.is_set():
-                    raise RuntimeError("the discovery script failed; see above")
-                self._changed.wait(min(1.0, limit.remaining()))
-                limit.check_time_out_for("slots to become available")
+                    sys.exit(EXIT_USER)  # it said why
+                if time.monotonic() > deadline:
+                    _say(f"error: {count} slots in {self._timeout} s, and -np is {min_num_proc}")
+                    sys.exit(EXIT_CRASH)
+                self._changed.wait(0.2)
             return self._hosts
 
     def get_common_interfaces(self) -> set[str]:
@@ -195,6 +190,14 @@ class ElasticDriver:
         with self._changed:
             return {"stop": self._stop_requested, "hosts": self._others_come_or_go()}
 
+    def ranks_of(self, host: str, local_rank: int) -> str | None:
+        """What Horovod asks for when it starts: the ranks of this round, in its own form."""
+        with self._changed:
+            for slot in self._plan:
+                if (slot.hostname, slot.local_rank) == (host, local_rank):
+                    return str(slot.to_response_string())
+            return None
+
     # --- the driver's own threads ------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -209,7 +212,7 @@ class ElasticDriver:
             try:
                 found = self._hosts.find()
             except Exception as error:
-                _say(f"discovery failed: {error}")
+                _say(f"{'error: ' * first}discovery failed: {error}")
                 if first:
                     self._shutdown.set()
                     return
@@ -230,7 +233,13 @@ class ElasticDriver:
     def _direct(self) -> None:
         while not self._finished.is_set():
             with self._changed:
-                self._consider()
+                try:
+                    self._consider()
+                except Exception:  # a defect of ours must not leave the job without a driver
+                    _say(f"error in the elastic driver:\n{traceback.format_exc()}")
+                    self._exit_code = self._exit_code or EXIT_CRASH
+                    self._shutdown.set()
+                    self._finished.set()
                 self._changed.wait(0.05)
 
     def _consider(self) -> None:
@@ -276,7 +285,7 @@ class ElasticDriver:
             self._begin_round(taking_part)
 
     def _begin_round(self, taking_part: list[Process]) -> None:
-        plan = assign(taking_part)
+        self._plan = plan = assign(taking_part)
         self._rendezvous.init(plan)
         for slot_info, process in zip(plan, in_order(taking_part), strict=True):
             process.become("running")

@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 
 from hvdtrain.elastic.rendezvous import ask, interface_towards
+from hvdtrain.runtime import environment
 from hvdtrain.runtime.signals import StopFlag
 
 _ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
@@ -51,10 +52,10 @@ class Membership:
     def of_this_process(cls, stop: StopFlag) -> Membership | None:
         """None where the launcher is not elastic.
 
-        Takes the launcher's variables out of the environment: until it joins a round, this
-        process is a world of its own for Horovod; and Horovod must not ask for ranks itself.
+        Takes the launcher's other variables out of the environment: until it joins a round,
+        this process is a world of its own for Horovod.
         """
-        if os.environ.pop("HOROVOD_ELASTIC", "") != "1":
+        if not environment.elastic():
             return None
         address, port = os.environ.pop(_ADDRESS), int(os.environ.pop(_PORT))
         number = int(os.environ["HOROVOD_RANK"])

@@ -2,6 +2,8 @@
 
 GET /join/NUMBER   a JSON object of ranks, or 404: not yet
 GET /news/NUMBER   {"stop": bool, "hosts": bool}
+GET /rank_and_size/HOST:LOCAL_RANK
+                   asked by Horovod itself, for what the process has got by /join
 
 Nothing is unpickled. Horovod's elastic launcher unpickles what anybody sends it
 (CVE-2024-10190); with this driver its handler of such requests is not there.
@@ -31,6 +33,8 @@ class Driver(Protocol):
 
     def news(self) -> dict[str, bool]: ...
 
+    def ranks_of(self, host: str, local_rank: int) -> str | None: ...
+
 
 def make_handler(driver: Driver) -> type:
     """The request handler of the launcher's HTTP server."""
@@ -41,6 +45,10 @@ def make_handler(driver: Driver) -> type:
                 answer: Any = driver.join(int(key), _HOLD_SECONDS)
             elif scope == "news":
                 answer = driver.news()
+            elif scope == "rank_and_size":
+                host, _, local_rank = key.rpartition(":")
+                ranks = driver.ranks_of(host, int(local_rank))
+                return None if ranks is None else ranks.encode()
             else:
                 return super()._get_value(scope, key)
             return None if answer is None else json.dumps(answer).encode()

@@ -71,6 +71,8 @@ class RunState:
     def broadcast(self, root: int = 0) -> None:
         """Gives the state of rank `root` to all ranks, as it is.
 
+        After HorovodInternalError the state is neither this nor that.
+
         Horovod's own broadcast_optimizer_state fills an empty optimizer by a step with zero
         gradients, whereby weight decay changes the weights; here an empty one stays empty.
         """
@@ -87,8 +89,8 @@ class RunState:
                 for key, (shape, dtype) in theirs["optimizer"].items()
             }
             set_state_tensors(self.optimizer, self.model, empty)
-            vars(self.progress).update(theirs["progress"])  # the loop holds this object
         broadcast_tensors(state_tensors(self.optimizer, self.model), "optimizer", root)
+        vars(self.progress).update(theirs["progress"])  # the loop holds this object
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

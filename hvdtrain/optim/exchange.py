@@ -8,7 +8,6 @@ fused by chance would make the last bit of a run depend on timing.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -62,20 +61,20 @@ class GradientExchange:
     Args:
         optimizer: over parameters of `model`.
         model: gives the parameters their names.
-        elastic: the number of ranks may change from 1 to more.
+        elastic: the number of ranks may change from 1 to more; Horovod's optimizer sees from
+            HOROVOD_ELASTIC that it needs its hooks.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, elastic: bool = False) -> None:
         names = parameter_names(optimizer, model)
         # In the model's order: that is what backward runs through from the end.
         self._parameters = [p for p in model.parameters() if p in names]
-        with _hooks_of_a_single_rank(elastic):
-            self.optimizer = hvd.DistributedOptimizer(
-                optimizer,
-                named_parameters=[(names[p], p) for p in self._parameters],
-                op=hvd.Sum,
-                groups=buckets(self._parameters, bucket_limit(self._parameters)),
-            )
+        self.optimizer = hvd.DistributedOptimizer(
+            optimizer,
+            named_parameters=[(names[p], p) for p in self._parameters],
+            op=hvd.Sum,
+            groups=buckets(self._parameters, bucket_limit(self._parameters)),
+        )
         self._passes = 0
         self._reached: dict[Tensor, int] = {}
         self._distributed = elastic or hvd.size() > 1
@@ -132,16 +131,3 @@ class GradientExchange:
         """Inside, the optimizer steps on the gradients as they are."""
         with self.optimizer.skip_synchronize():
             yield
-
-
-@contextmanager
-def _hooks_of_a_single_rank(wanted: bool) -> Iterator[None]:
-    """Horovod's optimizer leaves its hooks away on a single rank unless this variable is set,
-    which must not stand there when Horovod starts (elastic/membership.py)."""
-    if wanted:
-        os.environ["HOROVOD_ELASTIC"] = "1"
-    try:
-        yield
-    finally:
-        if wanted:
-            del os.environ["HOROVOD_ELASTIC"]

@@ -32,6 +32,11 @@ def launched_size(env: Mapping[str, str] = os.environ) -> int | None:
     return _first(env, "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
+def elastic(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether an elastic launcher started this process."""
+    return env.get("HOROVOD_ELASTIC") == "1"
+
+
 def launched_local_size(env: Mapping[str, str] = os.environ) -> int:
     """Ranks on this host as the launcher says; 1 where it does not."""
     return (
@@ -82,7 +87,7 @@ def prepare(
         env.setdefault("HOROVOD_CPU_OPERATIONS", "gloo")
         # There is nothing to negotiate; each millisecond (the default) costs 3 % of a core.
         env.setdefault("HOROVOD_CYCLE_TIME", "20")
-    if env.get("HOROVOD_ELASTIC") == "1":
+    if elastic(env):
         # A rank that died is noticed at once; this is for one that is stopped or cut off. Ranks
         # that compute, load or save answer all the while: Horovod does so in a thread.
         seconds = timeout_seconds or min(30, 3 + (launched_size(env) or 1) // 16)

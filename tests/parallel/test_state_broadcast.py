@@ -79,6 +79,23 @@ def test_what_rank_0_resumed_does_not_reach_another_rank(topology: Topology, nam
     _assert_bits(state_tensors(state.optimizer, state.model), state_tensors(optimizer, model))
 
 
+def test_a_rank_that_is_a_step_behind_stays_behind(topology: Topology) -> None:
+    # After a failure: the same tensors by name and shape, but one step apart.
+    model, optimizer = _trained("adamw")
+    furthest = topology.world_size - 1
+    ahead = topology.rank == furthest
+    state = RunState(model, optimizer, Progress(3 + ahead, 24 + 8 * ahead), identity={})
+    progress = state.progress
+    if ahead:
+        _train(model, optimizer, 1)
+    state.broadcast(root=furthest)
+    assert state.progress == Progress(4, 32) and state.progress is progress
+    expected, its_optimizer = _trained("adamw")
+    _train(expected, its_optimizer, 1)
+    _assert_bits(model_tensors(model), model_tensors(expected))
+    _assert_bits(state_tensors(optimizer, model), state_tensors(its_optimizer, expected))
+
+
 def test_training_goes_on_otherwise_after_the_broadcast(topology: Topology) -> None:
     model, optimizer = _trained("adamw")
     state = _state(seed=topology.rank)

@@ -42,6 +42,7 @@ _GATHER_SECONDS = 2.0
 _LEAVE_SECONDS = 2.0
 _END_SECONDS = 30.0
 _END_OF_START_SECONDS = 1.0  # the same, where no round was formed: they wait to be ended
+_PATIENCE_SECONDS = 3.0  # before people are told that there are too few slots
 _DEFAULT_TIMEOUT = 600
 _FINAL = (0, EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)  # the ranks agreed on these
 
@@ -119,14 +120,18 @@ class ElasticDriver:
 
     def wait_for_available_slots(self, min_num_proc: int, min_hosts: int = 1) -> HostList:
         """Waits until discovery has found so many slots; ends the launcher where it does not."""
-        deadline = time.monotonic() + self._timeout
+        began, said = time.monotonic(), ""
         with self._changed:
             while (count := self._hosts.count()) < max(1, min_num_proc):
                 if self._shutdown.is_set():
                     sys.exit(EXIT_USER)  # it said why
-                if time.monotonic() > deadline:
-                    _say(f"error: {count} slots in {self._timeout} s, and -np is {min_num_proc}")
+                state = f"discovery finds {count} slots, and -np is {min_num_proc}"
+                if time.monotonic() - began > self._timeout:
+                    _say(f"error: after {self._timeout} s {state}")
                     sys.exit(EXIT_CRASH)
+                if time.monotonic() - began > _PATIENCE_SECONDS and state != said:
+                    _say(f"{state}: waiting for hosts")
+                    said = state
                 self._changed.wait(0.2)
             return self._hosts
 

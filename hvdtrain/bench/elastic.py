@@ -87,7 +87,7 @@ def median_range(values: Sequence[float]) -> tuple[float, float]:
     """
     ordered, count = sorted(values), len(values)
     reach = 1.96 * math.sqrt(count) / 2
-    low = max(0, math.floor(count / 2 - reach))
+    low = max(0, math.floor(count / 2 - reach) - 1)
     high = min(count - 1, math.ceil(count / 2 + reach))
     return ordered[low], ordered[high]
 
@@ -105,17 +105,19 @@ def recovery(
     """
     root.mkdir(parents=True, exist_ok=True)
     killed_at = []
-    with tempfile.TemporaryDirectory(dir=root) as folder:
-        with _elastic_job(flags, np, hosts, Path(folder)) as job:
-            for _ in range(kills):
-                _wait_for_ranks(job, np)
-                job.wait_for_more(steps)
-                killed_at.append(time.time())
-                job.kill_one()
-                job.wait_for(lambda lines: lines[-1]["world_size"] < np, "the kill's effect")
+    with (
+        tempfile.TemporaryDirectory(dir=root) as folder,
+        _elastic_job(flags, np, hosts, Path(folder)) as job,
+    ):
+        for _ in range(kills):
             _wait_for_ranks(job, np)
-            job.wait_for_more(1)
-            lines, events = list(job.lines()), job.events()
+            job.wait_for_more(steps)
+            killed_at.append(time.time())
+            job.kill_one()
+            job.wait_for(lambda lines: lines[-1]["world_size"] < np, "the kill's effect")
+        _wait_for_ranks(job, np)
+        job.wait_for_more(1)
+        lines, events = list(job.lines()), job.events()
     found = [recovered(lines, events, since, np) for since in killed_at]
     figures = [
         Figure("pause after a kill", "s", [one.pause for one in found]),

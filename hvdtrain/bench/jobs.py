@@ -73,8 +73,7 @@ class Job:
         processes = self._tree()
         with suppress(psutil.NoSuchProcess):
             self._launcher.send_signal(signal.SIGINT)
-        _, left = psutil.wait_procs(processes, _END_S)
-        for process in left:
+        for process in psutil.wait_procs(processes, _END_S)[1]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self._launcher.wait(_END_S)
@@ -107,7 +106,7 @@ class Job:
         for process in self._tree():
             with suppress(psutil.NoSuchProcess):
                 if process not in ranks:
-                    seconds += sum(process.cpu_times()[:4])  # with children that have ended
+                    seconds += _seconds(process)
         return seconds
 
     def kill_one(self) -> None:
@@ -174,3 +173,9 @@ class Job:
             return [self._launcher, *self._launcher.children(recursive=True)]
         except psutil.NoSuchProcess:
             return [self._launcher]
+
+
+def _seconds(process: psutil.Process) -> float:
+    """Processor time, with that of children that have ended."""
+    times = process.cpu_times()
+    return float(times.user + times.system + times.children_user + times.children_system)

@@ -11,6 +11,8 @@ import random
 import sys
 import time
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import pytest
 
@@ -56,6 +58,7 @@ def test_kills_every_20_seconds_change_the_result_or_take_most_of_the_time(
     with capsys.disabled():
         print(f"\n{kills} kills, {STEPS} steps\n{text.stdout}")
         print(f"goodput {found['goodput']:.3f} (aim: {AIM}), last loss {lines[-1]['loss']:.9g}")
+        _print_costs(found, lines)
     assert found["clean"], text
     assert len(lines) == STEPS
     assert_same_curve(lines, reference)
@@ -64,8 +67,24 @@ def test_kills_every_20_seconds_change_the_result_or_take_most_of_the_time(
     assert found["goodput"] > LEAST_GOODPUT, text
 
 
+def _print_costs(found: dict[str, Any], lines: list[dict[str, Any]]) -> None:
+    """What the audit does not count as lost: fewer ranks are slower, and start-up disturbs."""
+    steps = {
+        size: [line["step_seconds"] for line in lines if line["world_size"] == size]
+        for size in sorted({line["world_size"] for line in lines})
+    }
+    for size, seconds in steps.items():
+        print(f"{len(seconds)} steps on {size} ranks, median {median(seconds):.3f} s")
+    undisturbed = len(lines) * median(steps[4])
+    print(f"at the pace of 4 ranks: {undisturbed:.1f} s of {found['wall_seconds']:.1f} s")
+    for cause in ("failure", "hosts"):
+        seconds = [g["seconds"] for g in found["generations"] if g["cause"] == cause]
+        if seconds:
+            print(f"cause {cause}: {len(seconds)} new meetings, median {median(seconds):.2f} s")
+
+
 def _kill_until_the_end(running: ElasticJob, choice: random.Random) -> int:
-    """SIGKILL to a random process that trains or is about to, every 20 s; how many."""
+    """SIGKILL to a random process of the job, every 20 s; returns how many."""
     limit = time.monotonic() + 3 * SECONDS + 60
     following, kills = time.monotonic() + KILL_EVERY / 2, 0
     while running.job.running():

@@ -1,5 +1,6 @@
 # make train   set up this machine, then train the default task on NP ranks
 # make test    set up this machine, then run every test
+# make soak    kills for 5 minutes, and 16 ranks on two hosts: not part of make test
 # make lint    ruff and mypy alone
 # make clean   remove what was built here (the cached Horovod wheel stays)
 #
@@ -17,7 +18,7 @@ LOGS := build/tests
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c .ci/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
-.PHONY: train test test-single test-gloo test-mpi test-cluster lint clean
+.PHONY: train test test-single test-gloo test-mpi test-cluster soak lint clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -27,7 +28,7 @@ train: $(STAMPS)/horovod-$(GPU)
 test: test-single test-gloo test-mpi test-cluster
 
 # Tests of the launchers look for `python`, `hvdtrain` and `horovodrun` on PATH.
-test-single test-gloo test-mpi test-cluster: export PATH := $(BIN):$(PATH)
+test-single test-gloo test-mpi test-cluster soak: export PATH := $(BIN):$(PATH)
 
 test-single: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no tests/single
@@ -41,6 +42,10 @@ test-gloo test-mpi: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 
 test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 1800 $(BIN)/python -m pytest -q --color=no tests/cluster
+
+# HVDTRAIN_SOAK_SECONDS: about how long the disturbed run is.
+soak: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
+	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no tests/soak
 
 lint: $(STAMPS)/test
 	$(BIN)/python -m pytest -q --color=no tests/single/test_code_style.py

@@ -1,8 +1,12 @@
-"""`hvdtrain bench overhead | scaling | memory | checkpoint`."""
+"""`hvdtrain bench overhead | scaling | memory | checkpoint | elastic | recovery`."""
 
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
 
 from hvdtrain.errors import UserError
 
@@ -14,6 +18,8 @@ _ACTIONS = {
     "scaling": ("2 ranks against 1, and against torch's DDP", "gpt-nano", 20, 3),
     "memory": ("memory of a rank against a PyTorch loop by hand", "gpt-nano", 5, 1),
     "checkpoint": ("a save behind the steps, and its restore", "gpt-small", 50, 2),
+    "elastic": ("2 ranks of an elastic job against 2 of one that is not", "gpt-nano", 4, 100),
+    "recovery": ("kill -9 of a rank of an elastic job", "gpt-nano", 10, 3),
 }
 # The size of the state counts, not of the batch; shorter steps make the stall's share larger.
 _FLAGS = {
@@ -39,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument(
             "--rounds", type=_positive, default=rounds, help="turns (default: %(default)s)"
         )
+        if name == "recovery":
+            action.add_argument(
+                "--np", type=_two_or_more, default=2, help="ranks (default: %(default)s)"
+            )
+            action.add_argument(
+                "--hosts", metavar="A:8,B:8", help="default: this host; run.root is on all of them"
+            )
         action.add_argument("--format", choices=("table", "json"), default="table")
         action.add_argument(
             "flags", nargs="*", metavar="-- --key value", help="keys of the configuration"
@@ -52,20 +65,40 @@ def _positive(text: str) -> int:
     return number
 
 
+def _two_or_more(text: str) -> int:
+    number = int(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError(f"{number} is not >= 2")
+    return number
+
+
 def run(args: argparse.Namespace) -> int:
-    from hvdtrain.bench import benchmarks
+    from hvdtrain.bench import benchmarks, elastic
     from hvdtrain.config import parse
     from hvdtrain.runtime.environment import launched_size
 
     if (launched_size() or 1) > 1:
         raise UserError("hvdtrain bench starts its ranks itself: call it without a launcher")
     flags = ["--config", args.preset, *_FLAGS.get(args.action, ()), *args.flags]
-    batch = parse(flags).config.batch
+    config = parse(flags).config
+    batch = config.batch
     if args.action == "scaling" and batch.micro_batches % benchmarks.RANKS:
         raise UserError(
             f"{batch.micro_batches} micro-batches cannot be shared evenly among "
             f"{benchmarks.RANKS} ranks; choose another batch.micro_size"
         )
-    report = getattr(benchmarks, args.action)(flags, args.steps, args.rounds)
+    signal.signal(signal.SIGTERM, _end)
+    if args.action == "elastic":
+        report = elastic.elastic(flags, args.steps, args.rounds)
+    elif args.action == "recovery":
+        hosts, root = args.hosts or f"localhost:{args.np}", Path(config.run.root).absolute()
+        report = elastic.recovery(flags, args.steps, args.rounds, args.np, hosts, root)
+    else:
+        report = getattr(benchmarks, args.action)(flags, args.steps, args.rounds)
     print(report.to_json() if args.format == "json" else report.to_table())
     return 0
+
+
+def _end(number: int, frame: object) -> NoReturn:
+    """Leaves through the `finally` of those who have started processes."""
+    sys.exit(128 + number)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from hvdtrain.bench.elastic import Recovery, median_range, recovered
+from hvdtrain.bench.processes import BenchError
 from hvdtrain.bench.report import Figure, Report
 
 TINY = ["--model.layers=1", "--model.width=16", "--model.context=16", "--batch.global_size=8"]
@@ -71,6 +73,55 @@ def test_a_save_is_not_measured(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # it leaves nothing
 
 
+def test_elastic_and_not_elastic_jobs_do_not_take_turns() -> None:
+    done = _bench("elastic", "--steps", "2", "--rounds", "3", "--format", "json", "--", *TINY)
+    assert done.returncode == 0, done.stderr
+    figures = {figure["name"]: figure for figure in json.loads(done.stdout)["figures"]}
+    assert figures["elastic / not elastic"]["aim"] == "<= 1.005"
+    assert 0 < figures["elastic"]["median"] < 10_000
+    assert figures["not elastic: launcher and watchdogs"]["unit"] == "% of a core"
+
+
+def test_a_killed_rank_is_not_replaced_or_its_recovery_not_measured(tmp_path: Path) -> None:
+    _, figures = _figures("recovery", "--rounds", "1", more=[f"--run.root={tmp_path}"])
+    pause, of_it = figures["pause after a kill"], figures["of which re-initialisation"]
+    assert of_it["median"] < pause["median"] < figures["until all ranks are back"]["median"]
+    assert list(tmp_path.iterdir()) == []  # it leaves nothing
+
+
+def _start(at: float, cause: str, ranks: int) -> dict[str, Any]:
+    return {"event": "start", "time": at, "cause": cause, "world_size": ranks, "seconds": 0.25}
+
+
+# A kill at 10.5, during a step or just before the end of one; the new rank is there at 20.
+EVENTS = [
+    _start(1, "launch", 4),
+    {"event": "checkpoint", "time": 5.0, "step": 5},
+    _start(11.0, "failure", 3),
+    _start(20.0, "hosts", 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("last", "pause"), [(10.0, 0.75), (10.75, 0.5)], ids=["in the step", "at its end"]
+)
+def test_pause_after_a_kill_is_counted_from_another_step(last: float, pause: float) -> None:
+    lines = [{"time": t} for t in (9.0, last, 11.25, 19.5, 20.5, 21.0)]
+    expected = Recovery(pause=pause, initialisation=0.25, joining=1.0, whole=10.0)
+    assert recovered(lines, EVENTS, since=10.5, np=4) == expected
+
+
+def test_kill_without_effect_is_measured() -> None:
+    with pytest.raises(BenchError, match="was not noticed, or not replaced"):
+        recovered([{"time": 9.0}], EVENTS[:3], since=10.5, np=4)
+
+
+def test_range_of_a_median_is_too_narrow_or_leaves_the_values() -> None:
+    assert median_range([3.0]) == (3.0, 3.0)
+    # Of 100 values the 40th and the 61st, as the tables of the binomial distribution have it.
+    assert median_range([float(i) for i in range(1, 101)]) == (40.0, 61.0)
+
+
 def test_a_table_hides_an_aim_that_was_missed() -> None:
     figures = [
         Figure("a", "x", [1.0, 3.0, 1.5], at_least=1.8),
@@ -89,13 +140,14 @@ def test_a_table_hides_an_aim_that_was_missed() -> None:
     ("arguments", "message"),
     [
         (["--rounds", "0"], "0 is not >= 1"),
+        (["--np", "1"], "1 is not >= 2"),
         (["--preset", "gpt-nanu"], "no preset (gpt-nano"),
         (["--", "--model.layer=1"], "did you mean model.layers?"),
         (["--", "--batch.micro_size=32"], "1 micro-batches cannot be shared evenly"),
     ],
 )
 def test_a_wrong_command_line_is_measured(arguments: list[str], message: str) -> None:
-    done = _bench("scaling", *arguments)
+    done = _bench("recovery" if "--np" in arguments else "scaling", *arguments)
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
 

@@ -1,0 +1,187 @@
+"""What elasticity costs while nothing fails, and what a failure costs."""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.bench.jobs import Job, train
+from hvdtrain.bench.processes import BenchError
+from hvdtrain.bench.report import Figure, Report
+from hvdtrain.launch.commands import elastic_horovodrun, horovodrun
+
+RANKS = 2
+_WARM_UP_STEPS = 5
+
+Lines = Sequence[Mapping[str, Any]]
+
+
+def elastic(flags: Sequence[str], steps: int, rounds: int) -> Report:
+    """Steps of an elastic job on 2 ranks of this host against those of one that is not.
+
+    Both are whole jobs under horovodrun. They take turns; the other one, with its launcher
+    and its watchdogs, is frozen meanwhile. The one that is not elastic has no watchdogs.
+    """
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        command = train(sys.executable, flags, Path(other))
+        jobs = {
+            "elastic": _elastic_job(flags, RANKS, f"localhost:{RANKS}", Path(one), patient=True),
+            "not elastic": Job(horovodrun(RANKS, command), Path(other), patient=True),
+        }
+        with jobs["elastic"], jobs["not elastic"]:
+            for name, job in jobs.items():
+                job.wait_for_more(_WARM_UP_STEPS)
+                if name == "not elastic":
+                    job.end_watchdogs()
+                job.freeze()
+            used = {name: job.used_beside_ranks() for name, job in jobs.items()}
+            turns: dict[str, list[Turn]] = {name: [] for name in jobs}
+            for number in range(rounds):
+                for name in sorted(jobs, reverse=number % 2 == 1):  # who begins, changes
+                    turns[name].append(_one_turn(jobs[name], steps))
+            used = {name: job.used_beside_ranks() - used[name] for name, job in jobs.items()}
+    return _compare(turns, used)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Seconds a step in one turn of a job, and seconds for which it was not frozen."""
+
+    step: float
+    awake: float
+
+
+def _one_turn(job: Job, steps: int) -> Turn:
+    """The step in which the job was frozen the last time does not count."""
+    begin, start = len(job.lines()), time.monotonic()
+    job.thaw()
+    job.wait_for_more(steps + 1)
+    times = [line["time"] for line in job.lines()[begin : begin + steps + 1]]
+    job.freeze()
+    return Turn((times[-1] - times[0]) / steps, time.monotonic() - start)
+
+
+def _compare(turns: Mapping[str, Sequence[Turn]], used: Mapping[str, float]) -> Report:
+    pairs = zip(turns["elastic"], turns["not elastic"], strict=True)
+    ratios = [mine.step / theirs.step for mine, theirs in pairs]
+    figures = [Figure(name, "ms a step", [t.step * 1000 for t in turns[name]]) for name in turns]
+    figures.append(Figure("elastic / not elastic", "x", ratios, at_most=1.005))
+    for name in turns:
+        share = 100 * used[name] / sum(turn.awake for turn in turns[name])
+        figures.append(Figure(f"{name}: launcher and watchdogs", "% of a core", [share]))
+    low, high = median_range(ratios)
+    return Report("elastic", figures, {"median_of_the_ratio": f"{low:.4f} to {high:.4f} (95 %)"})
+
+
+def median_range(values: Sequence[float]) -> tuple[float, float]:
+    """Where the median of what `values` were drawn from lies, with 95 % confidence.
+
+    By order statistics (David and Nagaraja, Order Statistics, 7.1), in the normal approximation
+    of the binomial: nothing is assumed of the distribution.
+    """
+    ordered, count = sorted(values), len(values)
+    reach = 1.96 * math.sqrt(count) / 2
+    low = max(0, math.floor(count / 2 - reach) - 1)
+    high = min(count - 1, math.ceil(count / 2 + reach))
+    return ordered[low], ordered[high]
+
+
+def recovery(
+    flags: Sequence[str], steps: int, kills: int, np: int, hosts: str, root: Path
+) -> Report:
+    """Kills a rank of an elastic job with SIGKILL, again and again.
+
+    Args:
+        steps: before each kill.
+        np: ranks.
+        hosts: "name:slots,name:slots"; this host must be one of them.
+        root: a folder that all hosts see.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    killed_at = []
+    with (
+        tempfile.TemporaryDirectory(dir=root) as folder,
+        _elastic_job(flags, np, hosts, Path(folder)) as job,
+    ):
+        for _ in range(kills):
+            _wait_for_ranks(job, np)
+            job.wait_for_more(steps)
+            killed_at.append(time.time())
+            job.kill_one()
+            job.wait_for(lambda lines: lines[-1]["world_size"] < np, "the kill's effect")
+        _wait_for_ranks(job, np)
+        job.wait_for_more(1)
+        lines, events = list(job.lines()), job.events()
+    found = [recovered(lines, events, since, np) for since in killed_at]
+    figures = [
+        Figure("pause after a kill", "s", [one.pause for one in found]),
+        Figure("of which re-initialisation", "s", [one.initialisation for one in found]),
+        Figure("pause when the new rank joins", "s", [one.joining for one in found]),
+        Figure("until all ranks are back", "s", [one.whole for one in found]),
+        Figure("step", "s", [line["step_seconds"] for line in lines if line["world_size"] == np]),
+    ]
+    per_kill = [f"{one.pause:.2f} ({one.initialisation:.2f})" for one in found]
+    return Report("recovery", figures, {"ranks": np, "pause_of_each_kill": " ".join(per_kill)})
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Seconds that a kill cost.
+
+    Args:
+        pause: from the kill, or from the last step where one ended after it, to the end of
+            the next one
+        initialisation: of these, from when the ranks noticed it until they could go on
+        joining: between the last step without the new rank and the first with it
+        whole: from the kill until the new rank takes part
+    """
+
+    pause: float
+    initialisation: float
+    joining: float
+    whole: float
+
+
+def recovered(lines: Lines, events: Lines, since: float, np: int) -> Recovery:
+    """What happened after a kill.
+
+    Args:
+        lines, events: of metrics.jsonl and events.jsonl.
+        since: when the kill was, unix time.
+        np: how many ranks there were before and are again.
+
+    Raises:
+        BenchError: the job was not hit by it.
+    """
+    starts = [e for e in events if e["event"] == "start" and e["time"] >= since]
+    failure = next((e for e in starts if e["cause"] == "failure"), None)
+    back = next((e for e in starts if e["world_size"] == np), None)
+    if failure is None or back is None:
+        raise BenchError("a killed rank was not noticed, or not replaced")
+    before, after = _around(lines, failure["time"])
+    last, first = _around(lines, back["time"])
+    return Recovery(after - max(before, since), failure["seconds"], first - last, first - since)
+
+
+def _around(lines: Lines, at: float) -> tuple[float, float]:
+    """The times of the last step before `at` and of the first after it."""
+    times = [line["time"] for line in lines]
+    return max(t for t in times if t <= at), min(t for t in times if t > at)
+
+
+def _wait_for_ranks(job: Job, np: int) -> None:
+    job.wait_for(lambda lines: bool(lines) and lines[-1]["world_size"] == np, f"{np} ranks train")
+
+
+def _elastic_job(
+    flags: Sequence[str], np: int, hosts: str, root: Path, patient: bool = False
+) -> Job:
+    discover = [sys.executable, "-m", "hvdtrain.cli", "discover", "--hosts", hosts]
+    command = train(sys.executable, flags, root)
+    return Job(elastic_horovodrun(np, 1, np, discover, command), root, patient)

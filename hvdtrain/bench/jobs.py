@@ -1,0 +1,181 @@
+"""A real training job under its launcher, driven from outside: frozen, killed, looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hvdtrain.bench.processes import BenchError
+from hvdtrain.engine.run_folder import RunFolder
+from hvdtrain.telemetry.events_file import read_lines
+
+RANK = ["-m", "hvdtrain.train"]
+_RUN = "bench"
+_WAIT_S = 300.0
+_END_S = 20.0
+# Of a collective; frozen ranks do not answer for a while.
+_PATIENCE_S = 600
+# Not part of a plain step; two jobs at once cannot serve on one port.
+_FLAGS = ("--eval.every=0", "--checkpoint.every=0", "--telemetry.port=0", "--train.steps=1000000")
+
+
+def train(python: str, flags: Sequence[str], root: Path) -> list[str]:
+    """Command line of a rank that trains for ever; its run lies in `root`."""
+    return [python, *RANK, *flags, *_FLAGS, f"--run.root={root}", f"--run.id={_RUN}"]
+
+
+class Job:
+    """A job, up inside the `with` block.
+
+    Args:
+        argv: a launcher's command line that starts `train`.
+        root: the folder that was given to `train`.
+        patient: collectives never time out, so that it may be frozen.
+    """
+
+    def __init__(self, argv: Sequence[str], root: Path, patient: bool = False) -> None:
+        self._argv = list(argv)
+        self._folder = RunFolder(root / _RUN)
+        self._log = root / "output"
+        self._env = {"OMP_NUM_THREADS": "1"} | os.environ
+        if patient:
+            self._env["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(_PATIENCE_S)
+        self._read = 0  # bytes of metrics.jsonl
+        self._lines: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Job:
+        with self._log.open("wb") as log:
+            try:
+                self._launcher = psutil.Popen(
+                    self._argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=self._env,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise BenchError(f"cannot start {self._argv[0]}: {error.strerror}") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Asks the launcher to end the ranks at once, on all hosts; then kills what is left."""
+        self.thaw()
+        processes = self._tree()
+        with suppress(psutil.NoSuchProcess):
+            self._launcher.send_signal(signal.SIGINT)
+        for process in psutil.wait_procs(processes, _END_S)[1]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._launcher.wait(_END_S)
+
+    def freeze(self) -> None:
+        """Stops all processes of the job on this host: it uses no processor then.
+
+        A rank's watchdog before the rank: it takes a rank that is stopped for hung.
+        """
+        for process in reversed(self._tree()):
+            with suppress(psutil.NoSuchProcess):
+                process.suspend()
+
+    def thaw(self) -> None:
+        """Ends `freeze`."""
+        for process in self._tree():
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+
+    def end_watchdogs(self) -> None:
+        """Ends what watches the ranks of this host; they train on."""
+        for process in self._tree():
+            with suppress(psutil.NoSuchProcess):
+                if "hvdtrain.elastic.watchdog" in process.cmdline():
+                    process.kill()
+
+    def used_beside_ranks(self) -> float:
+        """Seconds of processor time of the launcher, the watchdogs and what these ran."""
+        ranks, seconds = self._ranks().values(), 0.0
+        for process in self._tree():
+            with suppress(psutil.NoSuchProcess):
+                if process not in ranks:
+                    seconds += _seconds(process)
+        return seconds
+
+    def kill_one(self) -> None:
+        """SIGKILL to the oldest rank of this host, or the one after it where that is rank 0.
+
+        Raises:
+            BenchError: there is no rank on this host.
+        """
+        ranks = self._ranks()
+        if not ranks:
+            raise BenchError("no rank runs on this host, so none can be killed")
+        numbers = sorted(ranks)
+        ranks[numbers[min(1, len(numbers) - 1)]].kill()
+
+    def lines(self) -> list[dict[str, Any]]:
+        """metrics.jsonl so far, without a line that is being written."""
+        if self._folder.metrics.exists():
+            with self._folder.metrics.open("rb") as file:
+                file.seek(self._read)
+                new = file.read()
+            whole = new[: new.rfind(b"\n") + 1]
+            self._read += len(whole)
+            self._lines += map(json.loads, whole.splitlines())
+        return self._lines
+
+    def events(self) -> list[dict[str, Any]]:
+        """events.jsonl so far."""
+        return list(read_lines(self._folder.events))
+
+    def wait_for(self, condition: Callable[[list[dict[str, Any]]], bool], what: str) -> None:
+        """Waits until the lines so far are so.
+
+        Raises:
+            BenchError: the job ended, or they were not within 5 minutes.
+        """
+        deadline = time.monotonic() + _WAIT_S
+        while not condition(self.lines()):
+            code = self._launcher.poll()
+            if code is not None or time.monotonic() > deadline:
+                how = "took too long" if code is None else f"ended with {code}"
+                output = self._log.read_text(errors="replace").splitlines()
+                end = "\n".join(line for line in output[-15:] if line.strip())
+                command = " ".join(self._argv)
+                raise BenchError(f"{command} {how} before {what}:\n{end}", code or 1)
+            time.sleep(0.02)
+
+    def wait_for_more(self, steps: int) -> None:
+        """Waits for so many more steps; raises as `wait_for`."""
+        wanted = len(self.lines()) + steps
+        self.wait_for(lambda lines: len(lines) >= wanted, f"step {wanted}")
+
+    def _ranks(self) -> dict[int, psutil.Process]:
+        """The ranks of this host, by the number that they were started with."""
+        ranks = {}
+        for process in self._tree():
+            with suppress(psutil.Error):
+                if process.cmdline()[1:3] == RANK:
+                    ranks[int(process.environ()["HOROVOD_RANK"])] = process
+        return ranks
+
+    def _tree(self) -> list[psutil.Process]:
+        """The launcher and all below it on this host, parents before children."""
+        try:
+            return [self._launcher, *self._launcher.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return [self._launcher]
+
+
+def _seconds(process: psutil.Process) -> float:
+    """Processor time, with that of children that have ended."""
+    times = process.cpu_times()
+    return float(times.user + times.system + times.children_user + times.children_system)

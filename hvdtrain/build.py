@@ -6,7 +6,7 @@ import platform
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -266,6 +266,7 @@ def build_manifest(
     }
 
 
+@cache
 def _git_commit() -> str | None:
     """The commit of the working folder, so of the user's own code; None outside a repository."""
     try:

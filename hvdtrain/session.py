@@ -44,6 +44,7 @@ from hvdtrain.runtime.failure import end_all
 from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 from hvdtrain.runtime.init import choose_device, initialise
 from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task, optional
 from hvdtrain.telemetry.exporter import Exporter, write_targets
 
@@ -126,6 +127,7 @@ class Session:
             self._watchdog = watchdog.start(self._heartbeat, hang_seconds, launcher)
         self._run_id = self._config.run.id or default_id(self._config.task)
         self._trained = False
+        self._logs_as: Topology | None = None  # of the round whose log is open
         self._records: Records | None = None
         self._exporter: Exporter | None = None
         self.topology = initialise()
@@ -232,10 +234,8 @@ class Session:
         if self._exporter is not None:
             self._exporter.describe(build.run_facts(config, self._run_id))
         folder = RunFolder(Path(config.run.root) / self._run_id)
-        _alike("folder", lambda: self._open_folder(folder))
-        logger.info("run %s on %s", folder.path, topology.describe())
-        self._take_over(source)
-        _alike("records", lambda: self._open_records(targets, cause))
+        self._take_over(source, folder)
+        _alike("records", lambda: self._open_records(folder, targets, cause))
         self._note_start(cause, since, source)
         records = self._records
         callbacks = build.build_callbacks(
@@ -325,7 +325,11 @@ class Session:
         return ""
 
     def _open_folder(self, folder: RunFolder) -> None:
+        """Opens this rank's log in it, and on rank 0 the folder; a second time in a round it
+        changes nothing."""
         topology = self.topology
+        if self._logs_as == topology:
+            return
         if topology.rank == 0 and self._records is None:
             fresh = self._config.run.resume == "never" and not self._someone_trained()
             folder.prepare(fresh, _FOLDER_SECONDS if self._membership else 0.0)
@@ -339,14 +343,16 @@ class Session:
                 watchdog.write_to(self._watchdog, folder.logs / name)
         except OSError as error:
             raise UserError(f"{folder.logs}: cannot be written ({error.strerror})") from None
+        self._logs_as = topology
+        logger.info("run %s on %s", folder.path, topology.describe())
 
     def _someone_trained(self) -> bool:
         return any(standing.trained for standing in self._standings)
 
-    def _take_over(self, source: int | None) -> None:
+    def _take_over(self, source: int | None, folder: RunFolder) -> None:
         """Every rank holds the state that counts then; all decide alike, from `_meet`."""
         if source is None:
-            _alike("resume", self._resume)
+            _alike("resume", lambda: self._resume(folder))
             self._state.broadcast(root=0)
         elif not alike(self._standings):
             # Half a new state is none, should a rank die meanwhile.
@@ -354,18 +360,22 @@ class Session:
             self._state.broadcast(root=source)
         self._trained = True
 
-    def _resume(self) -> None:
+    def _resume(self, folder: RunFolder) -> None:
         """Rank 0 decides and loads; the others get it by broadcast."""
+        self._open_folder(folder)
         checkpoint = self._records.choose(self._config.run.resume) if self._records else None
         if checkpoint is not None:
             self._state.load(checkpoint)
             logger.info("resumed from the checkpoint of step %d", self._state.progress.step)
 
-    def _open_records(self, targets: list[tuple[str, int, int]], cause: str) -> None:
+    def _open_records(
+        self, folder: RunFolder, targets: list[tuple[str, int, int]], cause: str
+    ) -> None:
         """Rank 0 writes what says how the run was started; nothing is changed before this."""
+        self._open_folder(folder)
         if self._records is None:
             return
-        folder, config, step = self._records.folder, self._config, self._state.progress.step
+        config, step = self._config, self._state.progress.step
         start = {
             "time": time.time(),
             "step": step,

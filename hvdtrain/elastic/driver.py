@@ -35,7 +35,13 @@ from hvdtrain.elastic.rendezvous import interface_towards, make_handler
 from hvdtrain.elastic.slots import Slots
 from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
 
-_DISCOVERY_SECONDS = 1.0
+# Seconds between discoveries: while ranks are missing, and while all are there. Most of what a
+# script costs is its start.
+_DISCOVERY_SECONDS = (1.0, 5.0)
+_LOOK_SECONDS = 0.25  # the driver is woken besides whenever a process asks or ends
+# Connections that the server's system keeps until they are accepted. Python's 5 are too few
+# when all ranks meet: a refused one is tried again after 1, 2, 4 s (horovod#3556).
+_BACKLOG = 1024
 # New processes wait this long for each other, so that one meeting takes in all of them.
 _GATHER_SECONDS = 2.0
 # A process that was told to leave, or outlives the end of the others.
@@ -95,6 +101,7 @@ class ElasticDriver:
         self._rounds = 0
         self._failures = 0  # since the last round was formed
         self._failed_rounds = 0
+        self._most_ranks = 0  # that ran at once so far
         self._short_since: float | None = None  # fewer than min_num_proc since then
         self._stop_requested = False
         self._ending: float | None = None
@@ -153,6 +160,7 @@ class ElasticDriver:
         """Starts `num_proc` processes and lets the driver do its work."""
         with self._changed:
             self._create = create_worker
+            self._rendezvous._httpd.socket.listen(_BACKLOG)
             self._start_processes(num_proc)
         threading.Thread(target=self._direct, daemon=True).start()
 
@@ -226,7 +234,11 @@ class ElasticDriver:
                 with self._changed:
                     self._take_over(found)
                     self._changed.notify_all()
-            self._shutdown.wait(_DISCOVERY_SECONDS)
+            with self._changed:
+                ranks = sum(p.state == "running" for p in self._processes)
+                self._most_ranks = max(self._most_ranks, ranks)
+                complete = self._rounds > 0 and ranks == self._most_ranks
+            self._shutdown.wait(_DISCOVERY_SECONDS[complete])
 
     def _take_over(self, found: dict[str, int]) -> None:
         for change in self._hosts.take_over(found):
@@ -245,7 +257,7 @@ class ElasticDriver:
                     self._exit_code = self._exit_code or EXIT_CRASH
                     self._shutdown.set()
                     self._finished.set()
-                self._changed.wait(0.05)
+                self._changed.wait(_LOOK_SECONDS)
 
     def _consider(self) -> None:
         """One look at all processes: ends, begins and forms what has to be."""

@@ -6,7 +6,7 @@ import subprocess
 from typing import Any
 
 # A host that is missing from so many discoveries in a row is taken away.
-_MISSING_DISCOVERIES = 3
+_MISSING_DISCOVERIES = 2
 _SCRIPT_SECONDS = 30.0
 
 

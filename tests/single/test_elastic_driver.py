@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -63,6 +64,10 @@ def test_work_is_lost_where_a_rank_is_further(found: list[tuple[bool, int]]) -> 
 
 
 class Rendezvous:
+    """In place of the launcher's HTTP server: nobody connects."""
+
+    _httpd = SimpleNamespace(socket=SimpleNamespace(listen=lambda backlog: None))
+
     def init(self, plan: object) -> None:
         self.plan = plan
 

@@ -99,7 +99,7 @@ class TrainingJob:
         launcher = next(p for p in self.cluster.processes("node1") if _is_launcher(p.command))
         os.kill(launcher.pid, number)
 
-    def ended(self, code: int, seconds: float = 60) -> Finished:
+    def ended(self, code: int, seconds: float = 120) -> Finished:
         """Waits for the end, which must be with this code; the run must pass the audit."""
         done = self.job.wait(seconds)
         assert done.returncode == code, done

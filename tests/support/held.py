@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 from torch import Tensor, nn
 
 from hvdtrain.runtime.environment import launched_rank
@@ -26,7 +27,8 @@ class Held(Paced):
     def __init__(self) -> None:
         super().__init__()
         place, _, path = os.environ.get("HVDTRAIN_TEST_HOLD", "").partition(":")
-        self._place = place if launched_rank() == 0 else ""
+        own = psutil.Process().environ()  # as it was at the start
+        self._place = place if launched_rank(own) == 0 else ""
         self._path = Path(path)
         if self._place == "save":
             self._hold_save()

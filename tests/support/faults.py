@@ -6,6 +6,8 @@ import itertools
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +15,10 @@ from typing import Any
 
 import psutil
 
-from tests.support.cluster import Cluster, Process
+from hvdtrain.errors import EXIT_PREEMPTED
+from hvdtrain.launch.commands import mpirun
+from hvdtrain.telemetry.events_file import read_lines
+from tests.support.cluster import REPOSITORY, Cluster, Process
 from tests.support.job import Finished, Job
 
 # Linear regression whose micro-batches take a while: a tenth of a second a step on 4 ranks.
@@ -24,7 +29,105 @@ PACED = (
 START_SECONDS = 90
 
 
-class ElasticJob:
+class TrainingJob:
+    """A job of `PACED` on the hosts of a cluster, its launcher on node1.
+
+    Args:
+        launcher: the argv before that of a rank.
+        folder: where its run lies.
+        arguments: beside `PACED`; the later of two values counts.
+
+    Attributes:
+        run: the folder of the run, as this process sees it.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        launcher: Sequence[str],
+        folder: Path,
+        arguments: str,
+        env: Mapping[str, str] | None,
+    ) -> None:
+        self.cluster = cluster
+        self.run = folder / "case"
+        train = f"python -m hvdtrain.train {PACED} --run.root {folder} --run.id case {arguments}"
+        self.job: Job = cluster.start("node1", [*launcher, *train.split()], env)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """metrics.jsonl so far; a line that is being written is left out."""
+        return [json.loads(line) for line in self._text().split("\n")[:-1]]
+
+    def last(self) -> dict[str, Any]:
+        """The last line; {} where there is none."""
+        whole = self._text().rpartition("\n")[0]
+        return json.loads(whole.rpartition("\n")[2]) if whole else {}
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The lines of events.jsonl of one kind."""
+        return [line for line in read_lines(self.run / "events.jsonl") if line["event"] == name]
+
+    def _text(self) -> str:
+        path = self.run / "metrics.jsonl"
+        return path.read_text() if path.exists() else ""
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float, name: str) -> None:
+        """Waits until it holds; the job must not end before."""
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.job.running(), f"ended before {name}: {self.job.wait(5)}"
+            if time.monotonic() > deadline:
+                self.job.kill()
+                raise AssertionError(f"no {name} within {seconds} s: {self.job.wait(10)}")
+            time.sleep(0.05)
+
+    def wait_for(self, what: Callable[[dict[str, Any]], bool], seconds: float, name: str) -> None:
+        """Waits until the last line of metrics.jsonl is so."""
+        self.wait_until(lambda: bool(line := self.last()) and what(line), seconds, name)
+
+    def wait_for_step(self, step: int, seconds: float = START_SECONDS) -> None:
+        self.wait_for(lambda line: line["step"] >= step, seconds, f"step {step}")
+
+    def wait_for_world(self, size: int, seconds: float) -> None:
+        self.wait_for(lambda line: line["world_size"] == size, seconds, f"world of {size} ranks")
+
+    def wait_for_more(self, steps: int, seconds: float) -> None:
+        self.wait_for_step(self.last()["step"] + steps, seconds)
+
+    def send(self, number: signal.Signals) -> None:
+        """To the launcher."""
+        launcher = next(p for p in self.cluster.processes("node1") if _is_launcher(p.command))
+        os.kill(launcher.pid, number)
+
+    def ended(self, code: int, seconds: float = 120) -> Finished:
+        """Waits for the end, which must be with this code; the run must pass the audit."""
+        done = self.job.wait(seconds)
+        assert done.returncode == code, done
+        assert_clean(self.run)
+        return done
+
+    def end(self) -> Finished:
+        """Asks the launcher to stop; the job must end with 75 and a checkpoint."""
+        self.send(signal.SIGUSR1)
+        return self.ended(EXIT_PREEMPTED)
+
+
+class MpiJob(TrainingJob):
+    """Four ranks by mpirun, two on each host."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        arguments: str = "",
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        exported = [word for name in env or {} for word in ("-x", name)]
+        launcher = mpirun(4, [], hosts="node1:2,node2:2", options=exported)
+        super().__init__(cluster, launcher, folder, arguments, env)
+
+
+class ElasticJob(TrainingJob):
     """An elastic job of horovodrun, and what can be done to it.
 
     Args:
@@ -44,17 +147,22 @@ class ElasticJob:
         discovery: str = "",
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self.cluster = cluster
-        self.run = folder / "case"
         self._hosts = folder / "hosts"
         self.set_hosts(hosts)
-        script = discovery or f"cat {self._hosts}"
-        command = f"horovodrun --gloo -np {np} --min-np {min_np} --max-np 6".split()
-        command += ["--host-discovery-script", script, "python", "-m", "hvdtrain.train"]
-        command += f"{PACED} --run.root {folder} --run.id case {arguments}".split()
-        self.job: Job = cluster.start("node1", command, env)
+        launcher = f"horovodrun --gloo -np {np} --min-np {min_np} --max-np 6".split()
+        launcher += ["--host-discovery-script", discovery or f"cat {self._hosts}"]
+        super().__init__(cluster, launcher, folder, arguments, env)
 
-    # --- faults ------------------------------------------------------------
+    def process(self, number: int) -> Process:
+        """The living process that was started as this number: rank `number` at first."""
+        for process in self.cluster.ranks():
+            try:
+                own = psutil.Process(process.pid).environ().get("HOROVOD_RANK")
+            except psutil.Error:
+                continue
+            if own == str(number):
+                return process
+        raise LookupError(f"process {number} is not there")
 
     def kill(self, *numbers: int) -> None:
         """SIGKILL to the processes that the launcher started as these numbers, at once."""
@@ -75,63 +183,10 @@ class ElasticJob:
         new.write_text("".join(f"{host}\n" for host in hosts.split()))
         new.rename(self._hosts)
 
-    # --- what is seen of the job -------------------------------------------
-
-    def process(self, number: int) -> Process:
-        """The living process that was started as this number: rank `number` at first."""
-        for process in self.cluster.ranks():
-            try:
-                own = psutil.Process(process.pid).environ().get("HOROVOD_RANK")
-            except psutil.Error:
-                continue
-            if own == str(number):
-                return process
-        raise LookupError(f"process {number} is not there")
-
-    def lines(self) -> list[dict[str, Any]]:
-        """metrics.jsonl so far; a line that is being written is left out."""
-        return [json.loads(line) for line in self._text().split("\n")[:-1]]
-
-    def last(self) -> dict[str, Any]:
-        """The last line; {} where there is none."""
-        whole = self._text().rpartition("\n")[0]
-        return json.loads(whole.rpartition("\n")[2]) if whole else {}
-
-    def _text(self) -> str:
-        path = self.run / "metrics.jsonl"
-        return path.read_text() if path.exists() else ""
-
-    def wait_for(self, what: Callable[[dict[str, Any]], bool], seconds: float, name: str) -> None:
-        """Waits until the last line of metrics.jsonl is so."""
-        deadline = time.monotonic() + seconds
-        while not ((line := self.last()) and what(line)):
-            assert self.job.running(), f"ended before {name}: {self.job.wait(5)}"
-            if time.monotonic() > deadline:
-                self.job.kill()
-                raise AssertionError(f"no {name} within {seconds} s: {self.job.wait(10)}")
-            time.sleep(0.05)
-
-    def wait_for_step(self, step: int, seconds: float = START_SECONDS) -> None:
-        self.wait_for(lambda line: line["step"] >= step, seconds, f"step {step}")
-
-    def wait_for_world(self, size: int, seconds: float) -> None:
-        self.wait_for(lambda line: line["world_size"] == size, seconds, f"world of {size} ranks")
-
-    def wait_for_more(self, steps: int, seconds: float) -> None:
-        self.wait_for_step(self.last()["step"] + steps, seconds)
-
-    def end(self) -> Finished:
-        """Asks the launcher to stop; the job must end with 75 and a checkpoint."""
-        launcher = next(p for p in self.cluster.processes("node1") if _is_launcher(p.command))
-        os.kill(launcher.pid, signal.SIGUSR1)
-        done = self.job.wait(40)
-        assert done.returncode == 75, done
-        return done
-
 
 def _is_launcher(command: str) -> bool:
     words = command.split()
-    return len(words) > 1 and words[1].endswith("/horovodrun")
+    return words[:1] == ["mpirun"] or (len(words) > 1 and words[1].endswith("/horovodrun"))
 
 
 def pause(lines: Sequence[Mapping[str, Any]], since: float) -> float:
@@ -147,3 +202,11 @@ def assert_same_curve(lines: Sequence[Mapping[str, Any]], reference: Sequence[fl
     assert steps == list(range(1, len(steps) + 1)), "a gap or a double line"
     for line, expected in zip(lines, reference, strict=False):
         assert abs(line["loss"] - expected) <= 1e-4 * abs(expected) + 1e-9, (line, expected)
+
+
+def assert_clean(run: Path) -> str:
+    """`hvdtrain audit` has nothing to say against the run; returns what it says."""
+    command = [sys.executable, "-m", "hvdtrain.cli", "audit", str(run)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    return done.stdout

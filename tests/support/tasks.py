@@ -75,10 +75,10 @@ class Slow(Regression):
 
 
 class NotFinite(Regression):
-    """A loss that is NaN in some steps, in one micro-batch of each.
+    """A loss that is NaN in some steps, in one micro-batch of one rank.
 
-    HVDTRAIN_TEST_NAN=4,5 names the steps, counted from 1; 4- means all from 4 on. With one
-    rank, and `TINY_BATCHES` micro-batches a step.
+    HVDTRAIN_TEST_NAN=4,5 names the steps, counted from 1; 4- means all from 4 on. With
+    `TINY_BATCHES` micro-batches a step, on one rank or as many on each.
     """
 
     TINY_BATCHES = 4
@@ -88,11 +88,15 @@ class NotFinite(Regression):
         self._calls = 0
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        import horovod.torch as hvd
+
         _wait_for_checkpoint()  # the test looks at the state after each step
-        step, number = divmod(self._calls, self.TINY_BATCHES)
+        passes = self.TINY_BATCHES // hvd.size()
+        step, number = divmod(self._calls, passes)
         self._calls += 1
         losses = super().loss(model, batch)
-        if number == 1 and self._is_bad(step + 1):
+        mine = (hvd.rank(), number) == (1 % hvd.size(), 1 % passes)
+        if mine and self._is_bad(step + 1):
             losses["loss"] = losses["loss"] * float("nan")
         return losses
 

@@ -1,0 +1,320 @@
+"""The table of faults, what threatens the state: preemption, checkpoints, disks, wrong bits.
+
+4 ranks on 2 hosts. Every run that ends passes `hvdtrain audit`, has each step in metrics.jsonl
+once, and the losses of an undisturbed run. `record_property` has the measured figures.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import pytest
+
+from hvdtrain.checkpoint.layout import finished, verify
+from tests.support import runs as local
+from tests.support.cluster import Cluster
+from tests.support.faults import (
+    PACED,
+    START_SECONDS,
+    ElasticJob,
+    MpiJob,
+    TrainingJob,
+    assert_clean,
+    assert_same_curve,
+    pause,
+)
+
+HELD = "--task tests.support.held:Held --train.steps 150 --eval.every 10 --checkpoint.every 15"
+NO_PACE = {"HVDTRAIN_TEST_PACE": "0"}
+# Rank 0 of an elastic run asks the launcher for news every half second.
+NEWS_SECONDS = 0.7
+
+# A chain of five starts of 4 ranks on a busy machine.
+pytestmark = pytest.mark.timeout(600)
+
+Record = Callable[[str, object], None]
+J = TypeVar("J", MpiJob, ElasticJob)
+
+
+class Start(Protocol):
+    """Starts a job in the test's folder; `env` is added to its environment."""
+
+    def __call__(self, kind: type[J], arguments: str = HELD, **env: str) -> J: ...
+
+
+@pytest.fixture
+def start(cluster: Cluster, runs: Path) -> Iterator[Start]:
+    jobs: list[TrainingJob] = []
+
+    def start(kind: type[J], arguments: str = HELD, **env: str) -> J:
+        job = kind(cluster, runs, arguments=arguments, env=env)
+        jobs.append(job)
+        return job
+
+    yield start
+    for job in jobs:
+        job.job.kill()
+
+
+@pytest.fixture
+def hold(runs: Path) -> Path:
+    """The file by which process 0 says that it waits at a place, see Held."""
+    return runs / "hold"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(two_hosts: Cluster) -> Path:
+    """The folder of the undisturbed run."""
+    root = two_hosts.shared / "undisturbed"
+    root.mkdir()
+    MpiJob(two_hosts, root, HELD, NO_PACE).ended(0)
+    return root / "case"
+
+
+# --- preemption ------------------------------------------------------------
+
+# Where each start is asked to stop, and by which signal to its launcher. mpirun passes on
+# SIGUSR1; at SIGTERM it gives its ranks next to no time.
+STOPS: dict[str, tuple[type[TrainingJob], dict[str, signal.Signals]]] = {
+    "horovodrun": (
+        ElasticJob,
+        {
+            "start-up": signal.SIGTERM,
+            "step": signal.SIGUSR1,
+            "evaluation": signal.SIGTERM,
+            "save": signal.SIGUSR1,
+        },
+    ),
+    "mpirun": (
+        MpiJob,
+        {"start-up": signal.SIGUSR1, "step": signal.SIGUSR1, "save": signal.SIGUSR1},
+    ),
+}
+
+
+@pytest.mark.parametrize("launcher", STOPS)
+def test_a_preempted_run_does_not_end_with_75_or_loses_a_step(
+    start: Start, hold: Path, undisturbed: Path, launcher: str, record_property: Record
+) -> None:
+    kind, stops = STOPS[launcher]
+    for place, number in stops.items():
+        running = start(kind, HVDTRAIN_TEST_HOLD=f"{place}:{hold}")
+        record_property(place, _stop(running, place, number, hold))
+    running = start(kind, **NO_PACE)
+    running.ended(0)
+    begun = [(event["step"], event["source"]) for event in running.events("start")]
+    stopped_at = [(event["step"], "checkpoint") for event in running.events("end")]
+    assert begun == [(0, "new"), *stopped_at[:-1]]
+    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+    assert_same_curve(running.lines(), local.losses(undisturbed))
+
+
+def _stop(running: TrainingJob, place: str, number: signal.Signals, hold: Path) -> str:
+    """Asks a job to stop just there; it must end with 75. Returns the figures of it."""
+    if place == "start-up":
+        running.wait_until(lambda: _catching(running.cluster) == 4, START_SECONDS, "handlers")
+    else:
+        running.wait_until(hold.exists, START_SECONDS, f"{place} of process 0")
+    reached, since = running.last().get("step", 0), time.monotonic()
+    running.send(number)
+    if place != "start-up":
+        time.sleep(NEWS_SECONDS)
+        hold.unlink()
+    running.ended(75)
+    steps = running.events("end")[-1]["step"] - reached
+    return f"{time.monotonic() - since:.1f} s, {steps} steps"
+
+
+def _catching(cluster: Cluster) -> int:
+    """Ranks that have their handler of SIGUSR1; importing torch comes after it."""
+    count = 0
+    for process in cluster.ranks():
+        with suppress(OSError):
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            caught = int(re.findall(r"SigCgt:\s*(\w+)", status)[0], 16)
+            count += bool(caught >> (signal.SIGUSR1 - 1) & 1)
+    return count
+
+
+# --- damaged checkpoints ---------------------------------------------------
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "torn": lambda folder: (folder / "optimizer.safetensors").unlink(),
+    "truncated": lambda folder: os.truncate(folder / "model.safetensors", 100),
+    "flipped": lambda folder: _flip(folder / "model.safetensors"),
+    "no list of files": lambda folder: (folder / "files.json").unlink(),
+    "no marker": lambda folder: (folder / "complete").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_used_or_ends_the_run(
+    undisturbed: Path, tmp_path: Path, damage: str
+) -> None:
+    # Rank 0 alone chooses and reads a checkpoint, so one process goes on from what 4 ranks left.
+    run = shutil.copytree(undisturbed, tmp_path / "case")
+    DAMAGES[damage](run / "checkpoints/step_00000150")
+    flags = f"{PACED} {HELD} --run.root {tmp_path} --run.id case".split()
+    done = local.run(tmp_path / "output", flags, env=NO_PACE)
+    assert done.returncode == 0, done
+    assert "resumed from the checkpoint of step 135" in done.stderr, done
+    assert_same_curve(local.metrics(run), local.losses(undisturbed))
+    assert_clean(run)
+    _assert_whole_checkpoints(run, newest=150)
+
+
+def _assert_whole_checkpoints(run: Path, newest: int) -> None:
+    """Nothing of a checkpoint's name is damaged, nothing half-written is left."""
+    root = run / "checkpoints"
+    names = [path.name for path in root.iterdir() if not path.name.startswith("left_")]
+    assert sorted(names) == [path.name for path in finished(root)]
+    assert max(names) == f"step_{newest:08}"
+    for folder in finished(root):
+        verify(folder)
+
+
+def test_a_first_rank_that_dies_in_a_save_leaves_half_a_checkpoint_or_the_last(
+    start: Start, hold: Path, undisturbed: Path, record_property: Record
+) -> None:
+    running = start(ElasticJob, HVDTRAIN_TEST_HOLD=f"save:{hold}")
+    running.wait_until(hold.exists, START_SECONDS, "save of process 0")
+    root = running.run / "checkpoints"
+    (half,) = root.iterdir()
+    assert half.name.startswith(".step_00000015.") and (half / "model.safetensors").exists()
+    since = time.time()
+    running.kill(0)
+    running.wait_until(lambda: bool(finished(root)), 30, "a checkpoint by the next rank 0")
+    record_property("seconds to the next checkpoint", round(time.time() - since, 2))
+    running.wait_for_more(5, 60)
+    record_property("seconds without a step", round(pause(running.lines(), since), 2))
+    running.end()
+    assert {line["world_size"] for line in running.lines()} == {3, 4}
+    assert_same_curve(running.lines(), local.losses(undisturbed))
+    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+    _assert_whole_checkpoints(running.run, newest=running.last()["step"])
+
+
+# --- disks -----------------------------------------------------------------
+
+
+def test_a_disk_that_blocks_or_is_full_stops_training_or_is_not_told(
+    cluster: Cluster,
+    start: Start,
+    runs: Path,
+    hold: Path,
+    undisturbed: Path,
+    record_property: Record,
+) -> None:
+    # Only the thread that writes meets the disk, and only the end of a run waits for it: a disk
+    # that blocks for a minute does no more than one that blocks past the limit for a hang.
+    blocked_seconds, hang_seconds = 5, 3
+    run = runs / "case"
+    run.mkdir()
+    # Rank 0's host alone has a small disk for the run.
+    _check(cluster, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(run))
+    try:
+        flags = f"{HELD} --telemetry.port 9855 --elastic.hang_seconds {hang_seconds}"
+        running = start(ElasticJob, flags, HVDTRAIN_TEST_HOLD=f"save:{hold}")
+        running.run = cluster.file("node1", str(run))
+        running.wait_until(hold.exists, START_SECONDS, "save of process 0")
+        blocked_at = time.time()
+        running.job.wait_for("that of step 15 is still being written", 30)
+        time.sleep(max(0.0, blocked_at + blocked_seconds - time.time()))
+        assert not finished(running.run / "checkpoints")
+        hold.unlink()
+        running.wait_until(lambda: bool(finished(running.run / "checkpoints")), 20, "a checkpoint")
+        longest = pause(running.lines(), blocked_at)
+        record_property("longest step on a blocked disk", round(longest, 2))
+
+        _fill(running.run)
+        full_at = running.last()["step"]
+        running.wait_until(lambda: _failures(cluster) == 2, 30, "two failed saves in the metrics")
+        (running.run / "ballast").unlink()
+        running.wait_until(
+            lambda: finished(running.run / "checkpoints")[-1].name > f"step_{full_at + 30:08}",
+            30,
+            "a checkpoint after the disk was full",
+        )
+        done = running.end()
+        record_property(
+            "steps while full and until the next save", running.last()["step"] - full_at
+        )
+        record_property("longest step", round(pause(running.lines(), blocked_at), 2))
+        assert longest < blocked_seconds / 2, done
+        assert done.stderr.count(" could not be written (OSError: ") == 2, done
+        assert "2 checkpoints could not be written" in done.stderr, done
+        assert_same_curve(running.lines(), local.losses(undisturbed))
+        assert {line["world_size"] for line in running.lines()} == {4}
+        _assert_whole_checkpoints(running.run, newest=running.last()["step"])
+    finally:
+        _check(cluster, "umount", "--lazy", str(run))
+
+
+def _check(cluster: Cluster, *command: str) -> str:
+    """Runs a command on node1 that must succeed; returns what it prints."""
+    done = cluster.run("node1", command)
+    assert done.returncode == 0, done
+    return done.stdout
+
+
+def _fill(folder: Path) -> None:
+    with suppress(OSError), open(folder / "ballast", "wb", buffering=0) as file:
+        while True:
+            file.write(bytes(512))
+
+
+def _failures(cluster: Cluster) -> float:
+    """hvdtrain_checkpoint_failures, as Prometheus would read it from rank 0."""
+    read = (
+        "import urllib.request as r; print(r.urlopen('http://node1:9855/metrics').read().decode())"
+    )
+    text = _check(cluster, "timeout", "10", "python", "-c", read)
+    return float(re.findall(r"^hvdtrain_checkpoint_failures (\S+)", text, re.MULTILINE)[0])
+
+
+# --- wrong bits ------------------------------------------------------------
+
+
+def test_one_ranks_nan_reaches_the_others_or_sets_them_apart(start: Start) -> None:
+    flags = (
+        "--task tests.support.tasks:NotFinite --train.steps 12 --eval.every 0"
+        " --train.replica_check_every 1"  # to the bit, after each step
+    )
+    running = start(MpiJob, flags, HVDTRAIN_TEST_NAN="5")
+    done = running.ended(0)
+    lines = running.lines()
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["step"] for line in lines if line.get("skipped")] == [5], done
+    assert [line["step"] for line in lines if line["loss"] is None] == [5], done
+    assert not any("healed" in line for line in lines), done
+    assert "steps [5]" in assert_clean(running.run)
+
+
+def test_a_flipped_bit_is_not_named_with_its_host_or_stays(start: Start) -> None:
+    flags = (
+        "--task tests.support.tasks:Flipped --train.steps 30 --eval.every 0"
+        " --train.replica_check_every 10"
+    )
+    running = start(MpiJob, flags, HVDTRAIN_TEST_FLIP="3:7:weight")
+    done = running.ended(0)
+    lines = running.lines()
+    assert [line["step"] for line in lines] == list(range(1, 31))
+    assert [(line["step"], line["healed"]) for line in lines if "healed" in line] == [(10, [3])]
+    named = "step 10: parameters or optimizer state of rank 3 on node2 differed"
+    assert done.stderr.count(named) == 1, done
+    assert "ranks [3] were healed after step 10" in assert_clean(running.run)

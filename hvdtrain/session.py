@@ -52,6 +52,7 @@ T = TypeVar("T")
 
 # The step at which ranks fail again and again is the cause, not the machines.
 _FAILURES_OF_A_STEP = 5
+_FAILED_MEETINGS = 20
 _LET_FIRST_SPEAK = 5.0
 # A rank 0 that hangs or is cut off is ended by its watchdog; then its folder is free.
 _FOLDER_SECONDS = 30.0
@@ -70,7 +71,10 @@ def run(settings: Settings, stop: StopFlag) -> int:
         UserError: Horovod cannot start; every rank raises it.
     """
     environment.prepare(timeout_seconds=settings.config.elastic.timeout_seconds)
-    session = Session(settings, stop)
+    try:
+        session = Session(settings, stop)
+    except HorovodInternalError as error:
+        raise _crash(f"Horovod could not be started: {error}") from None
     try:
         return session.run()
     except AgreedError as error:
@@ -193,20 +197,13 @@ class Session:
         failed_at, failures = -1, 0
         cause, since = "launch", self._began
         while True:
-            hvd.shutdown()
-            self._exchange.forget()
-            self._heartbeat.beat(Doing.MEETING)
             try:
-                membership.join()
+                self._join(membership)
             except RemovedError:
                 return 0
             except LostError as error:
-                failure = UserError(f"the launcher does not answer any more ({error})")
-                failure.exit_code = EXIT_CRASH
-                raise failure from None
+                raise _crash(f"the launcher does not answer any more ({error})") from None
             try:
-                self.topology = initialise()
-                self._heartbeat.beat(Doing.PREPARING)
                 return self._round(cause, since)
             except MeetAgain:
                 cause, since = "hosts", time.time()
@@ -219,6 +216,30 @@ class Session:
                     raise RuntimeError(f"step {step + 1} failed {failures} times") from None
                 if cause != "failure" or failures == 1:
                     cause, since = "failure", time.time()
+
+    def _join(self, membership: Membership) -> None:
+        """Leaves the last round, and is one of the next one's ranks then.
+
+        Raises:
+            RemovedError, LostError: as Membership.join.
+            UserError: the ranks meet again and again in vain.
+        """
+        for _ in range(_FAILED_MEETINGS):
+            hvd.shutdown()
+            self._exchange.forget()
+            self._heartbeat.beat(Doing.MEETING)
+            membership.join()
+            try:
+                self.topology = initialise()
+            except HorovodInternalError as error:
+                logger.warning("a rank died while all met, or cannot be reached: %s", error)
+            else:
+                self._heartbeat.beat(Doing.PREPARING)
+                return
+        raise _crash(
+            f"the ranks could not meet {_FAILED_MEETINGS} times in a row: can the hosts reach each "
+            "other on all ports?"
+        )
 
     # --- one round -----------------------------------------------------------
 
@@ -305,9 +326,7 @@ class Session:
             _alike("same run", lambda: _refuse(problem))
         elif problem:
             # The others have trained for hours perhaps: they go on without this rank.
-            failure = UserError(problem)
-            failure.exit_code = EXIT_CRASH
-            raise failure
+            raise _crash(problem)
         self._run_id = theirs["run"]
         return source, [tuple(fact["target"]) for fact in facts]
 
@@ -435,6 +454,13 @@ def _check_wheel() -> None:
         )
 
 
+def _crash(message: str) -> UserError:
+    """An error that is told like a user's mistake, but is none: trying again may help."""
+    error = UserError(message)
+    error.exit_code = EXIT_CRASH
+    return error
+
+
 def _refuse(problem: str) -> None:
     if problem:
         raise UserError(problem)
@@ -450,9 +476,7 @@ def _other_configuration(host: str) -> str:
 def _check_saved(callbacks: build.Callbacks) -> None:
     error = callbacks.checkpoint.error
     if error is not None:
-        failure = UserError(f"the last checkpoint could not be written: {error}")
-        failure.exit_code = EXIT_CRASH
-        raise failure
+        raise _crash(f"the last checkpoint could not be written: {error}")
 
 
 def _summary(

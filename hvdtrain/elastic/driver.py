@@ -286,7 +286,8 @@ class ElasticDriver:
         self, waiting: list[Process], survivors: list[Process], starting: list[Process]
     ) -> None:
         taking_part = [p for p in waiting if not p.leaving][: self._max]
-        if starting and not survivors:
+        still_starting = any(p.lasted() < self._timeout for p in starting)
+        if still_starting and not survivors:
             return  # a first start, or everybody died: nobody loses time by waiting for all
         if self._stop_requested and len(taking_part) < self._min:
             self._exit_code = EXIT_PREEMPTED

@@ -90,7 +90,10 @@ class ElasticDriver:
         self._max = max_num_proc or sys.maxsize
         self._timeout = timeout or int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", _DEFAULT_TIMEOUT))
         self._reset_limit = reset_limit
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
+        # For those that wait for their ranks: a thousand of them must not wake at each change.
+        self._formed = threading.Condition(lock)
         self._hosts = HostList(discovery)
         self._slots = Slots(cooldown_range)
         self._processes: list[Process] = []
@@ -193,8 +196,8 @@ class ElasticDriver:
             if process.state != "waiting" and not process.assignment:
                 process.become("waiting")
                 self._changed.notify_all()
-            while not process.assignment and time.monotonic() < deadline:
-                self._changed.wait(0.05)
+            while not process.assignment and (left := deadline - time.monotonic()) > 0:
+                self._formed.wait(left)
             assignment, process.assignment = process.assignment, {}
             return assignment or None
 
@@ -325,7 +328,7 @@ class ElasticDriver:
         self._failed_rounds += bool(self._failures)
         self._failures = 0
         self._short_since = None
-        self._changed.notify_all()
+        self._formed.notify_all()
 
     def _wait_for_more(self, count: int) -> None:
         if self._short_since is None:

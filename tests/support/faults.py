@@ -91,6 +91,17 @@ class TrainingJob:
     def wait_for_world(self, size: int, seconds: float) -> None:
         self.wait_for(lambda line: line["world_size"] == size, seconds, f"world of {size} ranks")
 
+    def wait_for_start(self, after: float, seconds: float) -> dict[str, Any]:
+        """Waits for the first step of a round that began after `after` (unix); its event."""
+
+        def newest() -> dict[str, Any]:
+            return self.events("start")[-1]
+
+        self.wait_until(
+            lambda: self.last()["time"] > newest()["time"] > after, seconds, "step of a new round"
+        )
+        return newest()
+
     def wait_for_more(self, steps: int, seconds: float) -> None:
         self.wait_for_step(self.last()["step"] + steps, seconds)
 

@@ -71,7 +71,7 @@ class Supervised:
     def starts(self) -> list[dict[str, Any]]:
         return list(json.loads((self.run / "manifest.json").read_text())["starts"])
 
-    def wait_for_step(self, step: int, timeout: float = 60) -> None:
+    def wait_for_step(self, step: int, timeout: float = 120) -> None:
         def reached() -> bool:
             assert self.job.running(), self.job.output()
             lines = self.lines()

@@ -39,6 +39,7 @@ def cluster(two_hosts: Cluster) -> Iterator[Cluster]:
 @pytest.fixture
 def runs(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
     """An empty folder for this test's runs, which both hosts see."""
-    folder = cluster.shared / re.sub(r"\W+", "-", request.node.name)
+    # With the file's name: two files may have a test of the same name.
+    folder = cluster.shared / re.sub(r"\W+", "-", request.node.nodeid.rpartition("/")[2])
     folder.mkdir()
     return folder

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from hvdtrain.checkpoint.layout import finished
 from hvdtrain.engine.run_folder import RunFolder
 from hvdtrain.errors import UserError
 from hvdtrain.telemetry.events_file import read_lines
@@ -195,8 +196,7 @@ def _deal_out(lines: list[Line], generations: list[Generation]) -> list[int]:
 
 
 def _saved(folder: RunFolder) -> list[int]:
-    markers = folder.checkpoints.glob("step_*/complete")
-    return sorted(int(marker.parent.name.removeprefix("step_")) for marker in markers)
+    return [int(path.name.removeprefix("step_")) for path in finished(folder.checkpoints)]
 
 
 def _log_every(starts: list[dict[str, Any]], at: float) -> int:

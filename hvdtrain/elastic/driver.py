@@ -107,7 +107,8 @@ class ElasticDriver:
         self._most_ranks = 0  # that ran at once so far
         self._short_since: float | None = None  # fewer than min_num_proc since then
         self._stop_requested = False
-        self._ending: float | None = None
+        self._ending: float | None = None  # since the ranks ended as agreed
+        self._told_to_end: float | None = None
         self._exit_code = 0
         self._results: dict[str, tuple[int, float]] = {}
         self._shutdown = threading.Event()
@@ -265,9 +266,15 @@ class ElasticDriver:
     def _consider(self) -> None:
         """One look at all processes: ends, begins and forms what has to be."""
         alive = self._alive()
-        if self._shutdown.is_set() or not alive:
-            if not alive or self._ending is None:
-                self._end_of_job(alive)
+        if not alive:
+            # Where none has ended as agreed, the last ones went with their hosts.
+            lost = self._ending is None and self._exit_code == 0
+            self._finish(EXIT_CRASH if lost else self._exit_code)
+            return
+        if self._shutdown.is_set():
+            self._told_to_end = self._told_to_end or time.monotonic()
+            if time.monotonic() - self._told_to_end > _END_SECONDS:
+                self._finish(self._exit_code or EXIT_CRASH)  # killed, and still there
             return
         if self._ending is not None:
             limit = _END_SECONDS if self._rounds else _END_OF_START_SECONDS
@@ -389,11 +396,7 @@ class ElasticDriver:
         if not self._alive():
             self._exit_code = code
 
-    def _end_of_job(self, alive: list[Process]) -> None:
-        if alive:  # told to end; their threads report
-            self._ending = time.monotonic()
-            return
-        code = self._exit_code
+    def _finish(self, code: int) -> None:
         self._results["job"] = (code if code >= 0 else 128 - code, time.time())
         self._finished.set()
 

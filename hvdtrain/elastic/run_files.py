@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from hvdtrain.checkpoint import layout
 from hvdtrain.errors import UserError
 
 _TAIL_BYTES = 1 << 16
@@ -44,7 +45,7 @@ def hold(run: Path) -> IO[str]:
 def newest_checkpoint(run: Path) -> int:
     """The step of the newest finished checkpoint; 0 where there is none."""
     # Not by checkpoint.manager: that imports torch, for a process that only waits.
-    steps = [path.parent.name.partition("_")[2] for path in run.glob("checkpoints/step_*/complete")]
+    steps = [folder.name.removeprefix("step_") for folder in layout.finished(run / "checkpoints")]
     return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import runs as local
 from tests.support.cluster import Cluster
-from tests.support.job import Job, poll
+from tests.support.job import Finished, Job, poll
 
 STEPS = 150
 EVERY = 20
@@ -102,6 +102,19 @@ class Supervised:
         limit = max(RECOVERY_SECONDS, RECOVERY_STARTS * self.first_start)
         assert seconds <= limit, f"{seconds:.1f} s, not {limit:.1f}: {self.job.output()}"
 
+    def ends_as(self, undisturbed: list[float]) -> Finished:
+        """Waits for the end, with exit code 0 and the undisturbed run's curve."""
+        done = self.job.wait(TEST_SECONDS)
+        assert done.returncode == 0, done
+        self.check_curve(undisturbed)
+        return done
+
+    def check_curve(self, undisturbed: list[float]) -> None:
+        """Each step once, and the losses of the undisturbed run."""
+        lines = self.lines()
+        assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+        assert [line["loss"] for line in lines] == pytest.approx(undisturbed, rel=1e-4)
+
     def supervisor(self) -> int:
         """Its process id on this machine."""
         (found,) = [
@@ -171,7 +184,7 @@ def test_fault_costs_more_than_the_steps_since_the_checkpoint(
         cluster.link("node2", up=True)
     assert done.returncode == 0, done
     assert supervised.starts()[-1]["world_size"] == ranks, done
-    _check_curve(supervised, undisturbed)
+    supervised.check_curve(undisturbed)
     supervised.check_recovery(seconds, lost, record_property)
 
 
@@ -192,7 +205,7 @@ def test_host_whose_link_comes_back_is_not_used_again(
     done = supervised.job.wait(TEST_SECONDS)
     assert done.returncode == 0, done
     assert [start["world_size"] for start in supervised.starts()] == [4, 2, 4], done
-    _check_curve(supervised, undisturbed)
+    supervised.check_curve(undisturbed)
     supervised.check_recovery(seconds, lost, record_property)
 
 
@@ -209,7 +222,7 @@ def test_too_few_hosts_end_the_run_instead_of_being_waited_for(
     done = supervised.job.wait(TEST_SECONDS)
     assert done.returncode == 0, done
     assert [start["world_size"] for start in supervised.starts()] == [4, 4], done
-    _check_curve(supervised, undisturbed)
+    supervised.check_curve(undisturbed)
 
 
 def test_added_host_that_cannot_train_ends_the_run(cluster: Cluster, runs: Path) -> None:
@@ -256,9 +269,7 @@ def test_killed_supervisor_leaves_ranks_or_its_run_is_lost(
     supervised.start()
     seconds, lost = supervised.recovery(fault_at)
     assert not old & {process.pid for process in cluster.ranks()}
-    done = supervised.job.wait(TEST_SECONDS)
-    assert done.returncode == 0, done
-    _check_curve(supervised, undisturbed)
+    supervised.ends_as(undisturbed)
     supervised.check_recovery(seconds, lost, record_property)
 
 
@@ -279,7 +290,7 @@ def test_dead_host_of_the_supervisor_takes_the_run_with_it(
         cluster.boot("node1")
     assert done.returncode == 0, done
     assert supervised.starts()[-1]["hosts"] == {"node2": [0, 1]}
-    _check_curve(supervised, undisturbed)
+    supervised.check_curve(undisturbed)
     supervised.check_recovery(seconds, lost, record_property)
 
 
@@ -294,9 +305,7 @@ def test_frozen_rank_of_a_killed_launch_keeps_the_next_from_starting(
     fault_at = time.time()
     supervised.start()
     seconds, lost = supervised.recovery(fault_at)
-    done = supervised.job.wait(TEST_SECONDS)
-    assert done.returncode == 0, done
-    _check_curve(supervised, undisturbed)
+    supervised.ends_as(undisturbed)
     supervised.check_recovery(seconds, lost, record_property)
 
 
@@ -310,7 +319,7 @@ def test_terminated_supervisor_does_not_checkpoint_or_end_with_75(
     reached = supervised.lines()[-1]["step"]
     assert supervised.start().wait(TEST_SECONDS).returncode == 0
     assert supervised.starts()[-1]["step"] == reached  # nothing was done twice
-    _check_curve(supervised, undisturbed)
+    supervised.check_curve(undisturbed)
 
 
 def test_interrupted_supervisor_leaves_ranks(supervised: Supervised) -> None:
@@ -334,9 +343,3 @@ def test_discover_lists_a_host_that_is_cut_off_or_not_one_that_answers(
     assert done.stdout == "node1:2\n"
     assert done.seconds < 5, done  # the timeout is 2; the rest is a busy machine's
     assert cluster.run("node1", command).stdout == "node1:2\nnode2:2\n"
-
-
-def _check_curve(supervised: Supervised, undisturbed: list[float]) -> None:
-    lines = supervised.lines()
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
-    assert [line["loss"] for line in lines] == pytest.approx(undisturbed, rel=1e-4)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.test_launch import FAULT_AFTER, HOSTS, TEST_SECONDS, Record, Supervised
-from tests.cluster.test_launch import _check_curve as check_curve
 from tests.cluster.test_launch import undisturbed as undisturbed  # a fixture
 from tests.support.cluster import Cluster
 from tests.support.job import poll
@@ -33,9 +32,7 @@ def test_all_ranks_killed_end_the_run_or_cost_more_than_the_steps_since_the_chec
     fault_at = time.time()
     supervised.cluster.kill(supervised.cluster.ranks())
     seconds, lost = supervised.recovery(fault_at)
-    done = supervised.job.wait(TEST_SECONDS)
-    assert done.returncode == 0, done
-    check_curve(supervised, undisturbed)
+    supervised.ends_as(undisturbed)
     supervised.check_recovery(seconds, lost, record_property)
 
 
@@ -49,9 +46,7 @@ def test_killed_supervisor_leaves_ranks_or_its_run_is_lost(
     fault_at = time.time()
     supervised.start("node2")
     seconds, lost = supervised.recovery(fault_at)
-    done = supervised.job.wait(TEST_SECONDS)
-    assert done.returncode == 0, done
-    check_curve(supervised, undisturbed)
+    supervised.ends_as(undisturbed)
     supervised.check_recovery(seconds, lost, record_property)
 
 
@@ -64,7 +59,7 @@ def test_one_killed_rank_restarts_the_whole_job(
     causes = [start["cause"] for start in supervised.starts()]
     assert causes[:2] == ["launch", "failure"] and causes.count("launch") == 1, done
     assert not (supervised.run / "left_metrics.jsonl").exists(), "a step was done twice"
-    check_curve(supervised, undisturbed)
+    supervised.check_curve(undisturbed)
 
 
 def test_terminated_supervisor_does_not_checkpoint_or_end_with_75(
@@ -77,4 +72,4 @@ def test_terminated_supervisor_does_not_checkpoint_or_end_with_75(
     done = supervised.start().wait(TEST_SECONDS)
     assert done.returncode == 0, done
     assert supervised.starts()[-1]["step"] == last, "steps were lost"
-    check_curve(supervised, undisturbed)
+    supervised.check_curve(undisturbed)

@@ -183,6 +183,16 @@ def test_a_job_whose_ranks_all_died_hangs_or_ends_well(job: Callable[..., Job]) 
     assert [result[0] for result in results.values()] == [137]
 
 
+def test_a_job_that_lost_all_its_hosts_is_called_finished(job: Callable[..., Job]) -> None:
+    running = job({"a": 2}, np=2)
+    running.join(0, 1)
+    running.hosts.clear()
+    _until(lambda: all(process.leaving for process in running.driver._processes), 15)
+    running.exits |= {0: 255, 1: 255}
+    results = running.driver.get_results().worker_results
+    assert [result[0] for result in results.values()] == [1]
+
+
 def test_a_signal_or_a_code_is_told_as_the_other() -> None:
     assert describe(137) == describe(-9) == "signal 9 (Killed)"
     assert describe(1) == "exit code 1"

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,7 +54,6 @@ T = TypeVar("T")
 # The step at which ranks fail again and again is the cause, not the machines.
 _FAILURES_OF_A_STEP = 5
 _FAILED_MEETINGS = 20
-_LET_FIRST_SPEAK = 5.0
 # A rank 0 that hangs or is cut off is ended by its watchdog; then its folder is free.
 _FOLDER_SECONDS = 30.0
 
@@ -156,7 +156,7 @@ class Session:
         whereupon the launcher ends the others.
         """
         alone = self._membership is not None and self.topology.world_size == 1
-        return not (alone and self._number > 0 and self._stop.raised_within(_LET_FIRST_SPEAK))
+        return not (alone and self._number > 0 and self._stop.raised_by_launcher())
 
     def note_end(self, exit_code: int) -> None:
         """Writes the ledger's line of an end that the ranks agreed on."""
@@ -168,7 +168,7 @@ class Session:
     def _prepare(self) -> None:
         config = self._config
         if self._membership is not None:
-            _alike("wheel", _check_wheel)
+            _alike("launcher", partial(_check_elastic, self._membership))
         _alike("same configuration", self._check_same_configuration)
         elastic = self._membership is not None
         place = self._local_rank if elastic else None
@@ -445,12 +445,21 @@ class Session:
             self._records.events.write("healed", step=step, ranks=ranks)
 
 
-def _check_wheel() -> None:
-    """Elastic runs need what the patches of hvdtrain's Horovod bring."""
+def _check_elastic(membership: Membership) -> None:
+    """Elastic runs need what the patches of hvdtrain's Horovod bring, and its own driver."""
     if not recipe.is_ours():
         raise UserError(
             "this Horovod was not built by hvdtrain, and an elastic run needs its patches: "
             "`hvdtrain horovod build --install`"
+        )
+    try:
+        served = membership.served()
+    except LostError as error:
+        raise _crash(f"the launcher does not answer ({error})") from None
+    if not served:
+        raise UserError(
+            "horovodrun cannot see that this is hvdtrain: let it start `python -m hvdtrain.train` "
+            "itself, or set HVDTRAIN_ELASTIC=1 where a script starts it"
         )
 
 

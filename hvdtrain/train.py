@@ -13,10 +13,6 @@ from hvdtrain.errors import UserError
 from hvdtrain.runtime.environment import launched_rank
 from hvdtrain.runtime.signals import StopFlag
 
-# Every rank finds the same mistake; rank 0 says so. The others give it time to: a launcher
-# takes the first rank that ends for a reason to end all.
-_LET_RANK_0_SPEAK = 5.0
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs with the given flags (default: those of the process); returns the exit code."""
@@ -33,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if launched_rank() == 0:
             print(f"hvdtrain: error: {error}", file=sys.stderr, flush=True)
-        elif not stop.raised_within(_LET_RANK_0_SPEAK):  # by the launcher, which ends all
+        elif not stop.raised_by_launcher():
             # Rank 0 had nothing to say, the mistake is on this host alone.
             where = f"rank {launched_rank()} on {socket.gethostname()}"
             print(f"hvdtrain: error: {where}: {error}", file=sys.stderr, flush=True)

@@ -102,7 +102,7 @@ class ElasticDriver:
         self._next_number = 0
         self._plan: list[SlotInfo] = []  # of this round
         self._rounds = 0
-        self._failures = 0  # since the last round was formed
+        self._failed = False  # a process died since the last round was formed
         self._failed_rounds = 0
         self._most_ranks = 0  # that ran at once so far
         self._short_since: float | None = None  # fewer than min_num_proc since then
@@ -120,7 +120,10 @@ class ElasticDriver:
 
     @classmethod
     def serves(cls, command: Sequence[str]) -> bool:
-        """Whether a command is one of hvdtrain's: only its processes ask for their ranks."""
+        """Whether a command is one of hvdtrain's: only its processes ask for their ranks.
+
+        HVDTRAIN_ELASTIC=1 says so of a script that starts it.
+        """
         names = {os.path.basename(word) for word in command}
         return bool(names & {"hvdtrain", "hvdtrain.train", "hvdtrain.cli"}) or (
             os.environ.get("HVDTRAIN_ELASTIC") == "1"
@@ -186,8 +189,8 @@ class ElasticDriver:
         """A process asks for its ranks in the next round; None: not yet, ask again.
 
         Returns:
-            rank, size, local_rank, local_size, cross_rank, cross_size, and failures: how many
-            processes died before this round. A rank of -1: it does not take part any more.
+            rank, size, local_rank, local_size, cross_rank, cross_size. A rank of -1: it does
+            not take part any more.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -309,6 +312,7 @@ class ElasticDriver:
         else:
             for process in waiting:
                 if process.leaving:
+                    process.become("removed")
                     process.assignment = {"rank": -1}
             self._begin_round(taking_part)
 
@@ -325,15 +329,14 @@ class ElasticDriver:
                 "local_size": slot_info.local_size,
                 "cross_rank": slot_info.cross_rank,
                 "cross_size": slot_info.cross_size,
-                "failures": self._failures,
             }
         if self._rounds:
             count = Counter(process.host for process in taking_part)
             where = ", ".join(f"{host}:{ranks}" for host, ranks in count.items())
             _say(f"going on with {len(plan)} ranks ({where})")
         self._rounds += 1
-        self._failed_rounds += bool(self._failures)
-        self._failures = 0
+        self._failed_rounds += self._failed
+        self._failed = False
         self._short_since = None
         self._formed.notify_all()
 
@@ -381,17 +384,17 @@ class ElasticDriver:
         thread.start()
 
     def _on_exit(self, process: Process, code: int) -> None:
-        was_starting = process.state == "starting"
+        was_starting, removed = process.state == "starting", process.state == "removed"
         pause = self._slots.failed(process)
         process.become("gone")
-        if process.leaving or self._shutdown.is_set():
+        if removed or process.leaving or self._shutdown.is_set():
             return
         agreed = code in _FINAL and not (was_starting and self._rounds)
         if agreed or self._ending is not None:
             self._ending = self._ending or time.monotonic()
             self._exit_code = self._exit_code or code
             return
-        self._failures += not was_starting
+        self._failed |= not was_starting
         _say(f"{process} ended ({describe(code)}); its slot is used again in {pause:.0f} s")
         if not self._alive():
             self._exit_code = code

@@ -64,6 +64,17 @@ class Membership:
         os.environ["HOROVOD_GLOO_IFACE"] = _interface(address)
         return cls(address, port, number, stop)
 
+    def served(self) -> bool:
+        """Whether the launcher is one that answers: not Horovod's own elastic driver.
+
+        Raises:
+            LostError: it does not answer at all.
+        """
+        try:
+            return ask(self.address, self.port, "news", self._number) is not None
+        except OSError as error:
+            raise LostError(f"{self.launcher}: {error}") from None
+
     def join(self) -> dict[str, Any]:
         """Waits until the next round is formed, and tells Horovod this process's ranks in it.
 

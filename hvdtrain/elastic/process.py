@@ -18,7 +18,7 @@ class Process:
     Args:
         number: unlike any other's in this job; HOROVOD_RANK in its environment at its start.
         slot: its place on the host, HOROVOD_LOCAL_RANK at its start.
-        state: starting, waiting, running or gone.
+        state: starting, waiting, running, removed (told that it takes no part) or gone.
         since: when it came into this state.
         rounds: how many it was in.
         assignment: its ranks in the newest round, until it has heard of them.

@@ -11,6 +11,7 @@ import time
 from types import FrameType
 
 _PAIR_SECONDS = 1.0
+_LAUNCHER_SECONDS = 5.0
 
 
 class StopFlag:
@@ -30,9 +31,12 @@ class StopFlag:
     def raised(self) -> bool:
         return self.raised_at is not None
 
-    def raised_within(self, seconds: float) -> bool:
-        """Waits for it, at most so long."""
-        deadline = time.monotonic() + seconds
+    def raised_by_launcher(self) -> bool:
+        """Waits a few seconds for it: a launcher ends all ranks when the first of them ends.
+
+        Where all find the same mistake, the first of them tells it and these keep quiet.
+        """
+        deadline = time.monotonic() + _LAUNCHER_SECONDS
         while not self.raised and time.monotonic() < deadline:
             time.sleep(0.05)
         return self.raised

@@ -71,6 +71,14 @@ def slurm() -> Iterator[Slurm]:
         yield Slurm(cluster)
 
 
+@pytest.fixture(autouse=True)
+def no_job_left(slurm: Slurm) -> Iterator[None]:
+    """One test's job does not keep the nodes from the next."""
+    yield
+    slurm.run("scancel", "--full", "--signal=KILL", "--user=root")
+    poll(lambda: not slurm.run("squeue", "--noheader").stdout, WAIT_SECONDS, "an empty queue")
+
+
 @pytest.fixture(scope="module")
 def undisturbed(slurm: Slurm) -> SlurmRun:
     """A job that nothing happened to, by mpirun."""
@@ -138,6 +146,14 @@ def test_killed_rank_ends_a_supervised_job(slurm: Slurm, undisturbed: SlurmRun) 
     assert run.log.count("starting 4 ranks") == 2, run.log
     assert [line["step"] for line in runs.metrics(run.folder)] == list(range(1, STEPS + 1))
     assert runs.losses(run.folder) == pytest.approx(runs.losses(undisturbed.folder), rel=1e-4)
+
+
+def test_killed_rank_ends_a_job_that_nobody_supervises(slurm: Slurm) -> None:
+    run = _submit(slurm, "killed", LAUNCHER="srun")
+    run.wait_for_steps()
+    slurm.cluster.kill(slurm.cluster.ranks("node2")[:1])
+    run.wait("FAILED")
+    assert slurm.field(run.job, "Restarts") == "0"
 
 
 def test_job_that_is_told_while_it_starts_comes_back(slurm: Slurm, undisturbed: SlurmRun) -> None:

@@ -1,0 +1,35 @@
+"""A script that starts hvdtrain under horovodrun's elastic launcher, on this machine."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from tests.support.job import Finished, Job
+from tests.support.runs import TINY, TRAIN, environment
+
+
+def _run_script(folder: Path, env: dict[str, str]) -> Finished:
+    keys = [*TINY, "--train.steps", "3", "--run.root", str(folder), "--run.id", "case"]
+    script = folder / "script.sh"
+    script.write_text(f"exec {shlex.join([*TRAIN, *keys])}\n")
+    (folder / "hosts").write_text("localhost:2\n")
+    # Horovod's own driver waits for a second host where no interface is given.
+    launcher = shlex.split(
+        "horovodrun --gloo -np 2 --min-np 2 --max-np 2 --network-interfaces lo"
+        f" --host-discovery-script 'cat {folder}/hosts'"
+    )
+    argv = [*launcher, "sh", str(script)]
+    return Job([], argv, environment(env), folder / "job").wait(120)
+
+
+def test_a_script_under_horovods_own_elastic_driver_waits_for_ever(tmp_path: Path) -> None:
+    done = _run_script(tmp_path, {})
+    assert "HVDTRAIN_ELASTIC=1" in done.stderr, done
+    assert "Traceback" not in done.stderr and done.returncode != 0, done
+
+
+def test_a_script_cannot_ask_for_our_driver(tmp_path: Path) -> None:
+    done = _run_script(tmp_path, {"HVDTRAIN_ELASTIC": "1"})
+    assert done.returncode == 0, done
+    assert (tmp_path / "case" / "metrics.jsonl").read_text().count("\n") == 3

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -16,11 +15,11 @@ import torch
 from torch import nn
 
 import hvdtrain
-from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.elastic.membership import Membership
 from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints
+from hvdtrain.engine.callbacks.compare import CompareRanks
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.callbacks.export import Export
 from hvdtrain.engine.callbacks.log import LogMetrics
@@ -32,13 +31,14 @@ from hvdtrain.errors import UserError
 from hvdtrain.optim.exchange import GradientExchange
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.schedule import learning_rate
+from hvdtrain.records import Records
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.rng import seed_all
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task, optional
 from hvdtrain.telemetry.exporter import Exporter
-from hvdtrain.telemetry.metrics_file import MetricsFile
+from hvdtrain.telemetry.timers import PhaseTimer, cuda_event
 
 
 def build_task(settings: Settings) -> Task:
@@ -79,88 +79,122 @@ def build_state(
 
 
 @dataclass
+class Prepared:
+    """What a process makes once, and keeps through all rounds of an elastic run."""
+
+    task: Task
+    datasets: Datasets
+    device: torch.device
+    state: RunState
+    exchange: GradientExchange
+    heartbeat: Heartbeat
+    timer: PhaseTimer
+    exporter: Exporter | None
+
+
+@dataclass
 class Callbacks:
     """The callbacks of a run, in the order in which the loop calls them."""
 
     replicas: ReplicaCheck | None
     export: Export | None
+    compare: CompareRanks | None
     evaluate: Evaluate | None
     log: LogMetrics
     checkpoint: SaveCheckpoints
 
     def as_list(self) -> list[Callback]:
-        every = (self.replicas, self.export, self.evaluate, self.log, self.checkpoint)
+        every = (getattr(self, field.name) for field in fields(self))
         return [callback for callback in every if callback is not None]
 
 
 def build_callbacks(
     config: Config,
-    task: Task,
-    datasets: Datasets,
-    state: RunState,
+    prepared: Prepared,
     topology: Topology,
-    device: torch.device,
-    writer: CheckpointWriter | None,
-    metrics: MetricsFile | None,
-    exporter: Exporter | None,
-    heartbeat: Heartbeat,
-    healed: Callable[[int, list[int]], None] = lambda step, ranks: None,
+    records: Records | None,
+    failed_at: float | None = None,
 ) -> Callbacks:
-    replicas = None
+    """The callbacks of one round.
+
+    Args:
+        records: rank 0's.
+        failed_at: when the failure was that the round comes after, unix time.
+    """
+    state, exporter, timer = prepared.state, prepared.exporter, prepared.timer
+    note = records.events.write if records else _nothing
+    metrics = records.metrics if records else None
+    replicas, compare, evaluate = None, None, None
     if config.train.replica_check_every:
         replicas = ReplicaCheck(
-            config.train.replica_check_every, config.checkpoint.every, state, healed
+            config.train.replica_check_every, config.checkpoint.every, state, note
         )
-    evaluate = None
-    if config.eval.every and datasets.validation is not None:
+    if config.telemetry.exchange_every:
+        compare = CompareRanks(
+            config.telemetry,
+            state.progress.step,
+            timer,
+            prepared.exchange,
+            prepared.device,
+            exporter,
+            records.ranks if records else None,
+            note,
+        )
+    if config.eval.every and prepared.datasets.validation is not None:
         evaluate = Evaluate(
-            config.eval, task, state.model, datasets.validation, topology, device, heartbeat
+            config.eval,
+            prepared.task,
+            state.model,
+            prepared.datasets.validation,
+            topology,
+            prepared.device,
+            prepared.heartbeat,
+            timer,
         )
     return Callbacks(
         replicas,
-        Export(exporter) if exporter else None,
+        Export(exporter, failed_at) if exporter else None,
+        compare,
         evaluate,
-        LogMetrics(metrics, optional(task, "units")),
+        LogMetrics(metrics, optional(prepared.task, "units")),
         SaveCheckpoints(
             config.checkpoint,
             config.preempt.grace_seconds,
             state.capture,
-            writer,
+            records.writer if records else None,
             metrics.sync if metrics else _nothing,
+            timer,
         ),
     )
 
 
-def _nothing() -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
 def build_loop(
     config: Config,
-    task: Task,
-    datasets: Datasets,
-    state: RunState,
-    exchange: GradientExchange,
+    prepared: Prepared,
     topology: Topology,
-    device: torch.device,
     callbacks: Callbacks,
     stop: StopFlag,
     membership: Membership | None,
-    heartbeat: Heartbeat,
 ) -> Loop:
+    state, device = prepared.state, prepared.device
     step = TrainStep(
-        task,
+        prepared.task,
         state.model,
-        exchange,
+        prepared.exchange,
         micro_batches=config.batch.micro_batches,
         micro_size=config.batch.micro_size,
         clip_norm=config.optim.clip_norm,
         device=device,
-        heartbeat=heartbeat,
+        heartbeat=prepared.heartbeat,
+        timer=prepared.timer,
         elastic=membership is not None,
     )
     loader = TrainLoader(
-        datasets.train,
+        prepared.datasets.train,
         samples=state.progress.samples,
         global_size=config.batch.global_size,
         micro_size=config.batch.micro_size,
@@ -182,19 +216,51 @@ def build_loop(
         callbacks=callbacks.as_list(),
         stop=stop,
         meet=lambda: membership is not None and membership.hosts_changed,
-        heartbeat=heartbeat,
+        heartbeat=prepared.heartbeat,
     )
 
 
-def build_exporter(config: Config, local_rank: int) -> Exporter | None:
+def build_timer(began: float, device: torch.device) -> PhaseTimer:
+    """Args: began: time.perf_counter() at the process's start."""
+    timer = PhaseTimer(began)
+    if device.type == "cuda":
+        timer.use_events(cuda_event)
+    return timer
+
+
+def build_exporter(
+    config: Config,
+    local_rank: int,
+    device: torch.device,
+    timer: PhaseTimer,
+    exchange: GradientExchange,
+) -> Exporter | None:
     """This rank's exporter, which serves from now on; None where telemetry is off.
 
     Raises:
-        UserError: its address cannot be listened on.
+        UserError: its address cannot be listened on, or a file of it cannot be used.
     """
     if config.telemetry.port == 0:
         return None
-    return Exporter(config.telemetry, local_rank)
+    exporter = Exporter(config.telemetry, local_rank)
+    exporter.watch_totals(
+        "phase_seconds", "Wall time of this process by what it did", "phase", timer.seconds
+    )
+    exporter.watch_total(
+        "comm_inflight_seconds",
+        "From the first gradient handed to Horovod to the end of the last, over all steps",
+        lambda: exchange.inflight_seconds,
+    )
+    exporter.watch_total(
+        "comm_bytes", "Bytes of the gradients that were exchanged", lambda: exchange.bytes
+    )
+    if device.type == "cuda":
+        exporter.watch(
+            "device_memory_bytes",
+            "Memory of the device that tensors take up",
+            lambda: torch.cuda.memory_allocated(device),
+        )
+    return exporter
 
 
 def run_facts(config: Config, run_id: str) -> dict[str, str]:
@@ -205,26 +271,6 @@ def run_facts(config: Config, run_id: str) -> dict[str, str]:
         "hvdtrain": hvdtrain.__version__,
         "torch": torch.__version__,
     }
-
-
-def export_checkpoints(exporter: Exporter, writer: CheckpointWriter) -> None:
-    """Lets rank 0's exporter show what the writer does."""
-    exporter.watch(
-        "checkpoint_last_step", "Step of the newest checkpoint", lambda: writer.last_saved_step
-    )
-    exporter.watch(
-        "checkpoint_failures", "Checkpoints that could not be written", lambda: writer.failures
-    )
-    exporter.watch(
-        "checkpoint_stall_seconds",
-        "How long the last one held up a step",
-        lambda: writer.stall_seconds,
-    )
-    exporter.watch(
-        "checkpoint_write_seconds",
-        "How long the last one took to be written, beside the steps",
-        lambda: writer.seconds,
-    )
 
 
 def build_manifest(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hvdtrain import build
 from hvdtrain.checkpoint.format import Checkpoint, read
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.writer import CheckpointWriter
@@ -24,15 +23,19 @@ class Records:
         keep: checkpoints that stay.
 
     Attributes:
-        metrics, writer: None before `open`.
+        metrics, ranks, writer: None before `open`; `ranks` is RUN/ranks.jsonl.
     """
 
     def __init__(self, folder: RunFolder, keep: int) -> None:
         self.folder = folder
         self.manager = CheckpointManager(folder.checkpoints, keep)
         self.metrics: MetricsFile | None = None
+        self.ranks: MetricsFile | None = None
         self.writer: CheckpointWriter | None = None
         self.events = EventsFile(folder.events)
+        self._started = False
+        self._restarts = 0
+        self._lost_steps = 0
 
     def open(self, step: int, exporter: Exporter | None) -> None:
         """Opens the figures for a run that goes on from `step`, and puts aside what lies beyond.
@@ -44,9 +47,11 @@ class Records:
             return
         self.manager.set_aside(after=step)
         self.metrics = MetricsFile(self.folder.metrics, after=step)
+        self.ranks = MetricsFile(self.folder.ranks, after=step)
         self.writer = CheckpointWriter(self.manager, self.manager.newest_step(), self.events.write)
         if exporter is not None:
-            build.export_checkpoints(exporter, self.writer)
+            _export_checkpoints(exporter, self.writer)
+            self._export_history(exporter)
 
     def choose(self, resume: str) -> Checkpoint | None:
         """The checkpoint from which the run goes on; None: from the start.
@@ -78,9 +83,46 @@ class Records:
         if facts["source"] == "checkpoint" and facts["step"] not in saved:
             # Whoever wrote it was killed before it could say so.
             self.events.write("checkpoint", step=facts["step"], seconds=0.0)
-        generation = sum(event.get("event") == "start" for event in past)
-        self.events.write("start", generation=generation, **facts)
+        starts = [event for event in past if event.get("event") == "start"]
+        lost = self.metrics.set_aside if self.metrics is not None and not self._started else 0
+        self._started = True
+        self._restarts = len(starts)
+        self._lost_steps = sum(event.get("lost_steps", 0) for event in starts) + lost
+        self.events.write("start", generation=len(starts), lost_steps=lost, **facts)
 
     def close(self) -> None:
-        if self.metrics is not None:
-            self.metrics.close()
+        for file in (self.metrics, self.ranks):
+            if file is not None:
+                file.close()
+
+    def _export_history(self, exporter: Exporter) -> None:
+        exporter.watch_total(
+            "restarts", "Rounds of the run after its first one", lambda: self._restarts
+        )
+        exporter.watch_total(
+            "lost_steps", "Steps that were done again after a restart", lambda: self._lost_steps
+        )
+
+
+def _export_checkpoints(exporter: Exporter, writer: CheckpointWriter) -> None:
+    exporter.watch(
+        "last_checkpoint_step", "Step of the newest checkpoint", lambda: writer.last_saved_step
+    )
+    exporter.watch(
+        "last_checkpoint_timestamp_seconds",
+        "When the newest checkpoint was complete, or when saving could have begun",
+        lambda: writer.last_saved_at,
+    )
+    exporter.watch(
+        "last_checkpoint_write_seconds",
+        "How long the newest one took to be written, beside the steps",
+        lambda: writer.seconds,
+    )
+    exporter.watch_total(
+        "checkpoint_failures", "Checkpoints that could not be written", lambda: writer.failures
+    )
+    exporter.watch_total(
+        "checkpoint_stall_seconds",
+        "How long steps were held up by saves, to copy the state",
+        lambda: writer.stall_seconds_total,
+    )

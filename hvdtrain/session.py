@@ -34,7 +34,6 @@ from hvdtrain.elastic.membership import LostError, Membership, RemovedError
 from hvdtrain.elastic.state import Standing, alike, furthest
 from hvdtrain.engine.loop import Loop, MeetAgain
 from hvdtrain.engine.run_folder import RunFolder, default_id
-from hvdtrain.engine.state import RunState
 from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
 from hvdtrain.horovod_wheel import recipe
 from hvdtrain.log import logger
@@ -47,7 +46,7 @@ from hvdtrain.runtime.init import choose_device, initialise
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task, optional
-from hvdtrain.telemetry.exporter import Exporter, write_targets
+from hvdtrain.telemetry.exporter import Target, write_targets
 
 T = TypeVar("T")
 
@@ -116,6 +115,7 @@ class Session:
 
     def __init__(self, settings: Settings, stop: StopFlag) -> None:
         self._began = time.time()
+        self._began_clock = time.perf_counter()
         self._settings = settings
         self._config = settings.config
         self._stop = stop
@@ -133,7 +133,6 @@ class Session:
         self._trained = False
         self._logs_as: Topology | None = None  # of the round whose log is open
         self._records: Records | None = None
-        self._exporter: Exporter | None = None
         self.topology = initialise()
 
     def run(self) -> int:
@@ -144,8 +143,8 @@ class Session:
                 return self._round("launch", self._began)
             return self._rounds(self._membership)
         finally:
-            if self._exporter is not None:
-                self._exporter.close()
+            if self._made.exporter is not None:
+                self._made.exporter.close()
             if self._records is not None:
                 self._records.close()
 
@@ -161,7 +160,9 @@ class Session:
     def note_end(self, exit_code: int) -> None:
         """Writes the ledger's line of an end that the ranks agreed on."""
         if self._records is not None:
-            self._records.events.write("end", step=self._state.progress.step, exit_code=exit_code)
+            self._records.events.write(
+                "end", step=self._made.state.progress.step, exit_code=exit_code
+            )
 
     # --- once in a process -------------------------------------------------
 
@@ -172,12 +173,17 @@ class Session:
         _alike("same configuration", self._check_same_configuration)
         elastic = self._membership is not None
         place = self._local_rank if elastic else None
-        self._device = _alike("device", lambda: choose_device(self.topology, place))
-        self._task, self._datasets = _alike("data", self._load_data)
-        self._state, self._exchange = build.build_state(
-            self._task, config, self._device, self._datasets, elastic
+        device = _alike("device", lambda: choose_device(self.topology, place))
+        timer = build.build_timer(self._began_clock, device)
+        task, datasets = _alike("data", self._load_data)
+        state, exchange = build.build_state(task, config, device, datasets, elastic)
+        exporter = _alike(
+            "telemetry",
+            lambda: build.build_exporter(config, self._local_rank, device, timer, exchange),
         )
-        self._exporter = _alike("telemetry", lambda: build.build_exporter(config, self._local_rank))
+        self._made = build.Prepared(
+            task, datasets, device, state, exchange, self._heartbeat, timer, exporter
+        )
 
     def _load_data(self) -> tuple[Task, Datasets]:
         task = build.build_task(self._settings)
@@ -208,7 +214,7 @@ class Session:
             except MeetAgain:
                 cause, since = "hosts", time.time()
             except HorovodInternalError as error:
-                step = self._state.progress.step
+                step = self._made.state.progress.step
                 failures = failures + 1 if step == failed_at else 1
                 failed_at = step
                 logger.warning("step %d failed: %s", step + 1, error)
@@ -226,7 +232,7 @@ class Session:
         """
         for _ in range(_FAILED_MEETINGS):
             hvd.shutdown()
-            self._exchange.forget()
+            self._made.exchange.forget()
             self._heartbeat.beat(Doing.MEETING)
             membership.join()
             try:
@@ -252,38 +258,18 @@ class Session:
         """
         source, targets = self._meet()
         topology, config = self.topology, self._config
-        if self._exporter is not None:
-            self._exporter.describe(build.run_facts(config, self._run_id))
+        if self._made.exporter is not None:
+            self._made.exporter.describe(build.run_facts(config, self._run_id))
         folder = RunFolder(Path(config.run.root) / self._run_id)
         self._take_over(source, folder)
         _alike("records", lambda: self._open_records(folder, targets, cause))
         self._note_start(cause, since, source)
         records = self._records
         callbacks = build.build_callbacks(
-            config,
-            self._task,
-            self._datasets,
-            self._state,
-            topology,
-            self._device,
-            records.writer if records else None,
-            records.metrics if records else None,
-            self._exporter,
-            self._heartbeat,
-            self._note_healed,
+            config, self._made, topology, records, since if cause == "failure" else None
         )
         loop = build.build_loop(
-            config,
-            self._task,
-            self._datasets,
-            self._state,
-            self._exchange,
-            topology,
-            self._device,
-            callbacks,
-            self._stop,
-            self._membership,
-            self._heartbeat,
+            config, self._made, topology, callbacks, self._stop, self._membership
         )
         if cause != "launch" and topology.rank == 0:
             seconds = time.time() - since
@@ -296,25 +282,28 @@ class Session:
         self._heartbeat.beat(Doing.PREPARING)
         _alike("last checkpoint", lambda: _check_saved(callbacks))
         if records is not None and records.writer is not None:
-            folder.targets.unlink(missing_ok=True)  # a crash leaves it: Prometheus shows the loss
-            _summary(loop, callbacks, records.writer, self._task, self._state, folder)
+            _summary(loop, callbacks, records.writer, self._made, folder)
         code = EXIT_PREEMPTED if loop.preempted else 0
+        if self._made.exporter is not None and code == 0:
+            self._made.exporter.linger(config.telemetry.linger_seconds, lambda: self._stop.raised)
+        if records is not None:
+            folder.targets.unlink(missing_ok=True)  # a crash leaves it: Prometheus shows the loss
         self.note_end(code)
         gather_json(None, "done")  # the launcher takes the first end of a rank for the end of all
         return code
 
-    def _meet(self) -> tuple[int | None, list[tuple[str, int, int]]]:
+    def _meet(self) -> tuple[int | None, list[Target]]:
         """Learns where all ranks stand: (the rank whose state counts or None, exporters)."""
-        topology, datasets = self.topology, self._datasets
-        standing = Standing(self._trained, self._state.progress.step)
-        port = self._exporter.port if self._exporter else 0
+        topology, datasets = self.topology, self._made.datasets
+        standing = Standing(self._trained, self._made.state.progress.step)
+        port = self._made.exporter.port if self._made.exporter else 0
         facts = gather_json(
             {
                 "standing": asdict(standing),
                 "run": self._run_id,
                 "configuration": self._digest(),
                 "data": [len(datasets.train), datasets.fingerprint],  # type: ignore[arg-type]
-                "target": [topology.host, self._local_rank, port],
+                "target": Target(topology.host, self._local_rank, port),
             },
             "meet",
         )
@@ -328,7 +317,7 @@ class Session:
             # The others have trained for hours perhaps: they go on without this rank.
             raise _crash(problem)
         self._run_id = theirs["run"]
-        return source, [tuple(fact["target"]) for fact in facts]
+        return source, [Target(*fact["target"]) for fact in facts]
 
     @staticmethod
     def _difference(mine: dict[str, Any], theirs: dict[str, Any], host: str) -> str:
@@ -372,11 +361,11 @@ class Session:
         """Every rank holds the state that counts then; all decide alike, from `_meet`."""
         if source is None:
             _alike("resume", lambda: self._resume(folder))
-            self._state.broadcast(root=0)
+            self._made.state.broadcast(root=0)
         elif not alike(self._standings):
             # Half a new state is none, should a rank die meanwhile.
             self._trained = self._standings[self.topology.rank] == self._standings[source]
-            self._state.broadcast(root=source)
+            self._made.state.broadcast(root=source)
         self._trained = True
 
     def _resume(self, folder: RunFolder) -> None:
@@ -384,17 +373,15 @@ class Session:
         self._open_folder(folder)
         checkpoint = self._records.choose(self._config.run.resume) if self._records else None
         if checkpoint is not None:
-            self._state.load(checkpoint)
-            logger.info("resumed from the checkpoint of step %d", self._state.progress.step)
+            self._made.state.load(checkpoint)
+            logger.info("resumed from the checkpoint of step %d", self._made.state.progress.step)
 
-    def _open_records(
-        self, folder: RunFolder, targets: list[tuple[str, int, int]], cause: str
-    ) -> None:
+    def _open_records(self, folder: RunFolder, targets: list[Target], cause: str) -> None:
         """Rank 0 writes what says how the run was started; nothing is changed before this."""
         self._open_folder(folder)
         if self._records is None:
             return
-        config, step = self._config, self._state.progress.step
+        config, step = self._config, self._made.state.progress.step
         start = {
             "time": time.time(),
             "step": step,
@@ -406,8 +393,8 @@ class Session:
         manifest = build.build_manifest(
             self._settings,
             self.topology,
-            self._device,
-            self._datasets.fingerprint,
+            self._made.device,
+            self._made.datasets.fingerprint,
             [*folder.starts(), start],
         )
         try:
@@ -415,15 +402,17 @@ class Session:
             folder.write_manifest(manifest)
             folder.targets.unlink(missing_ok=True)
             if config.telemetry.port:
-                write_targets(folder.targets, folder.path.name, targets)
-            self._records.open(step, self._exporter)
+                write_targets(
+                    folder.targets, folder.path.name, targets, bool(config.telemetry.tls_cert_file)
+                )
+            self._records.open(step, self._made.exporter)
         except OSError as error:
             raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from None
 
     def _note_start(self, cause: str, since: float, source: int | None) -> None:
         if self._records is None:
             return
-        progress, config = self._state.progress, self._config
+        progress, config = self._made.state.progress, self._config
         self._records.note_start(
             cause=cause,
             step=progress.step,
@@ -435,14 +424,10 @@ class Session:
             global_size=config.batch.global_size,
             micro_size=config.batch.micro_size,
             seed=config.seed,
-            dataset_size=len(self._datasets.train),  # type: ignore[arg-type]
-            fingerprint=self._datasets.fingerprint,
+            dataset_size=len(self._made.datasets.train),  # type: ignore[arg-type]
+            fingerprint=self._made.datasets.fingerprint,
             total_steps=config.train.steps,
         )
-
-    def _note_healed(self, step: int, ranks: list[int]) -> None:
-        if self._records is not None:
-            self._records.events.write("healed", step=step, ranks=ranks)
 
 
 def _check_elastic(membership: Membership) -> None:
@@ -492,8 +477,7 @@ def _summary(
     loop: Loop,
     callbacks: build.Callbacks,
     writer: CheckpointWriter,
-    task: Task,
-    state: RunState,
+    made: build.Prepared,
     folder: RunFolder,
 ) -> None:
     """Rank 0's last lines: what the model learnt, and where everything is."""
@@ -504,11 +488,11 @@ def _summary(
     last: dict[str, Any] = callbacks.log.last
     if not last:
         logger.info("step %d of %d was done already", loop.progress.step, loop.train.steps)
-    sample = optional(task, "sample")
+    sample = optional(made.task, "sample")
     if sample is not None and not loop.preempted:
-        state.model.eval()
+        made.state.model.eval()
         with torch.no_grad():
-            print(f"\n{sample(state.model)}\n", flush=True)
+            print(f"\n{sample(made.state.model)}\n", flush=True)
     for name, key in (("final train loss", "loss"), ("final validation loss", "validation_loss")):
         if key in last:
             logger.info("%s %.4f", name, last[key])

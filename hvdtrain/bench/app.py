@@ -11,12 +11,13 @@ from torch import nn
 
 from hvdtrain import build, log
 from hvdtrain.config import Settings
+from hvdtrain.engine.run_folder import RunFolder
+from hvdtrain.records import Records
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.init import choose_device, initialise
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.tasks import Datasets, Task
-from hvdtrain.telemetry.metrics_file import MetricsFile
 
 
 class AppLoop:
@@ -37,49 +38,32 @@ class AppLoop:
         config = replace(settings.config, train=replace(settings.config.train))  # run() changes it
         environment.prepare()
         topology = initialise()
-        heartbeat = Heartbeat()
-        exporter = build.build_exporter(config, topology.local_rank)
+        began = time.perf_counter()
         device = choose_device(topology)
+        timer = build.build_timer(began, device)
         if data is None:
             task = build.build_task(settings)
             data = task, build.build_datasets(task, config)
         task, datasets = data
         state, exchange = build.build_state(task, config, device, datasets)
         state.broadcast()
+        exporter = build.build_exporter(config, topology.local_rank, device, timer, exchange)
+        prepared = build.Prepared(
+            task, datasets, device, state, exchange, Heartbeat(), timer, exporter
+        )
         first = topology.rank == 0
         if first:
             log.to_screen()
         log.to_file(folder / "logs", topology.rank, topology.host)
-        metrics = MetricsFile(folder / "metrics.jsonl", after=0) if first else None
-        callbacks = build.build_callbacks(
-            config,
-            task,
-            datasets,
-            state,
-            topology,
-            device,
-            None,
-            metrics,
-            exporter,
-            heartbeat,
-        )
+        records = Records(RunFolder(folder), keep=1) if first else None
+        if records is not None:
+            records.open(0, exporter)
+        callbacks = build.build_callbacks(config, prepared, topology, records)
         self.model: nn.Module = state.model
         self.capture = state.capture
         self.rank = topology.rank
         self._screen = folder / f"screen-{topology.rank}"
-        self._loop = build.build_loop(
-            config,
-            task,
-            datasets,
-            state,
-            exchange,
-            topology,
-            device,
-            callbacks,
-            StopFlag(),
-            None,
-            heartbeat,
-        )
+        self._loop = build.build_loop(config, prepared, topology, callbacks, StopFlag(), None)
 
     def run(self, steps: int) -> float:
         """Trains; returns the seconds it took."""

@@ -46,12 +46,14 @@ class CheckpointWriter:
         self._staging: Checkpoint | None = None
         self._thread: Thread | None = None
         self.last_saved_step = saved
+        self.last_saved_at = time.time()  # unix; at first, when this writer began
         self.taken_step = saved  # of the newest state that was copied, and when
         self.taken_at = time.monotonic()
         self.error: Exception | None = None  # of the latest save
         self.failures = 0
         self.seconds = 0.0  # that the latest good save took, in the background
         self.stall_seconds = 0.0  # that the latest copy took
+        self.stall_seconds_total = 0.0
 
     @property
     def busy(self) -> bool:
@@ -103,6 +105,7 @@ class CheckpointWriter:
         _copy(checkpoint, self._staging)
         self.taken_step, self.taken_at = checkpoint.state["step"], begin
         self.stall_seconds = time.monotonic() - begin
+        self.stall_seconds_total += self.stall_seconds
         self.error = None
         self._begin(lambda: self._save(before))
 
@@ -136,6 +139,7 @@ class CheckpointWriter:
                 self.seconds = time.monotonic() - begin
                 self._note("checkpoint", step=step, seconds=self.seconds)
             self.last_saved_step = step
+            self.last_saved_at = time.time()
         except Exception as error:  # whatever it is, training is worth more
             self.error = error
             self.failures += 1

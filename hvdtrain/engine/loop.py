@@ -121,6 +121,11 @@ class Loop:
         self._heartbeat = heartbeat
 
     @property
+    def passes(self) -> int:
+        """Micro-batches of a step on this rank."""
+        return len(self._loader.mine)
+
+    @property
     def preempted(self) -> bool:
         """The ranks have agreed to stop after this step."""
         return self.progress.preempted
@@ -158,12 +163,12 @@ class Loop:
         self._check_finite()
 
     def _one_step(self) -> tuple[Record, bool]:
-        progress, passes = self.progress, len(self._loader.mine)
+        progress = self.progress
         lr = self._learning_rate(progress.step)
         start = time.perf_counter()
         result = self._step(
             self._loader.next_step(progress.step),
-            passes,
+            self.passes,
             lr,
             step=progress.step,
             stop=self._stop.raised,

@@ -27,6 +27,7 @@ class RunFolder:
         self.manifest = path / "manifest.json"
         self.metrics = path / "metrics.jsonl"
         self.left_metrics = path / "left_metrics.jsonl"
+        self.ranks = path / "ranks.jsonl"
         self.events = path / "events.jsonl"
         self.targets = path / "targets.json"
 

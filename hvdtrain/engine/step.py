@@ -15,6 +15,7 @@ from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.optim.exchange import GradientExchange
 from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 from hvdtrain.tasks import Task, optional
+from hvdtrain.telemetry.timers import PhaseTimer
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class TrainStep:
         clip_norm: gradients are scaled down to this norm; 0 = never.
         device: where the model is.
         heartbeat: told of each micro-batch.
+        timer: told of each phase.
         elastic: a step that fails is done again, and leaves nothing behind.
     """
 
@@ -62,6 +64,7 @@ class TrainStep:
         clip_norm: float,
         device: torch.device,
         heartbeat: Heartbeat,
+        timer: PhaseTimer,
         elastic: bool,
     ) -> None:
         self._task = task
@@ -72,6 +75,7 @@ class TrainStep:
         self._micro_size = micro_size
         self._device = device
         self._heartbeat = heartbeat
+        self._timer = timer
         self._names = ("loss", *optional(task, "metrics"))
         saved = model.state_dict()
         # Statistics such as BatchNorm's change in the forward pass, so before a step can fail.
@@ -103,6 +107,7 @@ class TrainStep:
             HorovodInternalError: another rank is gone.
             RuntimeError: the ranks are at different steps, or lack a part of the global batch.
         """
+        self._timer.enter("optimizer")
         for before, buffer in zip(self._buffers_before, self._buffers, strict=True):
             before.copy_(buffer)
         try:
@@ -111,13 +116,16 @@ class TrainStep:
             for before, buffer in zip(self._buffers_before, self._buffers, strict=True):
                 buffer.copy_(before)
             raise
+        finally:
+            self._timer.enter("other")
         stops, meets, steps, samples, *values = told
         if steps != step * hvd.size() or samples != self._micro_batches * self._micro_size:
             raise RuntimeError(
                 f"step {step + 1}: the ranks together are at {steps:.0f} steps and used "
                 f"{samples:.0f} samples"
             )
-        grad_norm, applied = self._update()
+        with self._timer.inside("optimizer"):
+            grad_norm, applied = self._update()
         named = dict(zip(self._names, values, strict=True))
         return StepResult(named, grad_norm, applied, stops > 0, meets > 0)
 
@@ -137,25 +145,29 @@ class TrainStep:
         told = told.to(self._device)
         handle = None
         self._heartbeat.beat(Doing.WORKING)
+        enter = self._timer.enter
+        enter("data")
         for done, batch in enumerate(batches, start=1):
-            losses = self._losses(batch)
+            on_device = to_device(batch, self._device)
+            enter("forward")
+            losses = self._task.loss(self._model, on_device)
             means = torch.stack([losses[n].detach() for n in self._names])
             told[len(head) :] += means / self._micro_batches
             if done == passes:
                 handle = self._tell(told)  # travels during the last backward pass
+            enter("backward")
             (losses["loss"] / self._micro_batches).backward()
+            enter("data")
             self._heartbeat.beat(Doing.WORKING)
         if passes == 0:
             handle = self._tell(told)
         self._heartbeat.beat(Doing.WAITING)
+        enter("comm_exposed" if hvd.size() > 1 else "other")
         self._exchange.finish()
         if handle is not None:
             hvd.synchronize(handle)
         self._heartbeat.beat(Doing.WORKING)
         return told.tolist()
-
-    def _losses(self, batch: Batch) -> dict[str, Tensor]:
-        return self._task.loss(self._model, to_device(batch, self._device))
 
     def _tell(self, told: Tensor) -> int | None:
         if hvd.size() == 1:

@@ -8,6 +8,7 @@ fused by chance would make the last bit of a run depend on timing.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -63,18 +64,31 @@ class GradientExchange:
         model: gives the parameters their names.
         elastic: the number of ranks may change from 1 to more; Horovod's optimizer sees from
             HOROVOD_ELASTIC that it needs its hooks.
+
+    Attributes:
+        inflight_seconds: from the first bucket handed to Horovod to the last one's end, summed
+            over the steps so far; an upper bound of what communication took.
+        bytes: of the gradients that were exchanged in them.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, elastic: bool = False) -> None:
         names = parameter_names(optimizer, model)
         # In the model's order: that is what backward runs through from the end.
         self._parameters = [p for p in model.parameters() if p in names]
+        groups = buckets(self._parameters, bucket_limit(self._parameters))
         self.optimizer = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=[(names[p], p) for p in self._parameters],
             op=hvd.Sum,
-            groups=buckets(self._parameters, bucket_limit(self._parameters)),
+            groups=groups,
         )
+        self.inflight_seconds = 0.0
+        self.bytes = 0
+        self._step_bytes = sum(p.numel() * p.element_size() for p in self._parameters)
+        self._bucket_of = {p: number for number, bucket in enumerate(groups) for p in bucket}
+        self._bucket_sizes = [len(bucket) for bucket in groups]
+        self._missing: list[int] = []  # parameters of each bucket that are not ready yet
+        self._sent_at: float | None = None
         self._passes = 0
         self._reached: dict[Tensor, int] = {}
         self._distributed = elastic or hvd.size() > 1
@@ -83,12 +97,19 @@ class GradientExchange:
                 parameter.register_post_accumulate_grad_hook(self._count)
 
     def _count(self, parameter: Tensor) -> None:
-        self._reached[parameter] = self._reached.get(parameter, 0) + 1
+        self._reached[parameter] = reached = self._reached.get(parameter, 0) + 1
+        if reached == self._passes:
+            bucket = self._bucket_of[parameter]
+            self._missing[bucket] -= 1
+            if self._missing[bucket] == 0 and self._sent_at is None:
+                self._sent_at = time.perf_counter()
 
     def begin(self, passes: int) -> None:
         """Announces the number of backward passes of this step on this rank; may be 0."""
         self._passes = max(passes, 1)
         self._reached.clear()
+        self._missing = list(self._bucket_sizes)
+        self._sent_at = None
         self.optimizer.set_backward_passes_per_step(self._passes)
 
     def finish(self) -> None:
@@ -105,6 +126,9 @@ class GradientExchange:
         while missing := self._unreached():
             torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
         self.optimizer.synchronize()
+        if hvd.size() > 1 and self._sent_at is not None:
+            self.inflight_seconds += time.perf_counter() - self._sent_at
+            self.bytes += self._step_bytes
 
     def forget(self) -> None:
         """Clears what an exchange that failed has left: handles, counters, half a gradient.

@@ -1,4 +1,4 @@
-"""Configuration of what a rank publishes."""
+"""Configuration of what is measured and where it is shown."""
 
 from __future__ import annotations
 
@@ -9,15 +9,44 @@ from hvdtrain.errors import require
 
 @dataclass
 class TelemetryConfig:
-    """The Prometheus exporter of each rank.
+    """The Prometheus exporter of each rank, and what the ranks tell each other.
 
     Args:
         port: a rank serves on port + local rank; a port in use is replaced by a free one; 0 = off
         host: address to listen on
+        tls_cert_file: certificate (PEM) for HTTPS; needs tls_key_file
+        tls_key_file: its private key (PEM)
+        auth_file: file with one line user:password; asked of whoever scrapes
+        linger_seconds: at the end wait so long for one more scrape, if there were any; 0 = never
+        exchange_every: steps between two comparisons of all ranks' times; 0 = never
+        straggler_threshold: a rank with a lower score is named as slow
     """
 
     port: int = 9855
     host: str = "0.0.0.0"
+    tls_cert_file: str | None = None
+    tls_key_file: str | None = None
+    auth_file: str | None = None
+    linger_seconds: float = 30.0
+    exchange_every: int = 10
+    straggler_threshold: float = 0.75
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, f"telemetry.port must lie in 0..65535, not {self.port}")
+        require(
+            (self.tls_cert_file is None) == (self.tls_key_file is None),
+            "telemetry.tls_cert_file and telemetry.tls_key_file need each other",
+        )
+        require(
+            self.linger_seconds >= 0,
+            f"telemetry.linger_seconds must be >= 0, not {self.linger_seconds}",
+        )
+        require(
+            self.exchange_every >= 0,
+            f"telemetry.exchange_every must be >= 0, not {self.exchange_every}",
+        )
+        require(
+            0 < self.straggler_threshold < 1,
+            "telemetry.straggler_threshold must lie between 0 and 1, not "
+            f"{self.straggler_threshold}",
+        )

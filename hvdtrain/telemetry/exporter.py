@@ -2,42 +2,69 @@
 
 from __future__ import annotations
 
-import errno
 import json
-from collections.abc import Callable, Sequence
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
     Histogram,
     Info,
+    Metric,
     disable_created_metrics,
-    start_http_server,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
-from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
 from hvdtrain.telemetry.config import TelemetryConfig
+from hvdtrain.telemetry.http_server import MetricsServer
+from hvdtrain.telemetry.straggler import KINDS
 
 # Steps of 10 ms (toys) to minutes (large models on few ranks).
 _STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180)
+_RECOVERY_BUCKETS = (0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 900)
+# The job's number, as the launchers of batch systems tell it.
+_JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
+
+
+class _Asked(Collector):
+    """Figures that are asked for when Prometheus asks: a step does nothing for them."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Callable[[], Metric]] = {}
+
+    def add(self, name: str, metric: Callable[[], Metric]) -> None:
+        self._metrics[name] = metric
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in list(self._metrics.values()):
+            yield metric()
 
 
 class Exporter:
     """Serves this rank's figures over HTTP until it is closed.
 
+    A process has one for as long as it trains, through all rounds of an elastic run.
+
     Args:
         config: address and first port.
         local_rank: the port is `config.port` + this; a free one if that is in use.
+
     Raises:
-        UserError: the address cannot be listened on.
+        UserError: the address cannot be listened on, or a file of the configuration is not
+            what it should be.
     """
 
     def __init__(self, config: TelemetryConfig, local_rank: int) -> None:
         disable_created_metrics()
-        self._registry = registry = CollectorRegistry()
+        registry = CollectorRegistry()
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"hvdtrain_{name}", text, registry=registry)
@@ -45,18 +72,29 @@ class Exporter:
         def counter(name: str, text: str) -> Counter:
             return Counter(f"hvdtrain_{name}", text, registry=registry)
 
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"hvdtrain_{name}", text, buckets=buckets, registry=registry)
+
         self._info = Info("hvdtrain_run", "What runs", registry=registry)
         self._world_size = gauge("world_size", "Ranks of the run")
         self._steps = counter("steps", "Optimizer steps that this process has done")
         self._samples = counter("samples", "Samples of these steps, over all ranks")
         self._nonfinite = counter("nonfinite", "Steps skipped: gradient not finite")
         self._healed = counter("replicas_healed", "Ranks healed whose state differed; of rank 0")
-        self._duration = Histogram(
-            "hvdtrain_step_duration_seconds",
-            "Wall time of a step",
-            buckets=_STEP_BUCKETS,
+        self._duration = histogram("step_duration_seconds", "Wall time of a step", _STEP_BUCKETS)
+        self._recovery = histogram(
+            "recovery_seconds", "From a failure to the end of the next step", _RECOVERY_BUCKETS
+        )
+        self._score = gauge(
+            "straggler_score", "Shortest compute time of all ranks / this rank's, in (0, 1]"
+        )
+        self._slow = Gauge(
+            "hvdtrain_straggler",
+            "1 while this rank is named as slow, with the phase in which it loses most",
+            ["phase"],
             registry=registry,
         )
+        self.straggler(1.0, None)
         self._gauges = {
             "samples_per_second": gauge("samples_per_second", "Global batch / wall time of a step"),
             "loss": gauge("loss", "Training loss of the global batch"),
@@ -64,27 +102,22 @@ class Exporter:
             "lr": gauge("learning_rate", "Learning rate"),
             "time": gauge("last_step_timestamp_seconds", "When the last step ended"),
         }
-        port = config.port + local_rank
-        try:
-            self._server, self._thread = start_http_server(port, config.host, registry)
-        except (OSError, OverflowError) as error:
-            if isinstance(error, OSError) and error.errno != errno.EADDRINUSE:
-                raise UserError(
-                    f"telemetry: {config.host}:{port} cannot be listened on ({error.strerror}); "
-                    "choose another telemetry.host or telemetry.port, or telemetry.port 0 for none"
-                ) from None
-            self._server, self._thread = start_http_server(0, config.host, registry)
+        self._asked = _Asked()
+        registry.register(self._asked)
+        process = psutil.Process()
+        self.watch("host_memory_bytes", "Resident memory", lambda: process.memory_info().rss)
         self._last_step = 0.0
-        self.port: int = self._server.server_port
+        self._server = MetricsServer(config, config.port + local_rank, registry)
+        self.port: int = self._server.port
 
     def describe(self, facts: dict[str, str]) -> None:
         """Sets the labels of hvdtrain_run_info."""
         self._info.info(facts)
 
-    def step(self, record: dict[str, float], batch: int, skipped: bool) -> None:
-        """Takes over the figures of a step; a second time they change nothing."""
+    def step(self, record: Mapping[str, float], batch: int, skipped: bool) -> bool:
+        """Takes over the figures of a step; a second time they change nothing, and it is False."""
         if record["step"] <= self._last_step:
-            return
+            return False
         self._last_step = record["step"]
         self._world_size.set(record["world_size"])
         self._steps.inc()
@@ -93,39 +126,90 @@ class Exporter:
         self._duration.observe(record["step_seconds"])
         for key, gauge in self._gauges.items():
             gauge.set(record[key])
+        return True
 
     def replicas_healed(self, count: int) -> None:
         self._healed.inc(count)
 
+    def recovered(self, seconds: float) -> None:
+        """A step has ended again after a failure."""
+        self._recovery.observe(seconds)
+
+    def straggler(self, score: float, kind: str | None) -> None:
+        """Sets this rank's score, and in which phase it is slow; None: it is not."""
+        self._score.set(score)
+        for known in KINDS:
+            self._slow.labels(known).set(known == kind)
+
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Serves hvdtrain_NAME, whose value is asked for when Prometheus does."""
-        Gauge(f"hvdtrain_{name}", text, registry=self._registry).set_function(value)
+        """Serves the gauge hvdtrain_NAME, whose value is asked for when Prometheus does."""
+        full = f"hvdtrain_{name}"
+        self._asked.add(name, lambda: GaugeMetricFamily(full, text, value=value()))
+
+    def watch_total(self, name: str, text: str, value: Callable[[], float]) -> None:
+        """The same for a value that only grows: hvdtrain_NAME_total."""
+        full = f"hvdtrain_{name}"
+        self._asked.add(name, lambda: CounterMetricFamily(full, text, value=value()))
+
+    def watch_totals(
+        self, name: str, text: str, label: str, values: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """The same for several, which differ in a label."""
+
+        def metric() -> Metric:
+            family = CounterMetricFamily(f"hvdtrain_{name}", text, labels=[label])
+            for key, value in values().items():
+                family.add_metric([key], value)
+            return family
+
+        self._asked.add(name, metric)
+
+    def linger(self, seconds: float, until: Callable[[], bool]) -> None:
+        """Waits for one more scrape, so that the last figures are seen; not if nobody scrapes.
+
+        Args:
+            seconds: at most.
+            until: ends the wait too.
+        """
+        seen, deadline = self._server.scrapes, time.monotonic() + seconds
+        while 0 < seen == self._server.scrapes and time.monotonic() < deadline and not until():
+            time.sleep(0.05)
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(timeout=5)
+        self._server.close()
 
 
-def write_targets(path: Path, run_id: str, targets: Sequence[tuple[str, int, int]]) -> None:
+class Target(NamedTuple):
+    """Where a rank's exporter listens; port 0: it has none."""
+
+    host: str
+    local_rank: int
+    port: int
+
+
+def write_targets(path: Path, run_id: str, targets: Sequence[Target], tls: bool) -> None:
     """Writes RUN/targets.json for Prometheus' file_sd_configs.
 
     Args:
-        targets: of each rank: (host, local rank, port).
+        targets: of each rank.
+        tls: they are asked over HTTPS.
 
     Raises:
         OSError: it cannot be written.
     """
+    job = next((os.environ[name] for name in _JOB_VARIABLES if name in os.environ), "")
     entries = [
         {
-            "targets": [f"{host}:{port}"],
+            "targets": [f"{target.host}:{target.port}"],
             "labels": {
                 "run": run_id,
                 "rank": str(rank),
-                "local_rank": str(local_rank),
-                "host": host,
+                "local_rank": str(target.local_rank),
+                "host": target.host,
+                **({"job_id": job} if job else {}),
+                **({"__scheme__": "https"} if tls else {}),
             },
         }
-        for rank, (host, local_rank, port) in enumerate(targets)
+        for rank, target in enumerate(targets)
     ]
     write_atomic(path, (json.dumps(entries, indent=1) + "\n").encode())

@@ -1,4 +1,4 @@
-"""RUN/metrics.jsonl: one line a logged step, never a step twice, never a gap."""
+"""RUN/metrics.jsonl and RUN/ranks.jsonl: one line a logged step, never a step twice, no gap."""
 
 from __future__ import annotations
 
@@ -13,15 +13,19 @@ from hvdtrain.log import logger
 
 
 class MetricsFile:
-    """Appends lines; only rank 0 has one.
+    """Appends lines; only rank 0 has them.
 
     While the disk takes nothing, lines are kept and tried again with the next, from the byte
     at which it stopped: the file has no gap and no torn line when there is room again.
 
     Args:
         path: the file; it is made if it is not there.
-        after: lines of steps beyond this one move to left_metrics.jsonl beside it: the run
-            does these again.
+        after: lines of steps beyond this one move to left_NAME beside it: the run does these
+            again.
+
+    Attributes:
+        last_step: of the last line; None where there is none.
+        set_aside: steps that the lines which were moved stand for.
 
     Raises:
         OSError: the file cannot be written.
@@ -32,7 +36,9 @@ class MetricsFile:
         text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
         lines = text.splitlines()
         kept = [line for line in lines if (step := _step(line)) is not None and step <= after]
-        self.last_step = _step(kept[-1]) if kept else None  # of the last line
+        self.last_step = _step(kept[-1]) if kept else None
+        newest = max((step for line in lines if (step := _step(line)) is not None), default=0)
+        self.set_aside = max(0, newest - after)
         whole = "".join(line + "\n" for line in kept)
         if whole != text:
             staying = set(kept)

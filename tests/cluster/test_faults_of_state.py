@@ -279,12 +279,12 @@ def _fill(folder: Path) -> None:
 
 
 def _failures(cluster: Cluster) -> float:
-    """hvdtrain_checkpoint_failures, as Prometheus would read it from rank 0."""
+    """hvdtrain_checkpoint_failures_total, as Prometheus would read it from rank 0."""
     read = (
         "import urllib.request as r; print(r.urlopen('http://node1:9855/metrics').read().decode())"
     )
     text = _check(cluster, "timeout", "10", "python", "-c", read)
-    return float(re.findall(r"^hvdtrain_checkpoint_failures (\S+)", text, re.MULTILINE)[0])
+    return float(re.findall(r"^hvdtrain_checkpoint_failures_total (\S+)", text, re.MULTILINE)[0])
 
 
 # --- wrong bits ------------------------------------------------------------

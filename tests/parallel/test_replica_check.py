@@ -59,7 +59,7 @@ def test_equal_states_with_buffers_of_their_own_count_as_damaged(topology: Topol
     state = _state(seed=0)
     state.model[1].running_mean += topology.rank  # type: ignore[index,operator]
     record: dict[str, Any] = {}
-    ReplicaCheck(10, 0, state, lambda step, ranks: pytest.fail("healed")).on_step(
+    ReplicaCheck(10, 0, state, lambda *a, **k: pytest.fail("healed")).on_step(
         _loop(topology, 10), record
     )
     assert record == {}
@@ -90,11 +90,11 @@ def test_healing_takes_the_buffers_of_a_rank_that_was_well(
     weight = next(state.model.parameters()).data
     expected = weight.clone()
     weight.view(torch.int32)[0, 0] ^= 1 - topology.rank
-    heard: list[tuple[int, list[int]]] = []
+    heard: list[dict[str, Any]] = []
     record: dict[str, Any] = {}
-    check = ReplicaCheck(10, 0, state, lambda step, ranks: heard.append((step, ranks)))
+    check = ReplicaCheck(10, 0, state, lambda event, **fields: heard.append(fields))
     check.on_step(_loop(topology, 20), record)
-    assert record == {"healed": [0]} and heard == [(20, [0])]
+    assert record == {"healed": [0]} and heard == [{"step": 20, "ranks": [0]}]
     assert torch.equal(weight, expected)
     assert mean.unique().tolist() == [6.0]  # type: ignore[operator]
     check.on_step(_loop(topology, 20), record)  # again, as after an elastic reset

@@ -26,6 +26,7 @@ from hvdtrain.checkpoint.layout import DamagedError, delete_leftovers, finished,
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints
+from hvdtrain.telemetry.timers import PhaseTimer
 from tests.support.job import Finished
 from tests.support.runs import REPOSITORY, metrics, run, start
 
@@ -71,7 +72,7 @@ class Training:
         )
         self._steps = steps
         self.callback = SaveCheckpoints(
-            config, grace_seconds, self._capture, self.writer, before=lambda: None
+            config, grace_seconds, self._capture, self.writer, lambda: None, PhaseTimer(0.0)
         )
 
     def _capture(self) -> Checkpoint:

@@ -22,7 +22,7 @@ def test_a_healed_rank_is_not_counted_or_by_every_rank(rank: int) -> None:
     exporter = Exporter(TelemetryConfig(host="127.0.0.1"), 0)
     topology, batch = SimpleNamespace(rank=rank), SimpleNamespace(global_size=8)
     loop: Any = SimpleNamespace(topology=topology, batch=batch)
-    export = Export(exporter)
+    export = Export(exporter, None)
     for step, healed in enumerate(({}, {"healed": [2, 3]}, {"healed": [1]}), start=1):
         export.on_step(loop, {**RECORD, "step": step, **healed})
     with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=5) as page:

@@ -15,6 +15,7 @@ from hvdtrain.checkpoint.format import Checkpoint
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.engine.loop import Loop, Record
 from hvdtrain.log import logger
+from hvdtrain.telemetry.timers import PhaseTimer
 
 
 class SaveCheckpoints:
@@ -26,6 +27,7 @@ class SaveCheckpoints:
         writer: None on ranks that do not save.
         before: called before each save, in the background, to bring to disk what the
             checkpoint relies on.
+        timer: told of the time that it takes here.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class SaveCheckpoints:
         capture: Callable[[], Checkpoint],
         writer: CheckpointWriter | None,
         before: Callable[[], None],
+        timer: PhaseTimer,
     ) -> None:
+        self._timer = timer
         self._config = config
         self._grace = grace_seconds
         self._capture = capture
@@ -45,9 +49,12 @@ class SaveCheckpoints:
         self.error: Exception | None = None  # why the run's last state is not saved
 
     def on_step(self, loop: Loop, record: Record) -> None:
-        writer, step = self._writer, loop.progress.step
-        if writer is None:
-            return
+        if self._writer is not None:
+            with self._timer.inside("checkpoint"):
+                self._look(loop, self._writer)
+
+    def _look(self, loop: Loop, writer: CheckpointWriter) -> None:
+        step = loop.progress.step
         if loop.preempted:
             limit = loop.asked_to_stop_at + self._grace if self._grace else math.inf
             self._save_last(writer, step, limit)

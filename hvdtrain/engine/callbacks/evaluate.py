@@ -15,6 +15,7 @@ from hvdtrain.runtime.collectives import sum_
 from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Task, optional
+from hvdtrain.telemetry.timers import PhaseTimer
 
 
 class Evaluate:
@@ -29,6 +30,7 @@ class Evaluate:
         topology: Topology,
         device: torch.device,
         heartbeat: Heartbeat,
+        timer: PhaseTimer,
     ) -> None:
         self._config = config
         self._task = task
@@ -37,13 +39,15 @@ class Evaluate:
         self._topology = topology
         self._device = device
         self._heartbeat = heartbeat
+        self._timer = timer
         self._names = ("loss", *optional(task, "metrics"))
 
     def on_step(self, loop: Loop, record: Record) -> None:
         if loop.preempted:
             return  # the grace period is for the checkpoint
         if loop.ending or loop.progress.step % self._config.every == 0:
-            values = self.evaluate(loop.batch.global_size, loop.batch.micro_size)
+            with self._timer.inside("eval"):
+                values = self.evaluate(loop.batch.global_size, loop.batch.micro_size)
             record.update({f"validation_{name}": value for name, value in values.items()})
 
     @torch.no_grad()

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import time
+
 from hvdtrain.engine.loop import Loop, Record
 from hvdtrain.telemetry.exporter import Exporter
 
 
 class Export:
-    """Every rank has one; the exporter outlives it, as it does the rounds of an elastic run."""
+    """Every rank has one in each round; the exporter outlives it.
 
-    def __init__(self, exporter: Exporter) -> None:
+    Args:
+        failed_at: when the failure was that this round comes after, unix time.
+    """
+
+    def __init__(self, exporter: Exporter, failed_at: float | None) -> None:
         self._exporter = exporter
+        self._failed_at = failed_at
 
     def on_step(self, loop: Loop, record: Record) -> None:
-        self._exporter.step(record, loop.batch.global_size, record.get("skipped", False))
+        new = self._exporter.step(record, loop.batch.global_size, record.get("skipped", False))
+        if new and self._failed_at is not None:
+            self._exporter.recovered(time.time() - self._failed_at)
+            self._failed_at = None
         if loop.topology.rank == 0:
             self._exporter.replicas_healed(len(record.get("healed", ())))
 

@@ -28,7 +28,7 @@ class ReplicaCheck:
         every: steps between checks.
         save_every: steps between checkpoints, 0 = none: what is saved is compared too.
         state: this rank's.
-        healed: told the step and the ranks that were healed; on every rank.
+        note: told of what was healed: "healed" (step, ranks); on rank 0.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class ReplicaCheck:
         every: int,
         save_every: int,
         state: RunState,
-        healed: Callable[[int, list[int]], None],
+        note: Callable[..., None],
     ) -> None:
         self._every = every
         self._save_every = save_every
         self._state = state
-        self._healed = healed
+        self._note = note
         self._hash = TensorHash()
         self._alike = state.progress.step  # the latest step after which all were alike
 
@@ -72,7 +72,7 @@ class ReplicaCheck:
                 _names(majority[:1], loop.topology),
                 self._alike,
             )
-            self._healed(step, damaged)
+            self._note("healed", step=step, ranks=damaged)
         self._alike = step
 
     def _due(self, loop: Loop) -> bool:

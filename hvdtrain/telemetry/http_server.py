@@ -1,0 +1,162 @@
+"""The HTTP server behind a rank's exporter: threads of its own, TLS and a password if wanted."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import errno
+import hmac
+import socket
+import ssl
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from socketserver import ThreadingMixIn
+from threading import Thread
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from hvdtrain.errors import UserError
+from hvdtrain.telemetry.config import TelemetryConfig
+
+App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+_CLIENT_SECONDS = 10.0
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _CLIENT_SECONDS  # a client that says nothing does not keep a thread for ever
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    request_queue_size = 64
+
+    def server_bind(self) -> None:
+        # Not HTTPServer's: it asks DNS for this host's name, which may take seconds.
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+        self.setup_environ()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a client that went away, or speaks no TLS
+
+
+class _ServerV6(_Server):
+    address_family = socket.AF_INET6
+
+
+class MetricsServer:
+    """Serves a registry's figures until it is closed.
+
+    Args:
+        config: address, certificate and password.
+        port: a free one is taken in its place if it is in use.
+
+    Attributes:
+        port: that it listens on.
+        scrapes: how many were answered.
+
+    Raises:
+        UserError: the address cannot be listened on, or a file cannot be used.
+    """
+
+    def __init__(self, config: TelemetryConfig, port: int, registry: CollectorRegistry) -> None:
+        self.scrapes = 0
+        app: App = self._count(make_wsgi_app(registry))
+        if config.auth_file is not None:
+            app = _asks_for(_password(config.auth_file), app)
+        context = _tls(config)
+        try:
+            self._server = _listen(config.host, port)
+        except (OSError, OverflowError) as error:
+            raise UserError(
+                f"telemetry: {config.host}:{port} cannot be listened on "
+                f"({getattr(error, 'strerror', None) or error}); choose another telemetry.host or "
+                "telemetry.port, or telemetry.port 0 for none"
+            ) from None
+        self._server.set_app(app)
+        if context is not None:
+            # The handshake is left to the thread of the request: a client that is slow with it
+            # keeps nobody else waiting.
+            self._server.socket = context.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
+        self.port: int = self._server.server_port
+        self._thread = Thread(target=self._server.serve_forever, name="exporter", daemon=True)
+        self._thread.start()
+
+    def _count(self, app: App) -> App:
+        def counted(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+            answer = app(environ, start)
+            self.scrapes += 1
+            return answer
+
+        return counted
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(timeout=5)
+
+
+def _listen(host: str, port: int) -> _Server:
+    if port > 65535:
+        raise OverflowError("a port is at most 65535")
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
+    kind = _ServerV6 if family == socket.AF_INET6 else _Server
+    try:
+        return kind((host, port), _Handler)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return kind((host, 0), _Handler)
+
+
+def _tls(config: TelemetryConfig) -> ssl.SSLContext | None:
+    if config.tls_cert_file is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.tls_cert_file, config.tls_key_file)
+    except OSError as error:  # ssl.SSLError is one
+        raise UserError(
+            f"telemetry.tls_cert_file {config.tls_cert_file} with telemetry.tls_key_file "
+            f"{config.tls_key_file} cannot be used ({error.strerror or error})"
+        ) from None
+    return context
+
+
+def _password(path: str) -> bytes:
+    """user:password of a file's first line."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"telemetry.auth_file {path} cannot be read ({error.strerror})") from None
+    user, colon, password = (lines[0] if lines else b"").strip().partition(b":")
+    if not (user and colon and password):
+        raise UserError(f"telemetry.auth_file {path}: its first line must be user:password")
+    return user + b":" + password
+
+
+def _asks_for(secret: bytes, app: App) -> App:
+    """HTTP basic authentication (RFC 7617) in front of an application."""
+
+    def guarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        kind, _, given = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+        try:
+            known = base64.b64decode(given, validate=True) if kind.lower() == "basic" else b""
+        except (binascii.Error, ValueError):
+            known = b""
+        if hmac.compare_digest(known, secret):
+            return app(environ, start)
+        headers = [("WWW-Authenticate", 'Basic realm="hvdtrain"'), ("Content-Type", "text/plain")]
+        start("401 Unauthorized", headers)
+        return [b"a user and a password are asked for here\n"]
+
+    return guarded

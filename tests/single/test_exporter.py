@@ -1,0 +1,180 @@
+"""What Prometheus gets from a rank, and how."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shlex
+import socket
+import ssl
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.errors import UserError
+from hvdtrain.telemetry.config import TelemetryConfig
+from hvdtrain.telemetry.exporter import Exporter, Target, write_targets
+from tests.support import runs
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server((HOST, 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def _scrape(
+    port: int, scheme: str = "http", context: ssl.SSLContext | None = None, auth: str = ""
+) -> str:
+    request = urllib.request.Request(f"{scheme}://{HOST}:{port}/metrics")
+    if auth:
+        coded = base64.b64encode(auth.encode()).decode()
+        request.add_header("Authorization", f"Basic {coded}")
+    with urllib.request.urlopen(request, timeout=5, context=context) as page:
+        return str(page.read().decode())
+
+
+def test_a_port_in_use_ends_the_run_or_is_not_replaced(port: int) -> None:
+    with socket.create_server((HOST, port)):
+        exporter = Exporter(TelemetryConfig(host=HOST, port=port), 0)
+        assert exporter.port != port
+        assert "hvdtrain_world_size" in _scrape(exporter.port)
+        exporter.close()
+
+
+def test_an_address_that_is_not_ours_is_a_traceback() -> None:
+    with pytest.raises(UserError, match=r"203\.0\.113\.1:9855 cannot be listened on"):
+        Exporter(TelemetryConfig(host="203.0.113.1"), 0)
+    with pytest.raises(UserError, match=r"no-such-host\.invalid:9855 cannot be listened on"):
+        Exporter(TelemetryConfig(host="no-such-host.invalid"), 0)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    folder = tmp_path_factory.mktemp("tls")
+    files = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = shlex.split(
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=node1"
+        f" -addext subjectAltName=IP:{HOST} -out {files[0]} -keyout {files[1]}"
+    )
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return files
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, port: int, certificate: tuple[str, str]) -> Iterator[Exporter]:
+    secret = tmp_path / "secret"
+    secret.write_text("prometheus:open sesame\n")
+    cert, key = certificate
+    config = TelemetryConfig(
+        host=HOST, port=port, tls_cert_file=cert, tls_key_file=key, auth_file=str(secret)
+    )
+    exporter = Exporter(config, 0)
+    yield exporter
+    exporter.close()
+
+
+def test_figures_are_shown_without_password_or_in_the_clear(
+    guarded: Exporter, certificate: tuple[str, str]
+) -> None:
+    context = ssl.create_default_context(cafile=certificate[0])
+    assert "hvdtrain_loss" in _scrape(guarded.port, "https", context, "prometheus:open sesame")
+    for wrong in ("", "prometheus:", "prometheus:open sesam", "other:open sesame", ":"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            _scrape(guarded.port, "https", context, wrong)
+        assert refused.value.code == 401
+    with pytest.raises(OSError):
+        _scrape(guarded.port, "http", None, "prometheus:open sesame")
+
+
+def test_a_client_that_says_nothing_keeps_others_waiting(
+    guarded: Exporter, certificate: tuple[str, str]
+) -> None:
+    context = ssl.create_default_context(cafile=certificate[0])
+    with socket.create_connection((HOST, guarded.port)):
+        assert _scrape(guarded.port, "https", context, "prometheus:open sesame")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("", "user:password"), ("user\n", "user:password"), (None, "read")]
+)
+def test_a_wrong_auth_file_is_a_traceback(
+    tmp_path: Path, content: str | None, message: str
+) -> None:
+    file = tmp_path / "auth"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(UserError, match=f"telemetry.auth_file {file}.*{message}"):
+        Exporter(TelemetryConfig(host=HOST, auth_file=str(file)), 0)
+
+
+def test_a_wrong_certificate_is_a_traceback(tmp_path: Path) -> None:
+    file = tmp_path / "cert.pem"
+    file.write_text("nothing")
+    config = TelemetryConfig(host=HOST, tls_cert_file=str(file), tls_key_file=str(file))
+    with pytest.raises(UserError, match=f"{file}"):
+        Exporter(config, 0)
+
+
+def test_the_last_figures_are_not_waited_for_or_for_ever(port: int) -> None:
+    exporter = Exporter(TelemetryConfig(host=HOST, port=port), 0)
+    begin = time.monotonic()
+    exporter.linger(30, lambda: False)
+    assert time.monotonic() - begin < 1, "nobody scrapes, and yet it waits"
+    _scrape(exporter.port)
+    scraper = threading.Timer(0.5, _scrape, [exporter.port])
+    scraper.start()
+    exporter.linger(30, lambda: False)
+    assert 0.3 < time.monotonic() - begin < 5
+    begin = time.monotonic()
+    exporter.linger(0.5, lambda: False)
+    assert 0.4 < time.monotonic() - begin < 5
+    exporter.linger(30, lambda: True)  # told to stop
+    assert time.monotonic() - begin < 5
+    exporter.close()
+
+
+def test_prometheus_does_not_find_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    file = tmp_path / "targets.json"
+    write_targets(file, "mine", [Target("node1", 0, 9855), Target("node2", 0, 9000)], tls=True)
+    first, second = json.loads(file.read_text())
+    assert first == {
+        "targets": ["node1:9855"],
+        "labels": {
+            "run": "mine",
+            "rank": "0",
+            "local_rank": "0",
+            "host": "node1",
+            "job_id": "17",
+            "__scheme__": "https",
+        },
+    }
+    assert second["targets"] == ["node2:9000"] and second["labels"]["rank"] == "1"
+
+
+def test_a_secret_of_the_exporter_gets_into_logs_or_the_manifest(
+    tmp_path: Path, port: int, certificate: tuple[str, str]
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("prometheus:open-sesame\n")
+    flags = ["--telemetry.port", str(port), "--telemetry.auth_file", str(secret)]
+    flags += ["--telemetry.tls_cert_file", certificate[0]]
+    flags += ["--telemetry.tls_key_file", certificate[1], "--train.steps", "2"]
+    folder = runs.train(tmp_path, "run", flags)
+    key = Path(certificate[1]).read_text().splitlines()[1]
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 4
+    for path in [*files, *(tmp_path / "output").iterdir()]:
+        content = path.read_bytes()
+        assert b"open-sesame" not in content and key.encode() not in content, path

@@ -1,0 +1,99 @@
+"""The phases of a rank's time: disjoint, and together the wall time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.telemetry.timers import PHASES, PhaseTimer
+from tests.support import runs
+
+
+def test_time_is_counted_twice_or_not_at_all() -> None:
+    began = time.perf_counter()
+    timer = PhaseTimer(began)
+    time.sleep(0.02)
+    timer.enter("data")
+    time.sleep(0.03)
+    with timer.inside("eval"):
+        time.sleep(0.04)
+        timer.enter("forward")  # whoever enters inside does not leave the block
+        time.sleep(0.05)
+    time.sleep(0.01)
+    seconds = timer.seconds()
+    wall = time.perf_counter() - began
+    assert sum(seconds.values()) == pytest.approx(wall, abs=0.002)
+    for phase, least in {"other": 0.02, "data": 0.04, "eval": 0.04, "forward": 0.05}.items():
+        assert least <= seconds[phase] < least + 0.02, seconds
+
+
+def test_a_phase_that_goes_on_is_not_seen_before_its_end() -> None:
+    timer = PhaseTimer(time.perf_counter())
+    timer.enter("eval")
+    time.sleep(0.02)
+    assert timer.seconds()["eval"] >= 0.02
+
+
+def test_an_error_inside_a_phase_leaves_it_for_ever() -> None:
+    timer = PhaseTimer(time.perf_counter())
+    with pytest.raises(KeyError), timer.inside("checkpoint"):
+        raise KeyError
+    assert timer.phase == "other"
+
+
+class DeviceEvent:
+    """In place of torch.cuda.Event, which needs a GPU: passed when `now` is there."""
+
+    now = 0.0  # the device's clock, in ms
+
+    def __init__(self, at: float) -> None:
+        self._at = at
+
+    def query(self) -> bool:
+        return self._at <= DeviceEvent.now
+
+    def elapsed_time(self, end: DeviceEvent) -> float:
+        assert self.query() and end.query(), "the host would wait for the device here"
+        return end._at - self._at
+
+
+def test_time_of_a_device_is_taken_from_the_host_or_waited_for() -> None:
+    DeviceEvent.now = 0.0
+    times = deque([0.0, 100.0, 300.0, 350.0, 400.0])
+    timer = PhaseTimer(time.perf_counter())
+    timer.use_events(lambda: DeviceEvent(times.popleft()))
+    before = timer.seconds()
+    timer.enter("forward")  # the device gets there at 100 ms, and so on
+    timer.enter("backward")
+    assert timer.seconds() == before and timer.phase == "backward"
+    DeviceEvent.now = 320.0  # it is still in backward
+    timer.enter("optimizer")
+    passed = {phase: timer.seconds()[phase] - before[phase] for phase in PHASES}
+    assert passed["other"] == pytest.approx(0.1) and passed["forward"] == pytest.approx(0.2)
+    assert passed["backward"] == 0.0
+    DeviceEvent.now = 1000.0
+    timer.enter("other")
+    assert timer.seconds()["backward"] == pytest.approx(0.05)
+    assert timer.seconds()["optimizer"] == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize("launcher", ["", "gloo:2"])
+def test_phases_of_a_run_miss_time(tmp_path: Path, launcher: str) -> None:
+    arguments = ["--train.steps=40", "--eval.every=7", "--checkpoint.every=9"]
+    folder = runs.train(tmp_path, "run", arguments, launcher)
+    lines = [json.loads(line) for line in (folder / "ranks.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [10, 20, 30, 40]
+    for line in lines:
+        for rank, wall in enumerate(line["wall_seconds"]):
+            phases = {name: seconds[rank] for name, seconds in line["phases"].items()}
+            assert sum(phases.values()) == pytest.approx(wall, rel=0.02), phases
+            assert all(phases[name] > 0 for name in ("data", "forward", "backward", "optimizer"))
+            assert (phases["comm_exposed"] > 0) == bool(launcher)
+            assert (line["bytes"][rank] > 0) == bool(launcher)
+            assert line["inflight_seconds"][rank] >= phases["comm_exposed"] * 0.5
+    assert any(line["phases"]["eval"][0] > 0 for line in lines)
+    assert any(line["phases"]["checkpoint"][0] > 0 for line in lines)

@@ -60,6 +60,7 @@ class AppLoop:
             records.open(0, exporter)
         callbacks = build.build_callbacks(config, prepared, topology, records)
         self.model: nn.Module = state.model
+        self.exporter = exporter
         self.capture = state.capture
         self.rank = topology.rank
         self._screen = folder / f"screen-{topology.rank}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import tempfile
 import time
@@ -14,6 +13,7 @@ from typing import Any
 from hvdtrain.bench.jobs import Job, train
 from hvdtrain.bench.processes import BenchError
 from hvdtrain.bench.report import Figure, Report
+from hvdtrain.bench.turns import Turn, median_range, ratios, take_turns
 from hvdtrain.launch.commands import elastic_horovodrun, horovodrun
 
 RANKS = 2
@@ -41,55 +41,20 @@ def elastic(flags: Sequence[str], steps: int, rounds: int) -> Report:
                     job.end_watchdogs()
                 job.freeze()
             used = {name: job.used_beside_ranks() for name, job in jobs.items()}
-            turns: dict[str, list[Turn]] = {name: [] for name in jobs}
-            for number in range(rounds):
-                for name in sorted(jobs, reverse=number % 2 == 1):  # who begins, changes
-                    turns[name].append(_one_turn(jobs[name], steps))
+            turns = take_turns(jobs, steps, rounds)
             used = {name: job.used_beside_ranks() - used[name] for name, job in jobs.items()}
     return _compare(turns, used)
 
 
-@dataclass(frozen=True)
-class Turn:
-    """Seconds a step in one turn of a job, and seconds for which it was not frozen."""
-
-    step: float
-    awake: float
-
-
-def _one_turn(job: Job, steps: int) -> Turn:
-    """The step in which the job was frozen the last time does not count."""
-    begin, start = len(job.lines()), time.monotonic()
-    job.thaw()
-    job.wait_for_more(steps + 1)
-    times = [line["time"] for line in job.lines()[begin : begin + steps + 1]]
-    job.freeze()
-    return Turn((times[-1] - times[0]) / steps, time.monotonic() - start)
-
-
 def _compare(turns: Mapping[str, Sequence[Turn]], used: Mapping[str, float]) -> Report:
-    pairs = zip(turns["elastic"], turns["not elastic"], strict=True)
-    ratios = [mine.step / theirs.step for mine, theirs in pairs]
+    found = ratios(turns, "elastic", "not elastic")
     figures = [Figure(name, "ms a step", [t.step * 1000 for t in turns[name]]) for name in turns]
-    figures.append(Figure("elastic / not elastic", "x", ratios, at_most=1.005))
+    figures.append(Figure("elastic / not elastic", "x", found, at_most=1.005))
     for name in turns:
         share = 100 * used[name] / sum(turn.awake for turn in turns[name])
         figures.append(Figure(f"{name}: launcher and watchdogs", "% of a core", [share]))
-    low, high = median_range(ratios)
+    low, high = median_range(found)
     return Report("elastic", figures, {"median_of_the_ratio": f"{low:.4f} to {high:.4f} (95 %)"})
-
-
-def median_range(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median of what `values` were drawn from lies, with 95 % confidence.
-
-    By order statistics (David and Nagaraja, Order Statistics, 7.1), in the normal approximation
-    of the binomial: nothing is assumed of the distribution.
-    """
-    ordered, count = sorted(values), len(values)
-    reach = 1.96 * math.sqrt(count) / 2
-    low = max(0, math.floor(count / 2 - reach) - 1)
-    high = min(count - 1, math.ceil(count / 2 + reach))
-    return ordered[low], ordered[high]
 
 
 def recovery(

@@ -30,7 +30,7 @@ _FLAGS = ("--eval.every=0", "--checkpoint.every=0", "--telemetry.port=0", "--tra
 
 def train(python: str, flags: Sequence[str], root: Path) -> list[str]:
     """Command line of a rank that trains for ever; its run lies in `root`."""
-    return [python, *RANK, *flags, *_FLAGS, f"--run.root={root}", f"--run.id={_RUN}"]
+    return [python, *RANK, *_FLAGS, *flags, f"--run.root={root}", f"--run.id={_RUN}"]
 
 
 class Job:
@@ -45,6 +45,7 @@ class Job:
     def __init__(self, argv: Sequence[str], root: Path, patient: bool = False) -> None:
         self._argv = list(argv)
         self._folder = RunFolder(root / _RUN)
+        self.targets = self._folder.targets
         self._log = root / "output"
         self._env = {"OMP_NUM_THREADS": "1"} | os.environ
         if patient:

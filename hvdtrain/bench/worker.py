@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ MARK = '{"measured": '
 WARM_UP_STEPS = 3
 IDENTICAL_AFTER = 20  # steps
 IDLE_SECONDS = 2.0
+SCRAPES = 50
 
 
 def main(argv: Sequence[str]) -> int:
@@ -182,6 +184,28 @@ def _forget(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def _scrape(settings: Settings, _: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Seconds of processor time of this process for one scrape; another process scrapes."""
+    from hvdtrain.bench import telemetry
+    from hvdtrain.bench.app import AppLoop
+
+    settings.config.train.steps = WARM_UP_STEPS
+    app = AppLoop(settings, folder)
+    app.run(WARM_UP_STEPS)
+    address = f"127.0.0.1:{app.exporter.port}" if app.exporter else ""
+    command = [sys.executable, "-m", telemetry.__name__, address, str(SCRAPES)]
+    start = time.process_time()
+    time.sleep(IDLE_SECONDS)
+    idle = (time.process_time() - start) / IDLE_SECONDS
+    seconds = []
+    for _ in range(rounds):
+        start, began = time.process_time(), time.perf_counter()
+        subprocess.run(command, check=True, timeout=60)
+        used = time.process_time() - start - idle * (time.perf_counter() - began)
+        seconds.append(used / SCRAPES)
+    return {"seconds": seconds}
+
+
 def _memory_of_plain(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:
     from hvdtrain.bench.plain import PlainLoop
 
@@ -220,6 +244,7 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
     "rate-ddp": _rate_of_ddp,
     "rate-apart": _rate_without_exchange,
     "checkpoint": _checkpoint,
+    "scrape": _scrape,
     "memory-plain": _memory_of_plain,
 }
 

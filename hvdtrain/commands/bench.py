@@ -1,4 +1,4 @@
-"""`hvdtrain bench overhead | scaling | memory | checkpoint | elastic | recovery`."""
+"""`hvdtrain bench overhead | scaling | memory | checkpoint | elastic | telemetry | ...`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ _ACTIONS = {
     "memory": ("memory of a rank against a PyTorch loop by hand", "gpt-nano", 5, 1),
     "checkpoint": ("a save behind the steps, and its restore", "gpt-small", 50, 2),
     "elastic": ("2 ranks of an elastic job against 2 of one that is not", "gpt-nano", 4, 100),
+    "telemetry": ("2 ranks with all telemetry against 2 without", "gpt-nano", 4, 100),
+    "scrape": ("ranks that are scraped every second against unscraped", "gpt-nano", 20, 10),
     "recovery": ("kill -9 of a rank of an elastic job", "gpt-nano", 10, 3),
 }
 # The size of the state counts, not of the batch; shorter steps make the stall's share larger.
@@ -45,10 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument(
             "--rounds", type=_positive, default=rounds, help="turns (default: %(default)s)"
         )
-        if name == "recovery":
+        if name in ("recovery", "scrape"):
             action.add_argument(
                 "--np", type=_two_or_more, default=2, help="ranks (default: %(default)s)"
             )
+        if name == "recovery":
             action.add_argument(
                 "--hosts", metavar="A:8,B:8", help="default: this host; run.root is on all of them"
             )
@@ -73,7 +76,7 @@ def _two_or_more(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hvdtrain.bench import benchmarks, elastic
+    from hvdtrain.bench import benchmarks, elastic, telemetry
     from hvdtrain.config import parse
     from hvdtrain.runtime.environment import launched_size
 
@@ -90,6 +93,10 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _end)
     if args.action == "elastic":
         report = elastic.elastic(flags, args.steps, args.rounds)
+    elif args.action == "telemetry":
+        report = telemetry.telemetry(flags, args.steps, args.rounds)
+    elif args.action == "scrape":
+        report = telemetry.scrape(flags, args.steps, args.rounds, args.np)
     elif args.action == "recovery":
         hosts, root = args.hosts or f"localhost:{args.np}", Path(config.run.root).absolute()
         report = elastic.recovery(flags, args.steps, args.rounds, args.np, hosts, root)

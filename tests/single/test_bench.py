@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.bench.elastic import Recovery, median_range, recovered
+from hvdtrain.bench.elastic import Recovery, recovered
 from hvdtrain.bench.processes import BenchError
 from hvdtrain.bench.report import Figure, Report
+from hvdtrain.bench.turns import median_range
 
 TINY = ["--model.layers=1", "--model.width=16", "--model.context=16", "--batch.global_size=8"]
 
@@ -80,6 +81,22 @@ def test_elastic_and_not_elastic_jobs_do_not_take_turns() -> None:
     assert figures["elastic / not elastic"]["aim"] == "<= 1.005"
     assert 0 < figures["elastic"]["median"] < 10_000
     assert figures["not elastic: launcher and watchdogs"]["unit"] == "% of a core"
+
+
+def test_telemetry_on_and_off_do_not_take_turns() -> None:
+    done = _bench("telemetry", "--steps", "2", "--rounds", "3", "--format", "json", "--", *TINY)
+    assert done.returncode == 0, done.stderr
+    figures = {figure["name"]: figure for figure in json.loads(done.stdout)["figures"]}
+    assert figures["with / without"]["aim"] == "<= 1.01"
+    assert 0 < figures["with telemetry"]["median"] < 10_000
+
+
+def test_a_scrape_is_not_measured() -> None:
+    done = _bench("scrape", "--steps", "50", "--rounds", "2", "--format", "json", "--", *TINY)
+    assert done.returncode == 0, done.stderr
+    figures = {figure["name"]: figure for figure in json.loads(done.stdout)["figures"]}
+    assert 0 < figures["scraped every second"]["median"] < 10_000
+    assert 0.05 < figures["one scrape"]["median"] < 20, "ms"
 
 
 def test_a_killed_rank_is_not_replaced_or_its_recovery_not_measured(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""What telemetry costs a step, and what a scrape costs a rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+
+from hvdtrain.bench.benchmarks import RANKS
+from hvdtrain.bench.jobs import Job, train
+from hvdtrain.bench.processes import QUIET, measure, worker
+from hvdtrain.bench.report import Figure, Report
+from hvdtrain.bench.turns import median_range, ratios, seconds_a_step, take_turns
+from hvdtrain.launch.commands import horovodrun
+
+_OFF = ("--telemetry.port=0", "--telemetry.exchange_every=0")
+_ON = ("--telemetry.port=9855", "--telemetry.host=127.0.0.1")
+_WARM_UP_STEPS = 15
+_SCRAPE_EVERY_S = 1.0
+
+
+def telemetry(flags: Sequence[str], steps: int, rounds: int) -> Report:
+    """Steps of a job on 2 ranks of this host with all telemetry against those of one without.
+
+    The phases are timed in both; what can be switched off, is: the exporter and the exchange
+    between the ranks.
+    """
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        jobs = {
+            "with telemetry": _job(RANKS, [*flags, *_ON], Path(one)),
+            "without": _job(RANKS, [*flags, *_OFF], Path(other)),
+        }
+        with jobs["with telemetry"], jobs["without"]:
+            for job in jobs.values():
+                job.wait_for_more(_WARM_UP_STEPS)
+                job.freeze()
+            turns = take_turns(jobs, steps, rounds)
+    found = ratios(turns, "with telemetry", "without")
+    figures = [Figure(name, "ms a step", [t.step * 1000 for t in turns[name]]) for name in turns]
+    figures.append(Figure("with / without", "x", found, at_most=1.01))
+    return Report("telemetry", figures, _range(found))
+
+
+def scrape(flags: Sequence[str], steps: int, rounds: int, np: int) -> Report:
+    """Steps of a job whose ranks are scraped every second against its steps while they are not.
+
+    And the processor time of a rank for one scrape, all threads together.
+    """
+    with tempfile.TemporaryDirectory() as folder, _job(np, [*flags, *_ON], Path(folder)) as job:
+        job.wait_for_more(_WARM_UP_STEPS)
+        scraped, left = [], []
+        for turn in range(rounds):
+            for scraping in sorted((True, False), reverse=turn % 2 == 1):  # who begins, changes
+                if scraping:
+                    with _scraping(job.targets):
+                        scraped.append(seconds_a_step(job, steps))
+                else:
+                    left.append(seconds_a_step(job, steps))
+    found = [a / b for a, b in zip(scraped, left, strict=True)]
+    cost = measure(worker("scrape", 1, [*flags, *QUIET], rounds))
+    figures = [
+        Figure("scraped every second", "ms a step", [s * 1000 for s in scraped]),
+        Figure("not scraped", "ms a step", [s * 1000 for s in left]),
+        Figure("scraped / not scraped", "x", found, at_most=1.01),
+        Figure("one scrape", "ms of a processor", [s * 1000 for s in cost["seconds"]], at_most=1.0),
+    ]
+    return Report("scrape", figures, {"ranks": np, **_range(found)})
+
+
+def _job(np: int, flags: Sequence[str], root: Path) -> Job:
+    return Job(horovodrun(np, train(sys.executable, flags, root)), root, patient=True)
+
+
+def _range(values: Sequence[float]) -> dict[str, str]:
+    low, high = median_range(values)
+    return {"median_of_the_ratio": f"{low:.4f} to {high:.4f} (95 %)"}
+
+
+@contextmanager
+def _scraping(targets: Path) -> Iterator[None]:
+    """Inside, each rank is scraped once a second, evenly spread, as Prometheus does."""
+    addresses = [entry["targets"][0] for entry in json.loads(targets.read_text())]
+    addresses = [f"127.0.0.1:{address.rpartition(':')[2]}" for address in addresses]
+    stop = Event()
+
+    def scrape_all() -> None:
+        for number in range(sys.maxsize):
+            if stop.wait(_SCRAPE_EVERY_S / len(addresses)):
+                return
+            read(addresses[number % len(addresses)])
+
+    thread = Thread(target=scrape_all, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(timeout=10)
+
+
+def read(address: str) -> bytes:
+    """What an exporter answers."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
+        return bytes(answer.read())
+
+
+def main(address: str, count: str) -> None:
+    """Scrapes an exporter so many times; prints nothing."""
+    for _ in range(int(count)):
+        read(address)
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

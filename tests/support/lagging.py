@@ -1,0 +1,43 @@
+"""A task of which one rank can be made slow while it runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from hvdtrain.runtime.environment import launched_rank
+from hvdtrain.tasks import Datasets
+from hvdtrain.tasks.language_model import LanguageModel
+
+
+class Lagging(LanguageModel):
+    """The language model; the data of one rank are slow to load while a file is there.
+
+    HVDTRAIN_TEST_LAG=rank:seconds:PATH: rank `rank` takes so long for each sample.
+    """
+
+    def datasets(self) -> Datasets:
+        found = super().datasets()
+        rank, seconds, path = os.environ["HVDTRAIN_TEST_LAG"].split(":")
+        if int(rank) != launched_rank():
+            return found
+        return found._replace(train=_SlowToLoad(found.train, float(seconds), Path(path)))
+
+
+class _SlowToLoad(Dataset[Any]):
+    def __init__(self, dataset: Dataset[Any], seconds: float, path: Path) -> None:
+        self._dataset = dataset
+        self._seconds = seconds
+        self._path = path
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        if self._path.exists():
+            time.sleep(self._seconds)
+        return self._dataset[index]

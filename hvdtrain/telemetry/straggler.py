@@ -6,53 +6,30 @@ one. What a rank does itself (compute time) is longest on a straggler.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from statistics import median
+from dataclasses import dataclass
 
-from hvdtrain.telemetry.timers import PHASES, Seconds
+import torch
+from torch import Tensor
 
+from hvdtrain.telemetry.timers import PHASES
+
+# What a rank tells of the steps since the ranks last told each other: seconds of each phase,
+# and wall_seconds by another clock; see GradientExchange for inflight_seconds and bytes;
+# micro_batches that it computed; bytes of memory now, resident and allocated on its device.
+COLUMNS = (
+    *PHASES,
+    "wall_seconds",
+    "inflight_seconds",
+    "bytes",
+    "micro_batches",
+    "host_memory_bytes",
+    "device_memory_bytes",
+)
+KINDS = ("data", "compute", "checkpoint")
 # A rank that is slow in so many exchanges in a row is called so; and called well likewise.
 PATIENCE = 3
 # Of the wall time: a rank that costs less than this is nobody's concern.
 _WORTH_TELLING = 0.05
-KINDS = ("data", "compute", "checkpoint")
-
-
-@dataclass(frozen=True)
-class Window:
-    """What one rank did since the ranks last told each other.
-
-    Args:
-        seconds: of each phase
-        wall_seconds: by another clock than the phases
-        inflight_seconds: see GradientExchange
-        bytes: of gradients exchanged
-        micro_batches: that this rank computed
-        host_memory_bytes: resident now
-        device_memory_bytes: allocated now; 0 without a device of its own
-    """
-
-    seconds: Seconds
-    wall_seconds: float
-    inflight_seconds: float
-    bytes: float
-    micro_batches: float
-    host_memory_bytes: float
-    device_memory_bytes: float
-
-    def to_list(self) -> list[float]:
-        """The figures in an order that `from_list` knows."""
-        rest = [getattr(self, f.name) for f in fields(self)[1:]]
-        return [*(self.seconds[phase] for phase in PHASES), *map(float, rest)]
-
-    @classmethod
-    def from_list(cls, values: Sequence[float]) -> Window:
-        seconds = dict(zip(PHASES, values, strict=False))
-        return cls(seconds, *values[len(PHASES) :])
-
-
-WINDOW_LENGTH = len(PHASES) + len(fields(Window)) - 1
 
 
 @dataclass(frozen=True)
@@ -72,37 +49,35 @@ class Verdict:
     score: float
 
 
-def own_seconds(windows: Sequence[Window]) -> list[dict[str, float] | None]:
-    """Of each rank, by `KINDS`, as if all had computed equally many micro-batches.
+def column(table: Tensor, name: str) -> Tensor:
+    """One of `COLUMNS` of a table (ranks x columns)."""
+    return table[:, COLUMNS.index(name)]
 
-    None for a rank that had no micro-batch.
+
+def own_seconds(table: Tensor) -> Tensor:
+    """What each rank did itself (ranks x `KINDS`), as if all had equally many micro-batches.
+
+    NaN for a rank that had none.
+
+    Args:
+        table: float64, ranks x `COLUMNS`.
     """
-    mean = sum(w.micro_batches for w in windows) / len(windows)
-    found: list[dict[str, float] | None] = []
-    for window in windows:
-        if not window.micro_batches:
-            found.append(None)
-            continue
-        share, seconds = mean / window.micro_batches, window.seconds
-        passes = seconds["forward"] + seconds["backward"]
-        found.append(
-            {
-                "data": seconds["data"] * share,
-                "compute": passes * share + seconds["optimizer"],
-                "checkpoint": seconds["checkpoint"],
-            }
-        )
-    return found
+    micro_batches = column(table, "micro_batches")
+    share = torch.where(micro_batches > 0, micro_batches.mean() / micro_batches, torch.nan)
+    passes = column(table, "forward") + column(table, "backward")
+    compute = passes * share + column(table, "optimizer")
+    data = column(table, "data") * share
+    return torch.stack([data, compute, column(table, "checkpoint")], dim=1)
 
 
-def scores(windows: Sequence[Window]) -> list[float]:
-    """Smallest compute time of all ranks / own compute time, in (0, 1].
+def scores(table: Tensor) -> Tensor:
+    """Of each rank, in (0, 1]: smallest compute time of all ranks / its own.
 
     Compute time is what a rank does itself: data, forward, backward, optimizer and checkpoint.
     """
-    totals = [own and sum(own.values()) for own in own_seconds(windows)]
-    fastest = min((total for total in totals if total), default=0.0)
-    return [fastest / total if total else 1.0 for total in totals]
+    total = own_seconds(table).sum(dim=1)
+    busy = total[total > 0]
+    return (busy.min() / total if len(busy) else total).nan_to_num(1.0, 1.0).clamp(max=1.0)
 
 
 class StragglerWatch:
@@ -110,38 +85,34 @@ class StragglerWatch:
 
     Args:
         threshold: a score below it is slow.
+        ranks: how many there are.
+
+    Attributes:
+        slow: rank -> one of `KINDS`.
     """
 
-    def __init__(self, threshold: float) -> None:
+    def __init__(self, threshold: float, ranks: int) -> None:
         self._threshold = threshold
-        self._in_a_row: dict[int, int] = {}  # exchanges that speak against what is known
-        self.slow: dict[int, str] = {}  # rank -> kind
+        self._slow = torch.zeros(ranks, dtype=torch.bool)
+        self._in_a_row = torch.zeros(ranks, dtype=torch.int64)  # exchanges that speak against it
+        self.slow: dict[int, str] = {}
 
-    def look(self, windows: Sequence[Window]) -> list[Verdict]:
-        """Takes the figures of all ranks, by rank; returns what has changed."""
+    def look(self, table: Tensor) -> list[Verdict]:
+        """Takes the figures of all ranks (ranks x `COLUMNS`); returns what has changed."""
+        own, found = own_seconds(table), scores(table)
+        total = own.sum(dim=1)
+        costs = total - total.nan_to_num(torch.inf).min()
+        slow = (found < self._threshold) & (costs > _WORTH_TELLING * column(table, "wall_seconds"))
+        against = slow != self._slow
+        self._in_a_row = torch.where(against, self._in_a_row + 1, 0)
+        changed = self._in_a_row >= PATIENCE
+        self._in_a_row[changed] = 0
+        self._slow ^= changed
+        behind = own - own.nanmedian(dim=0).values
         verdicts = []
-        found = own_seconds(windows)
-        totals = [own and sum(own.values()) for own in found]
-        fastest = min((total for total in totals if total), default=0.0)
-        for rank, (score, own) in enumerate(zip(scores(windows), found, strict=True)):
-            wall = windows[rank].wall_seconds
-            costs = own is not None and sum(own.values()) - fastest > _WORTH_TELLING * wall
-            slow = score < self._threshold and costs
-            if slow == (rank in self.slow):
-                self._in_a_row[rank] = 0
-                continue
-            self._in_a_row[rank] = self._in_a_row.get(rank, 0) + 1
-            if self._in_a_row[rank] < PATIENCE:
-                continue
-            self._in_a_row[rank] = 0
-            kind = self.slow.pop(rank, None) or _worst(own or {}, found)
-            if slow:
+        for rank in changed.nonzero().flatten().tolist():
+            kind = self.slow.pop(rank, None) or KINDS[int(behind[rank].argmax())]
+            if self._slow[rank]:
                 self.slow[rank] = kind
-            verdicts.append(Verdict(rank, slow, kind, score))
+            verdicts.append(Verdict(rank, bool(self._slow[rank]), kind, float(found[rank])))
         return verdicts
-
-
-def _worst(own: dict[str, float], all_ranks: Sequence[dict[str, float] | None]) -> str:
-    """Where a rank loses most against the median rank."""
-    known = [seconds for seconds in all_ranks if seconds is not None]
-    return max(KINDS, key=lambda kind: own.get(kind, 0.0) - median(o[kind] for o in known))

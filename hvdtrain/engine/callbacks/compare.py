@@ -21,7 +21,7 @@ from hvdtrain.optim.exchange import GradientExchange
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.metrics_file import MetricsFile
-from hvdtrain.telemetry.straggler import StragglerWatch, Verdict, Window, scores
+from hvdtrain.telemetry.straggler import COLUMNS, StragglerWatch, Verdict, column, scores
 from hvdtrain.telemetry.timers import PHASES, PhaseTimer
 
 _PROCESS = psutil.Process()
@@ -48,7 +48,7 @@ class CompareRanks:
         note: Callable[..., None],
     ) -> None:
         self._every = config.exchange_every
-        self._watch = StragglerWatch(config.straggler_threshold)
+        self._watch = StragglerWatch(config.straggler_threshold, hvd.size())
         self._timer = timer
         self._exchange = exchange
         self._device = device
@@ -71,9 +71,9 @@ class CompareRanks:
         self._micro_batches += loop.passes
         if step % self._every and not loop.ending:
             return
-        mine = torch.tensor([self._window().to_list()], dtype=torch.float64)
+        mine = self._row()
         self._line = {"step": step, "steps": step - self._told_step, "time": record["time"]}
-        self._told_step, self._micro_batches = step, 0
+        self._told_step = step
         if hvd.size() == 1:
             self._take(loop, mine)
             return
@@ -81,40 +81,36 @@ class CompareRanks:
         if loop.ending:
             self._take(loop, hvd.synchronize(self._handle))
 
-    def _totals(self) -> tuple[dict[str, float], float, float, int]:
-        exchange = self._exchange
-        return self._timer.seconds(), time.monotonic(), exchange.inflight_seconds, exchange.bytes
+    def _totals(self) -> Tensor:
+        """What only grows, in the order of `COLUMNS`."""
+        seconds, exchange = self._timer.seconds(), self._exchange
+        growing = [*(seconds[phase] for phase in PHASES), time.monotonic()]
+        growing += [exchange.inflight_seconds, exchange.bytes, self._micro_batches]
+        return torch.tensor(growing, dtype=torch.float64)
 
-    def _window(self) -> Window:
-        """Closes the window, and opens the next."""
+    def _row(self) -> Tensor:
+        """This rank's row of the table (1 x `COLUMNS`); the next one begins here."""
         before, self._before = self._before, self._totals()
-        seconds, now, inflight, sent = self._before
         allocated = torch.cuda.memory_allocated() if self._device.type == "cuda" else 0
-        return Window(
-            {phase: seconds[phase] - before[0][phase] for phase in PHASES},
-            now - before[1],
-            inflight - before[2],
-            sent - before[3],
-            self._micro_batches,
-            _PROCESS.memory_info().rss,
-            allocated,
-        )
+        memory = torch.tensor([_PROCESS.memory_info().rss, allocated], dtype=torch.float64)
+        row = torch.cat((self._before - before, memory))
+        assert len(row) == len(COLUMNS)
+        return row.unsqueeze(0)
 
-    def _take(self, loop: Loop, gathered: Tensor) -> None:
+    def _take(self, loop: Loop, table: Tensor) -> None:
         """Decides on the figures of all ranks, which are on every rank now."""
         self._handle = None
-        windows = [Window.from_list(row) for row in gathered.tolist()]
-        found = scores(windows)
-        verdicts = self._watch.look(windows)
+        found = scores(table)
+        verdicts = self._watch.look(table)
         rank = loop.topology.rank
         if self._exporter is not None:
-            self._exporter.straggler(found[rank], self._watch.slow.get(rank))
+            self._exporter.straggler(float(found[rank]), self._watch.slow.get(rank))
         if self._figures is None:
             return
         for verdict in verdicts:
             self._tell(loop, verdict)
         if self._line["step"] > (self._figures.last_step or 0):
-            self._figures.write({**self._line, **_columns(windows), "score": _round(found, 4)})
+            self._figures.write({**self._line, **_columns(table), "score": _round(found, 4)})
 
     def _tell(self, loop: Loop, verdict: Verdict) -> None:
         rank, kind, step = verdict.rank, verdict.kind, self._line["step"]
@@ -140,17 +136,17 @@ class CompareRanks:
             self._exporter.straggler(1.0, None)
 
 
-def _columns(windows: list[Window]) -> dict[str, Any]:
+def _columns(table: Tensor) -> dict[str, Any]:
     """Each figure as a list over the ranks: a tenth of the bytes of a line per rank."""
+    whole = ("bytes", "micro_batches", "host_memory_bytes", "device_memory_bytes")
     return {
-        "phases": {p: _round([w.seconds[p] for w in windows], 6) for p in PHASES},
-        "wall_seconds": _round([w.wall_seconds for w in windows], 6),
-        "inflight_seconds": _round([w.inflight_seconds for w in windows], 6),
-        "bytes": [int(w.bytes) for w in windows],
-        "host_memory_bytes": [int(w.host_memory_bytes) for w in windows],
-        "device_memory_bytes": [int(w.device_memory_bytes) for w in windows],
+        "phases": {phase: _round(column(table, phase), 6) for phase in PHASES},
+        "wall_seconds": _round(column(table, "wall_seconds"), 6),
+        "inflight_seconds": _round(column(table, "inflight_seconds"), 6),
+        **{name: column(table, name).to(torch.int64).tolist() for name in whole},
     }
 
 
-def _round(values: list[float], digits: int) -> list[float]:
-    return [round(value, digits) for value in values]
+def _round(values: Tensor, digits: int) -> list[float]:
+    # Not torch.round: what it gives is written with all digits again.
+    return [round(value, digits) for value in values.tolist()]

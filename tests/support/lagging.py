@@ -11,11 +11,11 @@ from torch.utils.data import Dataset
 
 from hvdtrain.runtime.environment import launched_rank
 from hvdtrain.tasks import Datasets
-from hvdtrain.tasks.language_model import LanguageModel
+from tests.support.tasks import Paced
 
 
-class Lagging(LanguageModel):
-    """The language model; the data of one rank are slow to load while a file is there.
+class Lagging(Paced):
+    """Paced, so a busy machine disturbs it little; one rank's data are slow while a file is there.
 
     HVDTRAIN_TEST_LAG=rank:seconds:PATH: rank `rank` takes so long for each sample.
     """

@@ -23,6 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from hvdtrain.files import write_atomic
+from hvdtrain.log import logger
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.http_server import MetricsServer
 from hvdtrain.telemetry.straggler import KINDS
@@ -172,6 +173,8 @@ class Exporter:
             until: ends the wait too.
         """
         seen, deadline = self._server.scrapes, time.monotonic() + seconds
+        if seen and seconds:
+            logger.info("waiting for a last scrape, for at most %g s", seconds)
         while 0 < seen == self._server.scrapes and time.monotonic() < deadline and not until():
             time.sleep(0.05)
 

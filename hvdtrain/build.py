@@ -254,12 +254,21 @@ def build_exporter(
     exporter.watch_total(
         "comm_bytes", "Bytes of the gradients that were exchanged", lambda: exchange.bytes
     )
-    if device.type == "cuda":
-        exporter.watch(
-            "device_memory_bytes",
-            "Memory of the device that tensors take up",
-            lambda: torch.cuda.memory_allocated(device),
-        )
+    exporter.watch(
+        "device_memory_bytes",
+        "Memory of the device that tensors take up; 0 without a device of its own",
+        lambda: torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
+    )
+    exporter.watch(
+        "checkpoint_every_steps",
+        "Steps between checkpoints; 0: not by steps",
+        lambda: config.checkpoint.every,
+    )
+    exporter.watch(
+        "checkpoint_every_seconds",
+        "Seconds between checkpoints; 0: not by time",
+        lambda: config.checkpoint.every_seconds,
+    )
     return exporter
 
 

@@ -287,7 +287,7 @@ class Session:
         if self._made.exporter is not None and code == 0:
             self._made.exporter.linger(config.telemetry.linger_seconds, lambda: self._stop.raised)
         if records is not None:
-            folder.targets.unlink(missing_ok=True)  # a crash leaves it: Prometheus shows the loss
+            folder.remove_targets()  # a crash leaves them: Prometheus shows the loss
         self.note_end(code)
         gather_json(None, "done")  # the launcher takes the first end of a rank for the end of all
         return code
@@ -400,11 +400,12 @@ class Session:
         try:
             folder.write_config(self._settings.resolved)
             folder.write_manifest(manifest)
-            folder.targets.unlink(missing_ok=True)
             if config.telemetry.port:
-                write_targets(
-                    folder.targets, folder.path.name, targets, bool(config.telemetry.tls_cert_file)
-                )
+                tls = bool(config.telemetry.tls_cert_file)
+                write_targets(folder.targets, folder.path.name, targets, tls)
+                folder.list_targets()
+            else:
+                folder.remove_targets()
             self._records.open(step, self._made.exporter)
         except OSError as error:
             raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from None

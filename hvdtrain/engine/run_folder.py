@@ -6,11 +6,13 @@ import errno
 import fcntl
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
+from hvdtrain.log import logger
 
 
 class RunFolder:
@@ -30,6 +32,8 @@ class RunFolder:
         self.ranks = path / "ranks.jsonl"
         self.events = path / "events.jsonl"
         self.targets = path / "targets.json"
+        # In a path, Prometheus takes a * in the last part only: here it finds those of all runs.
+        self.listed_targets = path.parent / ".targets" / f"{path.name}.json"
 
     def prepare(self, fresh: bool, wait_seconds: float = 0.0) -> None:
         """Makes the folder, sees that it can be written, and holds it for this process.
@@ -76,6 +80,28 @@ class RunFolder:
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
         write_atomic(self.manifest, (json.dumps(manifest, indent=1) + "\n").encode())
+
+    def list_targets(self) -> None:
+        """Copies RUN/targets.json to where those of all runs of run.root lie.
+
+        It is only said where that fails: the folder may belong to another user.
+        """
+        try:
+            self.listed_targets.parent.mkdir(exist_ok=True)
+            write_atomic(self.listed_targets, self.targets.read_bytes())
+        except OSError as error:
+            logger.warning(
+                "%s cannot be written (%s): Prometheus finds this run by %s only",
+                self.listed_targets,
+                error.strerror,
+                self.targets,
+            )
+
+    def remove_targets(self) -> None:
+        """Prometheus forgets the run."""
+        for path in (self.targets, self.listed_targets):
+            with suppress(OSError):
+                path.unlink()
 
 
 def _lock(file: IO[str], wait_seconds: float) -> None:

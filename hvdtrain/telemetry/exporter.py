@@ -101,8 +101,11 @@ class Exporter:
             "loss": gauge("loss", "Training loss of the global batch"),
             "grad_norm": gauge("grad_norm", "Norm of the gradient before clipping"),
             "lr": gauge("learning_rate", "Learning rate"),
-            "time": gauge("last_step_timestamp_seconds", "When the last step ended"),
+            "time": gauge(
+                "last_step_timestamp_seconds", "When the last step ended; at first, the start"
+            ),
         }
+        self._gauges["time"].set_to_current_time()
         self._asked = _Asked()
         registry.register(self._asked)
         process = psutil.Process()

@@ -58,6 +58,10 @@ class Exporter:
         config: address and first port.
         local_rank: the port is `config.port` + this; a free one if that is in use.
 
+    Attributes:
+        port: that it listens on.
+        registry: of all figures.
+
     Raises:
         UserError: the address cannot be listened on, or a file of the configuration is not
             what it should be.
@@ -65,7 +69,7 @@ class Exporter:
 
     def __init__(self, config: TelemetryConfig, local_rank: int) -> None:
         disable_created_metrics()
-        registry = CollectorRegistry()
+        registry = self.registry = CollectorRegistry()
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"hvdtrain_{name}", text, registry=registry)

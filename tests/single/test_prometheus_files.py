@@ -1,0 +1,151 @@
+"""Prometheus' configuration and rules: whether promtool takes them, and whether they fit."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from prometheus_client import generate_latest
+
+from hvdtrain.build import build_exporter
+from hvdtrain.config import Config
+from hvdtrain.engine.run_folder import RunFolder
+from hvdtrain.records import Records
+from hvdtrain.telemetry.config import TelemetryConfig
+from hvdtrain.telemetry.exporter import Exporter, Target, write_targets
+from hvdtrain.telemetry.timers import PhaseTimer
+from tests.support.dashboard import PROMETHEUS, queries, rules
+
+UNIT_TESTS = PROMETHEUS / "tests/alerts.yml"
+
+
+def _promtool(*arguments: str, text: bytes = b"") -> str:
+    tool = shutil.which("promtool")
+    if tool is None and os.environ.get("CI") == "true":
+        pytest.fail("promtool is not installed (Debian's package prometheus)")
+    if tool is None:
+        pytest.skip("promtool is not installed (Debian's package prometheus)")
+    done = subprocess.run([tool, *arguments], input=text, capture_output=True, timeout=60)
+    output = (done.stdout + done.stderr).decode()
+    assert done.returncode == 0, output
+    return output
+
+
+@pytest.fixture
+def figures(tmp_path: Path) -> Iterator[bytes]:
+    """What rank 0 exports, in Prometheus' text format."""
+    config = Config()
+    config.telemetry = TelemetryConfig(port=1, host="127.0.0.1")
+    exchange: Any = SimpleNamespace(inflight_seconds=1.0, bytes=1)
+    exporter = build_exporter(config, 0, torch.device("cpu"), PhaseTimer(0.0), exchange)
+    assert exporter is not None
+    exporter.describe({"run": "mine"})
+    folder = RunFolder(tmp_path)
+    folder.prepare(fresh=True)
+    records = Records(folder, keep=1)
+    records.open(0, exporter)
+    yield generate_latest(exporter.registry)
+    records.close()
+    exporter.close()
+
+
+def _names(figures: bytes) -> set[str]:
+    return set(re.findall(r"^(\w+)", figures.decode(), re.MULTILINE)) - {"#"}
+
+
+def test_prometheus_refuses_its_configuration_or_rules() -> None:
+    output = _promtool("check", "config", str(PROMETHEUS / "prometheus.yml"))
+    assert "2 rule files found" in output
+
+
+def test_an_alert_comes_too_early_or_not_at_all_or_without_need() -> None:
+    assert "SUCCESS" in _promtool("test", "rules", str(UNIT_TESTS))
+
+
+def test_prometheus_finds_fault_with_the_names_of_figures(figures: bytes) -> None:
+    assert _promtool("check", "metrics", text=figures) == ""
+
+
+def test_a_query_of_the_dashboard_is_no_promql(tmp_path: Path) -> None:
+    content = [
+        {"record": f"panel:query{i}:value", "expr": expr}
+        for i, (_, expr) in enumerate(queries("mine", "1m"))
+    ]
+    file = tmp_path / "queries.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": content}]}))
+    assert f"{len(content)} rules found" in _promtool("check", "rules", str(file))
+
+
+def test_a_rule_or_a_panel_shows_what_no_rank_exports(figures: bytes) -> None:
+    every = [rule["expr"] for name in ("recording", "alerts") for rule in rules(name)]
+    every += [expr for _, expr in queries("mine", "1m")]
+    recorded = {rule["record"] for rule in rules("recording")}
+    named = {name for expr in every for name in re.findall(r"[\w:]*hvdtrain_[\w:]*", expr)}
+    assert len(named) > 25
+    assert {name for name in named if ":" in name} <= recorded
+    assert {name for name in named if ":" not in name} <= _names(figures)
+    unused = recorded - named
+    assert not unused, "recorded for nobody"
+
+
+@pytest.mark.parametrize("rule", rules("alerts"), ids=lambda rule: rule["alert"])
+def test_an_alert_does_not_say_what_it_should(rule: dict) -> None:
+    assert rule["labels"]["severity"] in ("info", "warning", "critical")
+    assert rule["for"]
+    notes = rule["annotations"]
+    assert set(notes) == {"summary", "description", "runbook_url"}
+    assert notes["runbook_url"] == f"docker/prometheus/runbook.md#{rule['alert'].lower()}"
+    assert "$labels.run" in notes["description"]
+    cases = yaml.safe_load(UNIT_TESTS.read_text())["tests"]
+    (case,) = (case for case in cases if case["name"] == rule["alert"])
+    expected = [bool(test["exp_alerts"]) for test in case["alert_rule_test"]]
+    assert expected[:2] == [False, True], "just inside `for`, then firing"
+
+
+def test_a_rule_is_not_named_as_others_are() -> None:
+    for rule in rules("recording"):
+        assert re.fullmatch(r"(run|host|rank):hvdtrain_\w+:\w+", rule["record"])
+
+
+def test_a_run_that_has_ended_or_lies_beside_others_is_not_found(tmp_path: Path) -> None:
+    config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    (job,) = config["scrape_configs"]
+    assert job["job_name"] == "hvdtrain", "rules ask for up of this job"
+    (pattern,) = job["file_sd_configs"][0]["files"]
+    where = pattern.replace("/runs/", "")
+    for name in ("one", "two"):
+        folder = RunFolder(tmp_path / name)
+        folder.path.mkdir()
+        write_targets(folder.targets, name, [Target("node1", 0, 9855)], tls=False)
+        folder.list_targets()
+        assert folder.listed_targets.read_bytes() == folder.targets.read_bytes()
+    assert {path.stem for path in tmp_path.glob(where)} == {"one", "two"}
+    RunFolder(tmp_path / "one").remove_targets()
+    assert [path.stem for path in tmp_path.glob(where)] == ["two"]
+    assert not (tmp_path / "one/targets.json").exists()
+
+
+def test_a_list_of_another_user_ends_the_run(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "one")
+    folder.path.mkdir()
+    write_targets(folder.targets, "one", [Target("node1", 0, 9855)], tls=False)
+    (tmp_path / ".targets").write_text("no folder: root may write into any")
+    folder.list_targets()
+    folder.remove_targets()
+    assert not folder.targets.exists()
+
+
+def test_a_run_that_begins_counts_as_stalled(tmp_path: Path) -> None:
+    exporter = Exporter(TelemetryConfig(port=1, host="127.0.0.1"), 0)
+    value = exporter.registry.get_sample_value("hvdtrain_last_step_timestamp_seconds")
+    exporter.close()
+    assert value is not None and value > 1e9

@@ -1,0 +1,222 @@
+"""A real Prometheus beside a real run: 4 ranks on 2 hosts, in which one thing after another
+goes wrong, and is put right again.
+
+Its configuration and rules are the committed ones with all times 60 times shorter: what takes
+minutes there takes seconds here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from tests.support.cluster import Cluster
+from tests.support.dashboard import queries, rules
+from tests.support.faults import ElasticJob
+from tests.support.job import poll
+from tests.support.prometheus import Prometheus
+
+FOUR = 4
+RUN = 'run="case"'
+ARGUMENTS = (
+    "--task tests.support.controlled:Controlled --train.steps 1000000 --eval.every 50"
+    " --telemetry.port 9855 --telemetry.exchange_every 5 --checkpoint.every 5"
+    " --train.max_nonfinite 1000"
+    # Ranks are stopped for some seconds here, and none of them shall give the others up.
+    " --elastic.timeout_seconds 60"
+)
+
+
+class Watched(NamedTuple):
+    job: ElasticJob
+    prometheus: Prometheus
+    control: Path
+
+    @contextlib.contextmanager
+    def disturbed(self, name: str) -> Iterator[None]:
+        """As long as `Controlled` finds this file."""
+        (self.control / name).touch()
+        yield
+        (self.control / name).unlink()
+
+    def value(self, expr: str) -> float:
+        """Of the only series; NaN where there is none."""
+        found = self.prometheus.query(expr)
+        return float(found[0]["value"][1]) if found else float("nan")
+
+
+@pytest.fixture(scope="module")
+def watched(two_hosts: Cluster) -> Iterator[Watched]:
+    if shutil.which("prometheus") is None and os.environ.get("CI") == "true":
+        pytest.fail("prometheus is not installed")
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed")
+    folder = two_hosts.shared / "prometheus"
+    control = folder / "control"
+    control.mkdir(parents=True)
+    (folder / "runs").mkdir()
+    env = {"HVDTRAIN_TEST_CONTROL": str(control)}
+    prometheus = Prometheus(two_hosts, "node1", folder / "prometheus", folder / "runs")
+    job = ElasticJob(two_hosts, folder / "runs", arguments=ARGUMENTS, env=env)
+    try:
+        job.wait_for_step(5)
+        yield Watched(job, prometheus, control)
+    finally:
+        job.job.kill()
+        prometheus.job.kill()
+        two_hosts.kill(two_hosts.ranks())
+
+
+def test_a_rank_is_not_scraped_or_not_told_from_the_others(watched: Watched) -> None:
+    def up() -> list[dict]:
+        return watched.prometheus.query(f"up{{{RUN}}} == 1")
+
+    poll(lambda: len(up()) == FOUR, 30, "four targets")
+    found = {series["metric"]["rank"]: series["metric"] for series in up()}
+    for rank in range(FOUR):
+        host, local_rank = f"node{1 + rank // 2}", str(rank % 2)
+        port = 9855 + rank % 2
+        expected = {"run": "case", "host": host, "local_rank": local_rank, "job": "hvdtrain"}
+        assert expected.items() <= found[str(rank)].items()
+        assert found[str(rank)]["instance"] == f"{host}:{port}"
+    assert json.loads((watched.job.run / "targets.json").read_text())
+
+
+def test_a_panel_or_a_recording_rule_shows_nothing(watched: Watched) -> None:
+    watched.prometheus.wait_for_end("TrainingStalled", 20)
+    watched.job.wait_for_more(50, 30)  # rates, exchanges, an evaluation, checkpoints
+    every = [*queries("case", "10s")]
+    every += [(rule["record"], rule["record"] + f"{{{RUN}}}") for rule in rules("recording")]
+    results = watched.prometheus.queries([expr for _, expr in every])
+    empty = [title for (title, _), found in zip(every, results, strict=True) if not found]
+    assert not empty
+    for (title, expr), found in zip(every, results, strict=True):
+        if "by rank" in title:
+            assert {s["metric"]["rank"] for s in found} == set("0123"), (title, expr)
+    assert watched.value(f"sum(avg by (phase) (rate(hvdtrain_phase_seconds_total{{{RUN}}}[10s])))")
+
+
+def test_a_rank_that_is_slow_to_load_has_no_alert_with_its_name(watched: Watched) -> None:
+    watched.job.wait_for_more(200, 60)  # the run's own past, against which it becomes slow
+    with watched.disturbed("data-3"):
+        watched.prometheus.wait_for(
+            "Straggler", 30, run="case", rank="3", host="node2", phase="data", severity="warning"
+        )
+        line = watched.job.events("straggler")[-1]
+        assert (line["rank"], line["host"], line["phase"]) == (3, "node2", "data")
+        watched.prometheus.wait_for("ThroughputDropped", 30, run="case")
+    watched.prometheus.wait_for_end("Straggler", 20)
+    watched.prometheus.wait_for_end("ThroughputDropped", 20)
+
+
+def test_a_rank_with_half_a_processor_has_no_alert_with_its_name(watched: Watched) -> None:
+    with _short_of_processor(watched.job.process(2).pid):
+        watched.prometheus.wait_for(
+            "Straggler", 60, run="case", rank="2", host="node2", phase="compute"
+        )
+    assert "rank 2 on node2 is slow" in watched.job.job.output()
+    watched.prometheus.wait_for_end("Straggler", 20)
+
+
+def test_a_loss_that_is_not_finite_has_no_alert(watched: Watched) -> None:
+    with watched.disturbed("nan"):
+        watched.prometheus.wait_for("LossNotFinite", 20, run="case", severity="critical")
+    watched.prometheus.wait_for_end("LossNotFinite", 20)
+    assert watched.value(f"max(hvdtrain_nonfinite_total{{{RUN}}})") > 0
+
+
+def test_ranks_that_wait_for_the_network_alone_have_no_alert(watched: Watched) -> None:
+    with watched.disturbed("quick"):
+        watched.prometheus.wait_for("CommunicationBound", 40, run="case")
+    watched.prometheus.wait_for_end("CommunicationBound", 20)
+
+
+def test_checkpoints_that_fail_have_no_alert(watched: Watched) -> None:
+    good = watched.job.run / "checkpoints"
+    kept = good.rename(good.with_name("kept"))
+    good.write_text("no folder")
+    watched.prometheus.wait_for("CheckpointStale", 40, run="case")
+    assert watched.value(f"max(hvdtrain_checkpoint_failures_total{{{RUN}}})") > 0
+    good.unlink()
+    kept.rename(good)
+    watched.prometheus.wait_for_end("CheckpointStale", 20)
+
+
+def test_a_lost_rank_has_no_alert_or_one_that_stays(watched: Watched) -> None:
+    restarts = watched.value(f"max(hvdtrain_restarts_total{{{RUN}}})")
+    lost = _with_watchdog(watched.job.process(3).pid)
+    _send(signal.SIGSTOP, lost)
+    watched.prometheus.wait_for("ExporterDown", 30, run="case", rank="3", host="node2")
+    assert not watched.prometheus.firing("RankMissing")
+    _send(signal.SIGKILL, lost)
+    watched.job.set_hosts("node1:2 node2:1")  # else its slot is used again too soon to see it
+    watched.prometheus.wait_for("RankMissing", 30, run="case", host="node2")
+    assert watched.value(f"max(hvdtrain_world_size{{{RUN}}})") == FOUR - 1
+    watched.prometheus.wait_for_end("ExporterDown", 20)
+    assert watched.value(f"max(hvdtrain_recovery_seconds_count{{{RUN}}})") == 1
+    assert watched.value(f"max(hvdtrain_recovery_seconds_sum{{{RUN}}})") < 30
+    assert watched.value(f"max(hvdtrain_restarts_total{{{RUN}}})") > restarts
+    watched.job.set_hosts("node1:2 node2:2")
+    watched.job.wait_for_world(FOUR, 60)
+    watched.prometheus.wait_for_end("RankMissing", 30)
+
+
+def test_a_run_that_stands_still_has_no_alert(watched: Watched) -> None:
+    everyone = [pid for p in watched.job.cluster.ranks() for pid in _with_watchdog(p.pid)]
+    _send(signal.SIGSTOP, reversed(everyone))  # watchdogs first: they would end the ranks
+    watched.prometheus.wait_for("TrainingStalled", 30, run="case", severity="critical")
+    _send(signal.SIGCONT, everyone)
+    watched.prometheus.wait_for_end("TrainingStalled", 30)
+    watched.job.wait_for_more(5, 30)
+
+
+def test_a_clean_end_looks_like_a_crash(watched: Watched) -> None:
+    watched.job.end()
+    poll(lambda: not watched.prometheus.query(f"up{{{RUN}}}"), 30, "the end of the targets")
+    for rule in rules("alerts"):
+        watched.prometheus.wait_for_end(rule["alert"], 20)
+
+
+def _with_watchdog(pid: int) -> list[int]:
+    """A rank's process, then its watchdog."""
+    children = psutil.Process(pid).children()
+    return [pid, *(c.pid for c in children if "hvdtrain.elastic.watchdog" in c.cmdline())]
+
+
+def _send(number: signal.Signals, pids: Iterator[int] | list[int]) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
+@contextlib.contextmanager
+def _short_of_processor(pid: int) -> Iterator[None]:
+    """A process runs for 0.1 s, then stands for 0.3 s, and so on."""
+    rank, *watchdog = _with_watchdog(pid)
+    done = threading.Event()
+
+    def stop_and_go() -> None:
+        while not done.is_set():
+            os.kill(rank, signal.SIGSTOP)
+            done.wait(0.3)
+            os.kill(rank, signal.SIGCONT)
+            done.wait(0.1)
+
+    _send(signal.SIGSTOP, watchdog)  # it would take the rank for stopped
+    thread = threading.Thread(target=stop_and_go)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(5)
+        _send(signal.SIGCONT, watchdog)

@@ -346,6 +346,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
+    # Grafana draws no cells that are narrower than a few pixels.
+    few = {"maxDataPoints": 100} if panel.type == "status-history" else {}
     return {
         "id": number,
         "type": panel.type,
@@ -353,6 +355,7 @@ def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
         "description": panel.description,
         "datasource": DATASOURCE,
         "gridPos": {"x": x, "y": y, "w": panel.width, "h": panel.height},
+        **few,
         "fieldConfig": {"defaults": {"unit": panel.unit, **panel.more}, "overrides": []},
         "options": OPTIONS[panel.type],
         "targets": [
@@ -392,10 +395,9 @@ def variable(name: str, label: str, metric: str, **more: Any) -> dict[str, Any]:
         "label": label,
         "type": "query",
         "datasource": DATASOURCE,
-        "definition": query,
         "query": {"query": query, "refId": f"variable-{name}"},
         "refresh": 2,  # when the time range changes
-        "sort": 4 if name == "run" else 3,  # run: newest name first; rank: by number
+        "sort": 2 if name == "run" else 3,  # run: by name, the newest first; rank: by number
         **more,
     }
 

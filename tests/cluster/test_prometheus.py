@@ -44,7 +44,7 @@ class Watched(NamedTuple):
 
     @contextlib.contextmanager
     def disturbed(self, name: str) -> Iterator[None]:
-        """As long as `Controlled` finds this file."""
+        """As long as `Controlled` or `Lagging` finds this file."""
         (self.control / name).touch()
         yield
         (self.control / name).unlink()
@@ -65,7 +65,7 @@ def watched(two_hosts: Cluster) -> Iterator[Watched]:
     control = folder / "control"
     control.mkdir(parents=True)
     (folder / "runs").mkdir()
-    env = {"HVDTRAIN_TEST_CONTROL": str(control)}
+    env = {"HVDTRAIN_TEST_CONTROL": str(control), "HVDTRAIN_TEST_LAG": f"3:0.1:{control}/lag"}
     prometheus = Prometheus(two_hosts, "node1", folder / "prometheus", folder / "runs")
     job = ElasticJob(two_hosts, folder / "runs", arguments=ARGUMENTS, env=env)
     try:
@@ -108,7 +108,7 @@ def test_a_panel_or_a_recording_rule_shows_nothing(watched: Watched) -> None:
 
 def test_a_rank_that_is_slow_to_load_has_no_alert_with_its_name(watched: Watched) -> None:
     watched.job.wait_for_more(200, 60)  # the run's own past, against which it becomes slow
-    with watched.disturbed("data-3"):
+    with watched.disturbed("lag"):
         watched.prometheus.wait_for(
             "Straggler", 30, run="case", rank="3", host="node2", phase="data", severity="warning"
         )
@@ -161,6 +161,7 @@ def test_a_lost_rank_has_no_alert_or_one_that_stays(watched: Watched) -> None:
     _send(signal.SIGKILL, lost)
     watched.job.set_hosts("node1:2 node2:1")  # else its slot is used again too soon to see it
     watched.prometheus.wait_for("RankMissing", 30, run="case", host="node2")
+    assert {labels["host"] for labels in watched.prometheus.firing("RankMissing")} == {"node2"}
     assert watched.value(f"max(hvdtrain_world_size{{{RUN}}})") == FOUR - 1
     watched.prometheus.wait_for_end("ExporterDown", 20)
     assert watched.value(f"max(hvdtrain_recovery_seconds_count{{{RUN}}})") == 1

@@ -76,6 +76,5 @@ def _add_gap(
         return
     # A checkpoint that is written in the background takes longer than it holds up.
     saving = min(gap, sum(generation.checkpoints.get(s, 0.0) for s in range(step, following)))
-    evaluated = any(line.evaluated for line in generation.lines if line.step == step)
     parts["checkpoint"] += saving
-    parts["evaluation" if evaluated else "other"] += gap - saving
+    parts["evaluation" if step in generation.evaluated else "other"] += gap - saving

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import yaml
 from hvdtrain.checkpoint.layout import finished
 from hvdtrain.engine.run_folder import RunFolder
 from hvdtrain.errors import UserError
-from hvdtrain.telemetry.events_file import read_lines
+from hvdtrain.telemetry.events_file import each_line, read_lines
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ class Generation:
         """The last step that there is a sign of."""
         steps = [self.start.step, *(line.step for line in self.lines), *self.checkpoints]
         return max([*steps, self.end[0]] if self.end else steps)
+
+    @cached_property
+    def evaluated(self) -> set[int]:
+        """Steps after which there was an evaluation."""
+        return {line.step for line in self.lines if line.evaluated}
 
 
 @dataclass
@@ -162,8 +168,8 @@ def _generations(events: list[dict[str, Any]]) -> list[Generation]:
 def _lines(folder: RunFolder) -> list[Line]:
     found = []
     for path, kept in ((folder.metrics, True), (folder.left_metrics, False)):
-        for line in read_lines(path) if path.exists() else []:
-            if not isinstance(line.get("step"), int):
+        for line in each_line(path) if path.exists() else []:
+            if line is None or not isinstance(line.get("step"), int):
                 continue  # what a crash left, moved aside
             found.append(
                 Line(

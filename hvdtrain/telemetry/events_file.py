@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -61,12 +62,20 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         OSError: there is no such file, or it cannot be read.
     """
-    found = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            content = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(content, dict):
-            found.append(content)
-    return found
+    return [content for content in each_line(path) if content is not None]
+
+
+def each_line(path: Path) -> Iterator[dict[str, Any] | None]:
+    """As `read_lines`, but one after the other, and None for a torn line: a long run's file is
+    larger than what it is wanted for.
+
+    Raises:
+        OSError: there is no such file, or it cannot be read.
+    """
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                content = json.loads(line)
+            except ValueError:
+                content = None
+            yield content if isinstance(content, dict) else None

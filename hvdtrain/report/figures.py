@@ -1,0 +1,236 @@
+"""The figures of a run that the summary shows; names carry units, None is: not known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hvdtrain.audit.goodput import Goodput, measure
+from hvdtrain.audit.ledger import Generation
+from hvdtrain.report.run import Column, Ranks, Run
+
+Figures = dict[str, Any]
+
+STATES = {0: "finished", 75: "preempted"}
+
+
+def figures(run: Run) -> Figures:
+    """All figures of a run: the same keys for every run."""
+    return {
+        "run": str(run.path),
+        "task": run.manifest.get("task") or run.config.get("task"),
+        **_progress(run),
+        **_speed(run),
+        **_communication(run.ranks),
+        **_memory(run),
+        "stragglers": stragglers(run),
+        **_slowest(run),
+        **_goodput(run),
+        "restarts": restarts(run),
+        **_checkpoints(run),
+        "missing": run.missing,
+    }
+
+
+def _progress(run: Run) -> Figures:
+    step, loss = run.steps["step"], run.steps["loss"]
+    last = run.ledger.generations[-1] if run.ledger else None
+    code = last.end[1] if last and last.end else None
+    ended = STATES.get(code, f"ended with exit code {code}") if code is not None else "no end"
+    return {
+        "state": ended if last else None,
+        "exit_code": code,
+        "steps": int(step[-1]) if len(step) else 0,
+        "total_steps": last.start.total_steps if last else _train_steps(run),
+        "ranks": last.start.world_size if last else run.manifest.get("world_size"),
+        "hosts": last.start.hosts if last else run.manifest.get("hosts", {}),
+        "final_loss": _last(loss),
+        "final_validation_loss": _last(run.steps["validation_loss"]),
+        "lowest_validation_loss": _number(np.min, run.steps["validation_loss"]),
+        "steps_without_finite_loss": int((~np.isfinite(loss)).sum()),
+    }
+
+
+def _train_steps(run: Run) -> int | None:
+    steps = run.config.get("train", {}).get("steps")
+    return steps if isinstance(steps, int) else None
+
+
+def _speed(run: Run) -> Figures:
+    return {
+        "median_samples_per_second": _number(np.median, run.steps["samples_per_second"]),
+        "median_step_seconds": _number(np.median, run.steps["step_seconds"]),
+    }
+
+
+def _communication(ranks: Ranks | None) -> Figures:
+    """Sums over all windows and ranks. Nothing is communicated where there is one rank."""
+    found: Figures = {
+        "phase_seconds_per_step": None,
+        "phase_shares": None,
+        "exposed_share": None,
+        "overlap": None,
+        "bus_bandwidth_bytes_per_second": None,
+    }
+    if ranks is None:
+        return found
+    seconds = np.nansum(ranks.seconds, axis=(1, 2), dtype=np.float64)
+    done = float((ranks.steps * ranks.world_size).sum())
+    whole = float(seconds.sum())
+    if done:
+        found["phase_seconds_per_step"] = dict(zip(ranks.phases, seconds / done, strict=True))
+    if whole:
+        found["phase_shares"] = dict(zip(ranks.phases, seconds / whole, strict=True))
+        found["exposed_share"] = _sum(ranks.of("comm_exposed")) / whole
+    several = ranks.world_size > 1
+    inflight = _sum(ranks.figures["inflight_seconds"][several])
+    if inflight > 0:
+        found["overlap"] = 1 - _sum(ranks.of("comm_exposed")[several]) / inflight
+        factor = 2 * (ranks.world_size - 1) / ranks.world_size
+        moved = np.nansum(ranks.figures["bytes"] * factor[:, None], dtype=np.float64)
+        # In-flight is more than the communication itself: the true bandwidth is higher.
+        found["bus_bandwidth_bytes_per_second"] = float(moved) / inflight
+    return {key: _plain(value) for key, value in found.items()}
+
+
+def _memory(run: Run) -> Figures:
+    found: Figures = {}
+    for kind in ("host", "device"):
+        values = run.ranks.figures[f"{kind}_memory_bytes"] if run.ranks else np.zeros((0, 0))
+        peak = np.nanmax(values, initial=0) if values.size else 0
+        known = peak > 0
+        found[f"peak_{kind}_memory_bytes"] = int(peak) if known else None
+        found[f"peak_{kind}_memory_rank"] = (
+            int(np.nanargmax(values) % values.shape[1]) if known else None
+        )
+    return found
+
+
+def stragglers(run: Run) -> list[Figures]:
+    """Ranks that the run named as slow, with how long; most steps first.
+
+    A rank's number is that of its round: after a restart it may be another process.
+    """
+    found: dict[tuple[int, str, str], Figures] = {}
+    open_: dict[int, tuple[Figures, int]] = {}
+    reached = run.ledger.generations[-1].reached if run.ledger else 0
+    end = {"event": "start", "step": reached}
+    for event in [*run.events, end]:
+        kind, step = event.get("event"), event.get("step", 0)
+        if kind == "straggler":
+            key = event["rank"], event["host"], event["phase"]
+            names = dict(zip(("rank", "host", "phase"), key, strict=True))
+            entry = found.setdefault(
+                key, {**names, "times": 0, "first_step": step, "steps": 0, "lowest_score": 1.0}
+            )
+            entry["times"] += 1
+            entry["lowest_score"] = min(entry["lowest_score"], event["score"])
+            open_[event["rank"]] = entry, step
+        elif kind in ("start", "straggler_ended"):
+            closing = list(open_) if kind == "start" else [event["rank"]]
+            for rank in closing:
+                if rank in open_:
+                    entry, since = open_.pop(rank)
+                    entry["steps"] += max(0, step - since)
+    return sorted(found.values(), key=lambda entry: -entry["steps"])
+
+
+def _slowest(run: Run) -> Figures:
+    """The rank with the lowest median score, named or not."""
+    if run.ranks is None or run.ranks.world_size.max() < 2:
+        return {"slowest_rank": None, "slowest_rank_median_score": None}
+    score = run.ranks.figures["score"]
+    medians = np.full(score.shape[1], np.nan)
+    known = np.isfinite(score).any(axis=0)
+    medians[known] = np.nanmedian(score[:, known], axis=0)
+    if not known.any():
+        return {"slowest_rank": None, "slowest_rank_median_score": None}
+    rank = int(np.nanargmin(medians))
+    return {"slowest_rank": rank, "slowest_rank_median_score": float(medians[rank])}
+
+
+def _goodput(run: Run) -> Figures:
+    if run.ledger is None:
+        times = run.steps["time"]
+        wall = float(times[-1] - times[0]) if len(times) else None
+        return {"goodput_share": None, "wall_seconds": wall, "seconds_by_part": None}
+    goodput: Goodput = measure(run.ledger)
+    return {
+        "goodput_share": goodput.share,
+        "wall_seconds": goodput.wall,
+        "seconds_by_part": goodput.parts,
+    }
+
+
+def restarts(run: Run) -> list[Figures] | None:
+    """Each start after the first, with what it cost."""
+    if run.ledger is None:
+        return None
+    generations = run.ledger.generations
+    return [
+        {
+            "number": number,
+            "cause": now.start.cause,
+            "source": now.start.source,
+            "step": now.start.step,
+            "ranks_before": before.start.world_size,
+            "ranks_after": now.start.world_size,
+            "hosts_lost": sorted(set(before.start.hosts) - set(now.start.hosts)),
+            "hosts_gained": sorted(set(now.start.hosts) - set(before.start.hosts)),
+            "seconds_without_steps": _pause(before, now),
+            "redone_steps": max(0, before.reached - now.start.step),
+        }
+        for number, (before, now) in enumerate(
+            zip(generations, generations[1:], strict=False), start=1
+        )
+    ]
+
+
+def _pause(before: Generation, now: Generation) -> float:
+    """Seconds between the last step before a start and the first step after it."""
+    stopped = before.lines[-1].time if before.lines else before.start.time
+    if not now.lines:
+        return max(0.0, now.last_time - stopped)
+    first = now.lines[0]
+    stepping = max(0, first.step - now.start.step) * first.step_seconds
+    return max(0.0, first.time - stepping - stopped)
+
+
+def _checkpoints(run: Run) -> Figures:
+    generations = run.ledger.generations if run.ledger else []
+    seconds = [s for g in generations for s in g.checkpoints.values()]
+    known = run.ledger is not None
+    return {
+        "checkpoints": len(seconds) if known else None,
+        "median_checkpoint_seconds": float(np.median(seconds)) if seconds else None,
+        "last_checkpoint_step": max((s for g in generations for s in g.checkpoints), default=None),
+        "failed_checkpoints": sum(len(g.failed) for g in generations) if known else None,
+        "healed_ranks": sum(len(r) for g in generations for r in g.healed.values())
+        if known
+        else None,
+        "skipped_steps": sum(li.kept and li.skipped for g in generations for li in g.lines)
+        if known
+        else None,
+    }
+
+
+def _sum(values: Column) -> float:
+    return float(np.nansum(values, dtype=np.float64))
+
+
+def _last(values: Column) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(known[-1]) if len(known) else None
+
+
+def _number(of: Any, values: Column) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(of(known)) if len(known) else None
+
+
+def _plain(value: Any) -> Any:
+    """numpy's numbers as Python's, for JSON."""
+    if isinstance(value, dict):
+        return {key: float(number) for key, number in value.items()}
+    return value

@@ -1,0 +1,232 @@
+"""What a run left on disk, as columns of figures; whatever is not there is said."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from hvdtrain.audit import ledger
+from hvdtrain.engine.run_folder import RunFolder
+from hvdtrain.errors import UserError
+from hvdtrain.telemetry.events_file import each_line
+
+Column = NDArray[np.floating[Any]]
+
+_STEP_FIGURES = (
+    "step",
+    "loss",
+    "validation_loss",
+    "samples_per_second",
+    "step_seconds",
+    "world_size",
+    "time",
+)
+_RANK_FIGURES = (
+    "wall_seconds",
+    "inflight_seconds",
+    "bytes",
+    "host_memory_bytes",
+    "device_memory_bytes",
+    "score",
+)
+
+
+@dataclass
+class Ranks:
+    """RUN/ranks.jsonl: L lines over R ranks; NaN where there was no such rank.
+
+    Args:
+        step: of each line, the last of its window (L)
+        steps: how many the window has (L)
+        world_size: ranks of each line (L)
+        phases: names of the P phases, as the run wrote them
+        seconds: of each phase in the window (P x L x R)
+        figures: name -> (L x R): wall_seconds, inflight_seconds, bytes, host_memory_bytes,
+            device_memory_bytes, score
+    """
+
+    step: Column
+    steps: Column
+    world_size: Column
+    phases: tuple[str, ...]
+    seconds: Column
+    figures: dict[str, Column]
+
+    @property
+    def totals(self) -> Column:
+        """Seconds of all phases together (L x R)."""
+        total: Column = self.seconds.sum(axis=0)
+        return total
+
+    def of(self, phase: str) -> Column:
+        """Seconds of one phase (L x R); zeros where the run did not know it."""
+        if phase not in self.phases:
+            return np.zeros_like(self.seconds[0])
+        return self.seconds[self.phases.index(phase)]
+
+
+@dataclass
+class Run:
+    """One run.
+
+    Args:
+        steps: column -> a value each line of metrics.jsonl that counts (float64, NaN where the
+            line had none): step, loss, validation_loss, samples_per_second, step_seconds,
+            world_size, time (unix)
+        ranks: None where there is no line of ranks.jsonl
+        ledger: None where there are no events
+        events: those named straggler, straggler_ended, start
+        config, manifest: {} where they cannot be read
+        missing: sentences on what is not there
+    """
+
+    path: Path
+    steps: dict[str, Column]
+    ranks: Ranks | None
+    ledger: ledger.Ledger | None
+    events: list[dict[str, Any]]
+    config: dict[str, Any]
+    manifest: dict[str, Any]
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    def host(self, rank: int) -> str:
+        """Where a rank was last."""
+        maps = [self.manifest.get("hosts", {})]
+        if self.ledger is not None:
+            maps = [g.start.hosts for g in reversed(self.ledger.generations)]
+        return next((h for hosts in maps for h, ranks in hosts.items() if rank in ranks), "?")
+
+
+def read(path: Path) -> Run:
+    """Reads RUN/.
+
+    Raises:
+        UserError: it is no folder of a run, or cannot be read.
+    """
+    folder = RunFolder(path)
+    if not folder.manifest.exists():
+        raise UserError(f"{path} is no folder of a run: it has no manifest.json")
+    missing: list[str] = []
+    try:
+        config = _config(folder, missing)
+        run = Run(
+            path=path,
+            steps=_steps(folder, missing),
+            ranks=_ranks(folder, config, missing),
+            ledger=_ledger(folder, missing),
+            events=list(_told(folder.events, [])),
+            config=config,
+            manifest=_manifest(folder, missing),
+            missing=missing,
+        )
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
+    return run
+
+
+def _config(folder: RunFolder, missing: list[str]) -> dict[str, Any]:
+    path = folder.path / "config.yaml"
+    try:
+        content = yaml.safe_load(path.read_text(errors="replace"))
+    except (FileNotFoundError, yaml.YAMLError):
+        content = None
+    if not isinstance(content, dict):
+        missing.append("config.yaml is missing or damaged: the configuration is not shown.")
+        return {}
+    return content
+
+
+def _manifest(folder: RunFolder, missing: list[str]) -> dict[str, Any]:
+    try:
+        return dict(json.loads(folder.manifest.read_text(errors="replace")))
+    except ValueError:
+        missing.append("manifest.json is damaged: versions and hosts are not shown.")
+        return {}
+
+
+def _ledger(folder: RunFolder, missing: list[str]) -> ledger.Ledger | None:
+    if not folder.events.exists():
+        missing.append(
+            "There is no events.jsonl (versions before it wrote none): restarts, goodput, "
+            "checkpoints and named stragglers are not known."
+        )
+        return None
+    try:
+        return ledger.read(folder.path)
+    except UserError as error:
+        missing.append(f"Restarts, goodput and checkpoints are not known: {error}.")
+        return None
+
+
+def _told(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
+    """The lines of a file, none if it is not there; `missing` hears of torn ones."""
+    torn = 0
+    for line in each_line(path) if path.exists() else ():
+        if line is None:
+            torn += 1
+        else:
+            yield line
+    if torn:
+        lines = "line is" if torn == 1 else "lines are"
+        missing.append(f"{torn} {lines} torn in {path.name} (a crash does that) and passed over.")
+
+
+def _steps(folder: RunFolder, missing: list[str]) -> dict[str, Column]:
+    columns = {name: array("d") for name in _STEP_FIGURES}
+    for line in _told(folder.metrics, missing):
+        if not isinstance(line.get("step"), int):
+            continue
+        for name, column in columns.items():
+            value = line.get(name)
+            column.append(value if isinstance(value, (int, float)) else np.nan)
+    if not columns["step"]:
+        missing.append("metrics.jsonl has no whole line: no step was logged.")
+    return {name: np.array(column) for name, column in columns.items()}
+
+
+def _ranks(folder: RunFolder, config: dict[str, Any], missing: list[str]) -> Ranks | None:
+    heads, tables = [], []
+    phases: tuple[str, ...] = ()
+    for line in _told(folder.ranks, missing):
+        try:
+            phases = phases or tuple(line["phases"])
+            table = _table(line, phases)
+            heads.append((line["step"], line["steps"], table.shape[1]))
+        except (KeyError, TypeError, ValueError):
+            continue
+        tables.append(table)
+    if not tables:
+        off = config.get("telemetry", {}).get("exchange_every") == 0
+        missing.append(
+            "There is no line in ranks.jsonl"
+            + (" (telemetry.exchange_every is 0)" if off else "")
+            + ": phases, communication, straggler scores and memory are not known."
+        )
+        return None
+    step, steps, world_size = np.array(heads, dtype=np.float64).T
+    cube = np.full((len(tables[0]), len(tables), int(world_size.max())), np.nan, np.float32)
+    for number, table in enumerate(tables):
+        cube[:, number, : table.shape[1]] = table
+    count = len(phases)
+    figures = dict(zip(_RANK_FIGURES, cube[count:], strict=True))
+    return Ranks(step, steps, world_size, phases, cube[:count], figures)
+
+
+def _table(line: dict[str, Any], phases: tuple[str, ...]) -> Column:
+    """A line of ranks.jsonl as (phases and figures) x ranks."""
+    rows = [line["phases"][phase] for phase in phases]
+    unknown = [np.nan] * len(rows[0])
+    rows += [line.get(name, unknown) for name in _RANK_FIGURES]
+    return np.array(rows, dtype=np.float32)

@@ -1,0 +1,121 @@
+"""Two runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from matplotlib.ticker import MaxNLocator
+
+from hvdtrain.report import units
+from hvdtrain.report.draw import (
+    BLUE,
+    GREY,
+    ORANGE,
+    PHASE_COLOURS,
+    canvas,
+    legend,
+    line,
+    sampling,
+)
+from hvdtrain.report.figures import Figures
+from hvdtrain.report.plots import Plot
+from hvdtrain.report.ratios import COMPARED, per_step, phases, ratios
+from hvdtrain.report.run import Run
+from hvdtrain.report.summary import Table
+
+# As `COMPARED`: what a figure is called, and how it is written.
+_FORMATS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "steps": ("steps", units.number),
+    "ranks": ("ranks", units.number),
+    "final_loss": ("final loss", units.number),
+    "final_validation_loss": ("final validation loss", units.number),
+    "lowest_validation_loss": ("lowest validation loss", units.number),
+    "median_samples_per_second": ("samples per second, median", units.number),
+    "median_step_seconds": ("step time, median", units.seconds),
+    "exposed_share": ("exposed communication, share", units.percent),
+    "overlap": ("overlap", units.percent),
+    "bus_bandwidth_bytes_per_second": ("bus bandwidth, at least", units.bandwidth),
+    "slowest_rank_median_score": ("lowest median straggler score", units.number),
+    "goodput_share": ("goodput", units.percent),
+    "wall_seconds": ("wall time", units.seconds),
+    "median_checkpoint_seconds": ("writing a checkpoint, median", units.seconds),
+    "peak_host_memory_bytes": ("peak host memory of a rank", units.size),
+    "peak_device_memory_bytes": ("peak device memory of a rank", units.size),
+}
+
+
+def table(a: Figures, b: Figures) -> Table:
+    """The figures of both and their ratios."""
+    found = ratios(a, b)
+    rows = []
+    for name in COMPARED:
+        label, text = _FORMATS[name]
+        if a[name] is not None or b[name] is not None:
+            rows.append([label, text(a[name]), text(b[name]), _times(found[name])])
+    for phase in phases(a, b):
+        values = per_step(a, phase), per_step(b, phase)
+        ratio = _times(found[f"{phase}_seconds_per_step"])
+        rows.append([f"{phase}, per step", *map(units.seconds, values), ratio])
+    for name, label in (("restarts", "restarts"), ("stragglers", "named as slow")):
+        counts = [units.UNKNOWN if f[name] is None else str(len(f[name])) for f in (a, b)]
+        rows.append([label, *counts, ""])
+    return Table("Figures", ["", "A", "B", "B / A"], rows)
+
+
+def plots(a: Run, b: Run, figures: tuple[Figures, Figures]) -> list[Plot]:
+    """Loss, validation loss and throughput over steps, and the phases, of both."""
+    found = [
+        _overlay(a, b, "loss", "loss", "Training loss"),
+        _overlay(a, b, "validation_loss", "loss", "Validation loss"),
+        _overlay(a, b, "samples_per_second", "samples per second", "Throughput"),
+        _phase_bars(figures),
+    ]
+    return [plot for plot in found if plot is not None]
+
+
+def _overlay(a: Run, b: Run, name: str, ylabel: str, title: str) -> Plot | None:
+    with canvas(3.2) as (axes, svg):
+        drawn = [
+            line(axes, run.steps["step"], run.steps[name], colour, f"{letter}: {run.name}")
+            for run, letter, colour in ((a, "A", BLUE), (b, "B", ORANGE))
+        ]
+        if drawn == [None, None]:
+            return None
+        axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("step")
+        axes.set_ylabel(ylabel)
+        if name == "samples_per_second":
+            axes.set_ylim(bottom=0)
+        legend(axes, 2)
+    missing = [letter for letter, band in zip("AB", drawn, strict=True) if band is None]
+    caption = f"Not known of {missing[0]}." if missing else ""
+    points = max(len(run.steps["step"]) for run in (a, b))
+    if name != "validation_loss":
+        caption += sampling(points, "value")
+    return Plot(f"{title} of both runs", caption, svg[0])
+
+
+def _phase_bars(figures: tuple[Figures, Figures]) -> Plot | None:
+    a, b = figures
+    if a["phase_seconds_per_step"] is None and b["phase_seconds_per_step"] is None:
+        return None
+    with canvas(1.9) as (axes, svg):
+        left = [0.0, 0.0]
+        for phase in phases(a, b):
+            widths = [(per_step(f, phase) or 0.0) * 1e3 for f in figures]
+            colour = PHASE_COLOURS.get(phase, GREY)
+            axes.barh(["A", "B"], widths, left=left, color=colour, label=phase)
+            left = [x + width for x, width in zip(left, widths, strict=True)]
+        axes.invert_yaxis()
+        axes.grid(False, axis="y")
+        axes.set_xlabel("ms per step")
+        axes.set_ylabel("run")
+        legend(axes, 8)
+    caption = "Mean of all ranks and steps; the phases of a rank add up to its wall time."
+    return Plot("Where the time of a rank goes in both runs", caption, svg[0])
+
+
+def _times(ratio: float | None) -> str:
+    return units.UNKNOWN if ratio is None else f"{ratio:.3g}"

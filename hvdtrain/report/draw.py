@@ -1,0 +1,122 @@
+"""How plots are drawn: small SVG that takes its ink from the page, so it reads in the dark too."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hvdtrain.report.bins import COLUMNS, Band, band
+from hvdtrain.report.run import Column
+
+# Stands for the colour of the page's text, which only the page knows.
+INK = "#010203"
+BLUE, ORANGE, GREEN, RED, PURPLE, GREY = (
+    "#3b82c4",
+    "#e0812b",
+    "#3f9e5a",
+    "#d9453d",
+    "#a06bd0",
+    "#8a8a8a",
+)
+PHASE_COLOURS = {
+    "data": "#d4a017",
+    "forward": "#3b82c4",
+    "backward": "#7db3e0",
+    "comm_exposed": "#d9453d",
+    "optimizer": "#3f9e5a",
+    "eval": "#a06bd0",
+    "checkpoint": "#8c6d5a",
+    "other": "#8a8a8a",
+}
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.grid": True,
+    "grid.color": INK,
+    "grid.alpha": 0.12,
+    "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "path.simplify": True,
+}
+
+
+@contextmanager
+def canvas(height: float = 2.8) -> Iterator[tuple[Axes, list[str]]]:
+    """Axes to draw on; the SVG is in the list afterwards."""
+    svg: list[str] = []
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": "hvdtrain"}):
+        figure = Figure(figsize=(10, height), layout="constrained")
+        axes = figure.subplots()
+        yield axes, svg
+        svg.append(_svg(figure))
+
+
+def _svg(figure: Figure) -> str:
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True, dpi=100, metadata={"Date": None})
+    svg = text.getvalue()
+    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # many pictures on one page: these would clash
+    return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'role="img"', svg, count=1)
+
+
+def line(axes: Axes, x: Column, y: Column, colour: str, label: str | None = None) -> Band | None:
+    """The median of each bin as a line, over the band of all values; None where there are none."""
+    found = band(x, y)
+    if not len(found.x):
+        return None
+    marker = "o" if len(found.x) < 40 else None
+    axes.plot(found.x, found.middle, color=colour, label=label, marker=marker, markersize=3)
+    if not found.exact:
+        axes.fill_between(found.x, found.low, found.high, color=colour, alpha=0.25, linewidth=0)
+    return found
+
+
+def legend(axes: Axes, columns: int) -> None:
+    """Above the plot, where it hides nothing."""
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1.06), ncols=columns, borderaxespad=0, fontsize=9
+    )
+
+
+def restart_marks(axes: Axes, places: list[float], low: float, high: float) -> None:
+    """A dashed line at each restart, numbered as in the table while there is room."""
+    last = -1.0
+    for number, place in enumerate(places, start=1):
+        axes.axvline(place, color=PURPLE, linestyle=(0, (4, 3)), linewidth=1.1, zorder=5)
+        at = (place - low) / (high - low or 1.0)
+        if at - last > 0.025 or number == 1:
+            axes.annotate(
+                str(number),
+                (place, 1.0),
+                xycoords=("data", "axes fraction"),
+                ha="center",
+                va="bottom",
+                color=PURPLE,
+                fontsize=9,
+                fontweight="bold",
+            )
+            last = at
+
+
+def sampling(points: int, what: str) -> str:
+    """What a caption says about points that share a bin."""
+    if points <= COLUMNS:
+        return ""
+    return f" Line: median of each of {COLUMNS} equal stretches; band: smallest to largest {what}."

@@ -74,7 +74,8 @@ class Heat:
 def heat(step: Column, steps: Column, values: Column) -> Heat:
     """Of windows that end with `step` and are `steps` long (L), a value each rank (L x R)."""
     left, right = float((step - steps).min()), float(step.max())
-    count = int(min(COLUMNS, max(1, round((right - left) / max(1.0, np.median(steps))))))
+    length = max(1.0, float(np.median(steps)))
+    count = min(COLUMNS, max(1, round((right - left) / length)))
     group = -(-values.shape[1] // ROWS)
     padded = np.full((len(values), -(-values.shape[1] // group) * group), np.inf)
     padded[:, : values.shape[1]] = np.where(np.isfinite(values), values, np.inf)

@@ -75,7 +75,7 @@ def plots(a: Run, b: Run, figures: tuple[Figures, Figures]) -> list[Plot]:
 
 
 def _overlay(a: Run, b: Run, name: str, ylabel: str, title: str) -> Plot | None:
-    with canvas(3.2) as (axes, svg):
+    with canvas(2.4, above=0.4) as (axes, svg):
         drawn = [
             line(axes, run.steps["step"], run.steps[name], colour, f"{letter}: {run.name}")
             for run, letter, colour in ((a, "A", BLUE), (b, "B", ORANGE))
@@ -101,7 +101,7 @@ def _phase_bars(figures: tuple[Figures, Figures]) -> Plot | None:
     a, b = figures
     if a["phase_seconds_per_step"] is None and b["phase_seconds_per_step"] is None:
         return None
-    with canvas(1.9) as (axes, svg):
+    with canvas(0.9, above=0.4) as (axes, svg):
         left = [0.0, 0.0]
         for phase in phases(a, b):
             widths = [(per_step(f, phase) or 0.0) * 1e3 for f in figures]

@@ -10,6 +10,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 
 from hvdtrain.report.bins import COLUMNS, Band, band
@@ -35,7 +36,7 @@ PHASE_COLOURS = {
     "checkpoint": "#8c6d5a",
     "other": "#8a8a8a",
 }
-_STYLE: dict[str, Any] = {
+_STYLE: Any = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
     "font.size": 10,
@@ -55,13 +56,25 @@ _STYLE: dict[str, Any] = {
 }
 
 
+# Of the page, in inches: plots below each other have their steps below each other.
+_WIDTH, _LEFT, _RIGHT, _BOTTOM = 10.0, 0.85, 0.2, 0.5
+
+
 @contextmanager
-def canvas(height: float = 2.8) -> Iterator[tuple[Axes, list[str]]]:
-    """Axes to draw on; the SVG is in the list afterwards."""
+def canvas(height: float, above: float = 0.25) -> Iterator[tuple[Axes, list[str]]]:
+    """Axes to draw on; the SVG is in the list afterwards.
+
+    Args:
+        height: of the axes, in inches.
+        above: room for a legend or the restarts' numbers, in inches.
+    """
     svg: list[str] = []
+    whole = height + above + _BOTTOM
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": "hvdtrain"}):
-        figure = Figure(figsize=(10, height), layout="constrained")
-        axes = figure.subplots()
+        figure = Figure(figsize=(_WIDTH, whole))
+        width = 1 - (_LEFT + _RIGHT) / _WIDTH
+        axes = figure.add_axes((_LEFT / _WIDTH, _BOTTOM / whole, width, height / whole))
+        axes.yaxis.set_label_coords(-0.062, 0.5)
         yield axes, svg
         svg.append(_svg(figure))
 
@@ -91,8 +104,27 @@ def line(axes: Axes, x: Column, y: Column, colour: str, label: str | None = None
 def legend(axes: Axes, columns: int) -> None:
     """Above the plot, where it hides nothing."""
     axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1.06), ncols=columns, borderaxespad=0, fontsize=9
+        loc="lower left",
+        bbox_to_anchor=(0, 1, 1, 0),
+        ncols=columns,
+        borderaxespad=1.6,  # above the numbers of the restarts
+        borderpad=0,
+        fontsize=9,
     )
+
+
+def scale_above(axes: Axes, scale: ScalarMappable, label: str, mark: float | None) -> None:
+    """A scale of colours above the right end of the plot, with a line at `mark`."""
+    figure, place = axes.get_figure(root=True), axes.get_position()
+    assert figure is not None
+    inch = 1 / figure.get_figheight()
+    bar = figure.add_axes((place.x1 - 0.27, place.y1 + 0.25 * inch, 0.27, 0.12 * inch))
+    figure.colorbar(scale, cax=bar, orientation="horizontal", ticklocation="top")
+    bar.grid(False)
+    bar.tick_params(labelsize=9)
+    bar.set_ylabel(label, rotation=0, ha="right", va="center", fontsize=9)
+    if mark is not None:
+        bar.axvline(mark, color="black", linewidth=2)
 
 
 def restart_marks(axes: Axes, places: list[float], low: float, high: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ def _communication(ranks: Ranks | None) -> Figures:
     }
     if ranks is None:
         return found
-    seconds = np.nansum(ranks.seconds, axis=(1, 2), dtype=np.float64)
+    seconds: Column = np.nansum(ranks.seconds, axis=(1, 2), dtype=np.float64)
     done = float((ranks.steps * ranks.world_size).sum())
     whole = float(seconds.sum())
     if done:
@@ -181,9 +182,7 @@ def restarts(run: Run) -> list[Figures] | None:
             "seconds_without_steps": _pause(before, now),
             "redone_steps": max(0, before.reached - now.start.step),
         }
-        for number, (before, now) in enumerate(
-            zip(generations, generations[1:], strict=False), start=1
-        )
+        for number, (before, now) in enumerate(pairwise(generations), start=1)
     ]
 
 

@@ -29,7 +29,8 @@ def one(run: Run, figures: Figures) -> str:
         tiles=summary.tiles(figures),
         warnings=summary.warnings(figures),
         missing=run.missing,
-        tables=summary.tables(run, figures),
+        first=summary.first_tables(figures),
+        last=summary.last_tables(run, figures),
         plots=plots.plots(run, figures),
     )
 

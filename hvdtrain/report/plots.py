@@ -18,7 +18,6 @@ from hvdtrain.report.draw import (
     BLUE,
     GREEN,
     GREY,
-    INK,
     ORANGE,
     PHASE_COLOURS,
     PURPLE,
@@ -28,6 +27,7 @@ from hvdtrain.report.draw import (
     line,
     restart_marks,
     sampling,
+    scale_above,
 )
 from hvdtrain.report.figures import Figures
 from hvdtrain.report.run import Column, Run
@@ -81,7 +81,7 @@ def _over_steps(axes: Axes, run: Run, ylabel: str, from_zero: bool = True) -> No
 
 def _loss(run: Run, figures: Figures) -> Plot | None:
     step, loss = run.steps["step"], run.steps["loss"]
-    with canvas(3.2) as (axes, svg):
+    with canvas(2.4, above=0.5) as (axes, svg):
         drawn = line(axes, step, loss, BLUE, "training loss")
         if drawn is None:
             return None
@@ -107,18 +107,15 @@ def _progress(run: Run, figures: Figures) -> Plot | None:
     generations = run.ledger.generations
     begin = generations[0].start.time
     scale, unit = _clock(figures["wall_seconds"])
-    with canvas(2.8) as (axes, svg):
+    with canvas(2.0, above=0.5) as (axes, svg):
         for kept, colour, label in ((True, BLUE, "steps that count"), (False, RED, "taken back")):
-            for number, generation in enumerate(generations):
-                lines = _some([li for li in generation.lines if li.kept == kept])
-                axes.plot(
-                    [(li.time - begin) / scale for li in lines],
-                    [li.step for li in lines],
-                    color=colour,
-                    label=label if not number else None,
-                    linewidth=2.4,
-                    solid_capstyle="butt",
-                )
+            named: str | None = label
+            pieces = [_some([li for li in g.lines if li.kept == kept]) for g in generations]
+            for lines in filter(None, pieces):
+                times = [(li.time - begin) / scale for li in lines]
+                steps = [li.step for li in lines]
+                axes.plot(times, steps, color=colour, label=named, linewidth=2.4)
+                named = None  # one entry in the legend
         for number, restart in enumerate(figures["restarts"], start=1):
             before = generations[number - 1]
             stop = (before.lines[-1].time if before.lines else before.start.time) - begin
@@ -157,7 +154,7 @@ def _clock(seconds: float) -> tuple[float, str]:
 
 def _throughput(run: Run, figures: Figures) -> Plot | None:
     step, speed = run.steps["step"], run.steps["samples_per_second"]
-    with canvas() as (axes, svg):
+    with canvas(1.9) as (axes, svg):
         if line(axes, step, speed, GREEN) is None:
             return None
         _over_steps(axes, run, "samples per second")
@@ -168,7 +165,7 @@ def _throughput(run: Run, figures: Figures) -> Plot | None:
 
 def _step_time(run: Run, figures: Figures) -> Plot | None:
     step, seconds = run.steps["step"], run.steps["step_seconds"] * 1e3
-    with canvas() as (axes, svg):
+    with canvas(1.9) as (axes, svg):
         drawn = line(axes, step, seconds, BLUE)
         if drawn is None:
             return None
@@ -199,7 +196,7 @@ def _phases(run: Run, figures: Figures) -> Plot | None:
     starts = np.arange(0, per_rank.shape[1], group)
     sizes = np.diff([*starts, per_rank.shape[1]])
     bars = np.add.reduceat(per_rank, starts, axis=1) / sizes
-    with canvas(3.4) as (axes, svg):
+    with canvas(2.5, above=0.35) as (axes, svg):
         below = np.zeros(len(starts))
         for phase, height in zip(ranks.phases, bars, strict=True):
             colour = PHASE_COLOURS.get(phase, GREY)
@@ -226,7 +223,7 @@ def _exposed(run: Run, figures: Figures) -> Plot | None:
     if ranks is None or figures["overlap"] is None:
         return None
     share = 100 * ranks.of("comm_exposed") / _positive(ranks.totals)
-    with canvas() as (axes, svg):
+    with canvas(1.9) as (axes, svg):
         if line(axes, ranks.step, share, RED) is None:
             return None
         _over_steps(axes, run, "exposed communication,\n% of the rank's time")
@@ -254,7 +251,7 @@ def _scores(run: Run, figures: Figures) -> Plot | None:
         return None
     cells = heat(ranks.step, ranks.steps, ranks.figures["score"])
     rows = cells.cells.shape[0]
-    with canvas(min(6.0, 1.6 + 0.14 * max(rows, 6))) as (axes, svg):
+    with canvas(min(5.0, 0.8 + 0.12 * max(rows, 6)), above=0.65) as (axes, svg):
         scale = Normalize(0, 1)
         axes.imshow(
             cells.cells,
@@ -267,31 +264,30 @@ def _scores(run: Run, figures: Figures) -> Plot | None:
         _over_steps(axes, run, "rank", from_zero=False)
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(False)
-        bar = axes.figure.colorbar(ScalarMappable(scale, "YlOrRd_r"), ax=axes, pad=0.01)
-        bar.set_label("straggler score")
         threshold = run.config.get("telemetry", {}).get("straggler_threshold")
-        if isinstance(threshold, float):
-            bar.ax.axhline(threshold, color=INK, linewidth=1.5)
+        scale_above(axes, ScalarMappable(scale, "YlOrRd_r"), "straggler score", threshold)
     return Plot(_score_title(figures), _score_caption(cells.ranks_per_row), svg[0])
 
 
 def _score_title(figures: Figures) -> str:
     named = figures["stragglers"]
     if named:
-        first = named[0]
-        more = f", and {len(named) - 1} more" if len(named) > 1 else ""
-        return f"Slow: rank {first['rank']} on {first['host']}, in {first['phase']}{more}"
-    score = units.number(figures["slowest_rank_median_score"], 2)
-    return f"No rank was named as slow; the lowest median score is rank {figures['slowest_rank']}'s, {score}"
+        worst, count = named[0], len({entry["rank"] for entry in named})
+        who = f"rank {worst['rank']} on {worst['host']} in {worst['phase']}"
+        if count == 1:
+            return f"One rank was named as slow: {who}"
+        return f"{count} ranks were named as slow; longest {who}"
+    rank, score = figures["slowest_rank"], units.number(figures["slowest_rank_median_score"], 2)
+    return f"No rank was named as slow; the lowest median score is rank {rank}'s, {score}"
 
 
 def _score_caption(group: int) -> str:
     shared = f" {group} ranks share a row, the slowest of them is shown." if group > 1 else ""
     return (
-        "Straggler score: smallest compute time of all ranks / the rank's own, so 1 is the fastest. "
-        "Each cell shows the lowest score in it; empty: no such rank then. The line in the scale is "
-        "the threshold below which a rank is named. After a restart a number may belong to another "
-        f"process.{shared}"
+        "Straggler score: smallest compute time of all ranks / the rank's own, so 1 is the "
+        "fastest. Each cell shows the lowest score in it; empty: no such rank then. The line in "
+        "the scale: a rank below it again and again is named. After a restart a number may "
+        f"belong to another process.{shared}"
     )
 
 
@@ -300,7 +296,7 @@ def _memory(run: Run, figures: Figures) -> Plot | None:
     if ranks is None or figures["peak_host_memory_bytes"] is None:
         return None
     gib = 2.0**30
-    with canvas() as (axes, svg):
+    with canvas(1.9, above=0.5) as (axes, svg):
         line(axes, ranks.step, ranks.figures["host_memory_bytes"] / gib, BLUE, "host, resident")
         if figures["peak_device_memory_bytes"] is not None:
             device = ranks.figures["device_memory_bytes"] / gib
@@ -311,7 +307,7 @@ def _memory(run: Run, figures: Figures) -> Plot | None:
     if figures["peak_device_memory_bytes"] is not None:
         title += f" and {units.size(figures['peak_device_memory_bytes'])} of device memory"
     caption = (
-        "As it was when the ranks compared their times. Line: median over the ranks; band: smallest "
-        "to largest."
+        "As it was when the ranks compared their times. Line: median over the ranks; band: "
+        "smallest to largest."
     )
     return Plot(title, caption, svg[0])

@@ -11,6 +11,11 @@ from hvdtrain.report.figures import Figures
 from hvdtrain.report.run import Run
 
 _ROWS = 20
+_CAUSES = {
+    "launch": "the program was started again",
+    "failure": "a rank failed",
+    "hosts": "processes came or went",
+}
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,19 @@ class Tile:
 
 @dataclass(frozen=True)
 class Table:
-    """Cells as text; the first column is left-aligned. `note` says what was left out."""
+    """Cells as text.
+
+    Args:
+        head: of the columns; empty: without one
+        note: what was left out
+        words: so many columns, from the left, are words and not figures
+    """
 
     title: str
     head: list[str]
     rows: list[list[str]]
     note: str = ""
+    words: int = 1
 
 
 def headline(figures: Figures) -> str:
@@ -89,7 +101,7 @@ def _communication(figures: Figures) -> list[Tile]:
         Tile(
             "Bus bandwidth",
             "≥ " + units.bandwidth(figures["bus_bandwidth_bytes_per_second"]),
-            "bytes × 2(n-1)/n / in-flight time, an upper bound of communication",
+            "bytes × 2(n-1)/n / in-flight time, which is longer than the transfer",
         ),
     ]
 
@@ -137,7 +149,7 @@ def _stragglers(figures: Figures) -> Tile:
     named = figures["stragglers"]
     if named:
         worst = named[0]
-        note = f"worst: rank {worst['rank']} on {worst['host']}, {worst['phase']}"
+        note = f"longest: rank {worst['rank']} on {worst['host']}, {worst['phase']}"
         return Tile("Slow ranks", str(len({entry["rank"] for entry in named})), note)
     if figures["slowest_rank"] is None:
         several = figures["phase_shares"] is None
@@ -188,10 +200,14 @@ def warnings(figures: Figures) -> list[str]:
     return found
 
 
-def tables(run: Run, figures: Figures) -> list[Table]:
-    """Restarts, slow ranks, what the time went to, phases, and facts; empty ones are left out."""
-    found = [_restart_table(figures), _straggler_table(figures), _lost(figures), _phases(figures)]
-    return [table for table in (*found, _facts(run, figures)) if table.rows]
+def first_tables(figures: Figures) -> list[Table]:
+    """Restarts and slow ranks; empty tables are left out."""
+    return [t for t in (_restart_table(figures), _straggler_table(figures)) if t.rows]
+
+
+def last_tables(run: Run, figures: Figures) -> list[Table]:
+    """What the time went to, and facts; empty tables are left out."""
+    return [t for t in (_lost(figures), _phases(figures), _facts(run, figures)) if t.rows]
 
 
 def _restart_table(figures: Figures) -> Table:
@@ -211,15 +227,11 @@ def _restart_table(figures: Figures) -> Table:
     shown = {restart["number"] for restart in costly}
     left = f"The {_ROWS} costliest of {len(rows)}." if len(rows) > _ROWS else ""
     head = ["restart", "cause", "after step", "ranks", "without steps", "steps done again"]
-    return Table("Restarts", head, [row for row in rows if int(row[0]) in shown], left)
+    return Table("Restarts", head, [row for row in rows if int(row[0]) in shown], left, 2)
 
 
 def _cause(restart: Figures) -> str:
-    cause = {
-        "launch": "the program was started again",
-        "failure": "a rank failed",
-        "hosts": "processes came or went",
-    }.get(restart["cause"], restart["cause"])
+    cause: str = _CAUSES.get(restart["cause"], restart["cause"])
     for what, name in (("lost", "hosts_lost"), ("gained", "hosts_gained")):
         if restart[name]:
             cause += f", {what} {' '.join(restart[name])}"
@@ -241,7 +253,7 @@ def _straggler_table(figures: Figures) -> Table:
     ]
     left = f"The {_ROWS} that lasted longest of {len(named)}." if len(named) > _ROWS else ""
     head = ["rank", "slow in", "times named", "first at step", "steps", "lowest score"]
-    return Table("Ranks that were named as slow", head, rows, left)
+    return Table("Ranks that were named as slow", head, rows, left, 2)
 
 
 def _lost(figures: Figures) -> Table:
@@ -256,9 +268,7 @@ def _lost(figures: Figures) -> Table:
 
 def _phases(figures: Figures) -> Table:
     shares, each = figures["phase_shares"] or {}, figures["phase_seconds_per_step"] or {}
-    rows = [
-        [phase, units.seconds(each[phase]), units.percent(share)] for phase, share in shares.items()
-    ]
+    rows = [[p, units.seconds(each[p]), units.percent(share)] for p, share in shares.items()]
     return Table("Phases, mean of all ranks", ["phase", "time per step", "share"], rows)
 
 
@@ -280,4 +290,4 @@ def _facts(run: Run, figures: Figures) -> Table:
         "git commit": manifest.get("git_commit"),
         **manifest.get("versions", {}),
     }
-    return Table("The run", ["", ""], [[k, str(v)] for k, v in facts.items() if v])
+    return Table("The run", [], [[k, str(v)] for k, v in facts.items() if v], words=2)

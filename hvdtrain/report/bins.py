@@ -32,11 +32,14 @@ def band(x: Column, y: Column, limit: int = COLUMNS) -> Band:
 
     Args:
         x: ascending or not (N).
-        y: (N) or (N x M): all M values of a row belong to its x; what is not finite is left out.
+        y: (N) or (N x M): all M values of a row belong to its x; what is not finite is left out,
+            so there may be no bin at all.
     """
-    y = y.reshape(len(x), -1)
+    y = y if y.ndim == 2 else y[:, None]
     known = np.isfinite(y).any(axis=1)
     x, y = x[known], y[known]
+    if not len(x):
+        return Band(x, x, x, x, exact=True)
     exact = len(x) <= limit
     if exact:
         starts, x_of = np.arange(len(x)), x

@@ -17,6 +17,7 @@ from hvdtrain.report.draw import (
     legend,
     line,
     sampling,
+    thousands,
 )
 from hvdtrain.report.figures import Figures
 from hvdtrain.report.plots import Plot
@@ -83,6 +84,8 @@ def _overlay(a: Run, b: Run, name: str, ylabel: str, title: str) -> Plot | None:
         if drawn == [None, None]:
             return None
         axes.set_xlim(left=0)
+        thousands(axes.xaxis)
+        thousands(axes.yaxis)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_xlabel("step")
         axes.set_ylabel(ylabel)

@@ -10,6 +10,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 
@@ -38,6 +39,7 @@ PHASE_COLOURS = {
 }
 _STYLE: Any = {
     "svg.fonttype": "none",
+    "text.parse_math": False,  # the name of a run may hold a dollar
     "font.family": "sans-serif",
     "font.size": 10,
     "text.color": INK,
@@ -48,6 +50,7 @@ _STYLE: Any = {
     "xtick.color": INK,
     "ytick.color": INK,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.color": INK,
     "grid.alpha": 0.12,
     "legend.frameon": False,
@@ -57,7 +60,7 @@ _STYLE: Any = {
 
 
 # Of the page, in inches: plots below each other have their steps below each other.
-_WIDTH, _LEFT, _RIGHT, _BOTTOM = 10.0, 0.85, 0.2, 0.5
+_WIDTH, _LEFT, _RIGHT, _BOTTOM = 10.0, 1.0, 0.35, 0.5
 
 
 @contextmanager
@@ -74,7 +77,7 @@ def canvas(height: float, above: float = 0.25) -> Iterator[tuple[Axes, list[str]
         figure = Figure(figsize=(_WIDTH, whole))
         width = 1 - (_LEFT + _RIGHT) / _WIDTH
         axes = figure.add_axes((_LEFT / _WIDTH, _BOTTOM / whole, width, height / whole))
-        axes.yaxis.set_label_coords(-0.062, 0.5)
+        axes.yaxis.set_label_coords(-0.072, 0.5)
         yield axes, svg
         svg.append(_svg(figure))
 
@@ -128,23 +131,30 @@ def scale_above(axes: Axes, scale: ScalarMappable, label: str, mark: float | Non
 
 
 def restart_marks(axes: Axes, places: list[float], low: float, high: float) -> None:
-    """A dashed line at each restart, numbered as in the table while there is room."""
-    last = -1.0
+    """A dashed line at each restart, numbered as in the table; close ones share a label."""
+    groups: list[tuple[float, list[int]]] = []
     for number, place in enumerate(places, start=1):
         axes.axvline(place, color=PURPLE, linestyle=(0, (4, 3)), linewidth=1.1, zorder=5)
-        at = (place - low) / (high - low or 1.0)
-        if at - last > 0.025 or number == 1:
-            axes.annotate(
-                str(number),
-                (place, 1.0),
-                xycoords=("data", "axes fraction"),
-                ha="center",
-                va="bottom",
-                color=PURPLE,
-                fontsize=9,
-                fontweight="bold",
-            )
-            last = at
+        if groups and place - groups[-1][0] < 0.04 * (high - low):
+            groups[-1][1].append(number)
+        else:
+            groups.append((place, [number]))
+    for place, numbers in groups:
+        axes.annotate(
+            str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}–{numbers[-1]}",
+            (place, 1.0),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            va="bottom",
+            color=PURPLE,
+            fontsize=9,
+            fontweight="bold",
+        )
+
+
+def thousands(axis: Axis) -> None:
+    """Ticks such as 12,500; small ones stay as they are."""
+    axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
 
 
 def sampling(points: int, what: str) -> str:

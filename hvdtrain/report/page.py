@@ -45,13 +45,8 @@ def two(a: Run, b: Run, figures: tuple[Figures, Figures]) -> str:
     from hvdtrain.report import compare, summary
 
     sides = [
-        {
-            "letter": letter,
-            "name": run.path,
-            "headline": summary.headline(f),
-            "missing": run.missing,
-        }
-        for letter, run, f in zip("AB", (a, b), figures, strict=True)
+        (letter, run, summary.headline(found))
+        for letter, run, found in zip("AB", (a, b), figures, strict=True)
     ]
     return template.render(
         title=f"{a.name} and {b.name}",

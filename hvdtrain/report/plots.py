@@ -28,6 +28,7 @@ from hvdtrain.report.draw import (
     restart_marks,
     sampling,
     scale_above,
+    thousands,
 )
 from hvdtrain.report.figures import Figures
 from hvdtrain.report.run import Column, Run
@@ -69,7 +70,7 @@ def _over_steps(axes: Axes, run: Run, ylabel: str, from_zero: bool = True) -> No
     first = run.ledger.generations[0].start.step if run.ledger else 0
     axes.set_xlim(first, max(last, first + 1))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    thousands(axes.xaxis)
     axes.set_xlabel("step")
     axes.set_ylabel(ylabel)
     if from_zero and axes.get_yscale() == "linear":
@@ -126,7 +127,7 @@ def _progress(run: Run, figures: Figures) -> Plot | None:
         axes.set_ylim(bottom=0)
         starts = [(g.start.time - begin) / scale for g in generations[1:]]
         restart_marks(axes, starts, 0, span)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        thousands(axes.yaxis)
         axes.set_xlabel(f"{unit} since the first start")
         axes.set_ylabel("step")
         legend(axes, 2)
@@ -158,6 +159,7 @@ def _throughput(run: Run, figures: Figures) -> Plot | None:
         if line(axes, step, speed, GREEN) is None:
             return None
         _over_steps(axes, run, "samples per second")
+        thousands(axes.yaxis)
     median = units.number(figures["median_samples_per_second"])
     caption = "Samples of the global batch / time of the step." + sampling(len(step), "value")
     return Plot(f"Throughput: {median} samples/s in the median step", caption, svg[0])

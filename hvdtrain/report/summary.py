@@ -11,7 +11,7 @@ from hvdtrain.report.figures import Figures
 from hvdtrain.report.run import Run
 
 _ROWS = 20
-_CAUSES = {
+_CAUSES: dict[str, str] = {
     "launch": "the program was started again",
     "failure": "a rank failed",
     "hosts": "processes came or went",
@@ -231,7 +231,7 @@ def _restart_table(figures: Figures) -> Table:
 
 
 def _cause(restart: Figures) -> str:
-    cause: str = _CAUSES.get(restart["cause"], restart["cause"])
+    cause = _CAUSES.get(str(restart["cause"]), str(restart["cause"]))
     for what, name in (("lost", "hosts_lost"), ("gained", "hosts_gained")):
         if restart[name]:
             cause += f", {what} {' '.join(restart[name])}"

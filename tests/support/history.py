@@ -128,12 +128,13 @@ class History:
             return
         record = {
             "step": self.step,
-            "loss": 1.0,
+            "loss": TOTAL / self.step,
             "samples": self.step * SIZE,
             "world_size": self.ranks,
             "step_seconds": STEP,
+            "samples_per_second": SIZE / STEP,
             "time": self.clock,
-            **({"validation_loss": 1.0} if evaluated else {}),
+            **({"validation_loss": 1 + TOTAL / self.step} if evaluated else {}),
         }
         self._metrics.write(record)
         self._lines[self.step] = STEP

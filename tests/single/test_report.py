@@ -1,0 +1,364 @@
+"""`hvdtrain report`: true figures from whatever a run left, on pages that can be read."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.audit.report import audit
+from hvdtrain.report import units
+from hvdtrain.report.bins import COLUMNS, band, heat
+from tests.support.browser import show
+from tests.support.history import RECOVERING, STARTING, WARMING, History
+from tests.support.recorded import SLOW, LongRun
+
+PHASES = ("data", "forward", "backward", "comm_exposed", "optimizer", "eval", "checkpoint", "other")
+BLUE, PURPLE = "#3b82c4", "#a06bd0"
+
+
+def _ranks_line(history: History, step: int, steps: int, **phases: list[float]) -> None:
+    """A window in which what is not named took no time."""
+    ranks = len(next(iter(phases.values())))
+    nothing = [0.0] * ranks
+    exposed = phases.get("comm_exposed", nothing)
+    line = {
+        "step": step,
+        "steps": steps,
+        "time": history.clock,
+        "phases": {phase: phases.get(phase, nothing) for phase in PHASES},
+        "wall_seconds": [float(steps)] * ranks,
+        "inflight_seconds": [1.5 + seconds if ranks > 1 else 0.0 for seconds in exposed],
+        "bytes": [1000 if ranks > 1 else 0] * ranks,
+        "host_memory_bytes": [2**30 + step * rank * 2**20 for rank in range(ranks)],
+        "device_memory_bytes": [0] * ranks,
+        "score": [1.0, 0.5][:ranks],
+    }
+    with open(history.folder / "ranks.jsonl", "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _straggler(history: History, event: str, step: int, **score: float) -> None:
+    fields = {"step": step, "rank": 1, "host": "node1", "phase": "data", **score}
+    history.events.write(event, time=history.clock, **fields)
+
+
+@pytest.fixture
+def history(tmp_path: Path) -> History:
+    """2 ranks, killed in step 14, again from step 10; one rank dies after step 20; 1 rank ends."""
+    history = History(tmp_path / "run", eval_every=6)
+    history.launch(2)
+    history.steps(5)
+    _ranks_line(
+        history,
+        5,
+        5,
+        data=[0.5, 1.0],
+        forward=[1.0, 1.0],
+        backward=[2.0, 2.0],
+        comm_exposed=[1.0, 0.5],
+        optimizer=[0.5, 0.5],
+    )
+    _straggler(history, "straggler", 5, score=0.5)
+    history.steps(4)
+    _straggler(history, "straggler_ended", 9)
+    history.steps(4)
+    history.crash()
+    history.launch(2)
+    _straggler(history, "straggler", 10, score=0.4)
+    history.steps(10)
+    history.recover(1)
+    history.steps(3)
+    _ranks_line(history, 23, 3, forward=[1.0], backward=[1.5], other=[0.5])
+    history.steps(60)
+    history.end(0)
+    return history
+
+
+def _figures(capsys: pytest.CaptureFixture[str], *runs: Path) -> dict[str, Any]:
+    capsys.readouterr()
+    assert cli.main(["report", *map(str, runs), "--format", "json"]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_figure_is_not_what_one_computes_by_hand(
+    history: History, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = _figures(capsys, history.folder)
+    assert found["state"] == "finished" and found["exit_code"] == 0
+    assert (found["steps"], found["total_steps"], found["ranks"]) == (60, 60, 1)
+    assert (found["final_loss"], found["final_validation_loss"]) == (1.0, 2.0)
+    assert found["median_samples_per_second"] == 10 and found["median_step_seconds"] == 1
+    # 5 steps of 2 ranks and 3 of one: 13 steps of a rank, a second each.
+    assert found["phase_seconds_per_step"]["data"] == pytest.approx(1.5 / 13)
+    assert found["phase_shares"]["backward"] == pytest.approx(5.5 / 13)
+    assert sum(found["phase_shares"].values()) == pytest.approx(1)
+    assert found["exposed_share"] == pytest.approx(1.5 / 13)
+    assert found["overlap"] == pytest.approx(1 - 1.5 / 4.5)
+    # 2 ranks, so the factor 2(n-1)/n is 1; the single rank sends nothing.
+    assert found["bus_bandwidth_bytes_per_second"] == pytest.approx(2000 / 4.5)
+    assert (found["peak_host_memory_bytes"], found["peak_host_memory_rank"]) == (
+        2**30 + 5 * 2**20,
+        1,
+    )
+    assert found["peak_device_memory_bytes"] is None
+    assert (found["slowest_rank"], found["slowest_rank_median_score"]) == (1, 0.5)
+    assert found["checkpoints"] == 13 and found["last_checkpoint_step"] == 60
+    assert found["median_checkpoint_seconds"] == 0.25 and found["failed_checkpoints"] == 0
+    assert found["missing"] == []
+
+
+def test_a_restart_or_a_slow_rank_is_told_wrong(
+    history: History, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = _figures(capsys, history.folder)
+    launched, recovered = found["restarts"]
+    assert (launched["cause"], launched["step"], launched["redone_steps"]) == ("launch", 10, 3)
+    assert launched["seconds_without_steps"] == pytest.approx(30 + STARTING + WARMING)
+    assert (recovered["cause"], recovered["step"]) == ("failure", 20)
+    assert (recovered["ranks_before"], recovered["ranks_after"]) == (2, 1)
+    # The checkpoint of step 20 was written in between.
+    assert recovered["seconds_without_steps"] == pytest.approx(RECOVERING + 0.25)
+    (slow,) = found["stragglers"]
+    assert (slow["rank"], slow["host"], slow["phase"]) == (1, "node1", "data")
+    # From 5 to 9, and from 10 until the round ended at 20.
+    assert (slow["times"], slow["steps"], slow["lowest_score"]) == (2, 14, 0.4)
+    goodput = audit(history.folder).goodput
+    assert found["goodput_share"] == goodput.share and found["seconds_by_part"] == goodput.parts
+
+
+def test_the_page_lacks_a_figure_or_needs_something_outside(history: History) -> None:
+    assert cli.main(["report", str(history.folder)]) == 0
+    page = (history.folder / "report.html").read_text()
+    for part in (
+        "60 of 60 steps in",
+        "on 1 rank, 1 host, with 2 restarts. It finished.",
+        "the program was started again (state from checkpoint)",
+        "a rank failed (state from memory)",
+        "1 on node1",
+        "≥ 444 B/s",
+        "One rank was named as slow: rank 1 on node1 in data",
+        "The training loss went from 60 to 1, the last validation loss is 2",
+    ):
+        assert part in page, part
+    assert page.count("<svg") == 8
+    links = re.findall(r'(?:href|src)="([^"]*)"|url\(([^)]*)\)', page)
+    assert links and all((a or b).startswith(("#", "data:image/png")) for a, b in links)
+    assert "<script" not in page and "@import" not in page
+
+
+def test_a_page_in_a_browser_is_blank_or_complains(history: History, tmp_path: Path) -> None:
+    assert cli.main(["report", str(history.folder)]) == 0
+    shown = show(history.folder / "report.html", tmp_path, 4000)
+    assert not shown.complaints
+    assert not shown.blank_stretches()
+    assert shown.dom.count("<svg") == 8 and "straggler score" in shown.dom
+    assert shown.count(BLUE) > 1000  # lines and bars
+    assert shown.count(PURPLE) > 1000  # the restarts
+    assert shown.count("#1b1f24") > 1000 and shown.count("#ffffff") > 10**6
+
+
+def test_a_page_cannot_be_read_in_the_dark(history: History, tmp_path: Path) -> None:
+    assert cli.main(["report", str(history.folder)]) == 0
+    shown = show(history.folder / "report.html", tmp_path, 4000, dark=True)
+    assert shown.count("#14181c") > 10**6  # the background, of the plots too
+    assert shown.count("#e6e9ec") > 1000  # the ink
+    assert shown.count("#000000", near=3) < 500
+
+
+def test_two_runs_are_compared_wrong(
+    history: History, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = History(tmp_path / "o$ther$<b>")
+    other.launch(2)
+    other.steps(30)
+    found = _figures(capsys, history.folder, other.folder)
+    assert found["a"]["steps"] == 60 and found["b"]["state"] == "no end"
+    assert found["ratios"]["steps"] == 0.5 and found["ratios"]["final_loss"] == 2
+    assert found["ratios"]["overlap"] is None  # the other has no ranks.jsonl
+    assert found["ratios"]["data_seconds_per_step"] is None
+    out = tmp_path / "two.html"
+    assert cli.main(["report", str(history.folder), str(other.folder), "--out", str(out)]) == 0
+    shown = show(out, tmp_path, 2400)
+    assert not shown.complaints and not shown.blank_stretches()
+    assert "B: o$ther$&lt;b&gt;" in shown.dom and shown.dom.count("<svg") == 4
+    assert "There is no line in ranks.jsonl" in shown.dom
+    assert shown.count(BLUE) > 300 and shown.count("#e0812b") > 300
+    assert cli.main(["report", str(history.folder), str(other.folder)]) == 0
+    assert (other.folder / "compare.html").exists()
+
+
+def _without_events(history: History) -> None:
+    (history.folder / "events.jsonl").unlink()
+
+
+def _without_ranks(history: History) -> None:
+    (history.folder / "ranks.jsonl").unlink()
+    (history.folder / "config.yaml").write_text("telemetry: {exchange_every: 0}")
+
+
+def _torn(history: History) -> None:
+    for name in ("events", "metrics", "ranks"):
+        with open(history.folder / f"{name}.jsonl", "a") as file:
+            file.write('{"step": 61, "phases": {"data": [0.1, 0.')
+
+
+def _without_steps(history: History) -> None:
+    for name in ("metrics", "ranks"):
+        (history.folder / f"{name}.jsonl").write_text("")
+
+
+def _damaged(history: History) -> None:
+    (history.folder / "manifest.json").write_text('{"task": ')
+    (history.folder / "config.yaml").write_text("a: [")
+
+
+DAMAGES = {
+    "no events": (_without_events, ["There is no events.jsonl"], 7),
+    "no ranks": (_without_ranks, ["telemetry.exchange_every is 0"], 4),
+    "torn": (_torn, [f"torn in {name}.jsonl" for name in ("metrics", "ranks")], 8),
+    "no steps": (_without_steps, ["no step was logged", "no line in ranks.jsonl"], 0),
+    "damaged": (_damaged, ["config.yaml is missing", "manifest.json is damaged"], 7),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_is_missing_is_not_said_or_stops_the_report(
+    name: str, history: History, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (history.folder / "config.yaml").write_text("telemetry: {straggler_threshold: 0.75}")
+    damage, sentences, pictures = DAMAGES[name]
+    damage(history)
+    found = _figures(capsys, history.folder)
+    assert cli.main(["report", str(history.folder)]) == 0
+    page = (history.folder / "report.html").read_text()
+    for sentence in sentences:
+        assert any(sentence in line for line in found["missing"]), found["missing"]
+        assert sentence in page
+    assert page.count("<svg") == pictures
+
+
+def test_a_run_of_one_rank_or_one_that_goes_on_cannot_be_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    history = History(tmp_path / "alone")
+    history.launch(1)
+    history.steps(1)
+    _ranks_line(history, 1, 1, forward=[1.0])
+    found = _figures(capsys, history.folder)
+    assert found["overlap"] is None and found["exposed_share"] == 0
+    assert found["bus_bandwidth_bytes_per_second"] is None and found["slowest_rank"] is None
+    assert found["state"] == "no end" and found["steps"] == 1
+    assert cli.main(["report", str(history.folder)]) == 0
+    page = (history.folder / "report.html").read_text()
+    assert "it was killed, or it still runs" in page and "one rank" in page
+
+
+def test_losses_that_are_not_finite_are_hidden(history: History) -> None:
+    path = history.folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[7] |= {"loss": None, "skipped": True}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert cli.main(["report", str(history.folder)]) == 0
+    page = (history.folder / "report.html").read_text()
+    assert "1 step had a loss that is not finite." in page
+    assert "1 step changed nothing: the gradient was not finite." in page
+    assert "Left out: 1 step whose loss was not finite." in page
+
+
+def test_a_mistake_of_the_user_is_not_told_in_a_sentence(
+    history: History, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "is no folder of a run" in capsys.readouterr().err
+    out = tmp_path / "nowhere" / "x.html"
+    assert cli.main(["report", str(history.folder), "--out", str(out)]) == 2
+    assert "choose another place with --out" in capsys.readouterr().err
+    assert cli.main(["report", str(history.folder), "--out", "x", "--format", "json"]) == 2
+    assert "leave one away" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["report", str(history.folder)]) == 2
+    assert "pip install 'hvdtrain[report]'" in capsys.readouterr().err
+    assert _figures(capsys, history.folder)["steps"] == 60
+
+
+_MEASURED = """
+import json, resource, sys
+from hvdtrain import cli
+code = cli.main(["report", sys.argv[1]])
+used = resource.getrusage(resource.RUSAGE_SELF)
+heavy = [name for name in ("torch", "horovod") if name in sys.modules]
+print(json.dumps([code, used.ru_utime + used.ru_stime, used.ru_maxrss / 1000, heavy]))
+"""
+
+
+def test_a_long_run_of_many_ranks_takes_long_or_much_memory(tmp_path: Path) -> None:
+    LongRun(tmp_path / "long", 100_000, 64, failures=(20_005, 60_000))
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURED, str(tmp_path / "long")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    code, seconds, megabytes, heavy = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0 and not heavy
+    # Of one processor: the wall time where other programs leave it alone.
+    assert seconds < 10 and megabytes < 500
+    page = tmp_path / "long" / "report.html"
+    assert page.stat().st_size < 2_000_000
+    shown = show(page, tmp_path, 4400)
+    assert not shown.complaints and not shown.blank_stretches()
+    assert f"rank {SLOW} on node{SLOW // 8} in data" in shown.dom
+    # The slow rank is a bar of its own colour in a map that is pale elsewhere.
+    assert shown.count("#fd9040", near=16) > 800
+
+
+def test_a_peak_disappears_where_points_share_a_bin() -> None:
+    x = np.arange(100_000.0)
+    y = np.ones(100_000)
+    y[[777, 99_999]], y[50_000], y[60_000] = 9, -3, np.nan
+    found = band(x, y)
+    assert len(found.x) == COLUMNS and not found.exact
+    assert found.high[3] == 9 and found.high[-1] == 9 and found.low[250] == -3
+    assert (found.middle == 1).all() and found.x[0] < found.x[-1] <= 99_999
+    few = band(x[:5], y[:5])
+    assert few.exact and few.x.tolist() == [0, 1, 2, 3, 4]
+    of_ranks = band(x[:3], np.array([[1.0, 5.0], [np.nan, np.nan], [2.0, np.nan]]))
+    assert of_ranks.x.tolist() == [0, 2] and of_ranks.middle.tolist() == [3, 2]
+
+
+def test_a_slow_rank_disappears_where_cells_are_shared() -> None:
+    step = np.arange(10.0, 100_010, 10)
+    values = np.ones((len(step), 300))
+    values[5000, 290], values[:, 7], values[20:40, 250:] = 0.3, 0.8, np.nan
+    found = heat(step, np.full(len(step), 10.0), values)
+    assert found.cells.shape == (100, COLUMNS) and found.ranks_per_row == 3
+    assert (found.left, found.right) == (0, 100_000)
+    assert found.cells[96, 250] == 0.3 and (found.cells[2] == 0.8).all()
+    assert np.isnan(found.cells[90, 1]) and found.cells[90, 2] == 1
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (units.seconds(0.0123), "12.3 ms"),
+        (units.seconds(59.96), "60 s"),
+        (units.seconds(3599.6), "1 h 0 min"),
+        (units.seconds(90_000), "1 d 1 h"),
+        (units.size(1536), "1.5 KiB"),
+        (units.bandwidth(2.5e9), "2.5 GB/s"),
+        (units.number(None), units.UNKNOWN),
+        (units.ranks([0, 1, 2, 6]), "0-2, 6"),
+    ],
+)
+def test_a_figure_is_written_wrong(shown: str, expected: str) -> None:
+    assert shown == expected

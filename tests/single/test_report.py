@@ -54,6 +54,7 @@ def _straggler(history: History, event: str, step: int, **score: float) -> None:
 def history(tmp_path: Path) -> History:
     """2 ranks, killed in step 14, again from step 10; one rank dies after step 20; 1 rank ends."""
     history = History(tmp_path / "run", eval_every=6)
+    (history.folder / "config.yaml").write_text("telemetry: {straggler_threshold: 0.75}")
     history.launch(2)
     history.steps(5)
     _ranks_line(
@@ -111,7 +112,7 @@ def test_a_figure_is_not_what_one_computes_by_hand(
     )
     assert found["peak_device_memory_bytes"] is None
     assert (found["slowest_rank"], found["slowest_rank_median_score"]) == (1, 0.5)
-    assert found["checkpoints"] == 13 and found["last_checkpoint_step"] == 60
+    assert found["checkpoints"] == 12 and found["last_checkpoint_step"] == 60
     assert found["median_checkpoint_seconds"] == 0.25 and found["failed_checkpoints"] == 0
     assert found["missing"] == []
 
@@ -166,6 +167,15 @@ def test_a_page_in_a_browser_is_blank_or_complains(history: History, tmp_path: P
     assert shown.count("#1b1f24") > 1000 and shown.count("#ffffff") > 10**6
 
 
+def test_a_page_may_ask_another_place_for_something(history: History, tmp_path: Path) -> None:
+    assert cli.main(["report", str(history.folder)]) == 0
+    page = history.folder / "report.html"
+    asking = '<img src="http://127.0.0.1:9/x.png"></body>'
+    page.write_text(page.read_text().replace("</body>", asking))
+    complaints = show(page, tmp_path, 800).complaints
+    assert complaints and all("127.0.0.1:9/x.png" in line for line in complaints)
+
+
 def test_a_page_cannot_be_read_in_the_dark(history: History, tmp_path: Path) -> None:
     assert cli.main(["report", str(history.folder)]) == 0
     shown = show(history.folder / "report.html", tmp_path, 4000, dark=True)
@@ -212,7 +222,7 @@ def _torn(history: History) -> None:
 
 
 def _without_steps(history: History) -> None:
-    for name in ("metrics", "ranks"):
+    for name in ("metrics", "left_metrics", "ranks"):
         (history.folder / f"{name}.jsonl").write_text("")
 
 
@@ -234,7 +244,6 @@ DAMAGES = {
 def test_what_is_missing_is_not_said_or_stops_the_report(
     name: str, history: History, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (history.folder / "config.yaml").write_text("telemetry: {straggler_threshold: 0.75}")
     damage, sentences, pictures = DAMAGES[name]
     damage(history)
     found = _figures(capsys, history.folder)

@@ -13,6 +13,7 @@ from hvdtrain.report.draw import (
     GREY,
     ORANGE,
     PHASE_COLOURS,
+    Plot,
     canvas,
     legend,
     line,
@@ -20,10 +21,9 @@ from hvdtrain.report.draw import (
     thousands,
 )
 from hvdtrain.report.figures import Figures
-from hvdtrain.report.plots import Plot
 from hvdtrain.report.ratios import COMPARED, per_step, phases, ratios
 from hvdtrain.report.run import Run
-from hvdtrain.report.summary import Table
+from hvdtrain.report.tables import Table
 
 # As `COMPARED`: what a figure is called, and how it is written.
 _FORMATS: dict[str, tuple[str, Callable[[Any], str]]] = {

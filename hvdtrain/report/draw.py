@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
@@ -13,9 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from hvdtrain.report.bins import COLUMNS, Band, band
-from hvdtrain.report.run import Column
+from hvdtrain.report.run import Column, Run
 
 # Stands for the colour of the page's text, which only the page knows.
 INK = "#010203"
@@ -63,6 +65,15 @@ _STYLE: Any = {
 _WIDTH, _LEFT, _RIGHT, _BOTTOM = 10.0, 1.0, 0.35, 0.5
 
 
+@dataclass(frozen=True)
+class Plot:
+    """Title, a caption with the definitions, and the picture."""
+
+    title: str
+    caption: str
+    svg: str
+
+
 @contextmanager
 def canvas(height: float, above: float = 0.25) -> Iterator[tuple[Axes, list[str]]]:
     """Axes to draw on; the SVG is in the list afterwards.
@@ -102,6 +113,25 @@ def line(axes: Axes, x: Column, y: Column, colour: str, label: str | None = None
     if not found.exact:
         axes.fill_between(found.x, found.low, found.high, color=colour, alpha=0.25, linewidth=0)
     return found
+
+
+def over_steps(axes: Axes, run: Run, ylabel: str, from_zero: bool = True) -> None:
+    """What all plots over steps share: the same range, and the restarts."""
+    last = max(
+        run.steps["step"][-1] if len(run.steps["step"]) else 0,
+        run.ranks.step[-1] if run.ranks else 0,
+    )
+    first = run.ledger.generations[0].start.step if run.ledger else 0
+    axes.set_xlim(first, max(last, first + 1))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    thousands(axes.xaxis)
+    axes.set_xlabel("step")
+    axes.set_ylabel(ylabel)
+    if from_zero and axes.get_yscale() == "linear":
+        axes.set_ylim(bottom=0)
+    if run.ledger:
+        places = [float(g.start.step) for g in run.ledger.generations[1:]]
+        restart_marks(axes, places, first, max(last, first + 1))
 
 
 def legend(axes: Axes, columns: int) -> None:

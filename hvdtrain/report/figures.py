@@ -188,7 +188,11 @@ def restarts(run: Run) -> list[Figures] | None:
 
 def _pause(before: Generation, now: Generation) -> float:
     """Seconds between the last step before a start and the first step after it."""
-    stopped = before.lines[-1].time if before.lines else before.start.time
+    stopped = before.start.time
+    if before.lines:
+        last = before.lines[-1]
+        # With train.log_every > 1 it did more than its last line says.
+        stopped = last.time + max(0, now.start.step - last.step) * last.step_seconds
     if not now.lines:
         return max(0.0, now.last_time - stopped)
     first = now.lines[0]

@@ -21,7 +21,7 @@ def one(run: Run, figures: Figures) -> str:
         UserError: matplotlib or jinja2 is not installed.
     """
     template = _template("run.html")
-    from hvdtrain.report import plots, summary
+    from hvdtrain.report import plots, summary, tables
 
     return template.render(
         title=run.name,
@@ -29,8 +29,8 @@ def one(run: Run, figures: Figures) -> str:
         tiles=summary.tiles(figures),
         warnings=summary.warnings(figures),
         missing=run.missing,
-        first=summary.first_tables(figures),
-        last=summary.last_tables(run, figures),
+        first=tables.first(figures),
+        last=tables.last(run, figures),
         plots=plots.plots(run, figures),
     )
 

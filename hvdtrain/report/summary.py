@@ -1,21 +1,11 @@
-"""The figures of a run in words: a sentence, tiles, and tables."""
+"""The figures of a run in words: a sentence, tiles, and what has to be looked at."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
-from hvdtrain.audit.goodput import PARTS
 from hvdtrain.report import units
 from hvdtrain.report.figures import Figures
-from hvdtrain.report.run import Run
-
-_ROWS = 20
-_CAUSES: dict[str, str] = {
-    "launch": "the program was started again",
-    "failure": "a rank failed",
-    "hosts": "processes came or went",
-}
 
 
 @dataclass(frozen=True)
@@ -25,23 +15,6 @@ class Tile:
     label: str
     value: str
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells as text.
-
-    Args:
-        head: of the columns; empty: without one
-        note: what was left out
-        words: so many columns, from the left, are words and not figures
-    """
-
-    title: str
-    head: list[str]
-    rows: list[list[str]]
-    note: str = ""
-    words: int = 1
 
 
 def headline(figures: Figures) -> str:
@@ -198,96 +171,3 @@ def warnings(figures: Figures) -> list[str]:
         count = units.plural(figures["failed_checkpoints"], "checkpoint")
         found.append(f"{count} could not be written.")
     return found
-
-
-def first_tables(figures: Figures) -> list[Table]:
-    """Restarts and slow ranks; empty tables are left out."""
-    return [t for t in (_restart_table(figures), _straggler_table(figures)) if t.rows]
-
-
-def last_tables(run: Run, figures: Figures) -> list[Table]:
-    """What the time went to, and facts; empty tables are left out."""
-    return [t for t in (_lost(figures), _phases(figures), _facts(run, figures)) if t.rows]
-
-
-def _restart_table(figures: Figures) -> Table:
-    restarts = figures["restarts"] or []
-    rows = [
-        [
-            str(restart["number"]),
-            _cause(restart),
-            f"{restart['step']:,}",
-            f"{restart['ranks_before']} → {restart['ranks_after']}",
-            units.seconds(restart["seconds_without_steps"]),
-            f"{restart['redone_steps']:,}",
-        ]
-        for restart in restarts
-    ]
-    costly = sorted(restarts, key=lambda r: -r["seconds_without_steps"])[:_ROWS]
-    shown = {restart["number"] for restart in costly}
-    left = f"The {_ROWS} costliest of {len(rows)}." if len(rows) > _ROWS else ""
-    head = ["restart", "cause", "after step", "ranks", "without steps", "steps done again"]
-    return Table("Restarts", head, [row for row in rows if int(row[0]) in shown], left, 2)
-
-
-def _cause(restart: Figures) -> str:
-    cause = _CAUSES.get(str(restart["cause"]), str(restart["cause"]))
-    for what, name in (("lost", "hosts_lost"), ("gained", "hosts_gained")):
-        if restart[name]:
-            cause += f", {what} {' '.join(restart[name])}"
-    return f"{cause} (state from {restart['source']})"
-
-
-def _straggler_table(figures: Figures) -> Table:
-    named = figures["stragglers"]
-    rows = [
-        [
-            f"{entry['rank']} on {entry['host']}",
-            entry["phase"],
-            str(entry["times"]),
-            f"{entry['first_step']:,}",
-            f"{entry['steps']:,}",
-            units.number(entry["lowest_score"], 2),
-        ]
-        for entry in named[:_ROWS]
-    ]
-    left = f"The {_ROWS} that lasted longest of {len(named)}." if len(named) > _ROWS else ""
-    head = ["rank", "slow in", "times named", "first at step", "steps", "lowest score"]
-    return Table("Ranks that were named as slow", head, rows, left, 2)
-
-
-def _lost(figures: Figures) -> Table:
-    parts, wall = figures["seconds_by_part"] or {}, figures["wall_seconds"] or 0.0
-    rows = [
-        [PARTS[name], units.seconds(seconds), units.percent(seconds / wall if wall else 0.0)]
-        for name, seconds in parts.items()
-        if seconds > 0
-    ]
-    return Table("Goodput: what the wall time went to", ["", "time", "share"], rows)
-
-
-def _phases(figures: Figures) -> Table:
-    shares, each = figures["phase_shares"] or {}, figures["phase_seconds_per_step"] or {}
-    rows = [[p, units.seconds(each[p]), units.percent(share)] for p, share in shares.items()]
-    return Table("Phases, mean of all ranks", ["phase", "time per step", "share"], rows)
-
-
-def _facts(run: Run, figures: Figures) -> Table:
-    manifest = run.manifest
-    batch = run.config.get("batch", {})
-    horovod = manifest.get("horovod") or {}
-    begin = run.ledger.generations[0].start.time if run.ledger else None
-    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(begin)) if begin else None
-    hosts = ", ".join(f"{h}: {units.ranks(r)}" for h, r in list(figures["hosts"].items())[:_ROWS])
-    facts = {
-        "task": figures["task"],
-        "began": began,
-        "ranks by host": hosts + (" …" if len(figures["hosts"]) > _ROWS else ""),
-        "device": manifest.get("device"),
-        "controller": horovod.get("controller"),
-        "samples in a step": batch.get("global_size"),
-        "seed": manifest.get("seed"),
-        "git commit": manifest.get("git_commit"),
-        **manifest.get("versions", {}),
-    }
-    return Table("The run", [], [[k, str(v)] for k, v in facts.items() if v], words=2)

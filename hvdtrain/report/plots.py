@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from matplotlib.ticker import NullFormatter
 
 from hvdtrain.audit.ledger import Line
 from hvdtrain.report import rank_plots, units
@@ -138,6 +139,8 @@ def _step_time(run: Run, figures: Figures) -> Plot | None:
         wide = drawn.high.max() > 10 * np.median(drawn.middle) and drawn.low.min() > 0
         if wide:
             axes.set_yscale("log")
+            axes.yaxis.set_minor_formatter(NullFormatter())
+        thousands(axes.yaxis)
         over_steps(axes, run, "ms per step" + (" (logarithmic)" if wide else ""))
     known = seconds[np.isfinite(seconds)]
     typical, tail, worst = np.median(known), np.percentile(known, 99), known.max()

@@ -271,6 +271,17 @@ def test_a_run_of_one_rank_or_one_that_goes_on_cannot_be_shown(
     assert "it was killed, or it still runs" in page and "one rank" in page
 
 
+def test_one_long_step_makes_the_others_too_small_to_see(history: History) -> None:
+    path = history.folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[9]["step_seconds"] = 100.0
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert cli.main(["report", str(history.folder)]) == 0
+    page = (history.folder / "report.html").read_text()
+    assert "ms per step (logarithmic)" in page and ">10,000<" in page
+    assert "mathdefault" not in page  # what matplotlib writes for powers of ten
+
+
 def test_losses_that_are_not_finite_are_hidden(history: History) -> None:
     path = history.folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -42,20 +42,18 @@ class Trace:
         self._begun = self._totals()
         self._memory = PeakMemory(device)
         self._profiler.start_trace()
-        self._phase = timer.phase
-        self._open(step)
+        self._open(step, timer.phase)
 
     def enter(self, phase: str) -> None:
         """The span of a phase ends, and `phase` begins."""
         self._phase_span.__exit__(None, None, None)
         self._memory.note(self._phase)
-        self._phase = phase
-        self._phase_span = _span(f"phase {phase}")
+        self._enter(phase)
 
     def step(self, step: int) -> None:
         """A step has ended, with all that is done after it, and `step` begins."""
         self._close()
-        self._open(step)
+        self._open(step, self._phase)
 
     def stop(self) -> dict[str, Any]:
         """Ends the recording.
@@ -88,10 +86,14 @@ class Trace:
         self._profiler.add_metadata_json("distributedInfo", json.dumps(facts))
         self._profiler.export_chrome_trace(str(path))
 
-    def _open(self, step: int) -> None:
+    def _open(self, step: int, phase: str) -> None:
         # By this name TensorBoard's plugin and others know a step.
         self._step_span = _span(f"ProfilerStep#{step}")
-        self._phase_span = _span(f"phase {self._phase}")
+        self._enter(phase)
+
+    def _enter(self, phase: str) -> None:
+        self._phase = phase
+        self._phase_span = _span(f"phase {phase}")
 
     def _close(self) -> None:
         self._phase_span.__exit__(None, None, None)

@@ -81,7 +81,8 @@ def read_profiles(folder: Path) -> Iterator[tuple[RankProfile, Path]]:
     """
     found = []
     for path in folder.glob("rank_*.json"):
-        with suppress(OSError, ValueError, TypeError):
-            profile = RankProfile(**json.loads(path.read_text()))
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            content = json.loads(path.read_text())
+            profile = RankProfile(**{**content, "steps": tuple(content["steps"])})
             found.append((profile, path.with_name(path.name.removesuffix(".json") + TRACE)))
     return iter(sorted(found, key=lambda one: (one[0].steps[0], one[0].rank)))

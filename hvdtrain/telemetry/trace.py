@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -141,7 +142,10 @@ class PeakMemory:
 
 
 def warm_up(device: torch.device) -> None:
-    """The profiler's first use in a process takes seconds on some machines."""
+    """The profiler's first use in a process takes a second or more."""
+    if device.type == "cpu":
+        # Kineto writes two lines to the screen each time; on a GPU it may have errors to tell.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=_activities(device)):
         torch.zeros(1, device=device)
 

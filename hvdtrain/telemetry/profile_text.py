@@ -37,7 +37,7 @@ def _sections(part: Part) -> list[str]:
     if part.operators:
         device = part.ranks[0].profile.device == "cuda"
         rows = [
-            [one.name[:60], _ms(one.seconds, count * len(part.ranks)), str(one.calls)]
+            [one.name[:70], _ms(one.seconds, count * len(part.ranks)), str(one.calls)]
             for one in part.operators
         ]
         name = "kernel" if device else "operator (own time)"

@@ -98,6 +98,15 @@ def test_a_run_without_profile_pays_for_one(tmp_path: Path) -> None:
     assert "HOROVOD_TIMELINE" not in env, "Horovod would start a thread that spins"
 
 
+def test_steps_that_are_done_already_are_passed_over_in_silence(tmp_path: Path) -> None:
+    where = ["--run.root", str(tmp_path), "--run.id", "run"]
+    for steps, flags in (("6", []), ("8", ["--profile.steps", "3:5"])):
+        argv = [*runs.TINY, *where, "--train.steps", steps, *flags]
+        done = runs.run(tmp_path, argv, timeout=60)
+        assert done.returncode == 0, done
+    assert "profile.steps 3:5: the run is at step 6" in done.stderr, done
+
+
 def test_a_folder_that_cannot_be_written_ends_the_run_or_is_told_twice(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/profile").write_text("in the way")
@@ -223,7 +232,9 @@ def test_the_summary_needs_torch_or_hides_what_it_found(tmp_path: Path) -> None:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == 0, done.stderr
         outputs[name] = done.stdout
-    assert "rank 0 on a  5000.00    70.0%    10.0%  20.0%       15.0%" in outputs["text"], outputs["text"]
+    assert "rank 0 on a  5000.00    70.0%    10.0%  20.0%       15.0%" in outputs["text"], outputs[
+        "text"
+    ]
     assert "rank 1 was late: last in 1 of 1 steps, 900.00 ms behind" in outputs["text"]
     (part,) = json.loads(outputs["json"])["parts"]
     assert part["late"] == 1 and part["operators"][0]["name"] == "aten::mm"

@@ -60,7 +60,10 @@ class Profile:
         self._trace: Trace | None = None
         self._timeline = False
         self._ready: int | None = None  # handle of the number that is exchanged for the timeline
-        if self._mine and step + 1 < self._steps.stop:
+        if step + 1 >= self._steps.stop:
+            if topology.rank == 0 and not folder.exists():
+                logger.warning("profile.steps %s: the run is at step %d", config.steps, step)
+        elif self._mine:
             self._try(lambda: warm_up(device))
         self._reach(step + 1)
 

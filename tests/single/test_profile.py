@@ -96,6 +96,8 @@ def test_a_run_without_profile_pays_for_one(tmp_path: Path) -> None:
     env = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
     prepare(env)
     assert "HOROVOD_TIMELINE" not in env, "Horovod would start a thread that spins"
+    prepare(env, timeline=True)
+    assert env["HOROVOD_TIMELINE"] == "DYNAMIC"
 
 
 def test_steps_that_are_done_already_are_passed_over_in_silence(tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ class Trace:
 
     def enter(self, phase: str) -> None:
         """The span of a phase ends, and `phase` begins."""
+        self._memory.note(self._phase)  # inside the span: the timer counts it there, too
         self._phase_span.__exit__(None, None, None)
-        self._memory.note(self._phase)
         self._enter(phase)
 
     def step(self, step: int) -> None:
@@ -63,8 +63,8 @@ class Trace:
             seconds of each phase, wall and in flight, and bytes of the peaks of each phase, as
             profile_files.RankProfile has them.
         """
-        self._close()
         self._memory.note(self._phase)
+        self._close()
         seconds, wall, inflight = self._totals()
         self._profiler.stop_trace()
         return {

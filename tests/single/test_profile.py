@@ -69,7 +69,7 @@ def test_a_profile_misses_steps_ranks_phases_or_the_late_rank(
         assert steps == {"ProfilerStep#10", "ProfilerStep#11", "ProfilerStep#12"}
         for phase in ("data", "forward", "backward", "comm_exposed", "optimizer"):
             known = sum(line["phases"][phase][rank] for line in lines)
-            assert spans[f"phase {phase}"] == pytest.approx(known, rel=0.05, abs=0.005), phase
+            assert spans[f"phase {phase}"] == pytest.approx(known, rel=0.05, abs=0.01), phase
     (part,) = summarise(tmp_path / "run")
     assert part.steps == (10, 13) and part.late == 1 and not part.problems, part
     assert part.lateness[1].last == 3 and 0.05 < part.lateness[1].mean_seconds < 0.5

@@ -23,8 +23,10 @@ from hvdtrain.engine.callbacks.compare import CompareRanks
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.callbacks.export import Export
 from hvdtrain.engine.callbacks.log import LogMetrics
+from hvdtrain.engine.callbacks.profile import Profile
 from hvdtrain.engine.callbacks.replicas import ReplicaCheck
 from hvdtrain.engine.loop import Callback, Loop, Progress
+from hvdtrain.engine.run_folder import RunFolder
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import TrainStep
 from hvdtrain.errors import UserError
@@ -102,6 +104,7 @@ class Callbacks:
     evaluate: Evaluate | None
     log: LogMetrics
     checkpoint: SaveCheckpoints
+    profile: Profile | None
 
     def as_list(self) -> list[Callback]:
         every = (getattr(self, field.name) for field in fields(self))
@@ -113,6 +116,7 @@ def build_callbacks(
     prepared: Prepared,
     topology: Topology,
     records: Records | None,
+    folder: RunFolder,
     failed_at: float | None = None,
 ) -> Callbacks:
     """The callbacks of one round.
@@ -124,7 +128,7 @@ def build_callbacks(
     state, exporter, timer = prepared.state, prepared.exporter, prepared.timer
     note = records.events.write if records else _nothing
     metrics = records.metrics if records else None
-    replicas, compare, evaluate = None, None, None
+    replicas, compare, evaluate, profile = None, None, None, None
     if config.train.replica_check_every:
         replicas = ReplicaCheck(
             config.train.replica_check_every, config.checkpoint.every, state, note
@@ -151,6 +155,16 @@ def build_callbacks(
             prepared.heartbeat,
             timer,
         )
+    if config.profile.steps is not None:
+        profile = Profile(
+            config.profile,
+            folder.profile,
+            state.progress.step,
+            topology,
+            timer,
+            prepared.exchange,
+            prepared.device,
+        )
     return Callbacks(
         replicas,
         Export(exporter, failed_at) if exporter else None,
@@ -165,6 +179,7 @@ def build_callbacks(
             metrics.sync if metrics else _nothing,
             timer,
         ),
+        profile,
     )
 
 

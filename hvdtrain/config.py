@@ -23,7 +23,7 @@ from hvdtrain.engine.config import BatchConfig, EvalConfig, PreemptConfig, RunCo
 from hvdtrain.errors import UserError, require
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
 from hvdtrain.tasks import load_class, optional
-from hvdtrain.telemetry.config import TelemetryConfig
+from hvdtrain.telemetry.config import ProfileConfig, TelemetryConfig
 
 
 @dataclass
@@ -43,6 +43,7 @@ class Config:
         elastic: what happens when ranks die, hang or come back
         preempt: what is known of whoever asks the run to stop
         telemetry: what a rank publishes
+        profile: steps that are looked at closely
     """
 
     task: str = "language_model"
@@ -57,9 +58,16 @@ class Config:
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     preempt: PreemptConfig = field(default_factory=PreemptConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, f"seed must be >= 0, not {self.seed}")
+        steps = self.profile.range
+        require(
+            not steps or steps[0] <= self.train.steps,
+            f"profile.steps {self.profile.steps} begins after the last step (train.steps "
+            f"{self.train.steps})",
+        )
 
 
 @dataclass

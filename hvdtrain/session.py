@@ -69,7 +69,10 @@ def run(settings: Settings, stop: StopFlag) -> int:
     Raises:
         UserError: Horovod cannot start; every rank raises it.
     """
-    environment.prepare(timeout_seconds=settings.config.elastic.timeout_seconds)
+    config = settings.config
+    environment.prepare(
+        timeout_seconds=config.elastic.timeout_seconds, timeline=config.profile.steps is not None
+    )
     try:
         session = Session(settings, stop)
     except HorovodInternalError as error:
@@ -172,6 +175,8 @@ class Session:
             _alike("launcher", partial(_check_elastic, self._membership))
         _alike("same configuration", self._check_same_configuration)
         elastic = self._membership is not None
+        if not elastic:
+            _alike("profile", self._check_profiled_ranks)
         place = self._local_rank if elastic else None
         device = _alike("device", lambda: choose_device(self.topology, place))
         timer = build.build_timer(self._began_clock, device)
@@ -193,6 +198,15 @@ class Session:
         """A host with another YAML file or task would run another loop."""
         if self._digest() != broadcast_json(self._digest(), "configuration"):
             raise UserError(_other_configuration(self.topology.hosts[0]))
+
+    def _check_profiled_ranks(self) -> None:
+        """An elastic run may get the rank later, or lose it; any other never will."""
+        size = self.topology.world_size
+        missing = [rank for rank in self._config.profile.ranks or [] if rank >= size]
+        if missing:
+            raise UserError(
+                f"profile.ranks names rank {missing[0]}, but the run's ranks are 0 to {size - 1}"
+            )
 
     def _digest(self) -> str:
         return sha256(self._settings.resolved.encode()).hexdigest()
@@ -266,7 +280,7 @@ class Session:
         self._note_start(cause, since, source)
         records = self._records
         callbacks = build.build_callbacks(
-            config, self._made, topology, records, since if cause == "failure" else None
+            config, self._made, topology, records, folder, since if cause == "failure" else None
         )
         loop = build.build_loop(
             config, self._made, topology, callbacks, self._stop, self._membership

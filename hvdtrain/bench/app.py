@@ -55,10 +55,11 @@ class AppLoop:
         if first:
             log.to_screen()
         log.to_file(folder / "logs", topology.rank, topology.host)
-        records = Records(RunFolder(folder), keep=1) if first else None
+        run_folder = RunFolder(folder)
+        records = Records(run_folder, keep=1) if first else None
         if records is not None:
             records.open(0, exporter)
-        callbacks = build.build_callbacks(config, prepared, topology, records)
+        callbacks = build.build_callbacks(config, prepared, topology, records, run_folder)
         self.model: nn.Module = state.model
         self.exporter = exporter
         self.capture = state.capture

@@ -32,6 +32,7 @@ class RunFolder:
         self.ranks = path / "ranks.jsonl"
         self.events = path / "events.jsonl"
         self.targets = path / "targets.json"
+        self.profile = path / "profile"
         # In a path, Prometheus takes a * in the last part only: here it finds those of all runs.
         self.listed_targets = path.parent / ".targets" / f"{path.name}.json"
 

@@ -66,6 +66,7 @@ def prepare(
     env: MutableMapping[str, str] = os.environ,
     cores: int | None = None,
     timeout_seconds: int = 0,
+    timeline: bool = False,
 ) -> None:
     """Sets what Horovod and MPI read when they start, and never over what the user set.
 
@@ -73,6 +74,7 @@ def prepare(
         env: changed in place.
         cores: processors that this host's ranks share; default: those of this process.
         timeout_seconds: of a collective in elastic runs; 0 = by the number of ranks.
+        timeline: Horovod's timeline will be asked for.
     """
     cores = cores or len(os.sched_getaffinity(0))
     # A rank that takes no part is an error after a while, not a hang (Horovod's default: never);
@@ -92,6 +94,9 @@ def prepare(
         # that compute, load or save answer all the while: Horovod does so in a thread.
         seconds = timeout_seconds or min(30, 3 + (launched_size(env) or 1) // 16)
         env.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(seconds))
+    if timeline and launched_size(env) is not None:
+        # Must be there when Horovod starts, on every rank; the file is named later.
+        env.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     if launched_local_size(env) >= cores:
         # Open MPI spins while it waits and takes the processor from the model.
         env.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")

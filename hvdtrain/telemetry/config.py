@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from hvdtrain.errors import require
@@ -50,3 +51,35 @@ class TelemetryConfig:
             "telemetry.straggler_threshold must lie between 0 and 1, not "
             f"{self.straggler_threshold}",
         )
+
+
+@dataclass
+class ProfileConfig:
+    """Traces of some steps.
+
+    Args:
+        steps: "10:13" traces steps 10, 11 and 12, as metrics.jsonl numbers them; null = none
+        ranks: ranks that write a trace, such as [0,3]; null = all
+    """
+
+    # YAML reads 10:13 without quotes as the number 613, which must get a word of its own.
+    steps: str | int | None = None
+    ranks: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            self.steps is None or len(self.range) > 0,
+            "profile.steps must be FIRST:END with 1 <= FIRST < END, such as 10:13 for steps 10, 11 "
+            f'and 12 (in YAML "10:13", with quotes), not {self.steps}',
+        )
+        require(
+            all(rank >= 0 for rank in self.ranks or []),
+            f"profile.ranks must be >= 0, not {self.ranks}",
+        )
+        require(self.ranks != [], "profile.ranks names no rank; leave it away for all ranks")
+
+    @property
+    def range(self) -> range:
+        """The steps, counted from 1; empty where nothing is profiled."""
+        match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", str(self.steps))
+        return range(int(match[1]), int(match[2])) if match else range(0)

@@ -53,6 +53,7 @@ class PhaseTimer:
         # that a reader in another thread needs no lock and sees no half of a change.
         self._state = ("other", began, (0.0,) * len(PHASES))
         self._event: Callable[[], Event] | None = None
+        self._listener: Callable[[str], None] | None = None
         # Phases that the device has not left yet, with the event at their beginning.
         self._pending: deque[tuple[str, Event]] = deque()
 
@@ -62,6 +63,10 @@ class PhaseTimer:
         self._pending.append((self.phase, event()))
         self._event = event
 
+    def listen(self, listener: Callable[[str], None] | None) -> None:
+        """From now on `listener` is told of each phase just before it is entered; None = nobody."""
+        self._listener = listener
+
     @property
     def phase(self) -> str:
         """What time counts as now."""
@@ -69,6 +74,8 @@ class PhaseTimer:
 
     def enter(self, phase: str) -> None:
         """Time counts as `phase` from now on."""
+        if self._listener is not None:
+            self._listener(phase)
         if self._event is None:
             self._change(phase, time.perf_counter())
             return

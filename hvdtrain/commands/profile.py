@@ -1,0 +1,25 @@
+"""`hvdtrain profile summary RUN`. Nothing here imports torch or Horovod."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "say where the time of the profiled steps went, and which rank was late"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    line = "tables of time, memory, lateness and operators from RUN/profile"
+    summary = actions.add_parser("summary", help=line, description=f"{line}.")
+    summary.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    summary.add_argument("--format", choices=("text", "json"), default="text")
+
+
+def run(args: argparse.Namespace) -> int:
+    from hvdtrain.telemetry.profile_summary import summarise, to_json
+    from hvdtrain.telemetry.profile_text import to_text
+
+    parts = summarise(args.run)
+    print(to_json(parts) if args.format == "json" else to_text(parts))
+    return 0

@@ -1,0 +1,170 @@
+"""Traces of the steps that `profile.steps` names, and Horovod's timeline of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import horovod.torch as hvd
+import torch
+
+from hvdtrain.engine.loop import Loop, Record
+from hvdtrain.log import logger
+from hvdtrain.optim.exchange import GradientExchange
+from hvdtrain.runtime.topology import Topology
+from hvdtrain.telemetry.config import ProfileConfig
+from hvdtrain.telemetry.profile_files import (
+    READY,
+    TRACE,
+    clear,
+    rank_path,
+    timeline_path,
+    write_figures,
+)
+from hvdtrain.telemetry.timers import PhaseTimer
+from hvdtrain.telemetry.trace import Trace, warm_up
+
+
+class Profile:
+    """Every rank has one in each round, the last callback: a step is recorded with all that is
+    done after it. A round that ends inside the range closes its files.
+
+    Nothing that goes wrong here ends the run.
+
+    Args:
+        folder: RUN/profile; made when it is needed.
+        step: steps done when the round begins.
+    """
+
+    def __init__(
+        self,
+        config: ProfileConfig,
+        folder: Path,
+        step: int,
+        topology: Topology,
+        timer: PhaseTimer,
+        exchange: GradientExchange,
+        device: torch.device,
+    ) -> None:
+        self._steps = config.range
+        self._folder = folder
+        self._topology = topology
+        self._timer = timer
+        self._exchange = exchange
+        self._device = device
+        self._mine = config.ranks is None or topology.rank in config.ranks
+        self._failed = False
+        self._first: int | None = None  # of the steps that are recorded now
+        self._trace: Trace | None = None
+        self._timeline = False
+        self._ready: int | None = None  # handle of the number that is exchanged for the timeline
+        if step + 1 >= self._steps.stop:
+            if topology.rank == 0 and not folder.exists():
+                logger.warning("profile.steps %s: the run is at step %d", config.steps, step)
+        elif self._mine:
+            self._try(lambda: warm_up(device))
+        self._reach(step + 1)
+
+    def on_step(self, loop: Loop, record: Record) -> None:
+        # After a failure the callbacks hear of the last step again: nothing is new then.
+        if loop.progress.step < self._next:
+            return
+        if self._ready is not None:
+            ready, self._ready = self._ready, None
+            hvd.synchronize(ready)
+        self._reach(loop.progress.step + 1, loop.ending)
+
+    def close(self) -> None:
+        if self._first is not None:
+            self._end()
+
+    def _reach(self, step: int, ending: bool = False) -> None:
+        """`step` comes next, unless the run is at its end."""
+        self._next = step
+        inside = step in self._steps and not ending
+        if inside and self._first is None:
+            self._begin(step)
+        elif not inside and self._first is not None:
+            self._end()
+        elif self._trace is not None:
+            trace = self._trace
+            self._try(lambda: trace.step(step))
+
+    def _begin(self, step: int) -> None:
+        self._first = step
+        self._try(self._open_files)
+        self._timer.listen(self._enter)
+
+    def _enter(self, phase: str) -> None:
+        """Hears of each phase while it is recorded."""
+        if phase == "comm_exposed":
+            # On every rank alike, whatever failed on this one: the backward pass has ended.
+            name = f"{READY}{self._next}"
+            self._ready = hvd.allreduce_async_(torch.zeros(1), name=name, op=hvd.Sum)
+        if self._trace is not None:
+            trace = self._trace
+            self._try(lambda: trace.enter(phase))
+
+    def _open_files(self) -> None:
+        assert self._first is not None
+        if self._mine or self._topology.rank == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        if self._topology.rank == 0:
+            clear(self._folder, self._first)
+            self._start_timeline()
+        if self._mine:
+            self._trace = Trace(
+                self._first, self._device, self._timer, lambda: self._exchange.inflight_seconds
+            )
+
+    def _start_timeline(self) -> None:
+        if self._topology.world_size == 1:
+            return  # nobody to wait for
+        if os.environ.get("HOROVOD_TIMELINE") != "DYNAMIC":
+            logger.warning("profile: HOROVOD_TIMELINE names a file: Horovod's timeline is there")
+            return
+        assert self._first is not None
+        path = timeline_path(self._folder, self._first)
+        path.touch()  # Horovod would not say that it cannot
+        hvd.start_timeline(str(path))
+        self._timeline = True
+
+    def _end(self) -> None:
+        self._timer.listen(None)
+        if self._timeline:  # also after a failure: Horovod must not write when it is shut down
+            self._timeline = False
+            with suppress(ValueError):
+                hvd.stop_timeline()
+        self._try(self._write_files)
+        self._first, self._trace = None, None
+
+    def _write_files(self) -> None:
+        first, trace, end = self._first, self._trace, self._next
+        assert first is not None
+        rank, host = self._topology.rank, self._topology.host
+        figures = trace.stop() if trace is not None else {}
+        if end == first:  # no step was finished
+            timeline_path(self._folder, first).unlink(missing_ok=True)
+        elif trace is not None:
+            facts = {"rank": rank, "world_size": self._topology.world_size}
+            path = rank_path(self._folder, rank, host, first, TRACE)
+            trace.write(path, {"backend": "horovod", **facts})
+            figures |= {"host": host, "steps": [first, end], "device": self._device.type, **facts}
+            write_figures(rank_path(self._folder, rank, host, first, ".json"), figures)
+            logger.info("profile of steps %d to %d: %s", first, end - 1, path)
+
+    def _try(self, part: Callable[[], None]) -> None:
+        """Runs a part; the first failure is told, and nothing is tried after it."""
+        if self._failed:
+            return
+        try:
+            part()
+        except Exception as error:
+            self._failed = True
+            logger.warning("profile: %s; training goes on without it", error)
+            if self._trace is not None:
+                with suppress(Exception):
+                    self._trace.stop()
+                self._trace = None

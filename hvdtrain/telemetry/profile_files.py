@@ -1,0 +1,88 @@
+"""RUN/profile: what is written where. Imports neither torch nor Horovod.
+
+    rank_00003_node2.10.pt.trace.json.gz   torch's trace of a rank, from step 10 on
+    rank_00003_node2.10.json               its figures: RankProfile
+    timeline.10.json                       Horovod's timeline of the same steps, from rank 0
+
+A run that was started again, or an elastic round, inside the range has a group of files for each
+part, told apart by the first step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.files import write_atomic
+
+TRACE = ".pt.trace.json.gz"  # as TensorBoard's profile plugin looks for it
+# Ranks exchange a number under this name, and the step's, when their backward pass has ended:
+# Horovod writes for each rank when it was ready only of names that it has not seen before.
+READY = "ready.step_"
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """The figures of one rank over some steps.
+
+    Args:
+        steps: first step, and the one after the last
+        phases: seconds of each phase; together the wall time
+        wall_seconds: from before the first step to after the last one's callbacks
+        inflight_seconds: see GradientExchange
+        host_peak_bytes: of each phase, resident memory; None where it cannot be told
+        device_peak_bytes: of each phase, memory of tensors; None without a GPU
+        device: "cpu" or "cuda"
+    """
+
+    rank: int
+    host: str
+    world_size: int
+    steps: tuple[int, int]
+    phases: dict[str, float]
+    wall_seconds: float
+    inflight_seconds: float
+    host_peak_bytes: dict[str, int] | None
+    device_peak_bytes: dict[str, int] | None
+    device: str
+
+
+def rank_path(folder: Path, rank: int, host: str, first: int, suffix: str) -> Path:
+    """suffix: TRACE or ".json"."""
+    return folder / f"rank_{rank:05}_{host}.{first}{suffix}"
+
+
+def timeline_path(folder: Path, first: int) -> Path:
+    return folder / f"timeline.{first}.json"
+
+
+def write_figures(path: Path, figures: dict[str, Any]) -> None:
+    """Raises OSError."""
+    write_atomic(path, (json.dumps(figures) + "\n").encode())
+
+
+def clear(folder: Path, first: int) -> None:
+    """Deletes what was written of steps from `first` on: the run does them again."""
+    for path in folder.iterdir():
+        name = path.name.removesuffix(TRACE).removesuffix(".json")
+        _, _, step = name.rpartition(".")
+        if name != path.name and step.isdigit() and int(step) >= first:
+            path.unlink(missing_ok=True)
+
+
+def read_profiles(folder: Path) -> Iterator[tuple[RankProfile, Path]]:
+    """The figures of each rank and part, with the path of the trace, by first step and rank.
+
+    What is no such file is passed over.
+    """
+    found = []
+    for path in folder.glob("rank_*.json"):
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            content = json.loads(path.read_text())
+            profile = RankProfile(**{**content, "steps": tuple(content["steps"])})
+            found.append((profile, path.with_name(path.name.removesuffix(".json") + TRACE)))
+    return iter(sorted(found, key=lambda one: (one[0].steps[0], one[0].rank)))

@@ -1,0 +1,203 @@
+"""What RUN/profile says: where the time of each rank went, who was late, which operators took it.
+
+Reads files alone; imports neither torch nor Horovod.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from hvdtrain.errors import UserError
+from hvdtrain.telemetry.profile_files import READY, RankProfile, read_profiles, timeline_path
+
+_COMPUTE = ("data", "forward", "backward", "optimizer")
+_OPERATORS = 10
+# Of a step's time: a rank that costs less than this is nobody's concern.
+_WORTH_TELLING = 0.05
+_ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Where one rank's time went, in seconds; compute + exposed + other is the wall time.
+
+    Args:
+        compute: data, forward, backward and optimizer
+        exposed: waiting for communication
+        overlapped: communication in flight beside compute; a part of `compute`
+        other: the rest: evaluation, checkpoints, callbacks, idle
+    """
+
+    profile: RankProfile
+    compute: float
+    exposed: float
+    overlapped: float
+    other: float
+
+
+@dataclass(frozen=True)
+class Lateness:
+    """Of one rank, at the ends of the backward passes, from Horovod's readiness ticks.
+
+    Args:
+        last: steps in which it was the last one
+        mean_seconds, max_seconds: how long after the first rank
+    """
+
+    rank: int
+    last: int
+    mean_seconds: float
+    max_seconds: float
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Args: seconds: of its own, without what it calls, over all ranks and calls."""
+
+    name: str
+    seconds: float
+    calls: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Steps that were profiled in one go.
+
+    Args:
+        steps: first step, and the one after the last
+        lateness: by rank; empty without a timeline
+        late: the rank that held up the others; None where there was none
+        operators: that took the longest; on a GPU its kernels
+        problems: files that could not be read, and what is missing for it
+    """
+
+    steps: tuple[int, int]
+    ranks: list[RankTime]
+    lateness: list[Lateness]
+    late: int | None
+    operators: list[Operator]
+    problems: list[str]
+
+
+def summarise(run: Path) -> list[Part]:
+    """What the profiles of a run say, in the order of their first steps.
+
+    Raises:
+        UserError: there is none.
+    """
+    profiles = list(read_profiles(run / "profile"))
+    if not profiles:
+        raise UserError(
+            f"{run}/profile holds no profile; train with --profile.steps FIRST:END to get one"
+        )
+    parts = groupby(profiles, key=lambda one: one[0].steps[0])
+    return [_part(run / "profile", list(group)) for _, group in parts]
+
+
+def _part(folder: Path, profiles: list[tuple[RankProfile, Path]]) -> Part:
+    problems: list[str] = []
+    ranks = [rank_time(profile) for profile, _ in profiles]
+    steps = profiles[0][0].steps
+    seconds = mean(profile.wall_seconds for profile, _ in profiles) / (steps[1] - steps[0])
+    lateness: list[Lateness] = []
+    if profiles[0][0].world_size > 1:
+        events = _events(timeline_path(folder, steps[0]), problems)
+        lateness = read_lateness(events)
+        if events and not lateness:
+            problems.append("Horovod's timeline says of no rank when it was ready")
+    traces = (_events(path, problems) for _, path in profiles)
+    return Part(steps, ranks, lateness, _late(lateness, seconds), top_operators(traces), problems)
+
+
+def rank_time(profile: RankProfile) -> RankTime:
+    """Splits the wall time of one rank."""
+    compute = sum(profile.phases[name] for name in _COMPUTE)
+    exposed = profile.phases["comm_exposed"]
+    overlapped = max(0.0, profile.inflight_seconds - exposed)
+    return RankTime(profile, compute, exposed, overlapped, profile.wall_seconds - compute - exposed)
+
+
+def _events(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """The events of a Chrome trace, plain or gzipped."""
+    try:
+        data = path.read_bytes()
+        content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        return list(content["traceEvents"] if isinstance(content, dict) else content)
+    except (OSError, EOFError, ValueError, KeyError) as error:
+        problems.append(f"{path} cannot be read ({error or type(error).__name__})")
+        return []
+
+
+def read_lateness(events: Iterable[dict[str, Any]]) -> list[Lateness]:
+    """Who was late, from the events of Horovod's timeline: an event named for a rank says when
+    that rank was ready, in microseconds, and its "pid" stands for the tensor."""
+    ours: set[int] = set()
+    ticks: dict[int, dict[int, float]] = defaultdict(dict)
+    for event in events:
+        if event.get("name") == "process_name":
+            if READY in str(event["args"].get("name")):
+                ours.add(event["pid"])
+        elif event["ph"] == "X" and event["pid"] in ours:
+            ticks[event["pid"]][int(event["name"])] = event["ts"] / 1e6
+    steps = [ready for ready in ticks.values() if len(ready) > 1]
+    found = []
+    for rank in sorted({rank for ready in steps for rank in ready}):
+        behind = [ready[rank] - min(ready.values()) for ready in steps if rank in ready]
+        last = sum(max(ready, key=lambda r: ready[r]) == rank for ready in steps)
+        found.append(Lateness(rank, last, mean(behind), max(behind)))
+    return found
+
+
+def _late(lateness: list[Lateness], step_seconds: float) -> int | None:
+    """The rank that came last in most steps, if that cost something."""
+    if not lateness:
+        return None
+    worst = max(lateness, key=lambda one: one.mean_seconds)
+    most = worst.last > sum(one.last for one in lateness) / 2
+    return worst.rank if most and worst.mean_seconds > _WORTH_TELLING * step_seconds else None
+
+
+def top_operators(traces: Iterable[list[dict[str, Any]]]) -> list[Operator]:
+    """Those that took the longest over all traces: kernels where there are some, else operators
+    of the CPU without the operators that they call."""
+    kernels: dict[str, list[float]] = defaultdict(list)
+    operators: dict[str, list[float]] = defaultdict(list)
+    for events in traces:
+        threads = defaultdict(list)
+        for event in events:
+            if event.get("cat") in _ON_DEVICE:
+                kernels[event["name"]].append(event["dur"])
+            elif event.get("cat") == "cpu_op":
+                threads[event["pid"], event["tid"]].append(event)
+        for calls in threads.values():
+            for name, own in _own_times(calls):
+                operators[name].append(own)
+    found = [Operator(name, sum(t) / 1e6, len(t)) for name, t in (kernels or operators).items()]
+    return sorted(found, key=lambda one: -one.seconds)[:_OPERATORS]
+
+
+def _own_times(calls: list[dict[str, Any]]) -> Iterable[tuple[str, float]]:
+    """(name, microseconds without calls inside it) of the calls of one thread."""
+    ordered = sorted(calls, key=lambda call: (call["ts"], -call["dur"]))
+    own = [call["dur"] for call in ordered]
+    open_calls: list[tuple[float, int]] = []  # (end, index) of those around the next one
+    for index, call in enumerate(ordered):
+        while open_calls and open_calls[-1][0] <= call["ts"]:
+            open_calls.pop()
+        if open_calls:
+            own[open_calls[-1][1]] -= call["dur"]
+        open_calls.append((call["ts"] + call["dur"], index))
+    return [(call["name"], seconds) for call, seconds in zip(ordered, own, strict=True)]
+
+
+def to_json(parts: list[Part]) -> str:
+    """One JSON object; its fields are those of the classes above."""
+    return json.dumps({"parts": [asdict(part) for part in parts]}, indent=1)

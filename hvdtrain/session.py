@@ -202,7 +202,8 @@ class Session:
     def _check_profiled_ranks(self) -> None:
         """An elastic run may get the rank later, or lose it; any other never will."""
         size = self.topology.world_size
-        missing = [rank for rank in self._config.profile.ranks or [] if rank >= size]
+        named = self._config.profile.named_ranks or ()
+        missing = sorted(rank for rank in named if rank >= size)
         if missing:
             raise UserError(
                 f"profile.ranks names rank {missing[0]}, but the run's ranks are 0 to {size - 1}"

@@ -59,12 +59,12 @@ class ProfileConfig:
 
     Args:
         steps: "10:13" traces steps 10, 11 and 12, as metrics.jsonl numbers them; null = none
-        ranks: ranks that write a trace, such as [0,3]; null = all
+        ranks: ranks that write a trace, such as 0,3; null = all
     """
 
     # YAML reads 10:13 without quotes as the number 613, which must get a word of its own.
     steps: str | int | None = None
-    ranks: list[int] | None = None
+    ranks: str | int | list[int] | None = None
 
     def __post_init__(self) -> None:
         require(
@@ -73,13 +73,21 @@ class ProfileConfig:
             f'and 12 (in YAML "10:13", with quotes), not {self.steps}',
         )
         require(
-            all(rank >= 0 for rank in self.ranks or []),
-            f"profile.ranks must be >= 0, not {self.ranks}",
+            self.ranks is None or re.fullmatch(r"\d+(,\d+)*", self._ranks) is not None,
+            f"profile.ranks must be ranks such as 0,3, not {self.ranks}; leave it away for all",
         )
-        require(self.ranks != [], "profile.ranks names no rank; leave it away for all ranks")
 
     @property
     def range(self) -> range:
         """The steps, counted from 1; empty where nothing is profiled."""
         match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", str(self.steps))
         return range(int(match[1]), int(match[2])) if match else range(0)
+
+    @property
+    def named_ranks(self) -> frozenset[int] | None:
+        """The ranks that write a trace; None: all."""
+        return None if self.ranks is None else frozenset(map(int, self._ranks.split(",")))
+
+    @property
+    def _ranks(self) -> str:
+        return re.sub(r"[\s\[\]]", "", str(self.ranks))

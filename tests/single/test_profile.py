@@ -143,7 +143,13 @@ def test_a_range_that_yaml_takes_for_a_number_is_not_explained(tmp_path: Path) -
     assert parse([f"--config={file}"]).config.profile.range == range(10, 13)
 
 
-@pytest.mark.parametrize("ranks", ["[]", "[-1]", "3"])
+@pytest.mark.parametrize("ranks", ["0,3", "[0, 3]"])
+def test_ranks_are_read_in_one_spelling_only(ranks: str) -> None:
+    parsed = parse(["--profile.steps=1:2", f"--profile.ranks={ranks}"])
+    assert parsed.config.profile.named_ranks == {0, 3}
+
+
+@pytest.mark.parametrize("ranks", ["[]", "[-1]", "x"])
 def test_ranks_that_cannot_be_are_taken(ranks: str) -> None:
     with pytest.raises(UserError, match=r"profile\.ranks"):
         parse(["--profile.steps=1:2", f"--profile.ranks={ranks}"])

@@ -54,7 +54,8 @@ class Profile:
         self._timer = timer
         self._exchange = exchange
         self._device = device
-        self._mine = config.ranks is None or topology.rank in config.ranks
+        named = config.named_ranks
+        self._mine = named is None or topology.rank in named
         self._failed = False
         self._first: int | None = None  # of the steps that are recorded now
         self._trace: Trace | None = None

@@ -18,6 +18,7 @@ COMMANDS = {
     "horovod": "build Horovod's wheel for this environment, or check the one installed",
     "data": "prepare data: tokenize text into flat files",
     "audit": "prove from a run's files that each step was applied exactly once",
+    "top": "show the ranks of a running job in the terminal",
     "ckpt": "list, verify or export the checkpoints of a run",
     "bench": "measure a training step and its scaling",
 }

@@ -200,6 +200,15 @@ def test_a_sink_that_hangs_holds_up_a_step_or_the_end(
     assert '"event": "end"' in events and '"exit_code": 0' in events
 
 
+def test_a_sink_that_hangs_changes_the_exit_code(tmp_path: Path, silent_server: str) -> None:
+    env = {"MLFLOW_TRACKING_URI": silent_server, "HVDTRAIN_TEST_NAN": "2-"}
+    flags = [*REGRESSION, "--task", "tests.support.tasks:NotFinite"]
+    flags += ["--train.max_nonfinite", "3", "--telemetry.mlflow_experiment", "tests"]
+    done = _run(tmp_path, flags, env)
+    assert done.returncode == 3 and "not finite in 3 steps in a row" in done.stderr, done
+    assert "mlflow did not take its last figures in time" in done.stderr, done
+
+
 class Blocked:
     """A sink whose writes wait."""
 

@@ -20,6 +20,7 @@ from hvdtrain.telemetry.http_server import read_password
 
 _ANSWER_SECONDS = 2.0
 _AT_ONCE = 64  # open connections
+_NOT_ASKED = "not asked yet"  # so many others were silent
 # The rest of what an exporter serves is mostly histograms, which cost time to parse.
 _WANTED = (
     "hvdtrain_last_step ",
@@ -127,7 +128,8 @@ class Scraper:
     def ranks(self, targets: Sequence[Target]) -> list[Rank]:
         """Asks all; those that do not answer in time are not waited for."""
         # Who was silent the last time is asked last, and keeps nobody waiting.
-        order = sorted(targets, key=lambda target: bool(self._of(target).problem))
+        turns = {"": 0, _NOT_ASKED: 1}
+        order = sorted(targets, key=lambda target: turns.get(self._of(target).problem, 2))
         asked = {target: self._pool.submit(self._ask, target) for target in order}
         _wait_for(list(asked.values()))
         found = {target: self._result(target, asked[target]) for target in targets}
@@ -161,7 +163,8 @@ class Scraper:
 
     def _result(self, target: Target, answer: Future[str]) -> Rank:
         if answer.cancel() or not answer.done():
-            return Rank(target, "timed out", phases=self._of(target).phases)
+            problem = _NOT_ASKED if answer.cancelled() else "timed out"
+            return Rank(target, problem, phases=self._of(target).phases)
         try:
             return _parse(target, answer.result(), self._of(target).phases)
         except Exception as error:

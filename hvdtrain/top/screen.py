@@ -62,7 +62,7 @@ def live(file: Path, scraper: Scraper, interval: float) -> int:
         read_targets(file)
     except FileNotFoundError:
         raise _not_there(file) from None
-    news: SimpleQueue[list[Rank] | UserError | None] = SimpleQueue()  # None: draw anew
+    news: SimpleQueue[list[Rank] | Exception | None] = SimpleQueue()  # None: draw anew
     ending = Event()
     watcher = Thread(target=_watch, args=(file, scraper, interval, news, ending), daemon=True)
     signal.signal(signal.SIGWINCH, lambda *_: news.put(None))
@@ -72,7 +72,7 @@ def live(file: Path, scraper: Scraper, interval: float) -> int:
         with Live(view, console=console, screen=True, auto_refresh=False) as screen:
             watcher.start()
             while (item := news.get()) != []:
-                if isinstance(item, UserError):
+                if isinstance(item, Exception):
                     raise item
                 view = view if item is None else View(item)
                 screen.update(view, refresh=True)
@@ -87,7 +87,7 @@ def _watch(
     file: Path,
     scraper: Scraper,
     interval: float,
-    news: SimpleQueue[list[Rank] | UserError | None],
+    news: SimpleQueue[list[Rank] | Exception | None],
     ending: Event,
 ) -> None:
     """Puts what the ranks say into `news`, every interval; [] when the file is gone."""
@@ -98,13 +98,10 @@ def _watch(
         except FileNotFoundError:
             news.put([])
             return
-        except UserError as error:
+        except Exception as error:
+            # Told by who draws, when the terminal is as it was; after the end nobody reads it.
             news.put(error)
             return
-        except RuntimeError:
-            if not ending.is_set():
-                raise
-            return  # the scraper was closed meanwhile
         ending.wait(max(0.0, interval - (time.monotonic() - begin)))
 
 

@@ -233,20 +233,24 @@ def test_ranks_that_come_after_a_resize_of_the_run_are_not_shown(
     exporter.close()
 
 
-def test_a_silent_rank_is_waited_for(tmp_path: Path) -> None:
+def test_silent_ranks_are_waited_for_or_keep_another_from_being_asked(tmp_path: Path) -> None:
     exporter = _serve(tmp_path)
     with socket.create_server((HOST, 0)) as silent:
         there = Published(HOST, 0, exporter.port)
         gone = [Published(HOST, 0, silent.getsockname()[1])] * 100
         write_targets(tmp_path / "targets.json", "mine", [*gone, there], tls=False)
         scraper, targets = Scraper(None, None), read_targets(tmp_path / "targets.json")
-        begin = time.monotonic()
-        ranks = scraper.ranks(targets)
-        ranks = scraper.ranks(targets)
+        rounds = []
+        for _ in range(3):
+            begin = time.monotonic()
+            rounds.append(scraper.ranks(targets))
+            assert time.monotonic() - begin < 6
         scraper.close()
-        assert time.monotonic() - begin < 12
     exporter.close()
-    assert [rank.problem for rank in ranks] == ["timed out"] * 100 + [""]
+    # In the first round the silent ones may have kept all places.
+    assert all(ranks[-1].problem == "" for ranks in rounds[1:])
+    ranks = rounds[-1]
+    assert all(rank.problem for rank in ranks[:-1])
     assert ranks[-1].shares == pytest.approx(dict.fromkeys(PHASES, 1 / 8))
 
 
@@ -354,3 +358,16 @@ def test_top_waits_for_torch_to_be_imported(tmp_path: Path) -> None:
     done = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
     assert json.loads((tmp_path / "targets.json").read_text()) == []
+
+
+def test_a_file_that_breaks_later_leaves_the_screen_frozen_or_changed(
+    tmp_path: Path, screens: list[Screen]
+) -> None:
+    exporter = _serve(tmp_path)
+    screen = Screen((20, 100), [str(tmp_path), "--interval", "0.2"])
+    screens.append(screen)
+    screen.wait_for("1 of 1 ranks answer")
+    exporter.close()
+    (tmp_path / "targets.json").write_text("{")
+    assert screen.end() == 2
+    assert "is no list of targets" in screen.output and "Traceback" not in screen.output

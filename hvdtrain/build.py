@@ -40,7 +40,9 @@ from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task, optional
 from hvdtrain.telemetry.exporter import Exporter
+from hvdtrain.telemetry.sinks import BackgroundSink
 from hvdtrain.telemetry.timers import PhaseTimer, cuda_event
+from hvdtrain.telemetry.trackers import build_sinks
 
 
 def build_task(settings: Settings) -> Task:
@@ -170,7 +172,7 @@ def build_callbacks(
         Export(exporter, failed_at) if exporter else None,
         compare,
         evaluate,
-        LogMetrics(metrics, optional(prepared.task, "units")),
+        LogMetrics(metrics, records.sinks if records else (), optional(prepared.task, "units")),
         SaveCheckpoints(
             config.checkpoint,
             config.preempt.grace_seconds,
@@ -285,6 +287,12 @@ def build_exporter(
         lambda: config.checkpoint.every_seconds,
     )
     return exporter
+
+
+def build_records(config: Config, folder: RunFolder) -> Records:
+    """Rank 0's, for a folder that it holds."""
+    sinks = build_sinks(config.telemetry, folder.path)
+    return Records(folder, config.checkpoint.keep, [BackgroundSink(sink) for sink in sinks])
 
 
 def run_facts(config: Config, run_id: str) -> dict[str, str]:

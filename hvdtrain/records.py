@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,15 @@ from hvdtrain.checkpoint.format import Checkpoint, read
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.engine.run_folder import RunFolder
-from hvdtrain.errors import UserError
+from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.telemetry.events_file import EventsFile, read_lines
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.metrics_file import MetricsFile
+from hvdtrain.telemetry.sinks import BackgroundSink
+
+# For the sinks at the end; less where somebody waits for the process to be gone.
+_PATIENCE_S = 10.0
+_SHORT_PATIENCE_S = 2.0
 
 
 class Records:
@@ -21,18 +28,21 @@ class Records:
     Args:
         folder: held by this process.
         keep: checkpoints that stay.
+        sinks: get the figures too, from `open` to `end_sinks`.
 
     Attributes:
         metrics, ranks, writer: None before `open`; `ranks` is RUN/ranks.jsonl.
     """
 
-    def __init__(self, folder: RunFolder, keep: int) -> None:
+    def __init__(self, folder: RunFolder, keep: int, sinks: Sequence[BackgroundSink] = ()) -> None:
         self.folder = folder
+        self.sinks = sinks
         self.manager = CheckpointManager(folder.checkpoints, keep)
         self.metrics: MetricsFile | None = None
         self.ranks: MetricsFile | None = None
         self.writer: CheckpointWriter | None = None
         self.events = EventsFile(folder.events)
+        self._sinks_ended = False
         self._started = False
         self._restarts = 0
         self._lost_steps = 0
@@ -48,6 +58,8 @@ class Records:
         self.manager.set_aside(after=step)
         self.metrics = MetricsFile(self.folder.metrics, after=step)
         self.ranks = MetricsFile(self.folder.ranks, after=step)
+        for sink in self.sinks:
+            sink.start(self.metrics.last_step or 0)
         self.writer = CheckpointWriter(self.manager, self.manager.newest_step(), self.events.write)
         if exporter is not None:
             _export_checkpoints(exporter, self.writer)
@@ -90,7 +102,28 @@ class Records:
         self._lost_steps = sum(event.get("lost_steps", 0) for event in starts) + lost
         self.events.write("start", generation=len(starts), lost_steps=lost, **facts)
 
+    def end_sinks(self, exit_code: int) -> None:
+        """Waits until the sinks have everything, a while; a second time it does nothing.
+
+        Args:
+            exit_code: with which this process ends.
+        """
+        if self._sinks_ended:
+            return
+        self._sinks_ended = True
+        deadline = time.monotonic() + (_PATIENCE_S if exit_code == 0 else _SHORT_PATIENCE_S)
+        for sink in self.sinks:
+            sink.close(exit_code)
+        for sink in self.sinks:
+            sink.wait(deadline)
+
+    @property
+    def sink_stuck(self) -> bool:
+        """A sink hangs, and would keep this process from ending."""
+        return any(sink.stuck for sink in self.sinks)
+
     def close(self) -> None:
+        self.end_sinks(EXIT_CRASH)
         for file in (self.metrics, self.ranks):
             if file is not None:
                 file.close()

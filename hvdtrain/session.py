@@ -40,13 +40,14 @@ from hvdtrain.log import logger
 from hvdtrain.records import Records
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import AgreedError, agree, broadcast_json, gather_json
-from hvdtrain.runtime.failure import end_all
+from hvdtrain.runtime.failure import end_all, leave
 from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 from hvdtrain.runtime.init import choose_device, initialise
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task, optional
 from hvdtrain.telemetry.exporter import Target, write_targets
+from hvdtrain.telemetry.trackers import check_packages
 
 T = TypeVar("T")
 
@@ -78,7 +79,7 @@ def run(settings: Settings, stop: StopFlag) -> int:
     except HorovodInternalError as error:
         raise _crash(f"Horovod could not be started: {error}") from None
     try:
-        return session.run()
+        code = session.run()
     except AgreedError as error:
         topology = session.topology
         if error.rank == topology.rank and session.speaks():
@@ -86,12 +87,15 @@ def run(settings: Settings, stop: StopFlag) -> int:
             print(f"hvdtrain: error: {where}{error}", file=sys.stderr, flush=True)
         with suppress(HorovodInternalError):
             gather_json(None, "told")  # nobody ends before the message is out
-        session.note_end(error.exit_code)
-        return error.exit_code
+        code = error.exit_code
+        session.note_end(code)
     except BaseException as error:
         end_all(error, session.topology)
     finally:
         log.close()
+    if session.hangs():
+        leave(code)
+    return code
 
 
 def _alike(name: str, part: Callable[[], T]) -> T:
@@ -160,6 +164,10 @@ class Session:
         alone = self._membership is not None and self.topology.world_size == 1
         return not (alone and self._number > 0 and self._stop.raised_by_launcher())
 
+    def hangs(self) -> bool:
+        """Whether this process would not end by itself."""
+        return self._records is not None and self._records.sink_stuck
+
     def note_end(self, exit_code: int) -> None:
         """Writes the ledger's line of an end that the ranks agreed on."""
         if self._records is not None:
@@ -182,6 +190,7 @@ class Session:
         timer = build.build_timer(self._began_clock, device)
         task, datasets = _alike("data", self._load_data)
         state, exchange = build.build_state(task, config, device, datasets, elastic)
+        _alike("sinks", partial(check_packages, config.telemetry))
         exporter = _alike(
             "telemetry",
             lambda: build.build_exporter(config, self._local_rank, device, timer, exchange),
@@ -302,6 +311,7 @@ class Session:
         if self._made.exporter is not None and code == 0:
             self._made.exporter.linger(config.telemetry.linger_seconds, lambda: self._stop.raised)
         if records is not None:
+            records.end_sinks(code)
             folder.remove_targets()  # a crash leaves them: Prometheus shows the loss
         self.note_end(code)
         gather_json(None, "done")  # the launcher takes the first end of a rank for the end of all
@@ -357,7 +367,7 @@ class Session:
             fresh = self._config.run.resume == "never" and not self._someone_trained()
             folder.prepare(fresh, _FOLDER_SECONDS if self._membership else 0.0)
             log.to_screen()
-            self._records = Records(folder, self._config.checkpoint.keep)
+            self._records = build.build_records(self._config, folder)
         try:
             log.close_files()
             log.to_file(folder.logs, topology.rank, topology.host)

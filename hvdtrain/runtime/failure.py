@@ -33,6 +33,7 @@ _SETTLE_SECONDS = 0.3
 # A launcher forwards the message before it hears of the abort and ends everything.
 _FLUSH_SECONDS = 0.2
 _LEAVE_SECONDS = 2.0
+_SHUTDOWN_SECONDS = 10.0  # all ranks do it at the same time
 _EXIT_INTERRUPTED = 130
 
 
@@ -68,6 +69,20 @@ def end_all(error: BaseException, topology: Topology) -> NoReturn:
     os._exit(code)
 
 
+def leave(code: int) -> NoReturn:
+    """Ends this rank although a library hangs, whose way of ending would be to wait."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    _leave_horovod(_SHUTDOWN_SECONDS)
+    os._exit(code)
+
+
+def _leave_horovod(seconds: float) -> None:
+    leaving = threading.Thread(target=hvd.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(seconds)
+
+
 def _say(message: str) -> None:
     sys.stdout.flush()
     sys.stderr.write(message + "\n")
@@ -84,6 +99,4 @@ def _end_others(code: int) -> None:
 
         time.sleep(_FLUSH_SECONDS)
         MPI.COMM_WORLD.Abort(code)
-    leaving = threading.Thread(target=hvd.shutdown, daemon=True)
-    leaving.start()
-    leaving.join(_LEAVE_SECONDS)
+    _leave_horovod(_LEAVE_SECONDS)

@@ -10,7 +10,7 @@ from hvdtrain.errors import require
 
 @dataclass
 class TelemetryConfig:
-    """The Prometheus exporter of each rank, and what the ranks tell each other.
+    """The Prometheus exporter of each rank, what the ranks tell each other, and where figures go.
 
     Args:
         port: a rank serves on port + local rank; a port in use is replaced by a free one; 0 = off
@@ -21,6 +21,9 @@ class TelemetryConfig:
         linger_seconds: at the end wait so long for one more scrape, if there were any; 0 = never
         exchange_every: steps between two comparisons of all ranks' times; 0 = never
         straggler_threshold: a rank with a lower score is named as slow
+        tensorboard: figures go to RUN/tensorboard too
+        wandb_project: and to a run in this project of Weights & Biases
+        mlflow_experiment: and to a run in this experiment of MLflow
     """
 
     port: int = 9855
@@ -31,6 +34,9 @@ class TelemetryConfig:
     linger_seconds: float = 30.0
     exchange_every: int = 10
     straggler_threshold: float = 0.75
+    tensorboard: bool = False
+    wandb_project: str | None = None
+    mlflow_experiment: str | None = None
 
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, f"telemetry.port must lie in 0..65535, not {self.port}")

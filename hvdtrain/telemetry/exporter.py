@@ -108,6 +108,7 @@ class Exporter:
             "time": gauge(
                 "last_step_timestamp_seconds", "When the last step ended; at first, the start"
             ),
+            "step": gauge("last_step", "Steps of the run so far, those before a restart too"),
         }
         self._gauges["time"].set_to_current_time()
         self._asked = _Asked()

@@ -70,7 +70,7 @@ class MetricsServer:
         self.scrapes = 0
         app: App = self._count(make_wsgi_app(registry))
         if config.auth_file is not None:
-            app = _asks_for(_password(config.auth_file), app)
+            app = _asks_for(read_password(config.auth_file, "telemetry.auth_file"), app)
         context = _tls(config)
         try:
             self._server = _listen(config.host, port)
@@ -132,15 +132,22 @@ def _tls(config: TelemetryConfig) -> ssl.SSLContext | None:
     return context
 
 
-def _password(path: str) -> bytes:
-    """user:password of a file's first line."""
+def read_password(path: str, option: str) -> bytes:
+    """user:password of a file's first line.
+
+    Args:
+        option: that named the file.
+
+    Raises:
+        UserError: it cannot be read, or has no such line.
+    """
     try:
         lines = Path(path).read_bytes().splitlines()
     except OSError as error:
-        raise UserError(f"telemetry.auth_file {path} cannot be read ({error.strerror})") from None
+        raise UserError(f"{option} {path} cannot be read ({error.strerror})") from None
     user, colon, password = (lines[0] if lines else b"").strip().partition(b":")
     if not (user and colon and password):
-        raise UserError(f"telemetry.auth_file {path}: its first line must be user:password")
+        raise UserError(f"{option} {path}: its first line must be user:password")
     return user + b":" + password
 
 

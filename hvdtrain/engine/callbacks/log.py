@@ -1,15 +1,17 @@
-"""What people see while a run goes on: metrics.jsonl, and rank 0's bar or lines."""
+"""What people see while a run goes on: metrics.jsonl, the sinks, and rank 0's bar or lines."""
 
 from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 
 from tqdm import tqdm
 
 from hvdtrain.engine.loop import Loop, Record
 from hvdtrain.log import logger
 from hvdtrain.telemetry.metrics_file import MetricsFile
+from hvdtrain.telemetry.sinks import BackgroundSink
 
 
 class LogMetrics:
@@ -17,11 +19,18 @@ class LogMetrics:
 
     Args:
         metrics: None on the other ranks.
+        sinks: get what metrics gets.
         units: name and number of what a sample counts as, such as ("tokens", 128).
     """
 
-    def __init__(self, metrics: MetricsFile | None, units: tuple[str, int] | None) -> None:
+    def __init__(
+        self,
+        metrics: MetricsFile | None,
+        sinks: Sequence[BackgroundSink],
+        units: tuple[str, int] | None,
+    ) -> None:
         self._metrics = metrics
+        self._sinks = sinks
         self._units = units
         self._bar: tqdm | None = None
         self._seconds: list[float] = []  # of the steps since the last line
@@ -43,6 +52,8 @@ class LogMetrics:
         if self._metrics is None or loop.progress.step <= (self._metrics.last_step or 0):
             return
         self._metrics.write({key: _strict(value) for key, value in record.items()})
+        for sink in self._sinks:
+            sink.write(record)
         self._show(loop, record)
 
     def _show(self, loop: Loop, record: Record) -> None:

@@ -1,0 +1,37 @@
+"""`hvdtrain top RUN`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+HELP = "show the ranks of a running job in the terminal"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="folder of the run, or its targets.json"
+    )
+    parser.add_argument(
+        "--interval", type=_seconds, default=2.0, help="seconds (default: %(default)s)"
+    )
+    parser.add_argument("--once", action="store_true", help="print a plain table of all ranks")
+    parser.add_argument("--auth-file", metavar="FILE", help="one line user:password")
+    parser.add_argument("--ca-file", metavar="FILE", help="certificates to trust (PEM)")
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not (math.isfinite(seconds) and seconds >= 0.1):
+        raise argparse.ArgumentTypeError(f"{text} is not >= 0.1")
+    return seconds
+
+
+def run(args: argparse.Namespace) -> int:
+    from hvdtrain.top.scrape import Scraper
+    from hvdtrain.top.screen import live, once
+
+    file = args.run / "targets.json" if args.run.is_dir() else args.run
+    scraper = Scraper(args.auth_file, args.ca_file)
+    return (once if args.once else live)(file, scraper, args.interval)

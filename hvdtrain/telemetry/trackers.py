@@ -1,0 +1,185 @@
+"""The sinks there are: TensorBoard, Weights & Biases, MLflow. Each package is an extra.
+
+Packages are imported where a sink is opened, so in its own thread: that takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import EXIT_PREEMPTED, UserError
+from hvdtrain.files import write_atomic
+from hvdtrain.telemetry.config import TelemetryConfig
+from hvdtrain.telemetry.sinks import Sink
+
+_FLUSH_SECONDS = 10
+_STATES = {0: "FINISHED", EXIT_PREEMPTED: "KILLED"}  # MLflow's words
+# What is not uploaded by then stays on the disk, for `wandb sync`.
+_UPLOAD_SECONDS = 8.0
+
+
+class TensorBoard:
+    """Event files in a folder, a new one for each process that writes them."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+
+    def open(self, after: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What a process before this one wrote of later steps is not shown.
+        self._writer = SummaryWriter(
+            str(self._folder), purge_step=after + 1, flush_secs=_FLUSH_SECONDS
+        )
+
+    def write(self, step: int, at: float, figures: Mapping[str, float]) -> None:
+        for key, value in figures.items():
+            self._writer.add_scalar(key, value, step, walltime=at)
+
+    def close(self, exit_code: int) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A run at Weights & Biases, one through all starts. Steps that it has it passes over.
+
+    Key, server and mode come from the variables of wandb itself (WANDB_API_KEY, WANDB_MODE).
+
+    Args:
+        folder: of the run; wandb's files lie in wandb/, the id of its run in wandb.id
+    """
+
+    name = "wandb"
+
+    def __init__(self, project: str, folder: Path) -> None:
+        self._project = project
+        self._folder = folder
+        self._run: Any = None
+
+    def open(self, after: int) -> None:
+        import wandb
+
+        settings = wandb.Settings(
+            silent=True,  # it would ask for a key on the screen
+            console="off",  # it would take over standard output
+            disable_git=True,
+            disable_code=True,
+            finish_timeout=_UPLOAD_SECONDS,
+        )
+        wandb.setup(settings=settings)
+        file = self._folder / "wandb.id"
+        run_id = _read(file) or uuid.uuid4().hex
+        write_atomic(file, run_id.encode())
+        self._run = wandb.init(
+            project=self._project,
+            id=run_id,
+            name=self._folder.name,
+            dir=str(self._folder),
+            resume="allow",
+            settings=settings,
+        )
+
+    def write(self, step: int, at: float, figures: Mapping[str, float]) -> None:
+        self._run.log(dict(figures), step=step)
+
+    def close(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+
+class MLflow:
+    """A run of MLflow, one through all starts. Steps that it has are passed over.
+
+    The server comes from MLflow's own variables (MLFLOW_TRACKING_URI and others).
+
+    Args:
+        folder: of the run; mlflow.id in it holds the id of MLflow's
+    """
+
+    name = "mlflow"
+
+    def __init__(self, experiment: str, folder: Path) -> None:
+        self._experiment = experiment
+        self._file = folder / "mlflow.id"
+        self._run_name = folder.name
+        self._client: Any = None
+        self._run_id = ""
+        self._last_step = 0
+
+    def open(self, after: int) -> None:
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient()
+        self._run_id = _read(self._file)
+        if self._run_id:
+            run = self._client.get_run(self._run_id)
+            self._last_step = int(run.data.metrics.get("step", 0))
+            self._client.update_run(self._run_id, status="RUNNING")
+            return
+        experiment = self._client.get_experiment_by_name(self._experiment)
+        number = (
+            experiment.experiment_id
+            if experiment is not None
+            else self._client.create_experiment(self._experiment)
+        )
+        self._run_id = self._client.create_run(number, run_name=self._run_name).info.run_id
+        write_atomic(self._file, self._run_id.encode())
+
+    def write(self, step: int, at: float, figures: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        if step <= self._last_step:
+            return
+        milliseconds = round(at * 1000)
+        # The step as a figure too: its newest value says where to go on.
+        named = {**figures, "step": float(step)}
+        metrics = [Metric(key, value, milliseconds, step) for key, value in named.items()]
+        self._client.log_batch(self._run_id, metrics=metrics)
+        self._last_step = step
+
+    def close(self, exit_code: int) -> None:
+        self._client.set_terminated(self._run_id, _STATES.get(exit_code, "FAILED"))
+
+
+def build_sinks(config: TelemetryConfig, folder: Path) -> list[Sink]:
+    """Those that the configuration names, for the run in this folder."""
+    sinks: list[Sink] = []
+    if config.tensorboard:
+        sinks.append(TensorBoard(folder / "tensorboard"))
+    if config.wandb_project is not None:
+        sinks.append(WandB(config.wandb_project, folder))
+    if config.mlflow_experiment is not None:
+        sinks.append(MLflow(config.mlflow_experiment, folder))
+    return sinks
+
+
+def check_packages(config: TelemetryConfig) -> None:
+    """Any rank may have to write them one day.
+
+    Raises:
+        UserError: a package is missing.
+    """
+    wanted = {
+        "tensorboard": config.tensorboard,
+        "wandb_project": config.wandb_project is not None,
+        "mlflow_experiment": config.mlflow_experiment is not None,
+    }
+    for key, asked in wanted.items():
+        package = key.partition("_")[0]
+        spec = importlib.util.find_spec(package) if asked else None
+        # A folder wandb/ that a run left is a package without a file.
+        if asked and (spec is None or spec.origin is None):
+            raise UserError(
+                f"telemetry.{key} needs a package that is not here: pip install "
+                f"'hvdtrain[{package}]'"
+            )
+
+
+def _read(file: Path) -> str:
+    return file.read_text().strip() if file.exists() else ""

@@ -1,0 +1,215 @@
+"""Asks the exporters of all ranks at once, and knows what has grown since it did so before."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import ssl
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from hvdtrain.errors import UserError
+from hvdtrain.telemetry.http_server import read_password
+
+_ANSWER_SECONDS = 2.0
+_AT_ONCE = 64  # open connections
+_NOT_ASKED = "not asked yet"  # so many others were silent
+# The rest of what an exporter serves is mostly histograms, which cost time to parse.
+_WANTED = (
+    "hvdtrain_last_step ",
+    "hvdtrain_loss ",
+    "hvdtrain_world_size ",
+    "hvdtrain_restarts_total ",
+    "hvdtrain_samples_per_second ",
+    "hvdtrain_phase_seconds_total{",
+    "hvdtrain_straggler_score ",
+    "hvdtrain_straggler{",
+    "hvdtrain_host_memory_bytes ",
+    "hvdtrain_device_memory_bytes ",
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A rank's exporter, as the discovery file has it.
+
+    Args:
+        address: host:port
+        labels: run, rank, host and others; "" for what the file lacks
+    """
+
+    address: str
+    scheme: str
+    run: str
+    rank: str
+    host: str
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What is known of a rank now.
+
+    Args:
+        problem: why it did not answer; "" where it did
+        values: of series without labels, by their names without hvdtrain_
+        phases: seconds of the process in each phase so far
+        shares: of the time since the answer before, in [0, 1]; empty where there was none
+        slow: phase in which the rank is named as slow; "" where it is not
+    """
+
+    target: Target
+    problem: str = ""
+    values: Mapping[str, float] = field(default_factory=dict)
+    phases: Mapping[str, float] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
+    slow: str = ""
+
+
+def read_targets(file: Path) -> list[Target]:
+    """The exporters in a file_sd file, in its order.
+
+    Raises:
+        FileNotFoundError: it is not there (any more).
+        UserError: it cannot be read, or is something else.
+    """
+    try:
+        return list(_targets(json.loads(file.read_text())))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{file} is no list of targets as a run's targets.json has it") from None
+
+
+def _targets(entries: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
+    for entry in entries:
+        labels = entry.get("labels", {})
+        scheme = str(labels.get("__scheme__", "http"))
+        names = (str(labels.get(name, "")) for name in ("run", "rank", "host"))
+        run, rank, host = names
+        for address in entry["targets"]:
+            yield Target(str(address), scheme, run, rank, host)
+
+
+class Scraper:
+    """Keeps each rank's last answer, for the growth since then.
+
+    Args:
+        auth_file: with one line user:password; None: no password.
+        ca_file: certificates to trust beside the system's (PEM), for HTTPS.
+
+    Raises:
+        UserError: a file cannot be used.
+    """
+
+    def __init__(self, auth_file: str | None, ca_file: str | None) -> None:
+        self._headers = {}
+        if auth_file is not None:
+            secret = base64.b64encode(read_password(auth_file, "--auth-file")).decode()
+            self._headers["Authorization"] = f"Basic {secret}"
+        self._tls = ssl.create_default_context()
+        if ca_file is not None:
+            try:
+                self._tls.load_verify_locations(ca_file)
+            except OSError as error:  # ssl.SSLError is one
+                reason = error.strerror or error
+                raise UserError(f"--ca-file {ca_file} cannot be used ({reason})") from None
+        self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="scrape")
+        self._last: dict[Target, Rank] = {}
+
+    def ranks(self, targets: Sequence[Target]) -> list[Rank]:
+        """Asks all; those that do not answer in time are not waited for."""
+        # Who was silent the last time is asked last, and keeps nobody waiting.
+        turns = {"": 0, _NOT_ASKED: 1}
+        order = sorted(targets, key=lambda target: turns.get(self._of(target).problem, 2))
+        asked = {target: self._pool.submit(self._ask, target) for target in order}
+        _wait_for(list(asked.values()))
+        found = {target: self._result(target, asked[target]) for target in targets}
+        self._last = found
+        return list(found.values())
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _of(self, target: Target) -> Rank:
+        return self._last.get(target, Rank(target))
+
+    def _ask(self, target: Target) -> str:
+        name, _, port = target.address.rpartition(":")
+        host = name.strip("[]")
+        connection: http.client.HTTPConnection
+        if target.scheme == "https":
+            connection = http.client.HTTPSConnection(
+                host, int(port), timeout=_ANSWER_SECONDS, context=self._tls
+            )
+        else:
+            connection = http.client.HTTPConnection(host, int(port), timeout=_ANSWER_SECONDS)
+        try:
+            connection.request("GET", "/metrics", headers=self._headers)
+            answer = connection.getresponse()
+            if answer.status != http.client.OK:
+                raise OSError(f"{answer.status} {answer.reason}")
+            return answer.read().decode()
+        finally:
+            connection.close()
+
+    def _result(self, target: Target, answer: Future[str]) -> Rank:
+        if answer.cancel() or not answer.done():
+            problem = _NOT_ASKED if answer.cancelled() else "timed out"
+            return Rank(target, problem, phases=self._of(target).phases)
+        try:
+            return _parse(target, answer.result(), self._of(target).phases)
+        except Exception as error:
+            # Whatever listens at that port may answer anything.
+            return Rank(target, _reason(error), phases=self._of(target).phases)
+
+
+def _wait_for(answers: Sequence[Future[str]]) -> None:
+    """Until all are there, or none has come for as long as a rank may take."""
+    waiting, since = set(answers), time.monotonic()
+    while waiting and time.monotonic() - since < _ANSWER_SECONDS:
+        done, waiting = wait(waiting, timeout=_ANSWER_SECONDS / 10)
+        if any(not answer.cancelled() and answer.exception() is None for answer in done):
+            since = time.monotonic()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "timed out"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message
+    return str(getattr(error, "strerror", None) or error or type(error).__name__)
+
+
+def _parse(target: Target, text: str, before: Mapping[str, float]) -> Rank:
+    values, phases, slow = {}, {}, ""
+    lines = "".join(line + "\n" for line in text.split("\n") if line.startswith(_WANTED))
+    for family in text_string_to_metric_families(lines):
+        for sample in family.samples:
+            name = sample.name.removeprefix("hvdtrain_")
+            if name == "phase_seconds_total":
+                phases[sample.labels["phase"]] = sample.value
+            elif name == "straggler":
+                slow = sample.labels["phase"] if sample.value else slow
+            else:
+                values[name] = sample.value
+    if not phases:
+        raise ValueError("no figures of hvdtrain")
+    return Rank(target, "", values, phases, _shares(phases, before), slow)
+
+
+def _shares(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    growth = {phase: seconds - before.get(phase, 0.0) for phase, seconds in now.items()}
+    total = sum(growth.values())
+    # A process that took the place of another counts from 0 again.
+    if not before or total <= 0 or min(growth.values()) < 0:
+        return {}
+    return {phase: seconds / total for phase, seconds in growth.items()}

@@ -1,0 +1,119 @@
+"""The ranks of a run as a table that fits the screen, or as a plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from hvdtrain.top.scrape import Rank
+
+# Heads of columns that are not the phase's own name.
+_HEADS = {"comm_exposed": "exposed", "optimizer": "optim", "checkpoint": "ckpt"}
+# Columns that go first where the screen is narrow.
+_SPARE = ("eval", "ckpt", "other", "optim", "memory", "data", "forward", "backward", "step")
+_GAP = 2
+_LONGEST_HOST = 24
+_LONGEST_PROBLEM = 60
+
+
+class View:
+    """The ranks as they were when they answered; renders to whatever size the screen has then.
+
+    Args:
+        ranks: in the order of the discovery file.
+    """
+
+    def __init__(self, ranks: Sequence[Rank]) -> None:
+        self._ranks = ranks
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        head = header(self._ranks)
+        room = max(1, options.size.height - len(head) - 2)  # heads of columns, what is left out
+        shown, left_out = fit(self._ranks, room)
+        lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in head]
+        yield Group(*lines, table(shown, options.max_width), Text(left_out, style="dim"))
+
+
+def header(ranks: Sequence[Rank]) -> list[str]:
+    """Two lines on the run as a whole."""
+    answering = [rank for rank in ranks if not rank.problem]
+    first = answering[0] if answering else None
+    values = first.values if first is not None else {}
+    # Only rank 0 knows of restarts.
+    restarts = max((rank.values.get("restarts_total", 0.0) for rank in answering), default=0.0)
+    slow = [f"rank {rank.target.rank} ({rank.slow})" for rank in answering if rank.slow]
+    return [
+        f"run {ranks[0].target.run if ranks else '?'}"
+        f"   step {_number(values.get('last_step'))}"
+        f"   loss {_number(values.get('loss'), '.4f')}"
+        f"   world size {_number(values.get('world_size'))}"
+        f"   restarts {_number(restarts if first is not None else None)}",
+        f"{len(answering)} of {len(ranks)} ranks answer"
+        f"   slow: {', '.join(slow[:4]) or 'none'}{' ...' if len(slow) > 4 else ''}",
+    ]
+
+
+def fit(ranks: Sequence[Rank], room: int) -> tuple[list[Rank], str]:
+    """(those to show, what to say of the others).
+
+    Where not all fit: silent ranks in half of the room at most, then the slowest.
+    """
+    if len(ranks) <= room:
+        return list(ranks), ""
+    silent = [rank for rank in ranks if rank.problem][: (room + 1) // 2]
+    answering = sorted((rank for rank in ranks if not rank.problem), key=_score)
+    shown = (silent + answering)[:room]
+    left = len(ranks) - len(shown)
+    return shown, f"the slowest; {left} more ranks do not fit on the screen"
+
+
+def _score(rank: Rank) -> float:
+    return rank.values.get("straggler_score", 1.0)
+
+
+def table(ranks: Sequence[Rank], width: int | None = None) -> Table:
+    """A line for each rank; columns that do not fit into `width` characters are left away."""
+    rows = [_cells(rank) for rank in ranks]
+    heads = list(dict.fromkeys(head for row in rows for head in row if head != "problem"))
+    sizes = {head: max(len(head), *(len(row.get(head, "")) for row in rows)) for head in heads}
+    for spare in _SPARE:
+        if width is None or sum(sizes.values()) + _GAP * len(sizes) <= width:
+            break
+        sizes.pop(spare, None)
+    made = Table(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
+    for head in sizes:
+        left = head in ("host", "slow")
+        made.add_column(head, justify="left" if left else "right", no_wrap=True)
+    for row, rank in zip(rows, ranks, strict=True):
+        style = "red" if rank.problem else "yellow" if rank.slow else ""
+        made.add_row(*(row.get(head, "-") for head in sizes), style=style)
+    return made
+
+
+def _cells(rank: Rank) -> dict[str, str]:
+    """Head of a column -> text, in the order of the columns."""
+    values = rank.values
+    memory = values.get("device_memory_bytes") or values.get("host_memory_bytes")
+    shares = {
+        f"{_HEADS.get(phase, phase)}": _number(100 * rank.shares[phase], ".0f") + "%"
+        if rank.shares
+        else "-"
+        for phase in rank.phases
+    }
+    return {
+        "rank": rank.target.rank or "?",
+        "host": (rank.target.host or rank.target.address)[:_LONGEST_HOST],
+        "step": _number(values.get("last_step")),
+        "samples/s": _number(values.get("samples_per_second"), ".1f"),
+        **shares,
+        "score": _number(values.get("straggler_score"), ".2f"),
+        "memory": "-" if memory is None else f"{memory / 2**20:.0f}M",
+        "slow": f"no answer: {rank.problem}"[:_LONGEST_PROBLEM] if rank.problem else rank.slow,
+    }
+
+
+def _number(value: float | None, form: str = ".0f") -> str:
+    return "-" if value is None else format(value, form)

@@ -1,6 +1,7 @@
 # make train   set up this machine, then train the default task on NP ranks
 # make test    set up this machine, then run every test
 # make soak    kills for 5 minutes, and 16 ranks on two hosts: not part of make test
+# make images  build the CPU image, train on two containers of it: not part of make test
 # make lint    ruff and mypy alone
 # make clean   remove what was built here (the cached Horovod wheel stays)
 #
@@ -18,7 +19,7 @@ LOGS := build/tests
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c .ci/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
-.PHONY: train test test-single test-gloo test-mpi test-cluster soak lint clean
+.PHONY: train test test-single test-gloo test-mpi test-cluster soak images lint clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -46,6 +47,10 @@ test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 # HVDTRAIN_SOAK_SECONDS: about how long the disturbed run is.
 soak: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no tests/soak
+
+# Root, and Debian's docker.io, docker-compose and debootstrap; no registry of images.
+images: $(STAMPS)/train
+	PYTHON=$(BIN)/python timeout -k 90 5400 docker/try-images
 
 lint: $(STAMPS)/test
 	$(BIN)/python -m pytest -q --color=no tests/single/test_code_style.py

@@ -1,0 +1,196 @@
+"""docker/ names only what there is, pins it, brings no secret, and fits together.
+
+That the images build and train is seen by `make images`, which needs a Docker engine.
+"""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+import hvdtrain
+from hvdtrain.horovod_wheel.prerequisites import MODULES, PROGRAMS
+
+REPOSITORY = Path(__file__).parents[2]
+DOCKER = REPOSITORY / "docker"
+COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+SERVICES: dict[str, Any] = COMPOSE["services"]
+FILES = pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+
+
+def instructions(name: str) -> list[list[str]]:
+    """The words of each instruction, with lines joined and comments dropped."""
+    text = re.sub(r"^#.*\n", "", (DOCKER / name).read_text(), flags=re.MULTILINE)
+    return [shlex.split(line) for line in text.replace("\\\n", "").splitlines() if line.strip()]
+
+
+def copied(name: str) -> list[str]:
+    """What an image takes from the repository."""
+    copies = [words[1:-1] for words in instructions(name) if words[0] == "COPY"]
+    return [source for sources in copies if "--from=builder" not in sources for source in sources]
+
+
+def mounts(service: str) -> dict[str, str]:
+    """Path in the container -> path here, or a volume's name."""
+    split = [mount.split(":") for mount in SERVICES[service]["volumes"]]
+    return {there: here for here, there, *_ in split}
+
+
+@FILES
+def test_an_image_copies_only_what_is_there_and_in_its_context(name: str) -> None:
+    lines = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    context = [line[1:] for line in lines if line.startswith("!")]
+    assert "*" in lines
+    for source in copied(name):
+        assert (REPOSITORY / source).exists(), source
+        assert any(f"{source}/".startswith(f"{kept}/") for kept in context), source
+    every = [*copied("Dockerfile"), *copied("Dockerfile.cuda")]
+    unused = [kept for kept in context if not any(s.startswith(kept) for s in every)]
+    assert unused == []
+
+
+@FILES
+def test_an_image_has_what_compiles_horovod(name: str) -> None:
+    installed = {word for words in instructions(name) if words[0] == "RUN" for word in words}
+    assert set(PROGRAMS.values()) | {"python3-dev"} <= installed
+
+
+def test_every_python_package_of_the_images_is_pinned() -> None:
+    lines = (DOCKER / "requirements.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if not line.startswith("#")]
+    assert [str(pin) for pin in pins if not str(pin.specifier).startswith("==")] == []
+    pinned = {pin.name: pin for pin in pins}
+    config = configparser.ConfigParser()
+    config.read(REPOSITORY / "setup.cfg")
+    needed = config["options"]["install_requires"] + config["options.extras_require"]["horovod"]
+    for line in filter(None, needed.splitlines()):
+        wanted = Requirement(line)
+        if wanted.name != "torch":  # pinned for all in .ci/constraints.txt
+            version = str(pinned[wanted.name].specifier).removeprefix("==")
+            assert wanted.specifier.contains(version), line
+    assert set(MODULES.values()) - {"torch", "pip"} <= pinned.keys()
+    assert re.search(r"^torch==", (REPOSITORY / ".ci/constraints.txt").read_text(), re.MULTILINE)
+
+
+def test_every_image_is_a_certain_version() -> None:
+    arguments = {
+        word.partition("=")[0]: word.partition("=")[2]
+        for name in ("Dockerfile", "Dockerfile.cuda")
+        for words in instructions(name)
+        if words[0] == "ARG" and "=" in words[1]
+        for word in words[1:]
+    }
+    bases = [
+        re.sub(r"\$(\w+)", lambda found: arguments[found[1]], words[1])
+        for name in ("Dockerfile", "Dockerfile.cuda")
+        for words in instructions(name)
+        if words[0] == "FROM" and words[1] != "base"
+    ]
+    assert len(bases) == 3
+    for image in [*bases, *(service["image"] for service in SERVICES.values())]:
+        assert re.fullmatch(r"[\w./-]+:v?\d+(\.\d+)+[\w.-]*", image), image
+    ours = {SERVICES[name]["image"] for name in ("node1", "node2", "train")}
+    assert ours == {f"hvdtrain:{hvdtrain.__version__}"}
+
+
+@FILES
+def test_an_image_runs_as_an_ordinary_user_whom_the_volume_of_keys_belongs_to(name: str) -> None:
+    words = instructions(name)
+    assert [line for line in words if line[0] == "USER"] == [["USER", "hvdtrain"]]
+    (user,) = [line for line in words if "useradd" in line]
+    uid = user[user.index("--uid") + 1]
+    options = COMPOSE["volumes"]["ssh"]["driver_opts"]
+    assert options["type"] == "tmpfs"
+    assert f"uid={uid},gid={uid},mode=0700" == options["o"]
+
+
+def test_no_service_has_more_rights_than_it_needs() -> None:
+    for name, service in SERVICES.items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert not {"privileged", "user", "cap_add", "network_mode"} & service.keys(), name
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
+
+
+@FILES
+def test_no_key_is_baked_in(name: str) -> None:
+    text = (DOCKER / name).read_text()
+    assert "ssh-keygen" not in text
+    # Debian's package makes host keys when it is installed: the same for all who have the image.
+    assert "/etc/ssh/ssh_host_*" in text
+    assert (DOCKER / "node/start").read_text().count("ssh-keygen") == 1
+
+
+def test_no_secret_is_written_down_in_docker() -> None:
+    secret = re.compile(r"PRIVATE KEY|(password|secret|token)\w*['\"]?\s*[:=]\s*['\"]?\w", re.I)
+    public = re.compile(r"password_file|GF_SECURITY_DISABLE")
+    for path in (path for path in DOCKER.rglob("*") if path.is_file()):
+        for line in path.read_text(errors="replace").splitlines():
+            assert not secret.search(line) or public.search(line), f"{path}: {line}"
+
+
+def test_every_lasting_service_has_a_health_check() -> None:
+    lasting = SERVICES.keys() - {"train"}
+    assert {name for name in SERVICES if "healthcheck" in SERVICES[name]} == lasting
+    waits = {"train": {"node1", "node2"}, "grafana": {"prometheus"}}
+    for name, others in waits.items():
+        conditions = SERVICES[name]["depends_on"]
+        assert conditions == {other: {"condition": "service_healthy"} for other in others}
+
+
+def test_whatever_is_mounted_is_there() -> None:
+    for name in SERVICES:
+        for there, here in mounts(name).items():
+            where = DOCKER / here if here.startswith(".") else here
+            assert where in COMPOSE["volumes"] or Path(where).exists(), f"{name}: {there}"
+
+
+def test_the_nodes_share_runs_and_keys_and_their_ports_are_opened() -> None:
+    for name in ("node1", "node2", "train"):
+        assert mounts(name) == {"/home/hvdtrain/.ssh": "ssh", "/runs": "runs"}
+        assert SERVICES[name]["hostname"] == name  # the targets of a run name it
+    assert "--run.root /runs" in SERVICES["train"]["command"]
+    ports = [re.search(r"^ *Port (\d+)", text, re.MULTILINE) for text in ssh_configurations()]
+    assert [port and port[1] for port in ports] == ["2222", "2222"]
+
+
+def ssh_configurations() -> list[str]:
+    return [(DOCKER / "node" / name).read_text() for name in ("sshd_config", "ssh_config")]
+
+
+def test_prometheus_reads_the_targets_of_the_runs_on_the_volume() -> None:
+    inside = mounts("prometheus")
+    assert inside["/runs"] == "runs"
+    configuration = yaml.safe_load((DOCKER / "prometheus/prometheus.yml").read_text())
+    files = configuration["scrape_configs"][0]["file_sd_configs"][0]["files"]
+    assert all(file.startswith("/runs/") for file in files)
+    assert "--config.file=/etc/prometheus/prometheus.yml" in SERVICES["prometheus"]["command"]
+    assert inside["/etc/prometheus"] == "./prometheus"
+
+
+def test_grafana_starts_with_the_dashboard_and_asks_the_prometheus_beside_it() -> None:
+    inside = mounts("grafana")
+    home = Path(SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
+    dashboard = DOCKER / inside[str(home.parent)] / home.name
+    assert json.loads(dashboard.read_text())["panels"]
+    provisioning = DOCKER / inside["/etc/grafana/provisioning"]
+    (provider,) = provisioning.glob("dashboards/*.y*ml")
+    (folder,) = [p["options"]["path"] for p in yaml.safe_load(provider.read_text())["providers"]]
+    assert folder in inside
+    (source,) = provisioning.glob("datasources/*.y*ml")
+    (url,) = [s["url"] for s in yaml.safe_load(source.read_text())["datasources"]]
+    assert url == "http://prometheus:9090"
+
+
+def test_the_scripts_can_be_executed() -> None:
+    for name in ("node/start", "try-images"):
+        assert os.access(DOCKER / name, os.X_OK), name

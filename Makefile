@@ -32,7 +32,7 @@ test: test-single test-gloo test-mpi test-cluster
 test-single test-gloo test-mpi test-cluster soak: export PATH := $(BIN):$(PATH)
 
 test-single: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no tests/single
+	timeout -k 30 1500 $(BIN)/python -m pytest -q --color=no tests/single
 
 test-gloo: LAUNCHER := $(BIN)/horovodrun -np 2 --gloo
 test-mpi: LAUNCHER := mpirun -np 2 --oversubscribe --bind-to none $(shell [ "$$(id -u)" != 0 ] || echo --allow-run-as-root)

@@ -295,10 +295,9 @@ def build_records(config: Config, folder: RunFolder) -> Records:
     return Records(folder, config.checkpoint.keep, [BackgroundSink(sink) for sink in sinks])
 
 
-def run_facts(config: Config, run_id: str) -> dict[str, str]:
+def run_facts(config: Config) -> dict[str, str]:
     """The labels of hvdtrain_run_info."""
     return {
-        "run": run_id,
         "task": config.task,
         "hvdtrain": hvdtrain.__version__,
         "torch": torch.__version__,

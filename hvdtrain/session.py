@@ -283,7 +283,7 @@ class Session:
         source, targets = self._meet()
         topology, config = self.topology, self._config
         if self._made.exporter is not None:
-            self._made.exporter.describe(build.run_facts(config, self._run_id))
+            self._made.exporter.describe(build.run_facts(config))
         folder = RunFolder(Path(config.run.root) / self._run_id)
         self._take_over(source, folder)
         _alike("records", lambda: self._open_records(folder, targets, cause))

@@ -120,7 +120,9 @@ class Screen:
 
     def read(self) -> str:
         """All that was written so far."""
-        while select.select([self._master], [], [], 0.05)[0]:
+        ready = select.poll()
+        ready.register(self._master, select.POLLIN)
+        while ready.poll(50):
             self.output += os.read(self._master, 65536).decode()
         return self.output
 

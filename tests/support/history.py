@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,7 @@ class History:
             self.saved.remove(step)
             shutil.rmtree(self._checkpoint(step))  # a real run renames it
         self._metrics = MetricsFile(self.folder / "metrics.jsonl", after=self.step)
+        weakref.finalize(self, self._metrics.close)
         hosts = {"node1": list(range(min(ranks, 2)))}
         if ranks > 2:
             hosts["node2"] = list(range(2, ranks))

@@ -77,7 +77,8 @@ def scores(table: Tensor) -> Tensor:
     """
     total = own_seconds(table).sum(dim=1)
     busy = total[total > 0]
-    return (busy.min() / total if len(busy) else total).nan_to_num(1.0, 1.0).clamp(max=1.0)
+    fastest = busy.min() if len(busy) else 1.0
+    return (fastest / total).nan_to_num(1.0, posinf=1.0).clamp(max=1.0)
 
 
 class StragglerWatch:

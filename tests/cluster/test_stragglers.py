@@ -63,7 +63,7 @@ def test_a_rank_whose_data_are_slow_is_not_named_or_again_and_again(
     cluster: Cluster, runs: Path
 ) -> None:
     lag = runs / "lag"
-    job = _start(cluster, runs, 4, "node1:2,node2:2", SLEEPING, f"3:0.1:{lag}")
+    job = _start(cluster, runs, 4, "node1:2,node2:2", SLEEPING, f"3:0.05:{lag}")
     assert "is slow" not in job.output()
     lag.touch()
     job.wait_for("is slow", NAMED_SECONDS)
@@ -105,7 +105,7 @@ def test_a_rank_whose_processor_is_slow_is_not_named(cluster: Cluster, runs: Pat
     for host, core in zip(("node1", "node2"), cores, strict=False):
         _pin([rank.pid for rank in cluster.ranks(host)], core)
     # Others on the machine may slow the other rank down too, and it is named then.
-    with _busy(cores[1], 2):  # a third of the core is left for the rank
+    with _busy(cores[1], 1):  # half of the core is left for the rank
         job.wait_for("rank 1 on node2 is slow", NAMED_SECONDS)
     job.wait_for("rank 1 on node2 is not slow any more", NAMED_SECONDS)
     _end(job, cluster)

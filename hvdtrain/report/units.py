@@ -39,22 +39,21 @@ def seconds(value: float | None) -> str:
 
 def size(value: float | None) -> str:
     """Of bytes, such as 1.5 GiB."""
-    if value is None:
-        return UNKNOWN
-    power = 0
-    while value >= 1024 and power < 4:
-        value, power = value / 1024, power + 1
-    return f"{value:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def bandwidth(value: float | None) -> str:
     """Of bytes per second, in the decimal units of networks."""
+    return _scaled(value, 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
+
+
+def _scaled(value: float | None, base: int, names: tuple[str, ...]) -> str:
     if value is None:
         return UNKNOWN
     power = 0
-    while value >= 1000 and power < 4:
-        value, power = value / 1000, power + 1
-    return f"{value:.3g} {('B', 'kB', 'MB', 'GB', 'TB')[power]}/s"
+    while value >= base and power < len(names) - 1:
+        value, power = value / base, power + 1
+    return f"{value:.3g} {names[power]}"
 
 
 def plural(count: int, thing: str) -> str:

@@ -516,12 +516,22 @@ def _summary(
         logger.info("step %d of %d was done already", loop.progress.step, loop.train.steps)
     sample = optional(made.task, "sample")
     if sample is not None and not loop.preempted:
-        made.state.model.eval()
-        with torch.no_grad():
-            print(f"\n{sample(made.state.model)}\n", flush=True)
+        _show_sample(sample, made.state.model)
     for name, key in (("final train loss", "loss"), ("final validation loss", "validation_loss")):
         if key in last:
             logger.info("%s %.4f", name, last[key])
     if loop.progress.nonfinite:
         logger.warning("%d steps were skipped: gradient not finite", loop.progress.nonfinite)
     logger.info("files of this run: %s", folder.path)
+
+
+def _show_sample(sample: Callable[[torch.nn.Module], Any], model: torch.nn.Module) -> None:
+    """Prints what the trained model does. The run is finished, whatever goes wrong here."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            text = str(sample(model))
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        print(f"\n{text.encode(encoding, 'replace').decode(encoding)}\n", flush=True)
+    except Exception as error:
+        logger.warning("the sample could not be shown (%s: %s)", type(error).__name__, error)

@@ -198,21 +198,35 @@ class Flipped(Regression):
             tensor.view(-1).view(torch.int32)[0] ^= 1 << 12
 
 
-class BlockedDisk(Regression):
-    """Saves hang: the writer's thread never gets back from its first fsync.
+class Sampled(Regression):
+    """Its sample is HVDTRAIN_TEST_SAMPLE, with Python's escapes; where that is empty, it raises."""
 
-    HVDTRAIN_TEST_BLOCKED=seconds is how long the end of the run waits for it.
+    def sample(self, model: nn.Module) -> str:
+        text = os.environ["HVDTRAIN_TEST_SAMPLE"]
+        if not text:
+            raise RuntimeError(INJECTED)
+        return text.encode("ascii").decode("unicode_escape")
+
+
+class BlockedDisk(Regression):
+    """Saves hang: the writer's thread does not get back from its first fsync.
+
+    HVDTRAIN_TEST_BLOCKED=patience or patience:seconds: how long the end of the run waits for it,
+    and how long the disk is blocked (default: for ever).
     """
 
     def __init__(self) -> None:
         from hvdtrain.checkpoint import writer
 
         fsync = os.fsync
-        writer.PATIENCE_S = float(os.environ["HVDTRAIN_TEST_BLOCKED"])
+        patience, _, seconds = os.environ["HVDTRAIN_TEST_BLOCKED"].partition(":")
+        writer.PATIENCE_S = float(patience)
+        free = threading.Event()
 
         def blocking(file: int) -> None:
             if threading.current_thread().name == "checkpoint":
-                threading.Event().wait()
+                free.wait(float(seconds) if seconds else None)
+                free.set()
             fsync(file)
 
         os.fsync = blocking

@@ -109,6 +109,10 @@ class CheckpointWriter:
         self.error = None
         self._begin(lambda: self._save(before))
 
+    def patience(self) -> float:
+        """The longest that anybody waits for the save in progress, in seconds."""
+        return PATIENCE_S + _size(self._staging) / _SLOWEST
+
     def wait(self, deadline: float = math.inf) -> bool:
         """Waits for the save in progress, not for ever.
 
@@ -119,8 +123,7 @@ class CheckpointWriter:
             Whether the writer is free.
         """
         if self._thread is not None:
-            patience = PATIENCE_S + _size(self._staging) / _SLOWEST
-            self._thread.join(max(0.0, min(patience, deadline - time.monotonic())))
+            self._thread.join(max(0.0, min(self.patience(), deadline - time.monotonic())))
         return not self.busy
 
     def _begin(self, work: Callable[[], None]) -> None:

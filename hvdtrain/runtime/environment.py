@@ -77,8 +77,7 @@ def prepare(
         timeline: Horovod's timeline will be asked for.
     """
     cores = cores or len(os.sched_getaffinity(0))
-    # A rank that takes no part is an error after a while, not a hang (Horovod's default: never);
-    # long enough for rank 0 to save a large checkpoint to a slow disk.
+    # A rank that takes no part is an error after a while, not a hang (Horovod's default: never).
     env.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "900")
     # Gradients travel in fixed buckets. Without this Horovod would fuse whatever buckets
     # happen to be ready, and sums would be rounded in another order from run to run.

@@ -209,6 +209,24 @@ def test_a_first_rank_that_dies_in_a_save_leaves_half_a_checkpoint_or_the_last(
     _assert_whole_checkpoints(running.run, newest=running.last()["step"])
 
 
+def test_a_rank_that_dies_in_the_last_save_ends_the_run_or_holds_it_up(
+    start: Start, hold: Path, undisturbed: Path, record_property: Record
+) -> None:
+    flags = f"{HELD} --checkpoint.every 1000"
+    running = start(ElasticJob, flags, HVDTRAIN_TEST_HOLD=f"save:{hold}", HVDTRAIN_TEST_PACE="0.01")
+    running.wait_until(hold.exists, START_SECONDS, "the last save")
+    since = time.time()
+    running.kill(3)
+    running.wait_until(
+        lambda: running.events("start")[-1]["world_size"] == 3, 20, "3 ranks that go on"
+    )
+    record_property("seconds until they met", round(running.events("start")[-1]["time"] - since, 2))
+    hold.unlink()
+    running.ended(0)
+    assert_same_curve(running.lines(), local.losses(undisturbed))
+    _assert_whole_checkpoints(running.run, newest=150)
+
+
 # --- disks -----------------------------------------------------------------
 
 

@@ -26,11 +26,22 @@ from hvdtrain.checkpoint.layout import DamagedError, delete_leftovers, finished,
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints
+from hvdtrain.runtime.init import initialise
 from hvdtrain.telemetry.timers import PhaseTimer
 from tests.support.job import Finished
 from tests.support.runs import REPOSITORY, metrics, run, start
 
 LIMIT = 20.0  # seconds for what takes milliseconds
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank() -> Iterator[None]:
+    """The ranks wait for the last save together: here there is one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOROVOD_CONTROLLER", "gloo")
+        patch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")
+        initialise()
+        yield
 
 
 class Disk:
@@ -359,6 +370,21 @@ def test_a_disk_that_hangs_stops_the_training_or_the_end(tmp_path: Path) -> None
     assert "error: the last checkpoint could not be written: that of step 2 is still" in done.stderr
     assert "Traceback" not in done.stderr, done
     assert finished(tmp_path / "case/checkpoints") == []
+
+
+def test_a_long_last_save_is_taken_for_a_rank_that_takes_no_part(tmp_path: Path) -> None:
+    # Rank 0 waits for its disk longer than Horovod lets ranks wait for one in a collective.
+    flags = [*FLAGS, "--task", "tests.support.tasks:BlockedDisk", "--run.root", str(tmp_path)]
+    env = {
+        "HVDTRAIN_TEST_BLOCKED": "60:9",
+        "HOROVOD_STALL_CHECK_TIME_SECONDS": "1",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4",
+    }
+    flags += ["--batch.micro_size", "4", "--checkpoint.every", "1000"]
+    done = run(tmp_path / "output", flags, "mpirun:2", env)
+    assert done.returncode == 0, done
+    (last,) = finished(tmp_path / "case/checkpoints")
+    assert read(last).state["step"] == 10
 
 
 # A small disk of its own, whose content is copied out at the end.

@@ -1,21 +1,29 @@
 """When a checkpoint is taken: every so many steps or seconds, at the end, and when asked to stop.
 
-Nobody waits for one but the run's end. While one is being written, the next that is due is
-taken after the first step at which the writer is free, with the state of that step.
+Nobody waits for one but the run's end: there all ranks wait in turns for rank 0's writer. While
+one is being written, the next that is due is taken after the first step at which the writer is
+free, with the state of that step.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import torch
 
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.format import Checkpoint
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.engine.loop import Loop, Record
 from hvdtrain.log import logger
+from hvdtrain.runtime.collectives import sum_
 from hvdtrain.telemetry.timers import PhaseTimer
+
+# At the run's end the ranks tell each other so often that rank 0 still saves: a collective that
+# lasts as long as a slow disk would be taken for a rank that takes no part.
+_TURN_SECONDS = 1.0
 
 
 class SaveCheckpoints:
@@ -49,20 +57,15 @@ class SaveCheckpoints:
         self.error: Exception | None = None  # why the run's last state is not saved
 
     def on_step(self, loop: Loop, record: Record) -> None:
-        if self._writer is not None:
+        if loop.preempted or (loop.ending and self._config.enabled):
             with self._timer.inside("checkpoint"):
-                self._look(loop, self._writer)
+                self._save_last_together(loop)
+        elif self._config.enabled and self._writer is not None:
+            with self._timer.inside("checkpoint"):
+                self._look(self._writer, loop.progress.step)
 
-    def _look(self, loop: Loop, writer: CheckpointWriter) -> None:
-        step = loop.progress.step
-        if loop.preempted:
-            limit = loop.asked_to_stop_at + self._grace if self._grace else math.inf
-            self._save_last(writer, step, limit)
-        elif not self._config.enabled:
-            return
-        elif loop.ending:
-            self._save_last(writer, step, math.inf)
-        elif self._due(writer, step) and not writer.holds(step):
+    def _look(self, writer: CheckpointWriter, step: int) -> None:
+        if self._due(writer, step) and not writer.holds(step):
             self._save(writer, step)
         elif not writer.prepared and not writer.busy:
             writer.prepare(self._capture())
@@ -85,12 +88,27 @@ class SaveCheckpoints:
                 time.monotonic() - writer.taken_at,
             )
 
-    def _save_last(self, writer: CheckpointWriter, step: int, deadline: float) -> None:
-        """Saves the run's last state if there is time to, and waits until it is on disk."""
+    def _save_last_together(self, loop: Loop) -> None:
+        """Every rank calls it, and none returns before rank 0 has saved or given up."""
+        turns: Iterator[bool] = iter(())
+        if self._writer is not None:
+            limit = loop.asked_to_stop_at + self._grace if self._grace else math.inf
+            deadline = limit if loop.preempted else math.inf
+            turns = self._save_last(self._writer, loop.progress.step, deadline)
+        while sum_(torch.tensor(float(next(turns, False))), "checkpoint.saving"):
+            pass
+
+    def _save_last(self, writer: CheckpointWriter, step: int, deadline: float) -> Iterator[bool]:
+        """Saves the run's last state if there is time to, and waits until it is on disk.
+
+        Yields True after each turn in which it is not.
+        """
         in_time = writer.expected_seconds() <= deadline - time.monotonic()
-        if not writer.holds(step) and in_time and writer.wait(deadline):
-            writer.start(self._capture(), self._before)
-        writer.wait(deadline)
+        if not writer.holds(step) and in_time:
+            yield from _turns(writer, deadline)
+            if not writer.busy:
+                writer.start(self._capture(), self._before)
+        yield from _turns(writer, deadline)
         if writer.last_saved_step == step:
             return
         if writer.taken_step == step and writer.error is not None:
@@ -111,3 +129,12 @@ class SaveCheckpoints:
 
     def close(self) -> None:
         pass
+
+
+def _turns(writer: CheckpointWriter, deadline: float) -> Iterator[bool]:
+    """Waits for the save in progress, not beyond `deadline`; yields True after each turn."""
+    limit = min(deadline, time.monotonic() + writer.patience())
+    while not writer.wait(min(limit, time.monotonic() + _TURN_SECONDS)):
+        if time.monotonic() >= limit:
+            return
+        yield True

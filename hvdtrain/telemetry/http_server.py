@@ -1,4 +1,7 @@
-"""The HTTP server behind a rank's exporter: threads of its own, TLS and a password if wanted."""
+"""The HTTP server behind a rank's exporter: threads of its own, TLS and a password if wanted.
+
+Slow clients, however many, cost it a few connections and no scrape (see connections.py).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import hmac
 import socket
 import ssl
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from socketserver import ThreadingMixIn
 from threading import Thread
@@ -19,13 +23,21 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from hvdtrain.errors import UserError
 from hvdtrain.telemetry.config import TelemetryConfig
+from hvdtrain.telemetry.connections import REQUEST_SECONDS, Connections
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
-_CLIENT_SECONDS = 10.0
+_TRUST = "hvdtrain.trust"  # in a request's environ: called once it is known to be a friend's
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = _CLIENT_SECONDS  # a client that says nothing does not keep a thread for ever
+    timeout = REQUEST_SECONDS
+
+    def get_environ(self) -> dict[str, Any]:
+        assert isinstance(self.server, _Server)
+        return {
+            **super().get_environ(),
+            _TRUST: partial(self.server.connections.trust, self.connection),
+        }
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -35,6 +47,10 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = 64
 
+    def __init__(self, *args: Any) -> None:
+        self.connections = Connections()
+        super().__init__(*args)
+
     def server_bind(self) -> None:
         # Not HTTPServer's: it asks DNS for this host's name, which may take seconds.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -42,6 +58,19 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
         self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self.connections.admit(request, client_address[0]):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        self.connections.closed(request)
+
+    def service_actions(self) -> None:
+        self.connections.cut_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         pass  # a client that went away, or speaks no TLS
@@ -93,6 +122,7 @@ class MetricsServer:
 
     def _count(self, app: App) -> App:
         def counted(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+            environ[_TRUST]()
             answer = app(environ, start)
             self.scrapes += 1
             return answer
@@ -102,6 +132,7 @@ class MetricsServer:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+        self._server.connections.cut_all()
         self._thread.join(timeout=5)
 
 

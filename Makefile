@@ -1,6 +1,7 @@
 # make train   set up this machine, then train the default task on NP ranks
 # make test    set up this machine, then run every test
 # make soak    kills for 5 minutes, and 16 ranks on two hosts: not part of make test
+# make chaos   faults of all kinds at random for 5 minutes: not part of make test
 # make images  build the CPU image, train on two containers of it: not part of make test
 # make lint    ruff and mypy alone
 # make clean   remove what was built here (the cached Horovod wheel stays)
@@ -19,7 +20,7 @@ LOGS := build/tests
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c .ci/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
-.PHONY: train test test-single test-gloo test-mpi test-cluster soak images lint clean
+.PHONY: train test test-single test-gloo test-mpi test-cluster soak chaos images lint clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -29,7 +30,7 @@ train: $(STAMPS)/horovod-$(GPU)
 test: test-single test-gloo test-mpi test-cluster
 
 # Tests of the launchers look for `python`, `hvdtrain` and `horovodrun` on PATH.
-test-single test-gloo test-mpi test-cluster soak: export PATH := $(BIN):$(PATH)
+test-single test-gloo test-mpi test-cluster soak chaos: export PATH := $(BIN):$(PATH)
 
 test-single: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 1500 $(BIN)/python -m pytest -q --color=no tests/single
@@ -46,7 +47,11 @@ test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 
 # HVDTRAIN_SOAK_SECONDS: about how long the disturbed run is.
 soak: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no tests/soak
+	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no tests/soak/test_soak.py
+
+# HVDTRAIN_CHAOS_SECONDS: for how long faults are done; HVDTRAIN_CHAOS_SEED: which ones.
+chaos: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
+	$(BIN)/python -m pytest -q --color=no tests/soak/test_chaos.py
 
 # Root, and Debian's docker.io, docker-compose and debootstrap; no registry of images.
 images: $(STAMPS)/train

@@ -107,7 +107,7 @@ class TrainingJob:
 
     def send(self, number: signal.Signals) -> None:
         """To the launcher."""
-        launcher = next(p for p in self.cluster.processes("node1") if _is_launcher(p.command))
+        launcher = next(p for p in self.cluster.processes("node1") if is_launcher(p.command))
         os.kill(launcher.pid, number)
 
     def ended(self, code: int, seconds: float = 120) -> Finished:
@@ -195,7 +195,7 @@ class ElasticJob(TrainingJob):
         new.rename(self._hosts)
 
 
-def _is_launcher(command: str) -> bool:
+def is_launcher(command: str) -> bool:
     words = command.split()
     return words[:1] == ["mpirun"] or (len(words) > 1 and words[1].endswith("/horovodrun"))
 

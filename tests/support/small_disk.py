@@ -1,0 +1,80 @@
+"""A disk of its own for some hosts, which can be blocked and full: ext4 in a file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tests.support.cluster import Cluster
+from tests.support.namespaces import check
+
+# Whatever becomes of the test, the disk is thawed: nothing could end those that wait for it.
+_FREEZE = """\
+import fcntl, os, sys, time
+disk = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.ioctl(disk, 0xC0045877, 0)  # FIFREEZE
+time.sleep(float(sys.argv[2]))
+fcntl.ioctl(disk, 0xC0045878, 0)  # FITHAW
+"""
+_MIB = 1 << 20
+
+
+class SmallDisk:
+    """A file system on a loop device, mounted at the same path on hosts of a cluster.
+
+    The kernel gives the device up with the last host that has it mounted.
+
+    Args:
+        hosts: the first must stay up as long as the disk is used.
+        path: where it is mounted; an empty folder that all hosts see.
+
+    Attributes:
+        here: where this process finds what the hosts find at `path`.
+    """
+
+    def __init__(self, cluster: Cluster, hosts: list[str], path: Path, mib: int = 64) -> None:
+        self._cluster = cluster
+        self._path = path
+        image = path.with_suffix(".image")
+        with open(image, "wb") as file:
+            file.truncate(mib * _MIB)
+        check(["mkfs.ext4", "-q", "-m", "0", str(image)])
+        path.mkdir()
+        self._on(hosts[0], "mount", "-o", "loop,noatime", str(image), str(path))
+        self._device = self._on(hosts[0], "findmnt", "-no", "SOURCE", str(path)).strip()
+        self.here = cluster.file(hosts[0], str(path))
+        for host in hosts[1:]:
+            self.mount(host)
+
+    def mount(self, host: str) -> None:
+        """Also after a host was booted again."""
+        self._on(host, "mount", "-o", "noatime", self._device, str(self._path))
+
+    def block(self, seconds: float) -> None:
+        """Whoever writes waits, and cannot be killed; returns after `seconds`."""
+        command = [sys.executable, "-c", _FREEZE, str(self.here), str(seconds)]
+        freezer = subprocess.Popen(command, start_new_session=True)
+        assert freezer.wait(seconds + 30) == 0, "the disk could not be frozen and thawed"
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """Nothing can be written inside."""
+        ballast = self.here / "ballast"
+        try:
+            with suppress(OSError), open(ballast, "wb", buffering=0) as file:
+                for size in (_MIB, 512):
+                    with suppress(OSError):
+                        while True:
+                            file.write(bytes(size))
+            yield
+        finally:
+            os.remove(ballast)
+
+    def _on(self, host: str, *command: str) -> str:
+        done = self._cluster.run(host, command, cwd=Path("/"))
+        assert done.returncode == 0, done
+        return done.stdout

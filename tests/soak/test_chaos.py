@@ -98,7 +98,8 @@ def _one_fault(job: ChaosJob, draw: Draw, say: Say) -> Outcome:
         raise AssertionError(
             f"{draw.name} ({victims}): {error}\nHVDTRAIN_CHAOS_SEED={SEED}\n{job.log()}"
         ) from error
-    lines = job.lines()
+    # After a restart from a checkpoint the lines of what is done again are gone.
+    lines = [before, *(line for line in job.lines() if line["time"] > before["time"])]
     seconds = pause(lines, since)
     pairs = itertools.pairwise(lines)
     after = next(b for a, b in pairs if b["time"] - max(a["time"], since) >= seconds)

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from horovod.runner.common.util.hosts import SlotInfo
 
+from hvdtrain.elastic.command import starts_training
 from hvdtrain.elastic.host_list import HostList
 from hvdtrain.elastic.process import Process, assign, describe, in_order
 from hvdtrain.elastic.rendezvous import interface_towards, make_handler
@@ -124,10 +125,7 @@ class ElasticDriver:
 
         HVDTRAIN_ELASTIC=1 says so of a script that starts it.
         """
-        names = {os.path.basename(word) for word in command}
-        return bool(names & {"hvdtrain", "hvdtrain.train", "hvdtrain.cli"}) or (
-            os.environ.get("HVDTRAIN_ELASTIC") == "1"
-        )
+        return starts_training(command) or os.environ.get("HVDTRAIN_ELASTIC") == "1"
 
     def create_rendezvous_handler(self) -> type:
         return make_handler(self)

@@ -184,9 +184,10 @@ class ElasticJob(TrainingJob):
         os.kill(self.process(number).pid, signal.SIGSTOP)
 
     def kill_processes_of(self, host: str) -> None:
-        """All that the job has on a host: ranks, watchdogs, shells, ssh sessions."""
-        ours = [p for p in self.cluster.processes(host) if "-m hvdtrain" in p.command]
-        self.cluster.kill(ours)
+        """All that the job has on a host: ranks, watchdogs, guards, ssh sessions."""
+        names = ("-m hvdtrain", "rank_guard.py")
+        found = self.cluster.processes(host)
+        self.cluster.kill(p for p in found if any(name in p.command for name in names))
 
     def set_hosts(self, hosts: str) -> None:
         """What discovery finds from now on."""

@@ -172,6 +172,23 @@ class Paced(Regression):
             lock.acquire()
 
 
+class Helped(Paced):
+    """Paced; each rank has two helpers: forked, as pools and data workers are, and detached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls_before_fork = 3  # helpers hold the sockets of the exchange, too
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        if self._calls == self._calls_before_fork:
+            for detached in (False, True):
+                if os.fork() == 0:
+                    if detached:
+                        os.setsid()
+                    threading.Event().wait()
+        return super().loss(model, batch)
+
+
 class Flipped(Regression):
     """One bit of one rank's state flips between two steps.
 

@@ -1,0 +1,161 @@
+"""How launchers start ranks on two hosts, what others may read of it, and what a rank leaves."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvdtrain.launch.commands import elastic_horovodrun, horovodrun, mpirun
+from tests.support.cluster import Cluster
+from tests.support.faults import ElasticJob, TrainingJob, pause
+from tests.support.job import poll
+
+HELPED = "--task tests.support.tasks:Helped"
+SECRET = "only-for-whom-it-concerns"
+HOSTS = "node1:1,node2:1"
+PLAIN = horovodrun(2, [], HOSTS)
+# Horovod is not asked to do anything: only how processes are started is of interest.
+SHOW = "import os; print(ascii([os.getcwd(), os.environ['ODD']]))"
+
+
+def test_a_rank_with_a_helper_process_holds_up_the_others(
+    cluster: Cluster, runs: Path, record_property: Callable[[str, object], None]
+) -> None:
+    job = ElasticJob(cluster, runs, arguments=f"{HELPED} --elastic.timeout_seconds 20")
+    try:
+        job.wait_for_step(20)
+        times = []
+        for number in (3, 0):
+            since = time.time()
+            job.kill(number)
+            job.wait_for_start(since, 30)
+            job.wait_for_more(2, 10)
+            times.append(pause(job.lines(), since))
+            if number:
+                job.wait_for_world(4, 60)
+        record_property("seconds", [round(seconds, 2) for seconds in times])
+        assert max(times) <= 1, f"{times} s without a step: {job.job.output()}"
+        job.end()
+    finally:
+        job.job.kill()
+
+
+def test_a_killed_launcher_leaves_ranks_or_their_helpers(cluster: Cluster, runs: Path) -> None:
+    job = TrainingJob(cluster, PLAIN, runs, HELPED, None)
+    try:
+        job.wait_for_step(5)
+        job.send(signal.SIGKILL)
+        poll(lambda: not cluster.ranks(), 10, "the end of all ranks and helpers")
+    finally:
+        job.job.kill()
+
+
+@pytest.mark.parametrize("host", ["node1", "node2"])
+def test_a_rank_that_fails_is_not_the_jobs_exit_code_or_leaves_helpers(
+    cluster: Cluster, runs: Path, host: str
+) -> None:
+    job = TrainingJob(cluster, PLAIN, runs, HELPED, None)
+    try:
+        job.wait_for_step(5)
+        rank = min(process.pid for process in cluster.ranks(host))
+        os.kill(rank, signal.SIGKILL)
+        done = job.job.wait(15)
+    finally:
+        job.job.kill()
+    assert done.returncode == 128 + signal.SIGKILL, done
+    assert not cluster.ranks(), "helpers are left"
+
+
+LAUNCHERS = {
+    "elastic": elastic_horovodrun(2, 2, 2, ["hvdtrain", "discover", "--hosts", HOSTS], []),
+    "gloo": PLAIN,
+    "horovodrun mpi": horovodrun(2, [], HOSTS, "mpi"),
+    "mpirun": mpirun(2, [], hosts=HOSTS, options=["-x", "WANDB_API_KEY"]),
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_environment_of_ranks_can_be_read_by_every_user(
+    cluster: Cluster, runs: Path, launcher: str
+) -> None:
+    # And what horovodrun starts to find interfaces has its key for signatures.
+    secrets = rf"{SECRET}|horovod\.runner\.task_fn\0."
+    with _Reader(secrets.encode()) as reader:
+        job = TrainingJob(cluster, LAUNCHERS[launcher], runs, "", {"WANDB_API_KEY": SECRET})
+        try:
+            job.wait_for_step(3)
+            keys = [
+                psutil.Process(rank.pid).environ().get("WANDB_API_KEY") for rank in cluster.ranks()
+            ]
+        finally:
+            job.job.kill()
+            poll(lambda: not cluster.ranks(), 15, "the end of all ranks")
+    assert keys == [SECRET, SECRET]
+    assert reader.looks > 20
+    assert not reader.found, f"every user can read: {reader.found}"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_start_in_another_folder_or_with_another_environment(
+    cluster: Cluster, runs: Path, shared: bool
+) -> None:
+    folder = runs / 'it\'s "here"; cd'
+    if shared:
+        folder.mkdir()
+        seen = folder
+    else:
+        folder = Path("/tmp/on node1 alone")
+        cluster.file("node1", str(folder)).mkdir()
+        seen = Path(os.environ.get("HOME", "/root"))  # where ssh leads, as ever
+    odd = "two\nlines, 'quotes\" $HOME `date` \\ and Ünïcode \udcff"
+    done = cluster.run("node1", [*PLAIN, "python", "-c", SHOW], {"ODD": odd}, cwd=folder)
+    assert done.returncode == 0, done
+    assert f"[0]<stdout>:{[str(folder), odd]!a}" in done.stdout, done
+    assert f"[1]<stdout>:{[str(seen), odd]!a}" in done.stdout, done
+
+
+class _Reader:
+    """Another user of this machine, who reads all command lines over and over.
+
+    Attributes:
+        looks: how often all were read.
+        found: the command lines in which `secrets`, a regular expression, was found.
+    """
+
+    def __init__(self, secrets: bytes) -> None:
+        self._secrets = re.compile(secrets)
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self.looks = 0
+        self.found: set[bytes] = set()
+
+    def __enter__(self) -> _Reader:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join(10)
+
+    def _read(self) -> None:
+        while not self._end.wait(0.02):
+            for command in _command_lines():
+                if self._secrets.search(command):
+                    self.found.add(command[:200])
+            self.looks += 1
+
+
+def _command_lines() -> Iterator[bytes]:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            yield path.read_bytes()
+        except OSError:
+            continue

@@ -1,0 +1,96 @@
+"""How patched Horovod starts a process on this host: its exit code, its output, its end."""
+
+from __future__ import annotations
+
+import io
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+from horovod.runner.util import guarded_exec
+
+SETTINGS = SimpleNamespace(prefix_output_with_timestamp=False)
+
+
+def _run(code: str, events: Sequence[threading.Event] = ()) -> tuple[int, str]:
+    """(Exit code, what it wrote) of a Python program."""
+    out = io.StringIO()
+    command = shlex.join(["env", "NAME=a=b", sys.executable, "-c", code])
+    exit_code = guarded_exec.execute(
+        command, None, SETTINGS, guarded_exec.Output(out, out), list(events)
+    )
+    return exit_code, out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("sys.exit(0)", 0), ("sys.exit(75)", 75), ("os.kill(os.getpid(), 11)", 139)],
+)
+def test_an_exit_code_is_changed(end: str, code: int) -> None:
+    assert _run(f"import os, sys; {end}") == (code, "")
+
+
+def test_a_program_that_is_not_there_is_not_named() -> None:
+    out = io.StringIO()
+    code = guarded_exec.execute("env A=1 not-there", None, SETTINGS, guarded_exec.Output(out, out))
+    assert code == 127
+    assert "not-there cannot be started: No such file" in out.getvalue()
+
+
+def test_output_before_the_end_is_lost() -> None:
+    code, text = _run("import os; os.write(1, b'x' * 300_000 + b'!'); os.kill(os.getpid(), 9)")
+    assert (code, len(text), text[-1]) == (137, 300_001, "!")
+
+
+def test_output_that_is_not_utf8_blocks_the_process() -> None:
+    code, text = _run("import os; os.write(1, b'\\xff\\n' + b'x' * 300_000 + b'!')")
+    assert (code, text[0], text[-1]) == (0, "\N{REPLACEMENT CHARACTER}", "!")
+
+
+@pytest.mark.parametrize("detach", ["", "os.setsid()", "os.setsid(); os.fork() and os._exit(0)"])
+def test_a_helper_outlives_its_process(detach: str) -> None:
+    began = time.monotonic()
+    code, _ = _run(
+        "import os, time\n"
+        "if os.fork() == 0:\n"
+        f"    {detach or 'pass'}\n"
+        "    time.sleep(60)\n"
+        "time.sleep(0.2)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    assert code == 137
+    # It holds the pipe of the output: what waits for that waits for the helper.
+    assert time.monotonic() - began < 2
+
+
+def test_a_process_that_ignores_the_wish_to_end_is_waited_for_without_limit() -> None:
+    event = threading.Event()
+    threading.Timer(0.5, event.set).start()
+    began = time.monotonic()
+    code, _ = _run(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)",
+        [event],
+    )
+    assert code == 137
+    assert time.monotonic() - began < 9
+
+
+def test_a_signal_to_all_processes_of_a_job_ends_its_ranks_at_once() -> None:
+    code, _ = _run(
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
+        "os.kill(os.getppid(), signal.SIGUSR1)\n"
+        "time.sleep(60)"
+    )
+    assert code == 75
+
+
+def test_a_process_outlives_what_started_it() -> None:
+    began = time.monotonic()
+    code, _ = _run("import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(60)")
+    assert code == 137
+    assert time.monotonic() - began < 1.5, "it holds the pipe of the output"

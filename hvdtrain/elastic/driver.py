@@ -286,7 +286,7 @@ class ElasticDriver:
             return
         running = [p for p in alive if p.state == "running"]
         waiting = [p for p in alive if p.state == "waiting"]
-        survivors = [p for p in waiting if p.rounds]
+        survivors = [p for p in waiting if p.first_round is not None]
         if running:
             if not survivors:
                 self._start_processes(self._max)
@@ -321,7 +321,6 @@ class ElasticDriver:
         self._rendezvous.init(plan)
         for slot_info, process in zip(plan, in_order(taking_part), strict=True):
             process.become("running")
-            process.rounds += 1
             process.assignment = {
                 "rank": slot_info.rank,
                 "size": slot_info.size,
@@ -334,6 +333,9 @@ class ElasticDriver:
             count = Counter(process.host for process in taking_part)
             where = ", ".join(f"{host}:{ranks}" for host, ranks in count.items())
             _say(f"going on with {len(plan)} ranks ({where})")
+        for process in taking_part:
+            if process.first_round is None:
+                process.first_round = self._rounds
         self._rounds += 1
         self._failed_rounds += self._failed
         self._failed = False
@@ -412,7 +414,7 @@ class ElasticDriver:
         alive = self._alive()
         if not any(p.state == "running" for p in alive):
             return False
-        joining = [p for p in alive if p.state == "waiting" and not p.rounds]
+        joining = [p for p in alive if p.state == "waiting" and p.first_round is None]
         coming = any(p.state == "starting" for p in alive)
         ready = joining and (not coming or max(p.lasted() for p in joining) > _GATHER_SECONDS)
         return bool(ready) or any(p.leaving and p.state == "running" for p in alive)

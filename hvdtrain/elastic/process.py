@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -20,7 +21,7 @@ class Process:
         slot: its place on the host, HOROVOD_LOCAL_RANK at its start.
         state: starting, waiting, running, removed (told that it takes no part) or gone.
         since: when it came into this state.
-        rounds: how many it was in.
+        first_round: the number of the first one that it was in; None for a newcomer.
         assignment: its ranks in the newest round, until it has heard of them.
         leaving: its host was taken away.
         end: set to end it.
@@ -31,7 +32,7 @@ class Process:
     slot: int
     state: str = "starting"
     since: float = field(default_factory=time.monotonic)
-    rounds: int = 0
+    first_round: int | None = None
     assignment: dict[str, int] = field(default_factory=dict)
     leaving: bool = False
     end: threading.Event = field(default_factory=threading.Event)
@@ -50,12 +51,18 @@ class Process:
 def in_order(processes: Sequence[Process]) -> list[Process]:
     """Processes in the order of their ranks: host by host, the oldest process and its host first.
 
-    So rank 0 stays where it is as long as it lives.
+    The oldest is the one that took part first, not the one that was started first: so rank 0,
+    which holds the run's folder, stays where it is as long as it lives.
     """
-    oldest: dict[str, int] = {}
-    for process in sorted(processes, key=lambda p: p.number):
-        oldest.setdefault(process.host, process.number)
-    return sorted(processes, key=lambda p: (oldest[p.host], p.number))
+    oldest: dict[str, tuple[float, int]] = {}
+    for process in sorted(processes, key=_age):
+        oldest.setdefault(process.host, _age(process))
+    return sorted(processes, key=lambda p: (oldest[p.host], _age(p)))
+
+
+def _age(process: Process) -> tuple[float, int]:
+    first = math.inf if process.first_round is None else process.first_round
+    return first, process.number
 
 
 def assign(processes: Sequence[Process]) -> list[SlotInfo]:

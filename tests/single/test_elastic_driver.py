@@ -127,6 +127,22 @@ def _until(condition: Callable[[], bool], seconds: float = 10) -> None:
         time.sleep(0.02)
 
 
+def test_a_slow_replacement_takes_rank_0_from_the_process_that_holds_the_folder(
+    job: Callable[..., Job],
+) -> None:
+    running = job({"a": 3}, np=3)
+    running.join(0, 1, 2)
+    running.exits |= {0: 137, 1: 137}
+    assert running.ranks(2) == [0]
+    _until(lambda: len(running.driver._processes) == 5)
+    assert running.ranks(4) == [None], "process 3 is still starting"
+    _until(lambda: running.driver.news()["hosts"])
+    assert running.ranks(2, 4) == [0, 1]
+    running.exits[2] = 137
+    assert running.ranks(3) == [None]
+    assert running.ranks(3, 4) == [1, 0], "process 4 trains, and 3 has never done so"
+
+
 def test_the_first_round_begins_without_everyone(job: Callable[..., Job]) -> None:
     running = job({"a": 2}, np=2)
     assert running.ranks(0) == [None]

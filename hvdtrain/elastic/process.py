@@ -8,8 +8,11 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from horovod.runner.common.util.hosts import SlotInfo
+
+from hvdtrain.elastic.failures import Standing
 
 
 @dataclass
@@ -19,10 +22,16 @@ class Process:
     Args:
         number: unlike any other's in this job; HOROVOD_RANK in its environment at its start.
         slot: its place on the host, HOROVOD_LOCAL_RANK at its start.
-        state: starting, waiting, running, removed (told that it takes no part) or gone.
+        state: starting, waiting, running, removed (told that it takes no part), lost (nobody
+            waits for it any more, and it is still there) or gone.
         since: when it came into this state.
         first_round: the number of the first one that it was in; None for a newcomer.
         assignment: its ranks in the newest round, until it has heard of them.
+        standing: as it said when it last asked for its ranks.
+        heard: it has asked the driver something: its watchdog runs.
+        hand_overs_failed: rounds with it that failed before it had the state of the run.
+        failure: why it ends, as it or its watchdog said.
+        failed_step: the step in which it raised an error of its own.
         leaving: its host was taken away.
         end: set to end it.
     """
@@ -33,7 +42,12 @@ class Process:
     state: str = "starting"
     since: float = field(default_factory=time.monotonic)
     first_round: int | None = None
-    assignment: dict[str, int] = field(default_factory=dict)
+    assignment: dict[str, Any] = field(default_factory=dict)
+    standing: Standing | None = None
+    heard: bool = False
+    hand_overs_failed: int = 0
+    failure: str = ""
+    failed_step: int | None = None
     leaving: bool = False
     end: threading.Event = field(default_factory=threading.Event)
 

@@ -15,6 +15,7 @@ from hvdtrain.checkpoint.format import Checkpoint
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.engine.loop import Loop, Record
 from hvdtrain.log import logger
+from hvdtrain.runtime import heartbeat
 from hvdtrain.telemetry.timers import PhaseTimer
 
 
@@ -88,9 +89,9 @@ class SaveCheckpoints:
     def _save_last(self, writer: CheckpointWriter, step: int, deadline: float) -> None:
         """Saves the run's last state if there is time to, and waits until it is on disk."""
         in_time = writer.expected_seconds() <= deadline - time.monotonic()
-        if not writer.holds(step) and in_time and writer.wait(deadline):
+        if not writer.holds(step) and in_time and _wait(writer, deadline):
             writer.start(self._capture(), self._before)
-        writer.wait(deadline)
+        _wait(writer, deadline)
         if writer.last_saved_step == step:
             return
         if writer.taken_step == step and writer.error is not None:
@@ -111,3 +112,9 @@ class SaveCheckpoints:
 
     def close(self) -> None:
         pass
+
+
+def _wait(writer: CheckpointWriter, deadline: float) -> bool:
+    """As CheckpointWriter.wait, which has a bound of its own: no watchdog is to end it before."""
+    with heartbeat.OWN.waiting():
+        return writer.wait(deadline)

@@ -224,7 +224,9 @@ class ElasticDriver:
                 self._changed.notify_all()
             while not process.assignment and (left := deadline - time.monotonic()) > 0:
                 self._formed.wait(left)
-            assignment, process.assignment = process.assignment, {}
+            assignment = process.assignment
+            if process.state != "removed":  # where the answer is lost, it will ask again
+                process.assignment = {}
             return assignment or None
 
     def news(self, number: int) -> dict[str, bool]:

@@ -11,7 +11,6 @@ process prepares on its own, as a world of one rank, before it joins the others:
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from dataclasses import asdict
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import horovod.torch as hvd
 import torch
@@ -30,7 +29,11 @@ from hvdtrain import build, log
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Settings
 from hvdtrain.elastic import watchdog
-from hvdtrain.elastic.membership import LostError, Membership, RemovedError
+from hvdtrain.elastic.failures import HAND_OVER, MEETING, TRAINING
+from hvdtrain.elastic.failures import Standing as ElasticStanding
+from hvdtrain.elastic.identity import Identity, other_configuration
+from hvdtrain.elastic.kept_watchdog import KeptWatchdog
+from hvdtrain.elastic.membership import LostError, Membership, RefusedError, RemovedError
 from hvdtrain.elastic.state import Standing, alike, furthest
 from hvdtrain.engine.loop import Loop, MeetAgain
 from hvdtrain.engine.run_folder import RunFolder, default_id
@@ -38,10 +41,10 @@ from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
 from hvdtrain.horovod_wheel import recipe
 from hvdtrain.log import logger
 from hvdtrain.records import Records
-from hvdtrain.runtime import environment
+from hvdtrain.runtime import environment, heartbeat
 from hvdtrain.runtime.collectives import AgreedError, agree, broadcast_json, gather_json
 from hvdtrain.runtime.failure import end_all, leave
-from hvdtrain.runtime.heartbeat import Doing, Heartbeat
+from hvdtrain.runtime.heartbeat import Doing
 from hvdtrain.runtime.init import choose_device, initialise
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.topology import Topology
@@ -51,9 +54,10 @@ from hvdtrain.telemetry.trackers import check_packages
 
 T = TypeVar("T")
 
-# The step at which ranks fail again and again is the cause, not the machines.
-_FAILURES_OF_A_STEP = 5
 _FAILED_MEETINGS = 20
+_LONGEST_MESSAGE = 1000
+# Beyond the 10 times elastic.hang_seconds of a watchdog: others wait for this one's verdict.
+_PATIENCE = (10, 60.0)
 # A rank 0 that hangs or is cut off is ended by its watchdog; then its folder is free.
 _FOLDER_SECONDS = 30.0
 
@@ -90,6 +94,7 @@ def run(settings: Settings, stop: StopFlag) -> int:
         code = error.exit_code
         session.note_end(code)
     except BaseException as error:
+        session.report(error)
         end_all(error, session.topology)
     finally:
         log.close()
@@ -113,6 +118,17 @@ def _alike(name: str, part: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+class Failure(NamedTuple):
+    """How a round of an elastic run failed; None: it did not.
+
+    Args:
+        phase: of failures.py.
+    """
+
+    phase: str | None
+    message: str = ""
+
+
 class Session:
     """See the top of this file.
 
@@ -126,18 +142,21 @@ class Session:
         self._settings = settings
         self._config = settings.config
         self._stop = stop
-        self._heartbeat = Heartbeat()
+        self._heartbeat = heartbeat.OWN
         self._number = environment.launched_rank()
         self._local_rank = environment.launched_local_rank()
         alone = environment.launched_size() in (None, 1) and not environment.elastic()
         self._membership = Membership.of_this_process(stop)
-        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._watchdog: KeptWatchdog | None = None
         if not alone:
             launcher = self._membership.launcher if self._membership else ""
             hang_seconds = self._config.elastic.hang_seconds
-            self._watchdog = watchdog.start(self._heartbeat, hang_seconds, launcher)
+            self._watchdog = KeptWatchdog(
+                partial(watchdog.start, self._heartbeat, hang_seconds, launcher, self._number)
+            )
         self._run_id = self._config.run.id or default_id(self._config.task)
         self._trained = False
+        self._phase = MEETING
         self._logs_as: Topology | None = None  # of the round whose log is open
         self._records: Records | None = None
         self.topology = initialise()
@@ -163,6 +182,16 @@ class Session:
         """
         alone = self._membership is not None and self.topology.world_size == 1
         return not (alone and self._number > 0 and self._stop.raised_by_launcher())
+
+    def report(self, error: BaseException) -> None:
+        """Tells an elastic launcher of an error of this process's own, which is about to end it."""
+        if self._membership is None or isinstance(error, (HorovodInternalError, KeyboardInterrupt)):
+            return
+        step = self._made.state.progress.step + 1 if self._phase == TRAINING else None
+        where = f"rank {self.topology.rank} on {self.topology.host}"
+        self._membership.report(
+            f"{where}: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE], step
+        )
 
     def hangs(self) -> bool:
         """Whether this process would not end by itself."""
@@ -206,7 +235,7 @@ class Session:
     def _check_same_configuration(self) -> None:
         """A host with another YAML file or task would run another loop."""
         if self._digest() != broadcast_json(self._digest(), "configuration"):
-            raise UserError(_other_configuration(self.topology.hosts[0]))
+            raise UserError(other_configuration(self.topology.hosts[0]))
 
     def _check_profiled_ranks(self) -> None:
         """An elastic run may get the rank later, or lose it; any other never will."""
@@ -224,52 +253,74 @@ class Session:
     # --- rounds of an elastic run ------------------------------------------
 
     def _rounds(self, membership: Membership) -> int:
-        failed_at, failures = -1, 0
+        failed_at, failure = -1, Failure(None)
         cause, since = "launch", self._began
         while True:
             try:
-                self._join(membership)
+                self._join(membership, failure)
             except RemovedError:
                 return 0
+            except RefusedError as refusal:
+                print(f"hvdtrain: error: {refusal}", file=sys.stderr, flush=True)
+                return EXIT_CRASH
             except LostError as error:
                 raise _crash(f"the launcher does not answer any more ({error})") from None
             try:
                 return self._round(cause, since)
             except MeetAgain:
-                cause, since = "hosts", time.time()
+                cause, since, failure = "hosts", time.time(), Failure(None)
             except HorovodInternalError as error:
-                step = self._made.state.progress.step
-                failures = failures + 1 if step == failed_at else 1
-                failed_at = step
+                step, failure = self._made.state.progress.step, Failure(self._phase, str(error))
                 logger.warning("step %d failed: %s", step + 1, error)
-                if failures >= _FAILURES_OF_A_STEP:
-                    raise RuntimeError(f"step {step + 1} failed {failures} times") from None
-                if cause != "failure" or failures == 1:
+                if cause != "failure" or step != failed_at:
                     cause, since = "failure", time.time()
+                failed_at = step
 
-    def _join(self, membership: Membership) -> None:
+    def _join(self, membership: Membership, failure: Failure) -> None:
         """Leaves the last round, and is one of the next one's ranks then.
 
+        Args:
+            failure: how the last round ended.
+
         Raises:
-            RemovedError, LostError: as Membership.join.
+            RemovedError, RefusedError, LostError: as Membership.join.
             UserError: the ranks meet again and again in vain.
         """
         for _ in range(_FAILED_MEETINGS):
-            hvd.shutdown()
+            with self._heartbeat.waiting():
+                hvd.shutdown()
             self._made.exchange.forget()
             self._heartbeat.beat(Doing.MEETING)
-            membership.join()
+            membership.join(self._elastic_standing(failure))
+            self._phase = MEETING
             try:
-                self.topology = initialise()
+                with self._heartbeat.waiting():
+                    self.topology = initialise()
             except HorovodInternalError as error:
                 logger.warning("a rank died while all met, or cannot be reached: %s", error)
+                failure = Failure(MEETING, str(error))
             else:
-                self._heartbeat.beat(Doing.PREPARING)
                 return
         raise _crash(
             f"the ranks could not meet {_FAILED_MEETINGS} times in a row: can the hosts reach each "
             "other on all ports?"
         )
+
+    def _elastic_standing(self, failure: Failure) -> ElasticStanding:
+        times, more = _PATIENCE
+        return ElasticStanding(
+            identity=self._identity(),
+            trained=self._trained,
+            step=self._made.state.progress.step,
+            patience=times * self._config.elastic.hang_seconds + more,
+            failed=failure.phase,
+            message=failure.message[:_LONGEST_MESSAGE],
+        )
+
+    def _identity(self) -> Identity:
+        made = self._made
+        samples = len(made.datasets.train)  # type: ignore[arg-type]
+        return Identity(made.device.type, self._digest(), samples, made.datasets.fingerprint)
 
     # --- one round -----------------------------------------------------------
 
@@ -280,6 +331,8 @@ class Session:
             cause: launch, failure, or hosts (processes came or went).
             since: when that was, unix time.
         """
+        self._heartbeat.beat(Doing.PREPARING)
+        self._phase = HAND_OVER
         source, targets = self._meet()
         topology, config = self.topology, self._config
         if self._made.exporter is not None:
@@ -298,6 +351,7 @@ class Session:
         if cause != "launch" and topology.rank == 0:
             seconds = time.time() - since
             logger.info("going on after step %d, %.2f s later", loop.progress.step, seconds)
+        self._phase = TRAINING
         try:
             loop.run()
         finally:
@@ -309,9 +363,13 @@ class Session:
             _summary(loop, callbacks, records.writer, self._made, folder)
         code = EXIT_PREEMPTED if loop.preempted else 0
         if self._made.exporter is not None and code == 0:
-            self._made.exporter.linger(config.telemetry.linger_seconds, lambda: self._stop.raised)
+            with self._heartbeat.waiting():
+                self._made.exporter.linger(
+                    config.telemetry.linger_seconds, lambda: self._stop.raised
+                )
         if records is not None:
-            records.end_sinks(code)
+            with self._heartbeat.waiting():
+                records.end_sinks(code)
             folder.remove_targets()  # a crash leaves them: Prometheus shows the loss
         self.note_end(code)
         gather_json(None, "done")  # the launcher takes the first end of a rank for the end of all
@@ -319,15 +377,14 @@ class Session:
 
     def _meet(self) -> tuple[int | None, list[Target]]:
         """Learns where all ranks stand: (the rank whose state counts or None, exporters)."""
-        topology, datasets = self.topology, self._made.datasets
+        topology = self.topology
         standing = Standing(self._trained, self._made.state.progress.step)
         port = self._made.exporter.port if self._made.exporter else 0
         facts = gather_json(
             {
                 "standing": asdict(standing),
                 "run": self._run_id,
-                "configuration": self._digest(),
-                "data": [len(datasets.train), datasets.fingerprint],  # type: ignore[arg-type]
+                "identity": asdict(self._identity()),
                 "target": Target(topology.host, self._local_rank, port),
             },
             "meet",
@@ -335,27 +392,13 @@ class Session:
         self._standings = [Standing(**fact["standing"]) for fact in facts]
         source = furthest(self._standings)
         theirs = facts[source or 0]
-        problem = self._difference(facts[topology.rank], theirs, topology.hosts[source or 0])
-        if source is None:
+        if source is None:  # else the launcher has seen to it
+            problem = self._identity().differs_from(
+                Identity(**theirs["identity"]), topology.hosts[0]
+            )
             _alike("same run", lambda: _refuse(problem))
-        elif problem:
-            # The others have trained for hours perhaps: they go on without this rank.
-            raise _crash(problem)
         self._run_id = theirs["run"]
         return source, [Target(*fact["target"]) for fact in facts]
-
-    @staticmethod
-    def _difference(mine: dict[str, Any], theirs: dict[str, Any], host: str) -> str:
-        """What keeps this rank from the others' run; "" where nothing does."""
-        if mine["configuration"] != theirs["configuration"]:
-            return _other_configuration(host)
-        if mine["data"] != theirs["data"]:
-            return (
-                f"the training data here ({mine['data'][0]} samples, fingerprint "
-                f"{mine['data'][1]}) is not the data of {host} ({theirs['data'][0]} samples, "
-                f"fingerprint {theirs['data'][1]})"
-            )
-        return ""
 
     def _open_folder(self, folder: RunFolder) -> None:
         """Opens this rank's log in it, and on rank 0 the folder; a second time in a round it
@@ -373,7 +416,7 @@ class Session:
             log.to_file(folder.logs, topology.rank, topology.host)
             if self._watchdog is not None:
                 name = f"hang_{topology.host}_{self._local_rank}.txt"
-                watchdog.write_to(self._watchdog, folder.logs / name)
+                self._watchdog.write_to(folder.logs / name)
         except OSError as error:
             raise UserError(f"{folder.logs}: cannot be written ({error.strerror})") from None
         self._logs_as = topology
@@ -484,13 +527,6 @@ def _crash(message: str) -> UserError:
 def _refuse(problem: str) -> None:
     if problem:
         raise UserError(problem)
-
-
-def _other_configuration(host: str) -> str:
-    return (
-        f"the configuration here is not that of rank 0 on {host}: compare the "
-        "files that --config names, and hvdtrain's version, on the two hosts"
-    )
 
 
 def _check_saved(callbacks: build.Callbacks) -> None:

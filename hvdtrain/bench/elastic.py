@@ -38,7 +38,7 @@ def elastic(flags: Sequence[str], steps: int, rounds: int) -> Report:
             for name, job in jobs.items():
                 job.wait_for_more(_WARM_UP_STEPS)
                 if name == "not elastic":
-                    job.end_watchdogs()
+                    job.rest_watchdogs()
                 job.freeze()
             used = {name: job.used_beside_ranks() for name, job in jobs.items()}
             turns = take_turns(jobs, steps, rounds)

@@ -50,6 +50,7 @@ class Job:
         self._env = {"OMP_NUM_THREADS": "1"} | os.environ
         if patient:
             self._env["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(_PATIENCE_S)
+        self._resting: set[psutil.Process] = set()
         self._read = 0  # bytes of metrics.jsonl
         self._lines: list[dict[str, Any]] = []
 
@@ -90,16 +91,20 @@ class Job:
 
     def thaw(self) -> None:
         """Ends `freeze`."""
-        for process in self._tree():
+        for process in set(self._tree()) - self._resting:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
 
-    def end_watchdogs(self) -> None:
-        """Ends what watches the ranks of this host; they train on."""
+    def rest_watchdogs(self) -> None:
+        """Stops what watches the ranks of this host, for good; they train on.
+
+        Ended, it would be started again.
+        """
         for process in self._tree():
             with suppress(psutil.NoSuchProcess):
                 if "hvdtrain.elastic.watchdog" in process.cmdline():
-                    process.kill()
+                    process.suspend()
+                    self._resting.add(process)
 
     def used_beside_ranks(self) -> float:
         """Seconds of processor time of the launcher, the watchdogs and what these ran."""

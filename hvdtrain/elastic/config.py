@@ -14,9 +14,9 @@ class ElasticConfig:
     Args:
         timeout_seconds: elastic runs: a collective fails when a rank does not answer for so
             long (whole seconds); 0 = 3, and more for many ranks
-        hang_seconds: a rank that neither gets on nor uses processor or disk for so long while
-            it should work is killed, and its stacks are written to the run's logs; 10 times as
-            long where it is busy; 0 = never
+        hang_seconds: a rank that makes no progress, and neither uses processor or disk nor
+            waits for others, for so long is killed, and its stacks are written to the run's
+            logs; 10 times as long where it is busy, or has not taken part yet; 0 = never
     """
 
     timeout_seconds: int = 0

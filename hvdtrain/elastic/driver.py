@@ -4,14 +4,18 @@ Horovod's launcher finds it by the entry point horovod.elastic_driver and lets i
 hvdtrain's commands. A process is started in a slot of a host and goes through
 
     starting -> waiting -> running -> waiting -> running ... -> gone
-                  |  asks for its rank: GET /join/NUMBER
+                  |  asks for its rank: POST /join/NUMBER
                   v
     a round: all that wait get their ranks and meet, once nobody runs in the last one any more
+
+    removed: told that it takes no part (its host was taken away, or it does not fit the run)
+    lost:    nobody waits for it any more, and its slot is not used while it is there
 
 After a failure the survivors meet at once. A process for the free slot is started meanwhile;
 when it is ready to train it waits, rank 0 hears of it (GET /news/NUMBER), and all meet again
 at the next step boundary. So nobody ever waits for a process to start. A slot whose process
 died is used again after a pause that grows while it goes on dying; its host stays in use.
+What failures have in common, and what then is to be done, says failures.py.
 """
 
 from __future__ import annotations
@@ -30,7 +34,9 @@ from typing import Any, NamedTuple
 from horovod.runner.common.util.hosts import SlotInfo
 
 from hvdtrain.elastic.command import starts_training
+from hvdtrain.elastic.failures import MEETING, TRAINING, Failures, Standing
 from hvdtrain.elastic.host_list import HostList
+from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.process import Process, assign, describe, in_order
 from hvdtrain.elastic.rendezvous import interface_towards, make_handler
 from hvdtrain.elastic.slots import Slots
@@ -48,6 +54,12 @@ _GATHER_SECONDS = 2.0
 # A process that was told to leave, or outlives the end of the others.
 _LEAVE_SECONDS = 2.0
 _END_SECONDS = 30.0
+# For how long the others wait for a process that still runs in a round that failed: longer than
+# its watchdog takes to judge it. So this is for one that has no watchdog any more, or no host.
+_LAST_RESORT_SECONDS = 900.0
+# A newcomer with which so many rounds failed is refused: the others train on.
+_HAND_OVERS = 2
+_JOIN_SECONDS = 15.0  # for the threads of processes that are gone, at the very end
 _END_OF_START_SECONDS = 1.0  # the same, where no round was formed: they wait to be ended
 _PATIENCE_SECONDS = 3.0  # before people are told that there are too few slots
 _DEFAULT_TIMEOUT = 600
@@ -102,7 +114,11 @@ class ElasticDriver:
         self._create: CreateWorker | None = None
         self._next_number = 0
         self._plan: list[SlotInfo] = []  # of this round
+        self._newcomers: list[Process] = []  # in it, where others hold the state of the run
         self._rounds = 0
+        self._judged = 0  # rounds whose failure was looked at
+        self._failures = Failures()
+        self._identity: tuple[Identity, str] | None = None  # of the run, and on which host
         self._failed = False  # a process died since the last round was formed
         self._failed_rounds = 0
         self._most_ranks = 0  # that ran at once so far
@@ -173,8 +189,9 @@ class ElasticDriver:
         """Waits for the end of the job."""
         while not self._finished.wait(0.2):
             pass
+        deadline = time.monotonic() + _JOIN_SECONDS
         for thread in self._threads:
-            thread.join(timeout=15)
+            thread.join(max(0.0, deadline - time.monotonic()))
         return Results(None, self._results)
 
     def stop(self) -> None:
@@ -183,30 +200,60 @@ class ElasticDriver:
 
     # --- what processes ask, through rendezvous.py -------------------------
 
-    def join(self, number: int, seconds: float) -> dict[str, int] | None:
+    def join(self, number: int, seconds: float, standing: dict[str, Any]) -> dict[str, Any] | None:
         """A process asks for its ranks in the next round; None: not yet, ask again.
+
+        Args:
+            standing: the fields of a Standing.
 
         Returns:
             rank, size, local_rank, local_size, cross_rank, cross_size. A rank of -1: it does
-            not take part any more.
+            not take part any more; "reason" says why, where that is its own.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
-            process = next((p for p in self._processes if p.number == number), None)
-            if process is None or process.state == "gone" or self._ending is not None:
+            process = self._heard_of(number)
+            if process is None or self._ending is not None:
                 return {"rank": -1}
-            if process.state != "waiting" and not process.assignment:
-                process.become("waiting")
+            if process.state in ("starting", "running") and not process.assignment:
+                process.standing = Standing.of(standing)
+                if not self._refused_as_other(process):
+                    process.become("waiting")
                 self._changed.notify_all()
             while not process.assignment and (left := deadline - time.monotonic()) > 0:
                 self._formed.wait(left)
-            assignment, process.assignment = process.assignment, {}
+            assignment = process.assignment
+            if process.state != "removed":  # where the answer is lost, it will ask again
+                process.assignment = {}
             return assignment or None
 
-    def news(self) -> dict[str, bool]:
+    def news(self, number: int) -> dict[str, bool]:
         """What the running ranks have to know at their next step."""
         with self._changed:
+            self._heard_of(number)
             return {"stop": self._stop_requested, "hosts": self._others_come_or_go()}
+
+    def failed(self, number: int, message: str, step: int | None) -> None:
+        """A process is about to end, and says why; `step` where it raised an error in one."""
+        with self._changed:
+            process = self._heard_of(number)
+            if process is not None:
+                process.failure, process.failed_step = message, step
+
+    def stuck(self, number: int, message: str) -> None:
+        """A process hangs, and its watchdog cannot end it."""
+        with self._changed:
+            process = self._heard_of(number)
+            if process is not None:
+                self._lose(process, message)
+                self._changed.notify_all()
+
+    def _heard_of(self, number: int) -> Process | None:
+        process = next((p for p in self._processes if p.number == number), None)
+        if process is None or process.state in ("gone", "lost"):
+            return None
+        process.heard = True
+        return process
 
     def ranks_of(self, host: str, local_rank: int) -> str | None:
         """What Horovod asks for when it starts: the ranks of this round, in its own form."""
@@ -246,7 +293,10 @@ class ElasticDriver:
             self._shutdown.wait(_DISCOVERY_SECONDS[complete])
 
     def _take_over(self, found: dict[str, int]) -> None:
-        for change in self._hosts.take_over(found):
+        changes = self._hosts.take_over(found)
+        if changes:
+            self._slots.forgive()
+        for change in changes:
             if self._rounds:
                 _say(change)
         for process in self._alive():
@@ -282,9 +332,10 @@ class ElasticDriver:
             if time.monotonic() - self._ending > limit:
                 self._shutdown.set()
             return
+        self._end_overdue(alive)
         running = [p for p in alive if p.state == "running"]
         waiting = [p for p in alive if p.state == "waiting"]
-        survivors = [p for p in waiting if p.rounds]
+        survivors = [p for p in waiting if p.first_round is not None]
         if running:
             if not survivors:
                 self._start_processes(self._max)
@@ -296,10 +347,17 @@ class ElasticDriver:
     def _form_round(
         self, waiting: list[Process], survivors: list[Process], starting: list[Process]
     ) -> None:
-        taking_part = [p for p in waiting if not p.leaving][: self._max]
         still_starting = any(p.lasted() < self._timeout for p in starting)
-        if still_starting and not survivors:
+        patient = all(p.lasted() < self._timeout for p in waiting)
+        if still_starting and patient and not survivors:
             return  # a first start, or everybody died: nobody loses time by waiting for all
+        if self._judged < self._rounds:
+            self._judged = self._rounds
+            self._judge(waiting)
+            waiting = [p for p in waiting if p.state == "waiting"]
+        if self._shutdown.is_set():
+            return
+        taking_part = [p for p in waiting if not p.leaving][: self._max]
         if self._stop_requested and len(taking_part) < self._min:
             self._exit_code = EXIT_PREEMPTED
             self._shutdown.set()
@@ -314,12 +372,79 @@ class ElasticDriver:
                     process.assignment = {"rank": -1}
             self._begin_round(taking_part)
 
+    def _judge(self, waiting: list[Process]) -> None:
+        """Once after each round: those who were in it say whether it failed, and in which phase."""
+        said = [p.standing for p in waiting if p.standing is not None and p.standing.failed]
+        if not said:
+            return
+        phases = {standing.failed for standing in said}
+        if self._newcomers and TRAINING not in phases:
+            if not self._failed:
+                self._blame(self._newcomers)
+        elif phases != {MEETING}:  # the ranks bound by themselves how often they meet in vain
+            furthest = max(said, key=lambda standing: standing.step)
+            reason = self._failures.round(furthest.step, furthest.message)
+            if reason:
+                self._give_up(reason)
+
+    def _blame(self, newcomers: list[Process]) -> None:
+        """Those who train go on without newcomers to whom their state does not get through."""
+        for process in newcomers:
+            process.hand_overs_failed += 1
+            if process.state == "waiting" and process.hand_overs_failed >= _HAND_OVERS:
+                times = process.hand_overs_failed
+                self._refuse(process, f"the state of the run did not reach it {times} times", False)
+
+    def _refused_as_other(self, process: Process) -> bool:
+        """Whether it would train something else, or on something else, than the run does."""
+        if process.first_round is not None or self._identity is None or process.standing is None:
+            return False
+        identity, host = self._identity
+        problem = process.standing.identity.differs_from(identity, host)
+        if problem:
+            self._refuse(process, f"on {process.host}: {problem}", for_good=True)
+        return bool(problem)
+
+    def _refuse(self, process: Process, reason: str, for_good: bool) -> None:
+        pause = self._slots.refused(process, for_good)
+        process.become("removed")
+        process.assignment = {"rank": -1, "reason": reason}
+        again = "when the hosts change" if for_good else f"in {pause:.0f} s"
+        _say(f"{process} takes no part ({reason}); its slot is used again {again}")
+        self._formed.notify_all()
+
+    def _lose(self, process: Process, reason: str) -> None:
+        """Nobody waits for a process any more that is still there."""
+        if process.state == "running":
+            self._failed = True
+        process.become("lost")
+        failure = f"{process.failure}; " if process.failure else ""
+        _say(
+            f"{process} is not waited for any more ({failure}{reason}); its slot is not used "
+            "while it is there"
+        )
+
+    def _end_overdue(self, alive: list[Process]) -> None:
+        """The last resort: each process that others wait for has a bound."""
+        survivors = [p for p in alive if p.state == "waiting" and p.first_round is not None]
+        waited = max((p.lasted() for p in survivors), default=0.0)
+        patience = max((p.standing.patience for p in survivors if p.standing), default=0.0)
+        for process in alive:
+            if process.state == "running" and waited > max(patience, _LAST_RESORT_SECONDS):
+                process.end.set()
+                self._lose(process, f"the others have waited for it for {waited:.0f} s")
+            elif process.state == "starting" and not process.heard:
+                if process.lasted() > self._timeout:
+                    process.end.set()
+                    self._lose(process, f"it has not said a word for {self._timeout} s")
+            elif process.state == "removed" and process.lasted() > _END_SECONDS:
+                process.end.set()
+
     def _begin_round(self, taking_part: list[Process]) -> None:
         self._plan = plan = assign(taking_part)
         self._rendezvous.init(plan)
         for slot_info, process in zip(plan, in_order(taking_part), strict=True):
             process.become("running")
-            process.rounds += 1
             process.assignment = {
                 "rank": slot_info.rank,
                 "size": slot_info.size,
@@ -332,6 +457,17 @@ class ElasticDriver:
             count = Counter(process.host for process in taking_part)
             where = ", ".join(f"{host}:{ranks}" for host, ranks in count.items())
             _say(f"going on with {len(plan)} ranks ({where})")
+        standings = [(process, process.standing) for process in in_order(taking_part)]
+        trained = any(standing is not None and standing.trained for _, standing in standings)
+        self._newcomers = [
+            p for p, standing in standings if trained and not (standing and standing.trained)
+        ]
+        first, standing = standings[0]
+        if self._identity is None and standing is not None:
+            self._identity = standing.identity, first.host
+        for process in taking_part:
+            if process.first_round is None:
+                process.first_round = self._rounds
         self._rounds += 1
         self._failed_rounds += self._failed
         self._failed = False
@@ -355,13 +491,14 @@ class ElasticDriver:
 
     def _start_processes(self, most: int) -> None:
         """Starts a process in each free slot that may be used, up to `most` in all."""
-        taken = {(p.host, p.slot) for p in self._alive()}
-        for host, count in self._hosts.slots.items():
-            for slot in range(count):
+        taken = {(p.host, p.slot) for p in self._processes if p.state != "gone"}
+        count = len(self._alive())
+        for host, slots in self._hosts.slots.items():
+            for slot in range(slots):
                 free = (host, slot) not in taken and self._slots.usable(host, slot)
-                if free and len(taken) < min(most, self._max):
-                    taken.add((host, slot))
-                    self._start_process(Process(self._next_number, host, slot), len(taken))
+                if free and count < min(most, self._max):
+                    count += 1
+                    self._start_process(Process(self._next_number, host, slot), count)
                     self._next_number += 1
 
     def _start_process(self, process: Process, count: int) -> None:
@@ -382,10 +519,10 @@ class ElasticDriver:
         thread.start()
 
     def _on_exit(self, process: Process, code: int) -> None:
-        was_starting, removed = process.state == "starting", process.state == "removed"
-        pause = self._slots.failed(process)
+        state, was_starting = process.state, process.state == "starting"
+        pause = 0.0 if state == "removed" else self._slots.failed(process)
         process.become("gone")
-        if removed or process.leaving or self._shutdown.is_set():
+        if state in ("removed", "lost") or process.leaving or self._shutdown.is_set():
             return
         agreed = code in _FINAL and not (was_starting and self._rounds)
         if agreed or self._ending is not None:
@@ -393,9 +530,14 @@ class ElasticDriver:
             self._exit_code = self._exit_code or code
             return
         self._failed |= not was_starting
-        _say(f"{process} ended ({describe(code)}); its slot is used again in {pause:.0f} s")
+        why = describe(code) + (f": {process.failure}" if process.failure else "")
+        _say(f"{process} ended ({why}); its slot is used again in {pause:.0f} s")
         if not self._alive():
             self._exit_code = code
+        if process.failed_step is not None:
+            reason = self._failures.error(process.failed_step, process.failure)
+            if reason:
+                self._give_up(reason)
 
     def _finish(self, code: int) -> None:
         self._results["job"] = (code if code >= 0 else 128 - code, time.time())
@@ -410,13 +552,13 @@ class ElasticDriver:
         alive = self._alive()
         if not any(p.state == "running" for p in alive):
             return False
-        joining = [p for p in alive if p.state == "waiting" and not p.rounds]
+        joining = [p for p in alive if p.state == "waiting" and p.first_round is None]
         coming = any(p.state == "starting" for p in alive)
         ready = joining and (not coming or max(p.lasted() for p in joining) > _GATHER_SECONDS)
         return bool(ready) or any(p.leaving and p.state == "running" for p in alive)
 
     def _alive(self) -> list[Process]:
-        return [p for p in self._processes if p.state != "gone"]
+        return [p for p in self._processes if p.state not in ("gone", "lost")]
 
 
 def _say(message: str) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 import psutil
 
+from hvdtrain.elastic.failures import Standing
 from hvdtrain.elastic.rendezvous import ask, interface_towards
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.signals import StopFlag
@@ -22,6 +25,10 @@ _NEWS_SECONDS = 0.5
 
 class RemovedError(Exception):
     """The job goes on, or has ended, without this process."""
+
+
+class RefusedError(Exception):
+    """The job goes on without this process, which does not fit it; the message says why."""
 
 
 class LostError(Exception):
@@ -75,20 +82,24 @@ class Membership:
         except OSError as error:
             raise LostError(f"{self.launcher}: {error}") from None
 
-    def join(self) -> dict[str, Any]:
+    def join(self, standing: Standing) -> dict[str, Any]:
         """Waits until the next round is formed, and tells Horovod this process's ranks in it.
+
+        Args:
+            standing: the launcher decides by it who takes part, and what has failed.
 
         Returns:
             As ElasticDriver.join.
 
         Raises:
             RemovedError: this process is not in it.
+            RefusedError: it is not, and that is due to itself.
             LostError: the launcher did not answer for 20 s.
         """
         heard = time.monotonic()
         while True:
             try:
-                assignment = ask(self.address, self.port, "join", self._number)
+                assignment = ask(self.address, self.port, "join", self._number, asdict(standing))
                 heard = time.monotonic()
             except OSError as error:
                 if time.monotonic() - heard > _LOST_SECONDS:
@@ -97,6 +108,8 @@ class Membership:
                 continue
             if assignment is not None:
                 break
+        if "reason" in assignment:
+            raise RefusedError(assignment["reason"])
         if assignment["rank"] < 0:
             raise RemovedError
         for name in _RANKS:
@@ -107,6 +120,15 @@ class Membership:
             self._listening = True  # rank 0 stays rank 0 as long as it lives
             threading.Thread(target=self._listen, daemon=True).start()
         return assignment
+
+    def report(self, message: str, step: int | None) -> None:
+        """Tells the launcher why this process is about to end, if it hears it.
+
+        Args:
+            step: in which it raised an error.
+        """
+        with suppress(OSError):
+            ask(self.address, self.port, "failed", self._number, {"message": message, "step": step})
 
     def _listen(self) -> None:
         while True:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from horovod.runner.common.util.hosts import SlotInfo
+
+from hvdtrain.elastic.failures import Standing
 
 
 @dataclass
@@ -18,10 +22,16 @@ class Process:
     Args:
         number: unlike any other's in this job; HOROVOD_RANK in its environment at its start.
         slot: its place on the host, HOROVOD_LOCAL_RANK at its start.
-        state: starting, waiting, running, removed (told that it takes no part) or gone.
+        state: starting, waiting, running, removed (told that it takes no part), lost (nobody
+            waits for it any more, and it is still there) or gone.
         since: when it came into this state.
-        rounds: how many it was in.
+        first_round: the number of the first one that it was in; None for a newcomer.
         assignment: its ranks in the newest round, until it has heard of them.
+        standing: as it said when it last asked for its ranks.
+        heard: it has asked the driver something: its watchdog runs.
+        hand_overs_failed: rounds with it that failed before it had the state of the run.
+        failure: why it ends, as it or its watchdog said.
+        failed_step: the step in which it raised an error of its own.
         leaving: its host was taken away.
         end: set to end it.
     """
@@ -31,8 +41,13 @@ class Process:
     slot: int
     state: str = "starting"
     since: float = field(default_factory=time.monotonic)
-    rounds: int = 0
-    assignment: dict[str, int] = field(default_factory=dict)
+    first_round: int | None = None
+    assignment: dict[str, Any] = field(default_factory=dict)
+    standing: Standing | None = None
+    heard: bool = False
+    hand_overs_failed: int = 0
+    failure: str = ""
+    failed_step: int | None = None
     leaving: bool = False
     end: threading.Event = field(default_factory=threading.Event)
 
@@ -50,12 +65,18 @@ class Process:
 def in_order(processes: Sequence[Process]) -> list[Process]:
     """Processes in the order of their ranks: host by host, the oldest process and its host first.
 
-    So rank 0 stays where it is as long as it lives.
+    The oldest is the one that took part first, not the one that was started first: so rank 0,
+    which holds the run's folder, stays where it is as long as it lives.
     """
-    oldest: dict[str, int] = {}
-    for process in sorted(processes, key=lambda p: p.number):
-        oldest.setdefault(process.host, process.number)
-    return sorted(processes, key=lambda p: (oldest[p.host], p.number))
+    oldest: dict[str, tuple[float, int]] = {}
+    for process in sorted(processes, key=_age):
+        oldest.setdefault(process.host, _age(process))
+    return sorted(processes, key=lambda p: (oldest[p.host], _age(p)))
+
+
+def _age(process: Process) -> tuple[float, int]:
+    first = math.inf if process.first_round is None else process.first_round
+    return first, process.number
 
 
 def assign(processes: Sequence[Process]) -> list[SlotInfo]:

@@ -1,7 +1,8 @@
-"""When a slot may be used again whose process has died: after a pause that grows."""
+"""When a slot may be used again whose process has died or was refused: after a pause that grows."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,11 +12,14 @@ from hvdtrain.elastic.process import Process
 _PAUSES = (1.0, 60.0)  # after a first failure, at most
 _START_PAUSE = 10.0  # at most, where a process did not get as far as to ask for its ranks
 _WELL_SECONDS = 60.0  # a process that trained so long had a good slot
+# Each hand-over that fails costs those who train seconds.
+_REFUSED_PAUSES = (60.0, 3600.0)
 
 
 @dataclass
 class _Slot:
     failures: int = 0
+    refusals: int = 0
     not_before: float = 0.0
 
 
@@ -43,3 +47,20 @@ class Slots:
         pause = min(most, self._first * 2 ** min(slot.failures - 1, 10))
         slot.not_before = time.monotonic() + pause
         return pause
+
+    def refused(self, process: Process, for_good: bool) -> float:
+        """Its process must not take part; returns the pause in seconds.
+
+        Args:
+            for_good: until `forgive`.
+        """
+        slot = self._slots.setdefault((process.host, process.slot), _Slot())
+        first, most = _REFUSED_PAUSES
+        pause = math.inf if for_good else min(most, first * 2 ** min(slot.refusals, 10))
+        slot.refusals += 1
+        slot.not_before = time.monotonic() + pause
+        return pause
+
+    def forgive(self) -> None:
+        """The hosts have changed: those that were refused may fit now."""
+        self._slots = {place: slot for place, slot in self._slots.items() if not slot.refusals}

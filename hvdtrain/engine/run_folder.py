@@ -13,6 +13,7 @@ from typing import IO, Any
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
 from hvdtrain.log import logger
+from hvdtrain.runtime import heartbeat
 
 
 class RunFolder:
@@ -113,7 +114,8 @@ def _lock(file: IO[str], wait_seconds: float) -> None:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.1)
+            with heartbeat.OWN.waiting():
+                time.sleep(0.1)
 
 
 def default_id(task: str) -> str:

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import horovod.torch as hvd
 import torch
 from torch import Tensor
 
 from hvdtrain.errors import UserError
+from hvdtrain.runtime import heartbeat
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
+def _waits(collective: Callable[P, R]) -> Callable[P, R]:
+    """This rank's watchdog is told that it waits for the others."""
+
+    @wraps(collective)
+    def waiting(*args: P.args, **kwargs: P.kwargs) -> R:
+        with heartbeat.OWN.waiting():
+            return collective(*args, **kwargs)
+
+    return waiting
+
+
+@_waits
 def broadcast_json(value: Any, name: str, root: int = 0) -> Any:
     """The `value` of rank `root`, which JSON must be able to hold, on every rank."""
     if hvd.size() == 1:
@@ -24,6 +42,7 @@ def broadcast_json(value: Any, name: str, root: int = 0) -> Any:
     return json.loads(data.numpy().tobytes())
 
 
+@_waits
 def gather_json(value: Any, name: str) -> list[Any]:
     """Every rank's `value`, in the order of the ranks, on every rank."""
     if hvd.size() == 1:
@@ -34,6 +53,7 @@ def gather_json(value: Any, name: str) -> list[Any]:
     return [json.loads(part.numpy().tobytes()) for part in parts]
 
 
+@_waits
 def gather_bytes(value: bytes, name: str) -> list[bytes]:
     """Every rank's `value`, of the same length on all, in one exchange."""
     if hvd.size() == 1:
@@ -42,6 +62,7 @@ def gather_bytes(value: bytes, name: str) -> list[bytes]:
     return [bytes(theirs.tolist()) for theirs in hvd.allgather(row, name=name)]
 
 
+@_waits
 def broadcast_tensors(tensors: dict[str, Tensor], name: str, root: int = 0) -> None:
     """Overwrites the tensors, the same names and shapes on every rank, with rank `root`'s."""
     if hvd.size() == 1:
@@ -57,9 +78,16 @@ def broadcast_tensors(tensors: dict[str, Tensor], name: str, root: int = 0) -> N
             tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
 
 
+@_waits
 def sum_(values: Tensor, name: str) -> Tensor:
     """The sum over the ranks."""
     return values if hvd.size() == 1 else hvd.allreduce(values, op=hvd.Sum, name=name)
+
+
+@_waits
+def completed(handle: int) -> Tensor:
+    """The result of a collective that was begun earlier; `handle` is Horovod's."""
+    return hvd.synchronize(handle)
 
 
 class AgreedError(UserError):

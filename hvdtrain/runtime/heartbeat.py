@@ -1,4 +1,4 @@
-"""What a rank tells its watchdog: that it gets on, and whether it works or waits.
+"""What a rank tells its watchdog: that it makes progress, and whether it works or waits.
 
 A few bytes of memory shared with the watchdog's process (elastic/watchdog.py), which reads
 them without this process's help.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 _LAYOUT = struct.Struct("=QI")
@@ -17,16 +19,19 @@ _LAYOUT = struct.Struct("=QI")
 class Doing(IntEnum):
     """What a rank does.
 
-    PREPARING: loads, compiles, saves at the end: may take long.
+    LOADING: from its start until it first takes part: data, model, caches; nobody waits for it.
+    PREPARING: something of its own between two waits: files, callbacks, the end of the run.
     WORKING: computes a micro-batch; on its own.
-    WAITING: for other ranks in a collective; these have watchdogs of their own.
+    WAITING: for what has a bound of its own: other ranks in a collective (these have watchdogs,
+        Horovod a timeout), or a thread, up to a deadline.
     MEETING: for the launcher, which says who takes part.
     """
 
-    PREPARING = 0
-    WORKING = 1
-    WAITING = 2
-    MEETING = 3
+    LOADING = 0
+    PREPARING = 1
+    WORKING = 2
+    WAITING = 3
+    MEETING = 4
 
 
 class Heartbeat:
@@ -49,7 +54,21 @@ class Heartbeat:
         self._beats += 1
         _LAYOUT.pack_into(self._memory, 0, self._beats, doing)
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around a wait that has a bound of its own."""
+        _, before = self.read()
+        self.beat(Doing.WAITING)
+        try:
+            yield
+        finally:
+            self.beat(before)
+
     def read(self) -> tuple[int, Doing]:
         """(number of beats, what the rank does), from any process."""
         beats, doing = _LAYOUT.unpack_from(self._memory, 0)
         return beats, Doing(doing)
+
+
+# This process's own: it has one watchdog, as it has one Horovod. Collectives beat it.
+OWN = Heartbeat()

@@ -5,18 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.elastic import driver as driver_module
 from hvdtrain.elastic import watchdog
 from hvdtrain.elastic.driver import ElasticDriver
+from hvdtrain.elastic.failures import HAND_OVER, TRAINING, Standing
+from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.process import Process, assign, describe, in_order
-from hvdtrain.elastic.state import Standing, alike, furthest
+from hvdtrain.elastic.state import Standing as Place
+from hvdtrain.elastic.state import alike, furthest
 from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 
+IDENTITY = Identity("cpu", "digest", 100, None)
 PLACES = st.lists(
     st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(0, 5)), min_size=1, unique=True
 )
@@ -53,13 +60,13 @@ def test_rank_0_moves_while_its_process_lives(
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=1))
 def test_work_is_lost_where_a_rank_is_further(found: list[tuple[bool, int]]) -> None:
-    standings = [Standing(*one) for one in found]
+    standings = [Place(*one) for one in found]
     source = furthest(standings)
     trained = [s.step for s in standings if s.trained]
     if not trained:
         assert source is None and not alike(standings)
     else:
-        assert source is not None and standings[source] == Standing(True, max(trained))
+        assert source is not None and standings[source] == Place(True, max(trained))
         assert alike(standings) == (len(set(standings)) == 1)
 
 
@@ -85,6 +92,9 @@ class Job:
         self.driver.wait_for_available_slots(np)
         self.driver.start(np, self._create)  # type: ignore[arg-type]
 
+    def news(self) -> dict[str, bool]:
+        return self.driver.news(0)
+
     def find_available_hosts_and_slots(self) -> dict[str, int]:
         return dict(self.hosts)
 
@@ -96,12 +106,20 @@ class Job:
             time.sleep(0.01)
         return self.exits[number], time.time()
 
-    def join(self, *numbers: int) -> dict[int, dict[str, int]]:
-        """All of them ask for their ranks at once; what each got, {} where nothing."""
-        got: dict[int, dict[str, int]] = {}
+    def join(self, *numbers: int, **standing: object) -> dict[int, dict[str, Any]]:
+        """All of them ask for their ranks at once; what each got, {} where nothing.
+
+        Args:
+            standing: as failures.Standing; what is left out is that of a healthy rank, and of
+                a process that has not been in a round yet nothing is `trained`.
+        """
+        got: dict[int, dict[str, Any]] = {}
 
         def ask(number: int) -> None:
-            got[number] = self.driver.join(number, 1.5) or {}
+            process = self.driver._processes[number]
+            trained = process.first_round is not None and process not in self.driver._newcomers
+            said = Standing(IDENTITY, **{"trained": trained} | standing)  # type: ignore[arg-type]
+            got[number] = self.driver.join(number, 1.5, asdict(said)) or {}
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in numbers]
         for thread in threads:
@@ -127,6 +145,22 @@ def _until(condition: Callable[[], bool], seconds: float = 10) -> None:
         time.sleep(0.02)
 
 
+def test_a_slow_replacement_takes_rank_0_from_the_process_that_holds_the_folder(
+    job: Callable[..., Job],
+) -> None:
+    running = job({"a": 3}, np=3)
+    running.join(0, 1, 2)
+    running.exits |= {0: 137, 1: 137}
+    assert running.ranks(2) == [0]
+    _until(lambda: len(running.driver._processes) == 5)
+    assert running.ranks(4) == [None], "process 3 is still starting"
+    _until(lambda: running.news()["hosts"])
+    assert running.ranks(2, 4) == [0, 1]
+    running.exits[2] = 137
+    assert running.ranks(3) == [None]
+    assert running.ranks(3, 4) == [1, 0], "process 4 trains, and 3 has never done so"
+
+
 def test_the_first_round_begins_without_everyone(job: Callable[..., Job]) -> None:
     running = job({"a": 2}, np=2)
     assert running.ranks(0) == [None]
@@ -138,11 +172,11 @@ def test_survivors_wait_for_a_new_process_to_start(job: Callable[..., Job]) -> N
     running.join(0, 1, 2)
     running.exits[1] = 137
     assert {n: r["rank"] for n, r in running.join(0, 2).items()} == {0: 0, 2: 1}
-    assert running.driver.news() == {"stop": False, "hosts": False}
+    assert running.news() == {"stop": False, "hosts": False}
     # Its slot is used again; the survivors hear of the new process when that is ready.
     _until(lambda: len(running.driver._processes) == 4)
     assert running.ranks(3) == [None]
-    _until(lambda: running.driver.news()["hosts"])
+    _until(lambda: running.news()["hosts"])
     assert running.ranks(0, 2, 3) == [0, 2, 1]
 
 
@@ -158,7 +192,7 @@ def test_a_host_that_is_taken_away_trains_on(job: Callable[..., Job]) -> None:
     running = job({"a": 1, "b": 1}, np=2)
     running.join(0, 1)
     del running.hosts["b"]
-    _until(lambda: running.driver.news()["hosts"])
+    _until(lambda: running.news()["hosts"])
     assert running.ranks(0, 1) == [0, -1]
     running.exits[1] = 0
     time.sleep(0.2)
@@ -191,6 +225,79 @@ def test_a_job_that_lost_all_its_hosts_is_called_finished(job: Callable[..., Job
     running.exits |= {0: 255, 1: 255}
     results = running.driver.get_results().worker_results
     assert [result[0] for result in results.values()] == [1]
+
+
+def test_a_sample_that_raises_kills_process_after_process(job: Callable[..., Job]) -> None:
+    running = job({"a": 4}, np=4)
+    running.join(0, 1, 2, 3)
+    for number, left in ((0, (1, 2, 3)), (1, (2, 3))):
+        running.driver.failed(number, f"rank 0 on a: ValueError: bad sample {number}", 31)
+        running.exits[number] = 1
+        assert all(running.join(*left, failed=TRAINING, step=30).values())
+    running.driver.failed(2, "rank 0 on a: ValueError: bad sample 2", 31)
+    running.exits |= {2: 1, 3: 143}
+    results = running.driver.get_results().worker_results
+    assert [result[0] for result in results.values()] == [1]
+    assert running.driver._shutdown.is_set(), "the fourth waited for new processes"
+
+
+def test_a_network_that_is_gone_is_tried_for_ever(job: Callable[..., Job]) -> None:
+    running = job({"a": 2}, np=2)
+    running.join(0, 1)
+    for _ in range(4):
+        assert all(running.join(0, 1, failed=TRAINING, step=30).values())
+    running.join(0, 1, failed=TRAINING, step=30)
+    assert running.driver._shutdown.is_set()
+
+
+def test_a_newcomer_that_the_state_does_not_reach_ends_the_run(job: Callable[..., Job]) -> None:
+    running = job({"a": 2, "b": 1}, np=2)
+    running.join(0, 1)
+    _until(lambda: len(running.driver._processes) == 3)
+    running.join(2)
+    assert all(running.join(0, 1, 2).values()), "processes came"
+    assert all(running.join(0, 1, 2, failed=HAND_OVER, step=30).values())
+    got = running.join(0, 1, 2, failed=HAND_OVER, step=30)
+    assert [got[number]["rank"] for number in (0, 1, 2)] == [0, 1, -1]
+    assert "did not reach it 2 times" in got[2]["reason"]
+    running.exits[2] = 1
+    time.sleep(1.5)
+    assert len(running.driver._processes) == 3, "its slot is used again at once"
+    assert not running.driver._shutdown.is_set()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"device": "cuda"}, {"configuration": "other"}, {"samples": 99}, {"fingerprint": "abc"}],
+)
+def test_a_process_that_does_not_fit_the_run_takes_part(
+    job: Callable[..., Job], other: dict[str, Any]
+) -> None:
+    running = job({"a": 1, "b": 1}, np=1)
+    running.join(0)
+    _until(lambda: len(running.driver._processes) == 2)
+    stranger = Standing(replace(IDENTITY, **other))
+    got = running.driver.join(1, 1.5, asdict(stranger)) or {}
+    assert got["rank"] == -1 and got["reason"].startswith("on b: the "), got
+    assert not running.news()["hosts"]
+    running.exits[1] = 1
+    time.sleep(1.5)
+    assert len(running.driver._processes) == 2, "its slot is used again"
+    running.hosts["b"] = 2
+    _until(lambda: len(running.driver._processes) == 4, 15)
+
+
+def test_all_wait_for_a_process_that_nothing_ends(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = job({"a": 3}, np=3)
+    running.join(0, 1, 2)
+    running.driver.stuck(0, "SIGKILL does not end it")
+    assert running.ranks(1, 2) == [0, 1]
+    assert running.ranks(0) == [-1], "it came back"
+    monkeypatch.setattr(driver_module, "_LAST_RESORT_SECONDS", 1.0)
+    assert running.ranks(2) == [0]
+    assert running.driver._processes[1].end.is_set()
 
 
 def test_a_signal_or_a_code_is_told_as_the_other() -> None:
@@ -229,7 +336,11 @@ def test_a_hung_rank_lives_or_a_slow_one_is_killed(quick: None) -> None:
     assert _judged(5 * SECOND, work=1) is None, "it computes: slow, but alive"
     assert _judged(5 * SECOND, beats=None) is None, "it gets on"
     assert _judged(5 * SECOND, doing=Doing.WAITING) is None, "it waits for another rank"
-    assert _judged(5 * SECOND, doing=Doing.PREPARING) is None
+    assert "no progress" in str(_judged(3 * SECOND, doing=Doing.PREPARING))
+    assert "busy without" in str(_judged(15 * SECOND, doing=Doing.PREPARING, work=1))
+    assert _judged(5 * SECOND, doing=Doing.LOADING) is None, "nobody waits for it"
+    assert "no progress" in str(_judged(15 * SECOND, doing=Doing.LOADING))
+    assert _judged(15 * SECOND, doing=Doing.LOADING, work=1) is None, "it compiles"
     assert "stopped" in str(_judged(3 * SECOND, stopped=True, beats=None))
     assert "gone" in str(_judged(3 * SECOND, orphan=True, beats=None))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from hvdtrain.engine.loop import Loop, Record
 from hvdtrain.log import logger
 from hvdtrain.optim.exchange import GradientExchange
+from hvdtrain.runtime.collectives import completed
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.metrics_file import MetricsFile
@@ -64,7 +65,7 @@ class CompareRanks:
     def on_step(self, loop: Loop, record: Record) -> None:
         step = loop.progress.step
         if self._handle is not None:
-            self._take(loop, hvd.synchronize(self._handle))
+            self._take(loop, completed(self._handle))
         # After a failure the callbacks hear of the last step again: nothing is new then.
         if step == self._told_step:
             return
@@ -79,7 +80,7 @@ class CompareRanks:
             return
         self._handle = hvd.allgather_async(mine, name="compare")
         if loop.ending:
-            self._take(loop, hvd.synchronize(self._handle))
+            self._take(loop, completed(self._handle))
 
     def _totals(self) -> Tensor:
         """What only grows, in the order of `COLUMNS`."""

@@ -13,6 +13,7 @@ import torch
 from hvdtrain.engine.loop import Loop, Record
 from hvdtrain.log import logger
 from hvdtrain.optim.exchange import GradientExchange
+from hvdtrain.runtime.collectives import completed
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.telemetry.config import ProfileConfig
 from hvdtrain.telemetry.profile_files import (
@@ -74,7 +75,7 @@ class Profile:
             return
         if self._ready is not None:
             ready, self._ready = self._ready, None
-            hvd.synchronize(ready)
+            completed(ready)
         self._reach(loop.progress.step + 1, loop.ending)
 
     def close(self) -> None:

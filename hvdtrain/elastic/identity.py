@@ -1,0 +1,44 @@
+"""What all processes of a run must have in common: a copy of one rank's step is another's then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a process trains, and on what.
+
+    Args:
+        device: the type, such as "cuda".
+        configuration: a digest of it.
+        samples, fingerprint: of the training data.
+    """
+
+    device: str
+    configuration: str
+    samples: int
+    fingerprint: str | None
+
+    def differs_from(self, other: Identity, host: str) -> str:
+        """What keeps this process from the run of `other`, a rank on `host`; "": nothing does."""
+        if self.device != other.device:
+            return (
+                f"the device here is {self.device}, and that of the ranks on {host} {other.device}"
+            )
+        if self.configuration != other.configuration:
+            return other_configuration(host)
+        if (self.samples, self.fingerprint) != (other.samples, other.fingerprint):
+            return (
+                f"the training data here ({self.samples} samples, fingerprint "
+                f"{self.fingerprint}) is not the data of {host} ({other.samples} samples, "
+                f"fingerprint {other.fingerprint})"
+            )
+        return ""
+
+
+def other_configuration(host: str) -> str:
+    return (
+        f"the configuration here is not that of rank 0 on {host}: compare the "
+        "files that --config names, and hvdtrain's version, on the two hosts"
+    )

@@ -1,0 +1,64 @@
+"""A rank's watchdog, from the rank's side."""
+
+from __future__ import annotations
+
+import faulthandler
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from hvdtrain.log import logger
+
+_RESTART_SECONDS = (0.5, 60.0)  # after a watchdog's first death, at most
+
+
+class KeptWatchdog:
+    """One that dies is started again, and it is said once.
+
+    Args:
+        start: starts one.
+    """
+
+    def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
+        self._start = start
+        self._stacks: Path | None = None
+        self._lock = threading.Lock()
+        self._process = start()
+        threading.Thread(target=self._keep, name="watchdog", daemon=True).start()
+
+    def write_to(self, stacks: Path) -> None:
+        """Tells it, and the rank's own fault handler, where stacks are to be written.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        with self._lock:
+            self._stacks = stacks
+            self._send_path()
+        file = open(stacks, "a")  # noqa: SIM115 - as long as the process lives
+        faulthandler.register(signal.SIGQUIT, file=file, all_threads=True)
+
+    def _send_path(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has died: the next one will be told
+            self._process.stdin.write(f"{self._stacks}\n".encode())
+            self._process.stdin.flush()
+
+    def _keep(self) -> None:
+        pause = _RESTART_SECONDS[0]
+        said = False
+        while True:
+            code = self._process.wait()
+            if not said:
+                said = True
+                logger.warning("this rank's watchdog ended (%s); it is started again", code)
+            time.sleep(pause)
+            pause = min(2 * pause, _RESTART_SECONDS[1])
+            with self._lock, suppress(OSError):  # no memory for it now
+                self._process = self._start()
+                if self._stacks is not None:
+                    self._send_path()

@@ -1,0 +1,149 @@
+"""The table of faults, what is wrong with one rank's host, its helpers or its data.
+
+Elastic jobs on 2 hosts; those who train go on without it, or the job says why it cannot.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.cluster import Cluster
+from tests.support.faults import ElasticJob, assert_clean
+
+TROUBLED = "--task tests.support.troubled:Troubled --checkpoint.every 0"
+HANG_SECONDS = 5
+
+
+@pytest.fixture
+def job(cluster: Cluster, runs: Path) -> Iterator[Callable[..., ElasticJob]]:
+    """Starts jobs on the two hosts, and ends what a failed test leaves."""
+    jobs = []
+
+    def start(**arguments: object) -> ElasticJob:
+        jobs.append(ElasticJob(cluster, runs, **arguments))  # type: ignore[arg-type]
+        return jobs[-1]
+
+    yield start
+    for one in jobs:
+        one.job.kill()
+
+
+def test_a_dead_watchdog_ends_the_run_when_its_rank_meets_the_others_again(
+    job: Callable[..., ElasticJob],
+) -> None:
+    running = job(np=3, hosts="node1:2 node2:1")
+    running.wait_for_step(10)
+    rank = running.process(1).pid
+    (watchdog,) = _watchdogs(rank)
+    os.kill(watchdog, signal.SIGKILL)
+    running.kill(2)
+    running.wait_for_world(2, 20)
+    running.wait_for_world(3, 30)
+    running.wait_for_more(3, 20)
+    (again,) = _watchdogs(rank)
+    assert again != watchdog, "it was not started again"
+    done = running.end()
+    log = "".join(path.read_text() for path in running.run.glob("logs/*"))
+    assert log.count("watchdog ended") == 1, (log, done)
+
+
+def test_a_disk_that_hangs_rank_0_hangs_all(
+    job: Callable[..., ElasticJob], cluster: Cluster, runs: Path
+) -> None:
+    run = runs / "case"
+    disk = Frozen(cluster, run)  # node1 writes there; node2 has a disk of its own in its place
+    running = job(np=3, hosts="node1:1 node2:2", arguments=f"--elastic.hang_seconds {HANG_SECONDS}")
+    running.run = own = cluster.file("node1", str(run))
+    running.wait_for_step(10)
+    disk.freeze()
+    since, running.run = time.time(), run
+    try:
+        running.wait_for_world(2, HANG_SECONDS + 20)
+        recovered = running.lines()[0]["time"] - since
+        running.wait_for_more(3, 20)
+        said = running.job.output()
+        assert "process 0 on node1 is not waited for any more" in said, said
+        assert "while PREPARING" in said and "SIGKILL does not end it" in said, said
+    finally:
+        disk.thaw()
+    running.wait_for_world(3, 40)  # its slot is used again, now that it is gone
+    running.send(signal.SIGUSR1)
+    done = running.job.wait(60)
+    assert done.returncode == 75, done
+    after = [line["step"] for line in running.lines()]
+    running.run = own
+    before = [line["step"] for line in running.lines()]
+    assert before == list(range(1, len(before) + 1)), done
+    assert after == list(range(after[0], after[-1] + 1)), done
+    assert after[0] in (len(before), len(before) + 1), "a step is lost, or done twice"
+    assert recovered < HANG_SECONDS + 12, f"{recovered:.1f} s without a step: {done}"
+
+
+class Frozen:
+    """A file system of node1 at a folder, whose every write hangs in the kernel while frozen."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self._cluster, self._folder = cluster, folder
+        folder.mkdir()
+        image = folder.with_suffix(".ext4")
+        with image.open("wb") as file:
+            file.truncate(32 << 20)
+        image, folder = shlex.quote(str(image)), shlex.quote(str(folder))  # type: ignore[assignment]
+        self._run(f"/sbin/mkfs.ext4 -q -F {image} && mount -o loop,noatime {image} {folder}")
+
+    def freeze(self) -> None:
+        self._run(f"/sbin/fsfreeze -f {self._folder}")
+        # Should this process be killed meanwhile: nothing but this would end who writes there.
+        self._cluster.start("node1", ["sh", "-c", f"sleep 100; /sbin/fsfreeze -u {self._folder}"])
+
+    def thaw(self) -> None:
+        self._run(f"/sbin/fsfreeze -u {self._folder}")
+
+    def _run(self, command: str) -> None:
+        done = self._cluster.run("node1", ["sh", "-c", command])
+        assert done.returncode == 0, done
+
+
+def test_a_sample_that_raises_kills_process_after_process(
+    job: Callable[..., ElasticJob],
+) -> None:
+    running = job(arguments=TROUBLED, env={"HVDTRAIN_TEST_TROUBLE": "*:sample"})
+    done = running.job.wait(60)
+    assert done.returncode == 1, done
+    assert "failed in 3 processes by an error of their own: rank" in done.stderr, done
+    assert "ValueError: a bad sample" in done.stderr.rpartition("error of their own")[2], done
+    assert done.stderr.count("Traceback") == 3, done
+
+
+def test_a_newcomer_that_does_not_fit_ends_those_who_train(
+    job: Callable[..., ElasticJob],
+) -> None:
+    trouble = {"HVDTRAIN_TEST_TROUBLE": "3:hand-over,4:device,5:data"}
+    running = job(np=3, hosts="node1:2 node2:1", arguments=TROUBLED, env=trouble)
+    running.wait_for_step(10)
+    running.set_hosts("node1:2 node2:2")
+    running.job.wait_for("the state of the run did not reach it 2 times", 40)
+    running.wait_for_more(10, 20)
+    running.set_hosts("node1:3 node2:2")
+    running.job.wait_for("the device here is meta, and that of the ranks on node1 cpu", 40)
+    running.job.wait_for("the training data here (255 samples", 20)
+    running.wait_for_more(10, 20)
+    said = running.job.output()
+    assert said.count("takes no part") == 3 and "process 6" not in said, said
+    running.set_hosts("node1:3 node2:3")  # they may fit now
+    running.wait_for_world(6, 40)
+    running.end()
+    assert_clean(running.run)
+
+
+def _watchdogs(pid: int) -> list[int]:
+    children = psutil.Process(pid).children()
+    return [c.pid for c in children if "hvdtrain.elastic.watchdog" in c.cmdline()]

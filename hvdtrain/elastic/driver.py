@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from horovod.runner.common.util.hosts import SlotInfo
 
+from hvdtrain.elastic.beats import Beats, Silence, job_secret
 from hvdtrain.elastic.host_list import HostList
 from hvdtrain.elastic.process import Process, assign, describe, in_order
 from hvdtrain.elastic.rendezvous import interface_towards, make_handler
@@ -72,6 +73,7 @@ class ElasticDriver:
         timeout: seconds for which fewer than `min_num_proc` may be waited with.
         reset_limit: rounds after failures before the job ends.
         cooldown_range: seconds before a slot is used again: after a first failure, at most.
+        verbose: 1 = say in the end how late signs of life were.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class ElasticDriver:
         verbose: int = 0,
     ) -> None:
         self._rendezvous = rendezvous
+        self._verbose = verbose
         self._min = min_num_proc
         self._max = max_num_proc or sys.maxsize
         self._timeout = timeout or int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", _DEFAULT_TIMEOUT))
@@ -109,6 +112,8 @@ class ElasticDriver:
         self._stop_requested = False
         self._ending: float | None = None  # since the ranks ended as agreed
         self._told_to_end: float | None = None
+        self._beats: Beats | None = None
+        self._silent: list[str] = []  # what ended the last round without a death
         self._exit_code = 0
         self._results: dict[str, tuple[int, float]] = {}
         self._shutdown = threading.Event()
@@ -168,8 +173,18 @@ class ElasticDriver:
         with self._changed:
             self._create = create_worker
             self._rendezvous._httpd.socket.listen(_BACKLOG)
+            self._listen()
             self._start_processes(num_proc)
         threading.Thread(target=self._direct, daemon=True).start()
+
+    def _listen(self) -> None:
+        """To signs of life; where the port is taken, timeouts do without."""
+        try:
+            self._beats = Beats(self._rendezvous._httpd.server_address[1], job_secret())
+        except OSError as error:
+            _say(f"signs of life are not listened to: {error}")
+            return
+        self._beats.listen(self._on_silence, self._on_return)
 
     def get_results(self) -> Results:
         """Waits for the end of the job."""
@@ -185,17 +200,18 @@ class ElasticDriver:
 
     # --- what processes ask, through rendezvous.py -------------------------
 
-    def join(self, number: int, seconds: float) -> dict[str, int] | None:
+    def join(self, number: int, seconds: float) -> dict[str, Any] | None:
         """A process asks for its ranks in the next round; None: not yet, ask again.
 
         Returns:
-            rank, size, local_rank, local_size, cross_rank, cross_size. A rank of -1: it does
-            not take part any more.
+            rank, size, local_rank, local_size, cross_rank, cross_size, round (its number) and
+            silent (what ended the last one without a death). A rank of -1: it does not take
+            part any more.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
             process = next((p for p in self._processes if p.number == number), None)
-            if process is None or process.state == "gone" or self._ending is not None:
+            if process is None or process.state in ("gone", "lost") or self._ending is not None:
                 return {"rank": -1}
             if process.state != "waiting" and not process.assignment:
                 process.become("waiting")
@@ -319,6 +335,10 @@ class ElasticDriver:
     def _begin_round(self, taking_part: list[Process]) -> None:
         self._plan = plan = assign(taking_part)
         self._rendezvous.init(plan)
+        self._rounds += 1
+        if self._beats is not None:
+            self._beats.begin(len(plan))
+        silent, self._silent = self._silent, []
         for slot_info, process in zip(plan, in_order(taking_part), strict=True):
             process.become("running")
             process.rounds += 1
@@ -329,12 +349,13 @@ class ElasticDriver:
                 "local_size": slot_info.local_size,
                 "cross_rank": slot_info.cross_rank,
                 "cross_size": slot_info.cross_size,
+                "round": self._rounds,
+                "silent": silent,
             }
-        if self._rounds:
+        if self._rounds > 1:
             count = Counter(process.host for process in taking_part)
             where = ", ".join(f"{host}:{ranks}" for host, ranks in count.items())
             _say(f"going on with {len(plan)} ranks ({where})")
-        self._rounds += 1
         self._failed_rounds += self._failed
         self._failed = False
         self._short_since = None
@@ -385,7 +406,14 @@ class ElasticDriver:
 
     def _on_exit(self, process: Process, code: int) -> None:
         was_starting, removed = process.state == "starting", process.state == "removed"
+        was_lost = process.state == "lost"
+        if self._beats is not None:
+            self._beats.drop(process.number)
+        if was_lost:  # all was said and done then
+            process.become("gone")
+            return
         pause = self._slots.failed(process)
+        was_running = process.state == "running"
         process.become("gone")
         if removed or process.leaving or self._shutdown.is_set():
             return
@@ -395,11 +423,54 @@ class ElasticDriver:
             self._exit_code = self._exit_code or code
             return
         self._failed |= not was_starting
+        if was_running:
+            self._end_round()
         _say(f"{process} ended ({describe(code)}); its slot is used again in {pause:.0f} s")
         if not self._alive():
             self._exit_code = code
 
+    def _on_silence(self, silence: Silence) -> None:
+        """A process was not heard for too long: the others go on without it, at once.
+
+        It is ended, too, as soon as it can be reached: nobody knows what it still does.
+        """
+        with self._changed:
+            process = next((p for p in self._processes if p.number == silence.number), None)
+            if process is None or process.state not in ("running", "waiting"):
+                return
+            if self._ending is not None or self._shutdown.is_set():
+                return
+            pause = self._slots.failed(process)
+            was_running = process.state == "running"
+            process.become("lost")
+            process.end.set()
+            self._failed = True
+            what = (
+                f"{process} fell silent: nothing heard for {silence.seconds:.2f} s (bound "
+                f"{silence.bound:.2f} s, phi {silence.phi:.0f})"
+            )
+            self._silent.append(what)
+            _say(f"{what}; its slot is used again in {pause:.0f} s")
+            if was_running:
+                self._end_round()
+            self._changed.notify_all()
+
+    def _on_return(self, silence: Silence) -> None:
+        with self._changed:
+            process = next((p for p in self._processes if p.number == silence.number), None)
+            if process is not None and process.state == "lost":
+                _say(f"{process} is heard again after {silence.seconds:.2f} s; it is replaced")
+
+    def _end_round(self) -> None:
+        """One of the round is gone: the others must not find out by a timeout."""
+        if self._beats is not None:
+            left = [p.number for p in self._processes if p.state == "running"]
+            self._beats.tell(left, self._rounds)
+
     def _finish(self, code: int) -> None:
+        if self._verbose and self._beats is not None:
+            longest, highest = self._beats.longest, self._beats.highest
+            _say(f"signs of life: longest delay {longest:.2f} s, highest phi {highest:.0f}")
         self._results["job"] = (code if code >= 0 else 128 - code, time.time())
         self._finished.set()
 

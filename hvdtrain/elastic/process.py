@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from horovod.runner.common.util.hosts import SlotInfo
 
@@ -18,7 +19,8 @@ class Process:
     Args:
         number: unlike any other's in this job; HOROVOD_RANK in its environment at its start.
         slot: its place on the host, HOROVOD_LOCAL_RANK at its start.
-        state: starting, waiting, running, removed (told that it takes no part) or gone.
+        state: starting, waiting, running, removed (told that it takes no part), lost (silent
+            for too long; it is being ended) or gone.
         since: when it came into this state.
         rounds: how many it was in.
         assignment: its ranks in the newest round, until it has heard of them.
@@ -32,7 +34,7 @@ class Process:
     state: str = "starting"
     since: float = field(default_factory=time.monotonic)
     rounds: int = 0
-    assignment: dict[str, int] = field(default_factory=dict)
+    assignment: dict[str, Any] = field(default_factory=dict)
     leaving: bool = False
     end: threading.Event = field(default_factory=threading.Event)
 

@@ -2,7 +2,7 @@
 
 The rank is killed, after what it was doing is written to RUN/logs, when
 
-- it is stopped (SIGSTOP, a frozen terminal) for a few seconds;
+- it is stopped (SIGSTOP, a frozen terminal) for a second;
 - it works on its own, but finishes nothing, and its main thread uses neither processor nor
   disk for `hang_seconds`; where it uses them, only after 10 times as long: a slow rank lives;
 - it has no launcher any more: the process that started it is gone, or, while it waits for
@@ -21,16 +21,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
+from hvdtrain.elastic.beats import Line, job_secret
 from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 
-_LOOK_SECONDS = 0.5
-_STOPPED_SECONDS = 3.0
+_LOOK_SECONDS = 0.25
+_STOPPED_SECONDS = 1.0
 _UNREACHABLE_SECONDS = 6.0
 _ORPHAN_SECONDS = 2.0
 _BUSY_FACTOR = 10
@@ -38,21 +40,26 @@ _DUMP_SECONDS = 5.0
 _IDLE_TICKS = 2  # of 10 ms: what a thread uses that wakes up to look and sleeps on
 
 
-def start(heartbeat: Heartbeat, hang_seconds: float, launcher: str) -> subprocess.Popen[bytes]:
+def start(
+    heartbeat: Heartbeat, hang_seconds: float, launcher: str, line: Line | None
+) -> subprocess.Popen[bytes]:
     """Starts the watchdog of this process; it ends with it.
 
     Args:
         hang_seconds: as elastic.hang_seconds.
         launcher: "address:port" of an elastic launcher, or "".
+        line: on which it tells that launcher that this process lives.
     """
     command = [sys.executable, "-m", "hvdtrain.elastic.watchdog"]
     arguments = [os.getpid(), os.getppid(), heartbeat.descriptor, hang_seconds, launcher]
+    arguments += [line.descriptor, line.number] if line else []
+    descriptors = [heartbeat.descriptor, *([line.descriptor] if line else [])]
     return subprocess.Popen(
         [*command, *map(str, arguments)],
         stdin=subprocess.PIPE,  # closed with this process; takes the log's path before that
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        pass_fds=[heartbeat.descriptor],
+        pass_fds=descriptors,
     )
 
 
@@ -126,6 +133,17 @@ class Judge:
 
 def main(arguments: list[str]) -> int:
     """Watches until the rank is gone, or ends it."""
+    if len(arguments) <= 5:
+        return _watch(arguments)
+    line = Line(int(arguments[5]), int(arguments[6]), job_secret())
+    threading.Thread(target=line.beat_for_ever, daemon=True).start()
+    try:
+        return _watch(arguments)
+    finally:
+        line.mute()
+
+
+def _watch(arguments: list[str]) -> int:
     rank, parent, descriptor = map(int, arguments[:3])
     hang_seconds, launcher = float(arguments[3]), arguments[4]
     heartbeat = Heartbeat(descriptor)

@@ -138,7 +138,6 @@ class Session:
             hang_seconds = self._config.elastic.hang_seconds
             self._watchdog = watchdog.start(self._heartbeat, hang_seconds, launcher, line)
             if line is not None:
-                line.mute_after(self._watchdog.pid)
                 line.listen(hvd.abort)
         self._run_id = self._config.run.id or default_id(self._config.task)
         self._trained = False

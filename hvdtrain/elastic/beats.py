@@ -3,7 +3,7 @@
     watchdog -> driver   BEAT number, its clock in ns; four times a second
     either   -> driver   MUTE number, its clock in ns; no beats will come, because the rank has
                          ended, or because its watchdog has
-    driver   -> rank     OVER number, round; again in answer to each beat
+    driver   -> rank     OVER number, generation; again in answer to each beat
 
 The driver listens on the port, in UDP, that its HTTP server has in TCP. A datagram ends with
 16 bytes of HMAC-SHA256 keyed with the job's secret, and counts only where its clock is later
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hvdtrain.elastic.failure_detector import Arrivals
 from hvdtrain.runtime import environment
@@ -34,7 +34,7 @@ _LOOK_SECONDS = 0.05
 # A driver that did not get to look for so long (suspended, starved) has heard nobody.
 _LATE_SECONDS = 0.25
 _LEAST_SECONDS = 1.0  # that a process may be silent, whatever was seen
-_SECRET = "HVDTRAIN_SECRET"
+_SECRET = "HOROVOD_RENDEZVOUS_SECRET"
 _BUFFER_BYTES = 4 << 20
 _BODY = struct.Struct("!BIQ")
 _DIGEST_BYTES = 16
@@ -50,7 +50,7 @@ class Kind(IntEnum):
 
 
 class Message(NamedTuple):
-    """`figure`: the sender's clock in ns, or the number of a round."""
+    """`figure`: the sender's clock in ns, or a generation: the number of a round."""
 
     kind: Kind
     number: int
@@ -74,11 +74,6 @@ class Silence:
     phi: float
 
 
-def job_secret() -> bytes:
-    """What the launcher has made for this job; empty where it has not."""
-    return os.environ.get(_SECRET, "").encode()
-
-
 def encode(message: Message, secret: bytes) -> bytes:
     body = _BODY.pack(*message)
     return body + hmac.digest(secret, body, "sha256")[:_DIGEST_BYTES]
@@ -98,41 +93,38 @@ def decode(data: bytes, secret: bytes) -> Message | None:
 
 
 class Line:
-    """A process's end: its watchdog sends, the rank itself listens.
+    """A process's end: its watchdog sends, the rank itself listens, on one socket.
 
     Args:
-        descriptor: of a datagram socket that is connected with the driver's.
+        address, port: of the driver.
         number: the process's.
-        secret: the job's.
+        descriptor: of the socket, where there is one already.
+
+    Raises:
+        OSError: `address` is none.
     """
 
-    def __init__(self, descriptor: int, number: int, secret: bytes) -> None:
-        self.descriptor, self.number = descriptor, number
-        self._secret = secret
-        self._socket = socket.socket(fileno=descriptor)
-        self._current = -1  # round
+    def __init__(self, address: str, port: int, number: int, descriptor: int | None = None) -> None:
+        self.number = number
+        self._secret = os.environ.get(_SECRET, "").encode()
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, driver = found[0]
+        self._driver: Any = driver
+        # Not connected: a driver with several addresses may answer from another one.
+        self._socket = socket.socket(family, kind, protocol, fileno=descriptor)
+        self.descriptor = self._socket.fileno()
+        self._generation = -1
         self._lock = threading.Lock()
-
-    @classmethod
-    def to(cls, address: str, port: int, number: int) -> Line:
-        """Raises OSError: `address` is none."""
-        family, kind, protocol, _, peer = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[
-            0
-        ]
-        own = socket.socket(family, kind, protocol)
-        with suppress(OSError):  # no way for datagrams: it goes without them
-            own.connect(peer)
-        return cls(own.detach(), number, job_secret())
 
     def beat_for_ever(self) -> None:
         while True:
             self._send(Kind.BEAT)
             time.sleep(BEAT_SECONDS)
 
-    def join(self, round_: int) -> None:
+    def join(self, generation: int) -> None:
         """From here on this process is in a round; what is said of others is not its business."""
         with self._lock:
-            self._current = round_
+            self._generation = generation
 
     def listen(self, on_over: Callable[[], None]) -> None:
         """Starts a thread that calls `on_over` when this process's round is over, in it."""
@@ -156,20 +148,17 @@ class Line:
 
     def _listen(self, on_over: Callable[[], None]) -> None:
         while True:
-            try:
-                message = decode(self._socket.recv(256), self._secret)
-            except OSError:  # nobody received the last beat
-                time.sleep(BEAT_SECONDS)
-                continue
+            message = decode(self._socket.recv(256), self._secret)
             if message is None or message.kind != Kind.OVER or message.number != self.number:
                 continue
             with self._lock:
-                if message.figure == self._current:
+                if message.figure == self._generation:
                     on_over()
 
     def _send(self, kind: Kind) -> None:
         with suppress(OSError):
-            self._socket.send(encode(Message(kind, self.number, time.monotonic_ns()), self._secret))
+            message = Message(kind, self.number, time.monotonic_ns())
+            self._socket.sendto(encode(message, self._secret), self._driver)
 
 
 @dataclass
@@ -179,7 +168,7 @@ class _Heard:
     address: tuple[str, int]
     clock: int
     arrivals: Arrivals
-    silent: bool = False  # it was reported
+    silent: bool = False  # so that it was taken for gone
 
 
 class Beats:
@@ -206,22 +195,26 @@ class Beats:
         self._socket.settimeout(_LOOK_SECONDS)
         self.port: int = self._socket.getsockname()[1]
         self._heard: dict[int, _Heard] = {}
-        self._over: dict[int, int] = {}  # process: its round, which is over
+        self._over: dict[int, int] = {}  # process: its generation, which is over
         self._least, self._most = _LEAST_SECONDS, environment.answer_seconds(1)
         self.longest, self.highest = 0.0, 0.0
 
     def listen(
-        self, on_silence: Callable[[Silence], None], on_return: Callable[[Silence], None]
+        self, on_silence: Callable[[Silence], bool], on_return: Callable[[Silence], None]
     ) -> None:
-        """Starts a thread that calls these when a process falls silent, and is heard again."""
+        """Starts a thread that calls these when a process falls silent, and is heard again.
+
+        Args:
+            on_silence: returns whether it took the process for gone; else it is asked again.
+        """
         threading.Thread(target=self._listen, args=(on_silence, on_return), daemon=True).start()
 
-    def tell(self, numbers: Iterable[int], round_: int) -> None:
+    def tell(self, numbers: Iterable[int], generation: int) -> None:
         """Tells processes that their round is over; again whenever they beat, until `begin`."""
         for number in numbers:
-            self._over[number] = round_
+            self._over[number] = generation
             if (heard := self._heard.get(number)) is not None:
-                self._send_over(number, round_, heard.address)
+                self._send_over(number, generation, heard.address)
 
     def begin(self, ranks: int) -> None:
         """A round of so many ranks begins."""
@@ -233,7 +226,7 @@ class Beats:
         self._heard.pop(number, None)
 
     def _listen(
-        self, on_silence: Callable[[Silence], None], on_return: Callable[[Silence], None]
+        self, on_silence: Callable[[Silence], bool], on_return: Callable[[Silence], None]
     ) -> None:
         looked = time.monotonic()
         while True:
@@ -253,16 +246,16 @@ class Beats:
                     on_return(back)
             if now - looked >= _LOOK_SECONDS:
                 looked = now
-                for silence in self._silent(now):
-                    on_silence(silence)
+                for silence, heard in self._silent(now):
+                    heard.silent = on_silence(silence)
 
     def _take(self, message: Message, address: tuple[str, int], now: float) -> Silence | None:
-        """Returns how long a process was silent that was reported and is heard again."""
+        """Returns how long a process was silent that was taken for gone and is heard again."""
         heard = self._heard.get(message.number)
         if message.kind == Kind.OVER or (heard and message.figure <= heard.clock):
             return None
-        if (round_ := self._over.get(message.number)) is not None:
-            self._send_over(message.number, round_, address)
+        if (generation := self._over.get(message.number)) is not None:
+            self._send_over(message.number, generation, address)
         if heard is None or message.kind == Kind.MUTE:
             arrivals = Arrivals(now, self._least, self._most)
             self._heard[message.number] = _Heard(address, message.figure, arrivals)
@@ -280,16 +273,15 @@ class Beats:
         heard.arrivals.heard(now)
         return back
 
-    def _silent(self, now: float) -> list[Silence]:
-        """Those that have just been silent for longer than their bound."""
+    def _silent(self, now: float) -> list[tuple[Silence, _Heard]]:
+        """Those that are silent for longer than their bound, and not yet taken for gone."""
         found = []
         for number, heard in list(self._heard.items()):
             if heard.silent or heard.arrivals.silence(now) <= self._least:
                 continue
             bound = heard.arrivals.bound()
             if bound is not None and heard.arrivals.silence(now) > bound:
-                heard.silent = True
-                found.append(self._silence(number, heard, now))
+                found.append((self._silence(number, heard, now), heard))
         return found
 
     @staticmethod
@@ -298,6 +290,8 @@ class Beats:
         bound = arrivals.bound() or arrivals.most
         return Silence(number, arrivals.silence(now), bound, arrivals.phi(now))
 
-    def _send_over(self, number: int, round_: int, address: tuple[str, int]) -> None:
+    def _send_over(self, number: int, generation: int, address: tuple[str, int]) -> None:
         with suppress(OSError):
-            self._socket.sendto(encode(Message(Kind.OVER, number, round_), self._secret), address)
+            self._socket.sendto(
+                encode(Message(Kind.OVER, number, generation), self._secret), address
+            )

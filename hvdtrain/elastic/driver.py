@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from horovod.runner.common.util.hosts import SlotInfo
 
-from hvdtrain.elastic.beats import Beats, Silence, job_secret
+from hvdtrain.elastic.beats import Beats, Silence
 from hvdtrain.elastic.host_list import HostList
 from hvdtrain.elastic.process import Process, assign, describe, in_order
 from hvdtrain.elastic.rendezvous import interface_towards, make_handler
@@ -180,7 +180,8 @@ class ElasticDriver:
     def _listen(self) -> None:
         """To signs of life; where the port is taken, timeouts do without."""
         try:
-            self._beats = Beats(self._rendezvous._httpd.server_address[1], job_secret())
+            secret = getattr(self._rendezvous, "secret", None) or ""
+            self._beats = Beats(self._rendezvous._httpd.server_address[1], secret.encode())
         except OSError as error:
             _say(f"signs of life are not listened to: {error}")
             return
@@ -204,9 +205,9 @@ class ElasticDriver:
         """A process asks for its ranks in the next round; None: not yet, ask again.
 
         Returns:
-            rank, size, local_rank, local_size, cross_rank, cross_size, round (its number) and
-            silent (what ended the last one without a death). A rank of -1: it does not take
-            part any more.
+            rank, size, local_rank, local_size, cross_rank, cross_size, generation (the
+            number of the round) and silent (who fell silent in the last one). A rank of -1: it
+            does not take part any more.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -335,7 +336,6 @@ class ElasticDriver:
     def _begin_round(self, taking_part: list[Process]) -> None:
         self._plan = plan = assign(taking_part)
         self._rendezvous.init(plan)
-        self._rounds += 1
         if self._beats is not None:
             self._beats.begin(len(plan))
         silent, self._silent = self._silent, []
@@ -349,13 +349,14 @@ class ElasticDriver:
                 "local_size": slot_info.local_size,
                 "cross_rank": slot_info.cross_rank,
                 "cross_size": slot_info.cross_size,
-                "round": self._rounds,
+                "generation": self._rounds,
                 "silent": silent,
             }
-        if self._rounds > 1:
+        if self._rounds:
             count = Counter(process.host for process in taking_part)
             where = ", ".join(f"{host}:{ranks}" for host, ranks in count.items())
             _say(f"going on with {len(plan)} ranks ({where})")
+        self._rounds += 1
         self._failed_rounds += self._failed
         self._failed = False
         self._short_since = None
@@ -378,13 +379,14 @@ class ElasticDriver:
 
     def _start_processes(self, most: int) -> None:
         """Starts a process in each free slot that may be used, up to `most` in all."""
-        taken = {(p.host, p.slot) for p in self._alive()}
-        for host, count in self._hosts.slots.items():
-            for slot in range(count):
+        taken = {(p.host, p.slot) for p in self._processes if p.state != "gone"}
+        count = len(self._alive())
+        for host, slots in self._hosts.slots.items():
+            for slot in range(slots):
                 free = (host, slot) not in taken and self._slots.usable(host, slot)
-                if free and len(taken) < min(most, self._max):
-                    taken.add((host, slot))
-                    self._start_process(Process(self._next_number, host, slot), len(taken))
+                if free and count < min(most, self._max):
+                    count += 1
+                    self._start_process(Process(self._next_number, host, slot), count)
                     self._next_number += 1
 
     def _start_process(self, process: Process, count: int) -> None:
@@ -405,17 +407,12 @@ class ElasticDriver:
         thread.start()
 
     def _on_exit(self, process: Process, code: int) -> None:
-        was_starting, removed = process.state == "starting", process.state == "removed"
-        was_lost = process.state == "lost"
+        state, was_starting = process.state, process.state == "starting"
+        pause = self._slots.failed(process)
+        process.become("gone")
         if self._beats is not None:
             self._beats.drop(process.number)
-        if was_lost:  # all was said and done then
-            process.become("gone")
-            return
-        pause = self._slots.failed(process)
-        was_running = process.state == "running"
-        process.become("gone")
-        if removed or process.leaving or self._shutdown.is_set():
+        if state in ("removed", "lost") or process.leaving or self._shutdown.is_set():
             return
         agreed = code in _FINAL and not (was_starting and self._rounds)
         if agreed or self._ending is not None:
@@ -423,13 +420,13 @@ class ElasticDriver:
             self._exit_code = self._exit_code or code
             return
         self._failed |= not was_starting
-        if was_running:
+        if state == "running":
             self._end_round()
         _say(f"{process} ended ({describe(code)}); its slot is used again in {pause:.0f} s")
         if not self._alive():
             self._exit_code = code
 
-    def _on_silence(self, silence: Silence) -> None:
+    def _on_silence(self, silence: Silence) -> bool:
         """A process was not heard for too long: the others go on without it, at once.
 
         It is ended, too, as soon as it can be reached: nobody knows what it still does.
@@ -437,23 +434,30 @@ class ElasticDriver:
         with self._changed:
             process = next((p for p in self._processes if p.number == silence.number), None)
             if process is None or process.state not in ("running", "waiting"):
-                return
+                return False
             if self._ending is not None or self._shutdown.is_set():
-                return
-            pause = self._slots.failed(process)
-            was_running = process.state == "running"
-            process.become("lost")
-            process.end.set()
-            self._failed = True
+                return False
             what = (
-                f"{process} fell silent: nothing heard for {silence.seconds:.2f} s (bound "
+                f"fell silent: nothing heard for {silence.seconds:.2f} s (bound "
                 f"{silence.bound:.2f} s, phi {silence.phi:.0f})"
             )
-            self._silent.append(what)
-            _say(f"{what}; its slot is used again in {pause:.0f} s")
-            if was_running:
-                self._end_round()
+            self._silent.append(f"{process} {what}")
+            process.end.set()
+            self._lose(process, what)
             self._changed.notify_all()
+            return True
+
+    def _lose(self, process: Process, reason: str) -> None:
+        """Nobody waits for a process any more that is still there."""
+        was_running = process.state == "running"
+        process.become("lost")
+        _say(
+            f"{process} is not waited for any more ({reason}); its slot is not used while it is "
+            "there"
+        )
+        if was_running:
+            self._failed = True
+            self._end_round()
 
     def _on_return(self, silence: Silence) -> None:
         with self._changed:
@@ -465,7 +469,7 @@ class ElasticDriver:
         """One of the round is gone: the others must not find out by a timeout."""
         if self._beats is not None:
             left = [p.number for p in self._processes if p.state == "running"]
-            self._beats.tell(left, self._rounds)
+            self._beats.tell(left, self._rounds - 1)
 
     def _finish(self, code: int) -> None:
         if self._verbose and self._beats is not None:
@@ -489,7 +493,7 @@ class ElasticDriver:
         return bool(ready) or any(p.leaving and p.state == "running" for p in alive)
 
     def _alive(self) -> list[Process]:
-        return [p for p in self._processes if p.state != "gone"]
+        return [p for p in self._processes if p.state not in ("gone", "lost")]
 
 
 def _say(message: str) -> None:

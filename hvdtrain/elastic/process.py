@@ -19,8 +19,8 @@ class Process:
     Args:
         number: unlike any other's in this job; HOROVOD_RANK in its environment at its start.
         slot: its place on the host, HOROVOD_LOCAL_RANK at its start.
-        state: starting, waiting, running, removed (told that it takes no part), lost (silent
-            for too long; it is being ended) or gone.
+        state: starting, waiting, running, removed (told that it takes no part), lost (nobody
+            waits for it any more, and it is still there) or gone.
         since: when it came into this state.
         rounds: how many it was in.
         assignment: its ranks in the newest round, until it has heard of them.

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from hvdtrain.elastic.beats import Line, job_secret
+from hvdtrain.elastic.beats import Line
 from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 
 _LOOK_SECONDS = 0.25
@@ -52,15 +52,18 @@ def start(
     """
     command = [sys.executable, "-m", "hvdtrain.elastic.watchdog"]
     arguments = [os.getpid(), os.getppid(), heartbeat.descriptor, hang_seconds, launcher]
-    arguments += [line.descriptor, line.number] if line else []
+    arguments += [line.number, line.descriptor] if line else []
     descriptors = [heartbeat.descriptor, *([line.descriptor] if line else [])]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*command, *map(str, arguments)],
         stdin=subprocess.PIPE,  # closed with this process; takes the log's path before that
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         pass_fds=descriptors,
     )
+    if line is not None:
+        line.mute_after(process.pid)
+    return process
 
 
 def write_to(watchdog: subprocess.Popen[bytes], stacks: Path) -> None:
@@ -135,7 +138,8 @@ def main(arguments: list[str]) -> int:
     """Watches until the rank is gone, or ends it."""
     if len(arguments) <= 5:
         return _watch(arguments)
-    line = Line(int(arguments[5]), int(arguments[6]), job_secret())
+    address, _, port = arguments[4].rpartition(":")
+    line = Line(address, int(port), *map(int, arguments[5:]))
     threading.Thread(target=line.beat_for_ever, daemon=True).start()
     try:
         return _watch(arguments)

@@ -26,17 +26,18 @@ class Ear:
         self._block = block
         self.beats.listen(self._on_silence, lambda silence: self.returned.append(silence.number))
 
-    def _on_silence(self, silence: Silence) -> None:
+    def _on_silence(self, silence: Silence) -> bool:
         self.silent.append(silence.number)
         time.sleep(self._block)
+        return True
 
 
 class Beating:
     """A process that beats until it is told to stop."""
 
     def __init__(self, ear: Ear, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("HVDTRAIN_SECRET", SECRET.decode())
-        self.line = Line.to("127.0.0.1", ear.beats.port, number)
+        monkeypatch.setenv("HOROVOD_RENDEZVOUS_SECRET", SECRET.decode())
+        self.line = Line("127.0.0.1", ear.beats.port, number)
         self.on = threading.Event()
         self.on.set()
         threading.Thread(target=self._run, daemon=True).start()

@@ -167,8 +167,8 @@ def test_one_that_fell_silent_is_waited_for_or_takes_part_again(
     assert {n: got[n]["rank"] for n in (0, 1)} == {0: 0, 1: 1}
     assert "process 2 on a fell silent: nothing heard for 1.20 s" in got[0]["silent"][0]
     assert running.ranks(2) == [-1], "nobody knows what it did meanwhile"
-    _until(lambda: [p.slot for p in running.driver._alive()] == [0, 1, 2])
-    assert running.ranks(3) == [None], "its slot is used again"
+    _until(lambda: [p.number for p in running.driver._alive()] == [0, 1, 3])
+    assert running.ranks(3) == [None], "its slot is used again, once it has ended"
 
 
 def test_a_host_that_is_taken_away_trains_on(job: Callable[..., Job]) -> None:

@@ -136,7 +136,9 @@ class Line:
         threading.Thread(target=self._mute_after, args=(descriptor,), daemon=True).start()
 
     def _mute_after(self, descriptor: int) -> None:
-        select.select([descriptor], [], [])
+        ended = select.poll()
+        ended.register(descriptor, select.POLLIN)
+        ended.poll()
         os.close(descriptor)
         self.mute()
 
@@ -180,8 +182,7 @@ class Beats:
 
     Attributes:
         port: where it listens.
-        longest, highest: the longest delay of a beat, in seconds, and the highest phi before
-            one, of all that was no alarm.
+        longest, phi: the longest delay of a beat that was no alarm, in seconds, and its phi.
 
     Raises:
         OSError: the port is taken.
@@ -197,7 +198,7 @@ class Beats:
         self._heard: dict[int, _Heard] = {}
         self._over: dict[int, int] = {}  # process: its generation, which is over
         self._least, self._most = _LEAST_SECONDS, environment.answer_seconds(1)
-        self.longest, self.highest = 0.0, 0.0
+        self.longest, self.phi = 0.0, 0.0
 
     def listen(
         self, on_silence: Callable[[Silence], bool], on_return: Callable[[Silence], None]
@@ -257,18 +258,15 @@ class Beats:
         if (generation := self._over.get(message.number)) is not None:
             self._send_over(message.number, generation, address)
         if heard is None or message.kind == Kind.MUTE:
-            arrivals = Arrivals(now, self._least, self._most)
-            self._heard[message.number] = _Heard(address, message.figure, arrivals)
+            self._heard[message.number] = _Heard(address, message.figure, Arrivals(now))
             return None
-        back = self._silence(message.number, heard, now) if heard.silent else None
-        if back is not None:
+        silence, back = heard.arrivals.silence(now), None
+        if heard.silent:
             # It lives: from here on all may be as late as this.
-            self._least = min(self._most, max(self._least, 2 * back.seconds))
-            for one in self._heard.values():
-                one.arrivals.least = self._least
-        else:
-            self.longest = max(self.longest, heard.arrivals.silence(now))
-            self.highest = max(self.highest, heard.arrivals.phi(now))
+            back = Silence(message.number, silence, self._least, heard.arrivals.phi(now))
+            self._least = min(self._most, max(self._least, 2 * silence))
+        elif silence > self.longest:
+            self.longest, self.phi = silence, heard.arrivals.phi(now)
         heard.address, heard.clock, heard.silent = address, message.figure, False
         heard.arrivals.heard(now)
         return back
@@ -277,18 +275,14 @@ class Beats:
         """Those that are silent for longer than their bound, and not yet taken for gone."""
         found = []
         for number, heard in list(self._heard.items()):
-            if heard.silent or heard.arrivals.silence(now) <= self._least:
-                continue
-            bound = heard.arrivals.bound()
-            if bound is not None and heard.arrivals.silence(now) > bound:
-                found.append((self._silence(number, heard, now), heard))
+            seconds = heard.arrivals.silence(now)
+            if heard.silent or seconds <= self._least:
+                continue  # nearly all: no more arithmetic
+            bound = heard.arrivals.bound(self._least, self._most)
+            if bound is not None and seconds > bound:
+                phi = heard.arrivals.phi(now)
+                found.append((Silence(number, seconds, bound, phi), heard))
         return found
-
-    @staticmethod
-    def _silence(number: int, heard: _Heard, now: float) -> Silence:
-        arrivals = heard.arrivals
-        bound = arrivals.bound() or arrivals.most
-        return Silence(number, arrivals.silence(now), bound, arrivals.phi(now))
 
     def _send_over(self, number: int, generation: int, address: tuple[str, int]) -> None:
         with suppress(OSError):

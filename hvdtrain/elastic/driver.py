@@ -473,8 +473,8 @@ class ElasticDriver:
 
     def _finish(self, code: int) -> None:
         if self._verbose and self._beats is not None:
-            longest, highest = self._beats.longest, self._beats.highest
-            _say(f"signs of life: longest delay {longest:.2f} s, highest phi {highest:.0f}")
+            longest, phi = self._beats.longest, self._beats.phi
+            _say(f"signs of life: the longest delay was {longest:.2f} s (phi {phi:.0f})")
         self._results["job"] = (code if code >= 0 else 128 - code, time.time())
         self._finished.set()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from math import erfc, log10, sqrt
-from statistics import NormalDist, fmean, pstdev
+from statistics import NormalDist, fmean
 
 # With this phi one of 100 million beats comes later.
 _PHI = 8.0
@@ -30,11 +30,9 @@ class Arrivals:
 
     Args:
         now: when the first one came, by any clock that only goes on.
-        least, most: limits of the bound.
     """
 
-    def __init__(self, now: float, least: float, most: float) -> None:
-        self.least, self.most = least, most
+    def __init__(self, now: float) -> None:
         self._last = now
         self._delays: deque[float] = deque(maxlen=_WINDOW)
 
@@ -51,13 +49,16 @@ class Arrivals:
         """Since the last beat."""
         return now - self._last
 
-    def bound(self) -> float | None:
-        """The longest silence that may be a delay; None: too few beats were seen to say."""
+    def bound(self, least: float, most: float) -> float | None:
+        """The longest silence that may be a delay, from `least` to `most`.
+
+        None: too few beats were seen to say.
+        """
         if len(self._delays) < _ENOUGH:
             return None
         mean, deviation = self._normal()
         likely = max(mean + _DEVIATIONS * deviation, _TAIL * max(self._delays))
-        return min(self.most, max(self.least, likely))
+        return min(most, max(least, likely))
 
     def phi(self, now: float) -> float:
         """How unlikely it is that the next beat is merely late; 0 before the second beat."""
@@ -67,10 +68,7 @@ class Arrivals:
         later = erfc((self.silence(now) - mean) / deviation / sqrt(2)) / 2
         return -log10(max(later, 1e-300))
 
-    def longest(self) -> float:
-        """The longest delay of the last two minutes."""
-        return max(self._delays, default=0.0)
-
     def _normal(self) -> tuple[float, float]:
         mean = fmean(self._delays)
-        return mean, max(_LEAST_DEVIATION, pstdev(self._delays, mean))
+        variance = fmean((delay - mean) ** 2 for delay in self._delays)
+        return mean, max(_LEAST_DEVIATION, sqrt(variance))

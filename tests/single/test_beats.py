@@ -109,7 +109,7 @@ def test_a_forged_or_repeated_datagram_counts(beating: Callable[[Ear, int], Beat
             anybody.sendto(genuine, ("127.0.0.1", ear.beats.port))
     time.sleep(0.3)
     (heard,) = ear.beats._heard.values()
-    assert heard.arrivals.bound() is None, "the same datagram counted again"
+    assert heard.arrivals.bound(1, 3) is None, "the same datagram counted again"
 
 
 def test_a_round_that_is_over_goes_on_or_ends_another(

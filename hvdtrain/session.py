@@ -150,10 +150,13 @@ class Session:
         self._watchdog: KeptWatchdog | None = None
         if not alone:
             launcher = self._membership.launcher if self._membership else ""
+            line = self._membership.line if self._membership else None
             hang_seconds = self._config.elastic.hang_seconds
             self._watchdog = KeptWatchdog(
-                partial(watchdog.start, self._heartbeat, hang_seconds, launcher, self._number)
+                partial(watchdog.start, self._heartbeat, hang_seconds, launcher, self._number, line)
             )
+            if line is not None:
+                line.listen(hvd.abort)
         self._run_id = self._config.run.id or default_id(self._config.task)
         self._trained = False
         self._phase = MEETING
@@ -490,6 +493,7 @@ class Session:
             hosts=self.topology.ranks_by_host(),
             source="memory" if source is not None else "checkpoint" if progress.step else "new",
             seconds=time.time() - since,
+            silent=self._membership.silent if self._membership else [],
             global_size=config.batch.global_size,
             micro_size=config.batch.micro_size,
             seed=config.seed,

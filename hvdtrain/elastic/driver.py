@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 from horovod.runner.common.util.hosts import SlotInfo
 
+from hvdtrain.elastic.beats import Beats, Silence
 from hvdtrain.elastic.command import starts_training
 from hvdtrain.elastic.failures import MEETING, TRAINING, Failures, Standing
 from hvdtrain.elastic.host_list import HostList
@@ -85,6 +86,7 @@ class ElasticDriver:
         timeout: seconds for which fewer than `min_num_proc` may be waited with.
         reset_limit: rounds after failures before the job ends.
         cooldown_range: seconds before a slot is used again: after a first failure, at most.
+        verbose: 1 = say in the end how late signs of life were.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class ElasticDriver:
         verbose: int = 0,
     ) -> None:
         self._rendezvous = rendezvous
+        self._verbose = verbose
         self._min = min_num_proc
         self._max = max_num_proc or sys.maxsize
         self._timeout = timeout or int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", _DEFAULT_TIMEOUT))
@@ -126,6 +129,8 @@ class ElasticDriver:
         self._stop_requested = False
         self._ending: float | None = None  # since the ranks ended as agreed
         self._told_to_end: float | None = None
+        self._beats: Beats | None = None
+        self._silent: list[str] = []  # what ended the last round without a death
         self._exit_code = 0
         self._results: dict[str, tuple[int, float]] = {}
         self._shutdown = threading.Event()
@@ -182,8 +187,19 @@ class ElasticDriver:
         with self._changed:
             self._create = create_worker
             self._rendezvous._httpd.socket.listen(_BACKLOG)
+            self._listen()
             self._start_processes(num_proc)
         threading.Thread(target=self._direct, daemon=True).start()
+
+    def _listen(self) -> None:
+        """To signs of life; where the port is taken, timeouts do without."""
+        try:
+            secret = getattr(self._rendezvous, "secret", None) or ""
+            self._beats = Beats(self._rendezvous._httpd.server_address[1], secret.encode())
+        except OSError as error:
+            _say(f"signs of life are not listened to: {error}")
+            return
+        self._beats.listen(self._on_silence, self._on_return)
 
     def get_results(self) -> Results:
         """Waits for the end of the job."""
@@ -207,7 +223,8 @@ class ElasticDriver:
             standing: the fields of a Standing.
 
         Returns:
-            rank, size, local_rank, local_size, cross_rank, cross_size. A rank of -1: it does
+            rank, size, local_rank, local_size, cross_rank, cross_size, generation (the number
+            of the round) and silent (who fell silent in the last one). A rank of -1: it does
             not take part any more; "reason" says why, where that is its own.
         """
         deadline = time.monotonic() + seconds
@@ -415,14 +432,16 @@ class ElasticDriver:
 
     def _lose(self, process: Process, reason: str) -> None:
         """Nobody waits for a process any more that is still there."""
-        if process.state == "running":
-            self._failed = True
+        was_running = process.state == "running"
         process.become("lost")
         failure = f"{process.failure}; " if process.failure else ""
         _say(
             f"{process} is not waited for any more ({failure}{reason}); its slot is not used "
             "while it is there"
         )
+        if was_running:
+            self._failed = True
+            self._end_round()
 
     def _end_overdue(self, alive: list[Process]) -> None:
         """The last resort: each process that others wait for has a bound."""
@@ -443,6 +462,9 @@ class ElasticDriver:
     def _begin_round(self, taking_part: list[Process]) -> None:
         self._plan = plan = assign(taking_part)
         self._rendezvous.init(plan)
+        if self._beats is not None:
+            self._beats.begin(len(plan))
+        silent, self._silent = self._silent, []
         for slot_info, process in zip(plan, in_order(taking_part), strict=True):
             process.become("running")
             process.assignment = {
@@ -452,6 +474,8 @@ class ElasticDriver:
                 "local_size": slot_info.local_size,
                 "cross_rank": slot_info.cross_rank,
                 "cross_size": slot_info.cross_size,
+                "generation": self._rounds,
+                "silent": silent,
             }
         if self._rounds:
             count = Counter(process.host for process in taking_part)
@@ -522,6 +546,8 @@ class ElasticDriver:
         state, was_starting = process.state, process.state == "starting"
         pause = 0.0 if state == "removed" else self._slots.failed(process)
         process.become("gone")
+        if self._beats is not None:
+            self._beats.drop(process.number)
         if state in ("removed", "lost") or process.leaving or self._shutdown.is_set():
             return
         agreed = code in _FINAL and not (was_starting and self._rounds)
@@ -532,6 +558,8 @@ class ElasticDriver:
         self._failed |= not was_starting
         why = describe(code) + (f": {process.failure}" if process.failure else "")
         _say(f"{process} ended ({why}); its slot is used again in {pause:.0f} s")
+        if state == "running":
+            self._end_round()
         if not self._alive():
             self._exit_code = code
         if process.failed_step is not None:
@@ -539,7 +567,43 @@ class ElasticDriver:
             if reason:
                 self._give_up(reason)
 
+    def _on_silence(self, silence: Silence) -> bool:
+        """A process was not heard for too long: the others go on without it, at once.
+
+        It is ended, too, as soon as it can be reached: nobody knows what it still does.
+        """
+        with self._changed:
+            process = next((p for p in self._processes if p.number == silence.number), None)
+            if process is None or process.state not in ("running", "waiting"):
+                return False
+            if self._ending is not None or self._shutdown.is_set():
+                return False
+            what = (
+                f"fell silent: nothing heard for {silence.seconds:.2f} s (bound "
+                f"{silence.bound:.2f} s, phi {silence.phi:.0f})"
+            )
+            self._silent.append(f"{process} {what}")
+            process.end.set()
+            self._lose(process, what)
+            self._changed.notify_all()
+            return True
+
+    def _on_return(self, silence: Silence) -> None:
+        with self._changed:
+            process = next((p for p in self._processes if p.number == silence.number), None)
+            if process is not None and process.state == "lost":
+                _say(f"{process} is heard again after {silence.seconds:.2f} s; it is replaced")
+
+    def _end_round(self) -> None:
+        """One of the round is gone: the others must not find out by a timeout."""
+        if self._beats is not None:
+            left = [p.number for p in self._processes if p.state == "running"]
+            self._beats.tell(left, self._rounds - 1)
+
     def _finish(self, code: int) -> None:
+        if self._verbose and self._beats is not None:
+            longest, phi = self._beats.longest, self._beats.phi
+            _say(f"signs of life: the longest delay was {longest:.2f} s (phi {phi:.0f})")
         self._results["job"] = (code if code >= 0 else 128 - code, time.time())
         self._finished.set()
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from hvdtrain.elastic.beats import Line
 from hvdtrain.elastic.failures import Standing
 from hvdtrain.elastic.rendezvous import ask, interface_towards
 from hvdtrain.runtime import environment
@@ -45,12 +46,16 @@ class Membership:
 
     Attributes:
         hosts_changed: processes wait to join, or are to leave: meet again.
+        line: on which this process gives signs of life.
+        silent: what the driver says of those that fell silent in the last round.
     """
 
     def __init__(self, address: str, port: int, number: int, stop: StopFlag) -> None:
         self.address, self.port = address, port
         self.hosts_changed = False
         self.launcher = f"{address}:{port}"
+        self.line = Line(address, port, number)
+        self.silent: list[str] = []
         self._number = number
         self._stop = stop
         self._listening = False
@@ -116,6 +121,8 @@ class Membership:
             os.environ[f"HOROVOD_{name.upper()}"] = str(assignment[name])
         os.environ[_ADDRESS], os.environ[_PORT] = self.address, str(self.port)
         self.hosts_changed = False
+        self.silent = assignment.get("silent", [])
+        self.line.join(assignment["generation"])
         if assignment["rank"] == 0 and not self._listening:
             self._listening = True  # rank 0 stays rank 0 as long as it lives
             threading.Thread(target=self._listen, daemon=True).start()

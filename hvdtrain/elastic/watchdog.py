@@ -2,7 +2,7 @@
 
 The rank is killed, after what it was doing is written to RUN/logs, when
 
-- it is stopped (SIGSTOP, a frozen terminal) for a few seconds;
+- it is stopped (SIGSTOP, a frozen terminal) for a second;
 - it does something on its own, but finishes nothing, and neither its main thread nor a process
   that it started uses processor or disk for `hang_seconds`; where they do, only after 10 times
   as long: a slow rank lives. Before it takes part nobody waits for it: it may be idle for 10
@@ -23,19 +23,21 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 
+from hvdtrain.elastic.beats import Line
 from hvdtrain.elastic.hung_rank import Launcher, end
 from hvdtrain.elastic.work import work
 from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 0.25
 _LONGEST_LOOK_SECONDS = 1.0  # a look that took longer was suspended meanwhile
-_STOPPED_SECONDS = 3.0
+_STOPPED_SECONDS = 1.0
 _UNREACHABLE_SECONDS = 6.0
 _ORPHAN_SECONDS = 2.0
 _BUSY_FACTOR = 10
@@ -46,7 +48,7 @@ _IDLE_FACTORS = {Doing.LOADING: _LOADING_FACTOR, Doing.PREPARING: 1, Doing.WORKI
 
 
 def start(
-    heartbeat: Heartbeat, hang_seconds: float, launcher: str, number: int
+    heartbeat: Heartbeat, hang_seconds: float, launcher: str, number: int, line: Line | None
 ) -> subprocess.Popen[bytes]:
     """Starts the watchdog of this process; it ends with it.
 
@@ -54,16 +56,22 @@ def start(
         hang_seconds: as elastic.hang_seconds.
         launcher: "address:port" of an elastic launcher, or "".
         number: this process's, as that launcher knows it.
+        line: on which it tells that launcher that this process lives.
     """
     command = [sys.executable, "-m", "hvdtrain.elastic.watchdog"]
     arguments = [os.getpid(), os.getppid(), heartbeat.descriptor, hang_seconds, launcher, number]
-    return subprocess.Popen(
+    arguments += [line.descriptor] if line else []
+    descriptors = [heartbeat.descriptor, *([line.descriptor] if line else [])]
+    process = subprocess.Popen(
         [*command, *map(str, arguments)],
         stdin=subprocess.PIPE,  # closed with this process; takes the log's path before that
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        pass_fds=[heartbeat.descriptor],
+        pass_fds=descriptors,
     )
+    if line is not None:
+        line.mute_after(process.pid)
+    return process
 
 
 class Clock:
@@ -146,6 +154,18 @@ class Judge:
 
 def main(arguments: list[str]) -> int:
     """Watches until the rank is gone, or ends it."""
+    if len(arguments) <= 6:
+        return _watch(arguments)
+    address, _, port = arguments[4].rpartition(":")
+    line = Line(address, int(port), *map(int, arguments[5:]))
+    threading.Thread(target=line.beat_for_ever, daemon=True).start()
+    try:
+        return _watch(arguments)
+    finally:
+        line.mute()
+
+
+def _watch(arguments: list[str]) -> int:
     rank, parent, descriptor = map(int, arguments[:3])
     hang_seconds, launcher, number = float(arguments[3]), arguments[4], int(arguments[5])
     heartbeat = Heartbeat(descriptor)

@@ -62,6 +62,11 @@ def launched_local_rank(env: Mapping[str, str] = os.environ) -> int:
     )  # fmt: skip
 
 
+def answer_seconds(ranks: int) -> int:
+    """For how long a rank of so many may not answer before it counts as gone, at most."""
+    return min(30, 3 + ranks // 16)
+
+
 def prepare(
     env: MutableMapping[str, str] = os.environ,
     cores: int | None = None,
@@ -91,7 +96,7 @@ def prepare(
     if elastic(env):
         # A rank that died is noticed at once; this is for one that is stopped or cut off. Ranks
         # that compute, load or save answer all the while: Horovod does so in a thread.
-        seconds = timeout_seconds or min(30, 3 + (launched_size(env) or 1) // 16)
+        seconds = timeout_seconds or answer_seconds(launched_size(env) or 1)
         env.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(seconds))
     if timeline and launched_size(env) is not None:
         # Must be there when Horovod starts, on every rank; the file is named later.

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.elastic import driver as driver_module
 from hvdtrain.elastic import watchdog
+from hvdtrain.elastic.beats import Silence
 from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.elastic.failures import HAND_OVER, TRAINING, Standing
 from hvdtrain.elastic.identity import Identity
@@ -73,7 +74,9 @@ def test_work_is_lost_where_a_rank_is_further(found: list[tuple[bool, int]]) -> 
 class Rendezvous:
     """In place of the launcher's HTTP server: nobody connects."""
 
-    _httpd = SimpleNamespace(socket=SimpleNamespace(listen=lambda backlog: None))
+    _httpd = SimpleNamespace(
+        socket=SimpleNamespace(listen=lambda backlog: None), server_address=("", 0)
+    )
 
     def init(self, plan: object) -> None:
         self.plan = plan
@@ -186,6 +189,20 @@ def test_a_survivor_goes_on_while_another_still_computes(job: Callable[..., Job]
     running.exits[2] = 137
     assert running.ranks(0) == [None], "process 1 is alive and has not asked yet"
     assert sorted(running.ranks(0, 1)) == [0, 1]  # type: ignore[type-var]
+
+
+def test_one_that_fell_silent_is_waited_for_or_takes_part_again(
+    job: Callable[..., Job],
+) -> None:
+    running = job({"a": 3}, np=3)
+    running.join(0, 1, 2)
+    running.driver._on_silence(Silence(2, seconds=1.2, bound=1.0, phi=9.0))
+    got = running.join(0, 1)
+    assert {n: got[n]["rank"] for n in (0, 1)} == {0: 0, 1: 1}
+    assert "process 2 on a fell silent: nothing heard for 1.20 s" in got[0]["silent"][0]
+    assert running.ranks(2) == [-1], "nobody knows what it did meanwhile"
+    _until(lambda: [p.number for p in running.driver._alive()] == [0, 1, 3])
+    assert running.ranks(3) == [None], "its slot is used again, once it has ended"
 
 
 def test_a_host_that_is_taken_away_trains_on(job: Callable[..., Job]) -> None:

@@ -67,6 +67,31 @@ def test_kills_every_20_seconds_change_the_result_or_take_most_of_the_time(
     assert found["goodput"] > LEAST_GOODPUT, text
 
 
+@pytest.mark.timeout(SECONDS + 600)
+def test_sixteen_ranks_on_two_processors_are_taken_for_gone(
+    cluster: Cluster, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = ElasticJob(
+        cluster, runs, "node1:8 node2:8", np=16, arguments="--train.steps 1000000",
+        options="--verbose",
+    )  # fmt: skip
+    try:
+        running.wait_for_step(1, 200)
+        before = running.last()["step"]
+        time.sleep(SECONDS)
+        step = running.last()["step"]
+        done = running.end()
+    finally:
+        running.job.kill()
+    delays = [line for line in done.stderr.splitlines() if "signs of life" in line]
+    with capsys.disabled():
+        print(f"\n{step - before} steps of 16 ranks in {SECONDS} s; {' '.join(delays)}")
+    assert {line["world_size"] for line in running.lines()} == {SIXTEEN}
+    assert len(running.events("start")) == 1, "somebody was replaced"
+    assert "fell silent" not in done.stderr, done
+    assert delays, done
+
+
 def _print_costs(found: dict[str, Any], lines: list[dict[str, Any]]) -> None:
     """What the audit does not count as lost: fewer ranks are slower, and start-up disturbs."""
     steps = {

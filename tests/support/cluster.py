@@ -140,6 +140,12 @@ class Cluster:
         """Cuts a host off, or joins it again: packets vanish, nothing is refused."""
         self._switch("ip", "link", "set", self._port(host), "up" if up else "down")
 
+    def datagrams(self, host: str, leave: bool) -> None:
+        """Keeps a host from sending UDP to others, as a firewall would, or lets it again."""
+        rule = ["rule", "add" if not leave else "delete", "ipproto", "udp", "blackhole"]
+        pid = str(self._inits[host].pid)
+        check(["nsenter", "--target", pid, "--net", "ip", *rule, "pref", "10"])
+
     def kill_host(self, host: str) -> None:
         """Ends all processes of a host at once, as a power cut would; `boot` brings it back."""
         init = self._inits.pop(host)

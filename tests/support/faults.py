@@ -156,12 +156,14 @@ class ElasticJob(TrainingJob):
         min_np: int = 1,
         arguments: str = "",
         discovery: str = "",
+        options: str = "",
         env: Mapping[str, str] | None = None,
     ) -> None:
         self._hosts = folder / "hosts"
         self.set_hosts(hosts)
-        launcher = f"horovodrun --gloo -np {np} --min-np {min_np} --max-np 6".split()
+        launcher = f"horovodrun --gloo -np {np} --min-np {min_np} --max-np {max(6, np)}".split()
         launcher += ["--host-discovery-script", discovery or f"cat {self._hosts}"]
+        launcher += options.split()
         super().__init__(cluster, launcher, folder, arguments, env)
 
     def process(self, number: int) -> Process:
@@ -182,6 +184,12 @@ class ElasticJob(TrainingJob):
     def stop(self, number: int) -> None:
         """SIGSTOP for ever."""
         os.kill(self.process(number).pid, signal.SIGSTOP)
+
+    def stop_watchdog(self, number: int) -> None:
+        """SIGSTOP for ever to the watchdog of a process, which itself is well."""
+        for child in psutil.Process(self.process(number).pid).children():
+            if "hvdtrain.elastic.watchdog" in child.cmdline():
+                child.suspend()
 
     def kill_processes_of(self, host: str) -> None:
         """All that the job has on a host: ranks, watchdogs, guards, ssh sessions."""

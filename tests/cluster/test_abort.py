@@ -1,0 +1,14 @@
+"""hvd.abort(), which patch 0010 brings: an exchange fails when it is told to."""
+
+from __future__ import annotations
+
+import re
+
+from tests.support.cluster import Cluster
+
+
+def test_an_exchange_of_which_a_part_has_arrived_waits_for_the_timeout(cluster: Cluster) -> None:
+    command = "horovodrun --gloo -np 2 python -m tests.support.aborted"
+    done = cluster.run("node1", command.split(), {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}, timeout=90)
+    (seconds,) = re.findall(r"failed after ([\d.]+) s", done.stdout)
+    assert 1.0 <= float(seconds) <= 2.0, done

@@ -8,9 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from horovod.runner.common.util import env
 from horovod.runner.util import guarded_exec
 
 SETTINGS = SimpleNamespace(prefix_output_with_timestamp=False)
@@ -94,3 +96,31 @@ def test_a_process_outlives_what_started_it() -> None:
     code, _ = _run("import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(60)")
     assert code == 137
     assert time.monotonic() - began < 1.5, "it holds the pipe of the output"
+
+
+def test_kubeflow_without_stdin_starts_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In place of Kubeflow's agent, which is there in its containers alone.
+    agent = tmp_path / "kubexec.sh"
+    agent.write_text('#!/bin/sh\nshift\nexec /bin/sh -c "$*" < /dev/null\n')
+    agent.chmod(0o755)
+    monkeypatch.setattr(env, "KUBEFLOW_MPI_EXEC", str(agent))
+    monkeypatch.setenv("OMPI_MCA_plm_rsh_agent", str(agent))
+    out = io.StringIO()
+    command = "env A='a b' sh -c 'echo $A in $PWD; exit 3'"
+    folder = tmp_path / "it's here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    code = guarded_exec.execute(command, "pod", SETTINGS, guarded_exec.Output(out, out))
+    assert (code, out.getvalue()) == (3, f"a b in {folder}\n")
+
+
+def test_an_environment_larger_than_a_pipe_arrives_in_part() -> None:
+    values = {f"NAME_{i}": "x" * 100_000 for i in range(5)}
+    code = "import os; print(sum(len(v) for k, v in os.environ.items() if k[:5] == 'NAME_'))"
+    out = io.StringIO()
+    words = ["env", *(f"{name}={value}" for name, value in values.items()), sys.executable]
+    command = shlex.join([*words, "-c", code])
+    assert guarded_exec.execute(command, None, SETTINGS, guarded_exec.Output(out, out)) == 0
+    assert out.getvalue() == "500000\n"

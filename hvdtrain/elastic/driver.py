@@ -550,7 +550,8 @@ class ElasticDriver:
             self._beats.drop(process.number)
         if state in ("removed", "lost") or process.leaving or self._shutdown.is_set():
             return
-        agreed = code in _FINAL and not (was_starting and self._rounds)
+        alone = (was_starting and self._rounds) or process.failure
+        agreed = code in _FINAL and not alone
         if agreed or self._ending is not None:
             self._ending = self._ending or time.monotonic()
             self._exit_code = self._exit_code or code

@@ -33,14 +33,14 @@ class KeptWatchdog:
     def write_to(self, stacks: Path) -> None:
         """Tells it, and the rank's own fault handler, where stacks are to be written.
 
-        Raises:
-            OSError: the file cannot be opened.
+        Where that cannot be written, training does without.
         """
         with self._lock:
             self._stacks = stacks
             self._send_path()
-        file = open(stacks, "a")  # noqa: SIM115 - as long as the process lives
-        faulthandler.register(signal.SIGQUIT, file=file, all_threads=True)
+        with suppress(OSError):
+            file = open(stacks, "a")  # noqa: SIM115 - as long as the process lives
+            faulthandler.register(signal.SIGQUIT, file=file, all_threads=True)
 
     def _send_path(self) -> None:
         assert self._process.stdin is not None

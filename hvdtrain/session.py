@@ -33,6 +33,7 @@ from hvdtrain.elastic import watchdog
 from hvdtrain.elastic.membership import LostError, Membership, RemovedError
 from hvdtrain.elastic.state import Standing, alike, furthest
 from hvdtrain.engine.loop import Loop, MeetAgain
+from hvdtrain.engine.modes import evaluating
 from hvdtrain.engine.run_folder import RunFolder, default_id
 from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
 from hvdtrain.horovod_wheel import recipe
@@ -189,7 +190,8 @@ class Session:
         device = _alike("device", lambda: choose_device(self.topology, place))
         timer = build.build_timer(self._began_clock, device)
         task, datasets = _alike("data", self._load_data)
-        state, exchange = build.build_state(task, config, device, datasets, elastic)
+        model = _alike("model", lambda: build.build_model(task, config, device))
+        state, exchange = build.build_state(model, config, datasets, elastic)
         _alike("sinks", partial(check_packages, config.telemetry))
         exporter = _alike(
             "telemetry",
@@ -516,8 +518,7 @@ def _summary(
         logger.info("step %d of %d was done already", loop.progress.step, loop.train.steps)
     sample = optional(made.task, "sample")
     if sample is not None and not loop.preempted:
-        made.state.model.eval()
-        with torch.no_grad():
+        with evaluating(made.state.model), torch.no_grad():
             print(f"\n{sample(made.state.model)}\n", flush=True)
     for name, key in (("final train loss", "loss"), ("final validation loss", "validation_loss")):
         if key in last:

@@ -33,6 +33,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.optim.exchange import GradientExchange
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.schedule import learning_rate
+from hvdtrain.optim.supported import check_device, check_model
 from hvdtrain.records import Records
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.rng import seed_all
@@ -64,12 +65,24 @@ def build_datasets(task: Task, config: Config) -> Datasets:
     return datasets
 
 
-def build_state(
-    task: Task, config: Config, device: torch.device, datasets: Datasets, elastic: bool = False
-) -> tuple[RunState, GradientExchange]:
-    """Model and optimizer, freshly initialised from the seed."""
+def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
+    """The task's model, freshly initialised from the seed.
+
+    Raises:
+        UserError: it cannot be trained.
+    """
     seed_all(config.seed)
-    model: nn.Module = task.model().to(device)
+    model: nn.Module = task.model()
+    check_model(model)
+    model = model.to(device)
+    check_device(model, device)
+    return model
+
+
+def build_state(
+    model: nn.Module, config: Config, datasets: Datasets, elastic: bool = False
+) -> tuple[RunState, GradientExchange]:
+    """The model with its optimizer; Horovod exchanges something on the way."""
     exchange = GradientExchange(build_optimizer(config.optim, model), model, elastic)
     identity = {
         "seed": config.seed,
@@ -156,6 +169,7 @@ def build_callbacks(
             prepared.device,
             prepared.heartbeat,
             timer,
+            config.seed,
         )
     if config.profile.steps is not None:
         profile = Profile(
@@ -208,7 +222,6 @@ def build_loop(
         device=device,
         heartbeat=prepared.heartbeat,
         timer=prepared.timer,
-        elastic=membership is not None,
     )
     loader = TrainLoader(
         prepared.datasets.train,

@@ -22,6 +22,10 @@ class UserError(Exception):
     exit_code = EXIT_USER
 
 
+class UnsupportedModelError(UserError):
+    """A model that cannot be trained, found in a backward pass: by every rank, told by rank 0."""
+
+
 def require(condition: bool, message: str) -> None:
     """Raises ValueError with `message`: for dataclasses of configuration that check themselves."""
     if not condition:

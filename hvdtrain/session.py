@@ -36,6 +36,7 @@ from hvdtrain.elastic.kept_watchdog import KeptWatchdog
 from hvdtrain.elastic.membership import LostError, Membership, RefusedError, RemovedError
 from hvdtrain.elastic.state import Standing, alike, furthest
 from hvdtrain.engine.loop import Loop, MeetAgain
+from hvdtrain.engine.modes import evaluating
 from hvdtrain.engine.run_folder import RunFolder, default_id
 from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
 from hvdtrain.horovod_wheel import recipe
@@ -221,7 +222,8 @@ class Session:
         device = _alike("device", lambda: choose_device(self.topology, place))
         timer = build.build_timer(self._began_clock, device)
         task, datasets = _alike("data", self._load_data)
-        state, exchange = build.build_state(task, config, device, datasets, elastic)
+        model = _alike("model", lambda: build.build_model(task, config, device))
+        state, exchange = build.build_state(model, config, datasets, elastic)
         _alike("sinks", partial(check_packages, config.telemetry))
         exporter = _alike(
             "telemetry",
@@ -567,9 +569,8 @@ def _summary(
 
 def _show_sample(sample: Callable[[torch.nn.Module], Any], model: torch.nn.Module) -> None:
     """Prints what the trained model does. The run is finished, whatever goes wrong here."""
-    model.eval()
     try:
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
             text = str(sample(model))
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         print(f"\n{text.encode(encoding, 'replace').decode(encoding)}\n", flush=True)

@@ -45,7 +45,8 @@ class AppLoop:
             task = build.build_task(settings)
             data = task, build.build_datasets(task, config)
         task, datasets = data
-        state, exchange = build.build_state(task, config, device, datasets)
+        model = build.build_model(task, config, device)
+        state, exchange = build.build_state(model, config, datasets)
         state.broadcast()
         exporter = build.build_exporter(config, topology.local_rank, device, timer, exchange)
         prepared = build.Prepared(

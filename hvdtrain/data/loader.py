@@ -13,6 +13,8 @@ from hvdtrain.data.order import sample_order
 from hvdtrain.runtime.rng import seed_all
 
 _POSITIONS_AT_ONCE = 1024
+# Tells the seeding of validation batches from that of training, whose keys have no such part.
+_EVALUATION = 1
 
 Batch = Any  # what default_collate makes of samples: tensors, or dicts and tuples of them
 
@@ -84,13 +86,25 @@ class TrainLoader:
 
 
 def validation_batches(
-    dataset: Dataset[Any], samples: int, micro_size: int, rank: int, world_size: int
+    dataset: Dataset[Any],
+    samples: int,
+    micro_size: int,
+    *,
+    rank: int,
+    world_size: int,
+    seed: int,
 ) -> Iterator[tuple[int, Batch]]:
-    """This rank's share of the first `samples` of the data: (samples in the batch, batch)."""
+    """This rank's share of the first `samples` of the data: (samples in the batch, batch).
+
+    Random numbers are seeded before each batch is loaded, from the run's seed and the batch's
+    place in the data alone: neither the number of ranks nor the step changes what is drawn.
+    """
     samples = min(samples, len(dataset))  # type: ignore[arg-type]
-    starts = range(0, samples, micro_size)
-    for start in starts[rank::world_size]:
+    batches = range(-(-samples // micro_size))
+    for number in batches[rank::world_size]:
+        start = number * micro_size
         stop = min(start + micro_size, samples)
+        seed_all(seed, 0, number, _EVALUATION)
         yield stop - start, default_collate([dataset[i] for i in range(start, stop)])
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hvdtrain.data.loader import Batch, to_device
+from hvdtrain.engine.buffers import SavedBuffers
 from hvdtrain.optim.exchange import GradientExchange
 from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 from hvdtrain.tasks import Task, optional
@@ -50,7 +51,10 @@ class TrainStep:
         device: where the model is.
         heartbeat: told of each micro-batch.
         timer: told of each phase.
-        elastic: a step that fails is done again, and leaves nothing behind.
+
+    A step that is skipped (its gradient was not finite) or that fails leaves nothing behind:
+    parameters, the optimizer's state and the saved buffers (see SavedBuffers for what these are)
+    have the bits that they had before, on every rank.
     """
 
     def __init__(
@@ -65,7 +69,6 @@ class TrainStep:
         device: torch.device,
         heartbeat: Heartbeat,
         timer: PhaseTimer,
-        elastic: bool,
     ) -> None:
         self._task = task
         self._model = model
@@ -77,11 +80,7 @@ class TrainStep:
         self._heartbeat = heartbeat
         self._timer = timer
         self._names = ("loss", *optional(task, "metrics"))
-        saved = model.state_dict()
-        # Statistics such as BatchNorm's change in the forward pass, so before a step can fail.
-        self._buffers = [b for n, b in model.named_buffers() if elastic and n in saved]
-        self._buffers_before = [b.clone() for b in self._buffers]
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._buffers = SavedBuffers(model)
 
     def __call__(
         self,
@@ -108,22 +107,22 @@ class TrainStep:
             RuntimeError: the ranks are at different steps, or lack a part of the global batch.
         """
         self._timer.enter("optimizer")
-        for before, buffer in zip(self._buffers_before, self._buffers, strict=True):
-            before.copy_(buffer)
+        self._buffers.keep()
         try:
             told = self._exchanged(batches, passes, lr, [stop, meet, step])
         except HorovodInternalError:
-            for before, buffer in zip(self._buffers_before, self._buffers, strict=True):
-                buffer.copy_(before)
+            self._buffers.restore()
             raise
         finally:
             self._timer.enter("other")
-        stops, meets, steps, samples, *values = told
+        stops, meets, steps, samples = told[:4]
+        values, frozen = told[4 : 4 + len(self._names)], told[4 + len(self._names) :]
         if steps != step * hvd.size() or samples != self._micro_batches * self._micro_size:
             raise RuntimeError(
                 f"step {step + 1}: the ranks together are at {steps:.0f} steps and used "
                 f"{samples:.0f} samples"
             )
+        self._exchange.rest([count > 0 for count in frozen])
         with self._timer.inside("optimizer"):
             grad_norm, applied = self._update()
         named = dict(zip(self._names, values, strict=True))
@@ -133,7 +132,7 @@ class TrainStep:
         self, batches: Iterator[Batch], passes: int, lr: float, flags: list[float]
     ) -> list[float]:
         """The gradients are the sum over all ranks then; returns the sums of
-        [*flags, samples, loss, metrics ...]."""
+        [*flags, samples, loss, metrics ..., of each parameter how many ranks have frozen it]."""
         optimizer = self._exchange.optimizer
         optimizer.zero_grad()
         for group in optimizer.param_groups:
@@ -141,8 +140,9 @@ class TrainStep:
         self._exchange.begin(passes)
         # One vector for all that is told beside gradients.
         head = [*map(float, flags), float(passes * self._micro_size)]
-        told = torch.tensor(head + [0.0] * len(self._names), dtype=torch.float64)
-        told = told.to(self._device)
+        empty = [0.0] * (len(self._names) + len(self._exchange.parameters))
+        told = torch.tensor(head + empty, dtype=torch.float64).to(self._device)
+        summed = told[len(head) : len(head) + len(self._names)]
         handle = None
         self._heartbeat.beat(Doing.WORKING)
         enter = self._timer.enter
@@ -152,8 +152,12 @@ class TrainStep:
             enter("forward")
             losses = self._task.loss(self._model, on_device)
             means = torch.stack([losses[n].detach() for n in self._names])
-            told[len(head) :] += means / self._micro_batches
+            summed += means / self._micro_batches
             if done == passes:
+                # Only here: a rank without micro-batches has not heard the task.
+                frozen = self._exchange.frozen()
+                if any(frozen):
+                    told[-len(frozen) :] = torch.tensor(frozen)
                 handle = self._tell(told)  # travels during the last backward pass
             enter("backward")
             (losses["loss"] / self._micro_batches).backward()
@@ -179,12 +183,15 @@ class TrainStep:
 
         Every rank holds the same bits of the gradient, so all decide alike.
         """
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        parameters = self._exchange.parameters
+        gradients = [p.grad for p in parameters if p.grad is not None]
         norm = get_total_norm(gradients)
         applied = bool(torch.isfinite(norm))
         if applied:
             if self._clip_norm > 0:
-                clip_grads_with_norm_(self._parameters, self._clip_norm, norm)
+                clip_grads_with_norm_(parameters, self._clip_norm, norm)
             with self._exchange.ready():
                 self._exchange.optimizer.step()
+        else:
+            self._buffers.restore()
         return float(norm), applied

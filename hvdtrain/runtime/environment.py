@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from pathlib import Path
 
 
 def _first(env: Mapping[str, str], *names: str) -> int | None:
@@ -67,9 +69,61 @@ def answer_seconds(ranks: int) -> int:
     return min(30, 3 + ranks // 16)
 
 
+def cores(root: Path = Path("/")) -> int:
+    """Processor cores that this process may use, at least 1.
+
+    The cores of the processors that it is bound to (two threads of one core count once: they
+    share the units that do arithmetic), and no more than the quotas of its control groups allow.
+
+    Args:
+        root: where /proc and /sys are looked for.
+    """
+    siblings = set()
+    for processor in os.sched_getaffinity(0):
+        path = root / f"sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
+        try:
+            siblings.add(path.read_text())
+        except OSError:
+            siblings.add(str(processor))
+    return max(1, min([len(siblings), *(int(quota) for quota in _quotas(root))]))
+
+
+def _quotas(root: Path) -> list[float]:
+    """Processors that each control group around this process may keep busy, where it has a limit.
+
+    https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max),
+    https://docs.kernel.org/scheduler/sched-bwc.html (version 1).
+    """
+    found = []
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            number, controllers, group = line.split(":", 2)
+            if number != "0" and "cpu" not in controllers.split(","):
+                continue
+            top = root / "sys/fs/cgroup" / ("" if number == "0" else controllers)
+            folder = top / group.lstrip("/")
+            for inner in (folder, *folder.parents):
+                found += _quota(inner)
+                if inner == top:
+                    break
+    return found
+
+
+def _quota(folder: Path) -> list[float]:
+    """[processors], or [] where there is no limit."""
+    with suppress(OSError, ValueError):
+        quota, period = (folder / "cpu.max").read_text().split()
+        return [int(quota) / int(period)]  # "max": ValueError
+    with suppress(OSError, ValueError):
+        quota = (folder / "cpu.cfs_quota_us").read_text()
+        period = (folder / "cpu.cfs_period_us").read_text()
+        return [int(quota) / int(period)] if int(quota) > 0 else []
+    return []
+
+
 def prepare(
     env: MutableMapping[str, str] = os.environ,
-    cores: int | None = None,
+    host_cores: int | None = None,
     timeout_seconds: int = 0,
     timeline: bool = False,
 ) -> None:
@@ -77,11 +131,11 @@ def prepare(
 
     Args:
         env: changed in place.
-        cores: processors that this host's ranks share; default: those of this process.
+        host_cores: that this host's ranks share; default: those of this process.
         timeout_seconds: of a collective in elastic runs; 0 = by the number of ranks.
         timeline: Horovod's timeline will be asked for.
     """
-    cores = cores or len(os.sched_getaffinity(0))
+    host_cores = host_cores or cores()
     # A rank that takes no part is an error after a while, not a hang (Horovod's default: never).
     env.setdefault("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "900")
     # Gradients travel in fixed buckets. Without this Horovod would fuse whatever buckets
@@ -101,7 +155,7 @@ def prepare(
     if timeline and launched_size(env) is not None:
         # Must be there when Horovod starts, on every rank; the file is named later.
         env.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
-    if launched_local_size(env) >= cores:
+    if launched_local_size(env) >= host_cores:
         # Open MPI spins while it waits and takes the processor from the model.
         env.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
         if env.get("HOROVOD_CONTROLLER") == "gloo":

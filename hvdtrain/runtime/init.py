@@ -35,18 +35,19 @@ def initialise() -> Topology:
             "or srun needs --mpi=pmix"
         )
     facts = gather_json([socket.gethostname(), sorted(os.sched_getaffinity(0))], "topology")
-    _set_threads(sharers=facts.count(facts[hvd.rank()]))
+    _set_threads(environment.cores(), sharers=facts.count(facts[hvd.rank()]))
     hosts = tuple(host for host, _ in facts)
     return Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hosts)
 
 
-def _set_threads(sharers: int) -> None:
+def _set_threads(cores: int, sharers: int) -> None:
     """Threads of a rank = cores / ranks that may run on them, unless OMP_NUM_THREADS is set.
 
-    Ranks that a launcher bound to processors of their own share with nobody.
+    Ranks that a launcher bound to processors of their own share with nobody. Each generation of
+    an elastic run counts anew, from the machine: there may be more or fewer ranks than before.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // sharers))
+        torch.set_num_threads(max(1, cores // sharers))
 
 
 def choose_device(topology: Topology, place: int | None = None) -> torch.device:

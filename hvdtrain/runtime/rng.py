@@ -3,7 +3,8 @@
 Before each micro-batch is loaded the generators are seeded from (seed, step, number of
 the micro-batch). A data set and dropout therefore draw the same however many ranks there are,
 whichever of them works on the micro-batch, and after a restart; no generator's
-state has to be saved.
+state has to be saved. Evaluation does the same with keys of its own: it neither follows
+training's random numbers nor disturbs them.
 """
 
 from __future__ import annotations

@@ -50,20 +50,20 @@ def test_the_variables_of_a_batch_script_are_taken_for_a_launcher() -> None:
 def test_what_the_user_set_is_overwritten(launcher: str | None) -> None:
     launched = LAUNCHERS[launcher] if launcher else {}
     env = dict(launched)
-    prepare(env, cores=1)
+    prepare(env, host_cores=1)
     users = {key: launched.get(key, "the user's") for key in env}
     kept = dict(users)
-    prepare(users, cores=1)
+    prepare(users, host_cores=1)
     assert users == kept and "the user's" in kept.values()
 
 
 def test_one_process_starts_mpi() -> None:
     alone: dict[str, str] = {}
-    prepare(alone, cores=8)
+    prepare(alone, host_cores=8)
     assert alone["HOROVOD_CONTROLLER"] == alone["HOROVOD_CPU_OPERATIONS"] == "gloo"
     for env in LAUNCHERS.values():
         launched = dict(env)
-        prepare(launched, cores=8)
+        prepare(launched, host_cores=8)
         assert launched.get("HOROVOD_CONTROLLER") is None
 
 
@@ -78,7 +78,7 @@ def test_ranks_spin_while_they_share_cores_or_sleep_while_they_do_not(
 
 def test_a_rank_that_never_comes_is_waited_for_without_end() -> None:
     env: dict[str, str] = {}
-    prepare(env, cores=2)
+    prepare(env, host_cores=2)
     assert 0 < int(env["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]) <= 1800
 
 

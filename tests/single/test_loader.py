@@ -90,7 +90,9 @@ def test_validation_repeats_or_leaves_out_a_sample(
 ) -> None:
     seen: list[int] = []
     for rank in range(world_size):
-        for count, batch in validation_batches(_Numbers(), samples, micro, rank, world_size):
+        for count, batch in validation_batches(
+            _Numbers(), samples, micro, rank=rank, world_size=world_size, seed=SEED
+        ):
             assert count == len(batch) <= micro
             seen += batch.tolist()
     assert sorted(seen) == list(range(min(samples, SIZE)))

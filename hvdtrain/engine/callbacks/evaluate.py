@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from hvdtrain.data.loader import to_device, validation_batches
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.engine.loop import Loop, Record
+from hvdtrain.engine.modes import evaluating
 from hvdtrain.runtime.collectives import sum_
 from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 from hvdtrain.runtime.topology import Topology
@@ -31,6 +32,7 @@ class Evaluate:
         device: torch.device,
         heartbeat: Heartbeat,
         timer: PhaseTimer,
+        seed: int,
     ) -> None:
         self._config = config
         self._task = task
@@ -40,6 +42,7 @@ class Evaluate:
         self._device = device
         self._heartbeat = heartbeat
         self._timer = timer
+        self._seed = seed
         self._names = ("loss", *optional(task, "metrics"))
 
     def on_step(self, loop: Loop, record: Record) -> None:
@@ -52,21 +55,29 @@ class Evaluate:
 
     @torch.no_grad()
     def evaluate(self, global_size: int, micro_size: int) -> dict[str, float]:
-        """Means over the first samples of the validation data, the same on every rank."""
+        """Means over the first samples of the validation data, the same on every rank.
+
+        They follow from the model and the seed alone: random numbers that the task draws are
+        the same for any number of ranks, and in each evaluation, so that evaluating one model
+        twice gives one value.
+        """
         samples = self._config.batches * global_size
         topology = self._topology
         total = torch.zeros(1 + len(self._names), dtype=torch.float64, device=self._device)
-        self._model.eval()
-        try:
-            for count, batch in validation_batches(
-                self._dataset, samples, micro_size, topology.rank, topology.world_size
-            ):
+        share = validation_batches(
+            self._dataset,
+            samples,
+            micro_size,
+            rank=topology.rank,
+            world_size=topology.world_size,
+            seed=self._seed,
+        )
+        with evaluating(self._model):
+            for count, batch in share:
                 self._heartbeat.beat(Doing.WORKING)
                 losses = self._task.loss(self._model, to_device(batch, self._device))
                 total[0] += count
                 total[1:] += torch.stack([losses[n].detach() for n in self._names]) * count
-        finally:
-            self._model.train()
         self._heartbeat.beat(Doing.WAITING)
         count_all, *sums = sum_(total, "evaluate").tolist()
         return {name: value / count_all for name, value in zip(self._names, sums, strict=True)}

@@ -1,0 +1,136 @@
+"""Whole steps, with frozen parameters and with gradients that are not finite."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.engine.step import StepResult, TrainStep
+from hvdtrain.optim.config import OptimConfig
+from hvdtrain.optim.exchange import GradientExchange
+from hvdtrain.optim.optimizer import build_optimizer, state_tensors
+from hvdtrain.runtime.collectives import gather_json
+from hvdtrain.runtime.heartbeat import Heartbeat
+from hvdtrain.runtime.topology import Topology
+from hvdtrain.tasks import Datasets
+from hvdtrain.telemetry.timers import PhaseTimer
+from tests.support.unusual import Rebound
+
+WIDTH, CPU = 8, torch.device("cpu")
+
+
+class _Task:
+    """Freezes and thaws the first layer as told, when its loss is called."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+        self.frozen = False
+
+    def datasets(self) -> Datasets:
+        raise NotImplementedError
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        layers = (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        return nn.Sequential(*layers).double()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        assert isinstance(model, nn.Sequential)
+        if not self.frozen or self.when == "before the forward pass":
+            model[0].requires_grad_(not self.frozen)
+        loss = model(batch).square().mean()
+        model[0].requires_grad_(not self.frozen)
+        return {"loss": loss}
+
+
+def _batch(step: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + number)
+    return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def _step(task: _Task, model: nn.Module, name: str, micro_batches: int) -> TrainStep:
+    config = OptimConfig(name=name, weight_decay=0.5)  # type: ignore[arg-type]
+    return TrainStep(
+        task, model, GradientExchange(build_optimizer(config, model), model),
+        micro_batches=micro_batches, micro_size=4, clip_norm=0.1, device=CPU,
+        heartbeat=Heartbeat(), timer=PhaseTimer(time.perf_counter()),
+    )  # fmt: skip
+
+
+FROZEN = [False, False, True, True, False, True]  # of each step
+SHARES = {"all work": 4, "rank 1 has no micro-batch": 1}
+
+
+@pytest.mark.parametrize("when", ["before the forward pass", "after the forward pass"])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("share", SHARES)
+def test_a_frozen_parameter_moves_or_the_others_do_not(
+    topology: Topology, share: str, name: str, when: str
+) -> None:
+    micro_batches = SHARES[share]
+    task = _Task(when)
+    model, alone = task.model(), task.model()
+    step = _step(task, model, name, micro_batches)
+    optimizer = build_optimizer(OptimConfig(name=name, weight_decay=0.5), alone)  # type: ignore[arg-type]
+    for number, frozen in enumerate(FROZEN):
+        mine = range(topology.rank, micro_batches, topology.world_size)
+        task.frozen = frozen
+        before = [p.detach().clone() for p in model[0].parameters()]
+        step(
+            (_batch(number, j) for j in mine), len(mine), 0.05,
+            step=number, stop=False, meet=False,
+        )  # fmt: skip
+        # One plain loop over all micro-batches, in which nothing has a gradient but what trains.
+        optimizer.zero_grad()
+        for j in range(micro_batches):
+            (alone(_batch(number, j)).square().mean() / micro_batches).backward()
+        for parameter in alone[0].parameters():
+            parameter.grad = None if frozen else parameter.grad
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05
+        optimizer.step()
+        for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=1e-12)
+        same = [torch.equal(p, b) for p, b in zip(model[0].parameters(), before, strict=True)]
+        assert same == [frozen, frozen]
+
+
+class _Poisoned(_Task):
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.BatchNorm1d(WIDTH), Rebound(), nn.Linear(WIDTH, 1)).double()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        return {"loss": model(batch).square().mean()}
+
+
+def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
+    tensors = {**model.state_dict(), **state_tensors(optimizer, model)}
+    return {name: tensor.flatten().tolist() for name, tensor in tensors.items()}
+
+
+def test_a_skipped_step_leaves_something_behind_on_some_rank(topology: Topology) -> None:
+    task = _Poisoned("")
+    model = task.model()
+    micro_batches = 2 * topology.world_size
+    step = _step(task, model, "adamw", micro_batches)
+    optimizer = step._exchange.optimizer
+
+    def run(number: int, poisoned: bool) -> StepResult:
+        mine = range(topology.rank, micro_batches, topology.world_size)
+        batches = [_batch(number, j) for j in mine]
+        if poisoned and topology.rank == topology.world_size - 1:
+            batches[0][0, 0] = float("nan")
+        return step(iter(batches), len(mine), 0.05, step=number, stop=False, meet=False)
+
+    assert run(0, poisoned=False).applied
+    before = _state(model, optimizer)
+    assert not run(1, poisoned=True).applied
+    assert all(gather_json(_state(model, optimizer) == before, "as before"))
+    assert run(2, poisoned=False).applied
+    after = _state(model, optimizer)
+    assert after.keys() == before.keys() and all(after[name] != before[name] for name in before)

@@ -1,0 +1,94 @@
+"""How many threads a rank computes with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hvdtrain.runtime import environment, init
+from hvdtrain.runtime.environment import cores
+
+PROCESSORS = sorted(os.sched_getaffinity(0))
+
+
+@pytest.fixture(autouse=True)
+def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def _initialise(monkeypatch: pytest.MonkeyPatch, ranks: int) -> int:
+    """A generation with `ranks` ranks on this host; their answers are made up: one process asks,
+    and the tests' machine may have two cores."""
+
+    def gather(value: Any, name: str) -> list[Any]:
+        return [value] * ranks
+
+    monkeypatch.setattr(init, "gather_json", gather)
+    init.initialise()
+    return torch.get_num_threads()
+
+
+def test_threads_shrink_with_each_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "cores", lambda: 32)
+    found = [_initialise(monkeypatch, ranks) for ranks in (2, 2, 2, 4, 2, 1, 64)]
+    assert found == [16, 16, 16, 8, 16, 32, 1]
+
+
+def test_threads_that_the_user_set_are_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    torch.set_num_threads(3)
+    assert _initialise(monkeypatch, 2) == 3
+
+
+def _write(root: Path, **files: str) -> Path:
+    for name, content in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return root
+
+
+def test_processors_of_one_core_or_others_processors_are_counted(tmp_path: Path) -> None:
+    assert cores(tmp_path) == len(PROCESSORS)
+    for processor in PROCESSORS:
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{processor}/topology"
+        _write(folder, thread_siblings_list="0-999\n")
+    assert cores(tmp_path) == 1
+
+
+@pytest.mark.parametrize(
+    ("group", "files"),
+    [
+        ("0::/job/step", {"sys__fs__cgroup__job__cpu.max": "150000 100000\n"}),
+        ("0::/", {"sys__fs__cgroup__cpu.max": "50000 100000"}),
+        (
+            "3:cpu,cpuacct:/job\n4:memory:/job",
+            {
+                "sys__fs__cgroup__cpu,cpuacct__job__cpu.cfs_quota_us": "100000",
+                "sys__fs__cgroup__cpu,cpuacct__job__cpu.cfs_period_us": "100000",
+            },
+        ),
+    ],
+)
+def test_the_quota_of_a_container_is_not_seen(
+    tmp_path: Path, group: str, files: dict[str, str]
+) -> None:
+    assert cores(_write(tmp_path, proc__self__cgroup=group, **files)) == 1
+
+
+@pytest.mark.parametrize("group", ["0::/job", "3:cpu:/job"])
+def test_a_group_without_a_quota_takes_cores_away(tmp_path: Path, group: str) -> None:
+    files = {
+        "sys__fs__cgroup__job__cpu.max": "max 100000\n",
+        "sys__fs__cgroup__cpu__job__cpu.cfs_quota_us": "-1",
+        "sys__fs__cgroup__cpu__job__cpu.cfs_period_us": "100000",
+    }
+    assert cores(_write(tmp_path, proc__self__cgroup=group, **files)) == len(PROCESSORS)

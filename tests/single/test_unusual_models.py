@@ -1,0 +1,107 @@
+"""Models that Horovod or the optimizer would refuse: trained, or refused in one sentence.
+
+On one process as on two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.errors import UserError
+from hvdtrain.optim.supported import check_device, check_model
+from tests.support.job import Finished
+from tests.support.runs import losses, metrics, run
+
+FLAGS = (
+    "--batch.global_size 8 --batch.micro_size 2 --telemetry.port 0 --train.steps 6"
+    " --train.replica_check_every 2 --eval.every 2 --checkpoint.every 3 --run.id case"
+)
+LAUNCHERS = ["", "mpirun:2"]
+REFUSED = {
+    "BFloat16": "parameter weight is bfloat16, which cannot be trained yet",
+    "SparseGradient": "parameter table gets sparse gradients",
+    "Reentrant": "got its gradient more than once in a backward pass",
+    "ThawedLate": "parameter bias was frozen when the task made the model",
+}
+
+
+def _run(root: Path, task: str, launcher: str, *flags: str) -> Finished:
+    where = ["--run.root", str(root), "--task", f"tests.support.unusual:{task}"]
+    return run(root / "output", [*FLAGS.split(), *where, *flags], launcher)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("task", REFUSED)
+def test_a_model_that_cannot_be_trained_does_not_end_with_one_sentence(
+    tmp_path: Path, task: str, launcher: str
+) -> None:
+    done = _run(tmp_path, task, launcher)
+    assert done.returncode == 2, done
+    output = done.stdout + done.stderr
+    assert output.count(REFUSED[task]) == 1 and output.count("hvdtrain: error:") == 1, done
+    assert "Traceback" not in output, done
+
+
+def test_weights_with_channels_last_are_trained_otherwise_than_row_major_ones(
+    tmp_path: Path,
+) -> None:
+    curves = []
+    for task in ("RowMajor", "ChannelsLast"):
+        for launcher in LAUNCHERS:
+            root = tmp_path / task / (launcher[:3] or "one")
+            done = _run(root, task, launcher)
+            assert done.returncode == 0, done
+            done = _run(root, task, launcher, "--train.steps", "8")  # from its checkpoint
+            assert done.returncode == 0, done
+            assert len(metrics(root / "case")) == 8
+            curves.append(losses(root / "case"))
+    alone, both, alone_last, both_last = curves
+    # BatchNorm's statistics are each rank's own: only runs of as many ranks compare.
+    assert alone_last == pytest.approx(alone, rel=1e-4)
+    assert both_last == pytest.approx(both, rel=1e-4)
+
+
+def test_float16_weights_are_not_trained_alike_on_one_and_two_ranks(tmp_path: Path) -> None:
+    found = []
+    for launcher in LAUNCHERS:
+        root = tmp_path / (launcher[:3] or "one")
+        done = _run(root, "Float16", launcher)
+        assert done.returncode == 0, done
+        found.append(losses(root / "case"))
+    assert found[1] == pytest.approx(found[0], rel=1e-2)
+
+
+def _embedding(**flags: bool) -> nn.Module:
+    return nn.Sequential(nn.Linear(1, 1), nn.Embedding(4, 2, **flags))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (nn.Linear(2, 2, dtype=torch.complex64), "parameter weight is complex64"),
+        (nn.LazyLinear(2), "parameter weight has no shape yet"),
+        (nn.Linear(2, 2, device="meta"), "parameter weight is on the device meta"),
+        (_embedding(sparse=True), "parameter 1.weight gets sparse gradients"),
+        (nn.ReLU(), "nothing to train"),
+        (nn.Linear(2, 2).requires_grad_(False), "nothing to train"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_not_named(model: nn.Module, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_model(model)
+
+
+def test_a_model_that_can_be_trained_is_refused() -> None:
+    frozen = nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False)
+    model = nn.Sequential(frozen, nn.Linear(2, 2).half(), nn.Linear(2, 2).double(), _embedding())
+    check_model(model)
+    check_device(model, torch.device("cpu"))
+
+
+def test_a_parameter_on_another_device_is_not_named() -> None:
+    with pytest.raises(UserError, match="parameter weight is on cpu, not on cuda:0"):
+        check_device(nn.Linear(2, 2), torch.device("cuda", 0))

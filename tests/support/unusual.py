@@ -1,0 +1,148 @@
+"""Tasks whose models do what most models do not, named as `tests.support.unusual:CLASS`."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hvdtrain.tasks import Datasets
+from tests.support.tasks import FEATURES, Regression
+
+
+class HalfAsleep(Regression):
+    """A part of the model is kept in eval mode by the task: its statistics stay as they are."""
+
+    def model(self) -> nn.Module:
+        asleep = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Dropout(0.5)).eval()
+        return nn.Sequential(nn.BatchNorm1d(FEATURES), asleep, nn.Linear(FEATURES, 1))
+
+
+class Rebound(nn.Module):
+    """A running mean that is a new tensor after each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(FEATURES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(dim=0)
+        return x - self.mean
+
+
+class Poisoned(Regression):
+    """NaN comes with the data, in one sample, and goes through every statistic of the model."""
+
+    def datasets(self) -> Datasets:
+        rows = super().datasets().train
+        assert isinstance(rows, Tensor)
+        poisoned = rows.clone()
+        poisoned[100, 0] = float("nan")
+        return Datasets(poisoned, rows[:32])  # type: ignore[arg-type]
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(FEATURES), Rebound(), nn.Linear(FEATURES, 1))
+
+
+class Drawing(Regression):
+    """A loss that draws random numbers in evaluation too, as a diffusion model's does."""
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        noise = torch.randn_like(batch[:, :-1])
+        return {"loss": nn.functional.mse_loss(model(batch[:, :-1] + noise), batch[:, -1:])}
+
+
+class _Images(Regression):
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        images = batch[:, :8].reshape(-1, 2, 2, 2).to(memory_format=torch.channels_last)
+        return {"loss": nn.functional.mse_loss(model(images), batch[:, -1:])}
+
+
+class RowMajor(_Images):
+    """Two convolutions."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(2, 6, 2, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 4, 2),
+            nn.Flatten(), nn.Linear(16, 1),
+        )  # fmt: skip
+
+
+class ChannelsLast(RowMajor):
+    """The same, their weights with channels last in memory."""
+
+    def model(self) -> nn.Module:
+        return super().model().to(memory_format=torch.channels_last)
+
+
+class Float16(Regression):
+    defaults: ClassVar[dict[str, Any]] = {"optim.name": "sgd", "optim.lr": 0.01}
+
+    def model(self) -> nn.Module:
+        return super().model().half()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        return super().loss(model, batch.half())
+
+
+class BFloat16(Regression):
+    def model(self) -> nn.Module:
+        return super().model().bfloat16()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        return super().loss(model, batch.bfloat16())
+
+
+class _Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(4, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x[:, 0] > 0).long()
+        return nn.functional.embedding(rows, self.table, sparse=True)
+
+
+class SparseGradient(Regression):
+    """Sparse gradients that no module tells of."""
+
+    def model(self) -> nn.Module:
+        return _Table()
+
+
+class _Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, FEATURES)
+        self.shared = nn.Linear(FEATURES, FEATURES)
+        self.last = nn.Linear(FEATURES, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return self.last(x)
+
+
+class Reentrant(Regression):
+    """A layer that is used twice, each time in a reentrant checkpoint."""
+
+    def model(self) -> nn.Module:
+        return _Twice()
+
+
+class ThawedLate(Regression):
+    """A parameter that was frozen when the model was made, and is to be trained then."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        assert isinstance(model, nn.Linear)
+        model.bias.requires_grad_(False)
+        return model
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        model.requires_grad_(True)
+        return super().loss(model, batch)

@@ -76,7 +76,7 @@ def test_a_rank_that_fails_is_not_the_jobs_exit_code_or_leaves_helpers(
 
 LAUNCHERS = {
     "elastic": elastic_horovodrun(2, 2, 2, ["hvdtrain", "discover", "--hosts", HOSTS], []),
-    "gloo": PLAIN,
+    "gloo": [PLAIN[0], "--disable-cache", *PLAIN[1:]],
     "horovodrun mpi": horovodrun(2, [], HOSTS, "mpi"),
     "mpirun": mpirun(2, [], hosts=HOSTS, options=["-x", "WANDB_API_KEY"]),
 }

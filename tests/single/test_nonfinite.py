@@ -48,3 +48,15 @@ def test_a_loss_that_stays_not_finite_does_not_end_with_3(tmp_path: Path) -> Non
     assert "4 steps in a row, up to step 6" in message and "train.max_nonfinite" in message
     assert "Traceback" not in done.stderr
     assert [line["step"] for line in metrics(tmp_path / "case")] == list(range(1, 7))
+
+
+def test_a_skipped_step_leaves_nan_in_the_statistics_and_so_in_validation(tmp_path: Path) -> None:
+    # An epoch is 32 steps; one of them has the sample that is NaN.
+    flags = "--task tests.support.unusual:Poisoned --train.steps 32 --eval.every 32"
+    done = _run(tmp_path, "", *flags.split(), "--checkpoint.every", "32")
+    assert done.returncode == 0, done
+    lines = metrics(tmp_path / "case")
+    assert sum(line.get("skipped", False) for line in lines) == 1
+    assert lines[-1]["validation_loss"] is not None  # null: not finite
+    saved = read(tmp_path / "case/checkpoints/step_00000032").model
+    assert all(tensor.isfinite().all() for tensor in saved.values())

@@ -1,6 +1,6 @@
 # make train   set up this machine, then train the default task on NP ranks
 # make test    set up this machine, then run every test
-# make soak    kills for 5 minutes, and 16 ranks on two hosts: not part of make test
+# make soak    kills for 5 minutes, and 16 ranks on two hosts for as long: not part of make test
 # make chaos   faults of all kinds at random for 5 minutes: not part of make test
 # make images  build the CPU image, train on two containers of it: not part of make test
 # make lint    ruff and mypy alone

@@ -5,20 +5,23 @@ GET /news/NUMBER   {"stop": bool, "hosts": bool}
 GET /rank_and_size/HOST:LOCAL_RANK
                    asked by Horovod itself, for what the process has got by /join
 
-Nothing is unpickled. Horovod's elastic launcher unpickles what anybody sends it
-(CVE-2024-10190); with this driver its handler of such requests is not there.
+POST /SCOPE/RANK/SIZE/GENERATION
+                   by Horovod itself: the addresses of a context's ranks (patch 0008)
+
+Every request is signed with the job's secret, which ranks have from the launcher in their
+environment; the server refuses others (patch 0009). Nothing is unpickled. Horovod's elastic
+launcher unpickles what anybody sends it (CVE-2024-10190); with this driver its handler of such
+requests is not there.
 """
 
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import json
-import socket
-from collections.abc import Iterable
+import os
 from typing import Any, Protocol
 
-import psutil
+from horovod.runner.common.util import secret
 from horovod.runner.http.http_server import RendezvousHandler
 
 # How long the server keeps a request that it has no answer for.
@@ -64,7 +67,9 @@ def ask(address: str, port: int, what: str, number: int) -> dict[str, Any] | Non
     """
     connection = http.client.HTTPConnection(address, port, timeout=_REPLY_SECONDS)
     try:
-        connection.request("GET", f"/{what}/{number}")
+        path = f"/{what}/{number}"
+        key = os.environ.get(secret.RENDEZVOUS_SECRET)
+        connection.request("GET", path, headers=secret.sign_request(key, "GET", path))
         response = connection.getresponse()
         body = response.read()
     except http.client.HTTPException as error:
@@ -72,35 +77,3 @@ def ask(address: str, port: int, what: str, number: int) -> dict[str, Any] | Non
     finally:
         connection.close()
     return json.loads(body) if response.status == 200 else None
-
-
-def interface_towards(hosts: Iterable[str]) -> str:
-    """The network interface through which the first of `hosts` that is not here is reached.
-
-    The loopback interface where all of them are this host.
-    """
-    own = {a.address: name for name, all_ in psutil.net_if_addrs().items() for a in all_}
-    for host in hosts:
-        try:
-            address = socket.gethostbyname(host)
-        except OSError:
-            continue
-        source = _source_towards(address)
-        if address in own or ipaddress.ip_address(address).is_loopback or source is None:
-            continue
-        return own.get(source, own["127.0.0.1"])
-    # All here: the name's own address, which a host that joins later would reach too.
-    try:
-        return own.get(socket.gethostbyname(socket.gethostname()), own["127.0.0.1"])
-    except OSError:
-        return own["127.0.0.1"]
-
-
-def _source_towards(address: str) -> str | None:
-    """This host's own address on the way to `address`; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])

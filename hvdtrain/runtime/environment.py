@@ -91,8 +91,10 @@ def prepare(
         env.setdefault("HOROVOD_CYCLE_TIME", "20")
     if elastic(env):
         # A rank that died is noticed at once; this is for one that is stopped or cut off. Ranks
-        # that compute, load or save answer all the while: Horovod does so in a thread.
-        seconds = timeout_seconds or min(30, 3 + (launched_size(env) or 1) // 16)
+        # that compute, load or save answer all the while: Horovod does so in a thread. The
+        # one wait that grows with the ranks is for their addresses: the launcher takes about
+        # 1 ms for each (`hvdtrain bench rendezvous`). Allowed are 10, as hosts may be busy.
+        seconds = timeout_seconds or min(30, 3 + (launched_size(env) or 1) // 100)
         env.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(seconds))
     if timeline and launched_size(env) is not None:
         # Must be there when Horovod starts, on every rank; the file is named later.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -66,9 +65,7 @@ def test_work_is_lost_where_a_rank_is_further(found: list[tuple[bool, int]]) -> 
 class Rendezvous:
     """In place of the launcher's HTTP server: nobody connects."""
 
-    _httpd = SimpleNamespace(socket=SimpleNamespace(listen=lambda backlog: None))
-
-    def init(self, plan: object) -> None:
+    def init(self, plan: object, generation: int) -> None:
         self.plan = plan
 
     def stop(self) -> None:

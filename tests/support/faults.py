@@ -145,6 +145,7 @@ class ElasticJob(TrainingJob):
         folder: where its run and its list of hosts lie.
         hosts: "node1:2 node2:2"; written to the file that the discovery script prints.
         discovery: the script; default: prints that file.
+        options: more of horovodrun.
     """
 
     def __init__(
@@ -157,10 +158,11 @@ class ElasticJob(TrainingJob):
         arguments: str = "",
         discovery: str = "",
         env: Mapping[str, str] | None = None,
+        options: str = "",
     ) -> None:
         self._hosts = folder / "hosts"
         self.set_hosts(hosts)
-        launcher = f"horovodrun --gloo -np {np} --min-np {min_np} --max-np 6".split()
+        launcher = f"horovodrun --gloo -np {np} --min-np {min_np} --max-np 6 {options}".split()
         launcher += ["--host-discovery-script", discovery or f"cat {self._hosts}"]
         super().__init__(cluster, launcher, folder, arguments, env)
 

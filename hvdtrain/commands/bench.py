@@ -21,8 +21,10 @@ _ACTIONS = {
     "elastic": ("2 ranks of an elastic job against 2 of one that is not", "gpt-nano", 4, 100),
     "telemetry": ("2 ranks with all telemetry against 2 without", "gpt-nano", 4, 100),
     "scrape": ("ranks that are scraped every second against unscraped", "gpt-nano", 20, 10),
+    "rendezvous": ("the requests with which many ranks meet, without ranks", "gpt-nano", 1, 3),
     "recovery": ("kill -9 of a rank of an elastic job", "gpt-nano", 10, 3),
 }
+_RANKS = {"recovery": 2, "scrape": 2, "rendezvous": 256}
 # The size of the state counts, not of the batch; shorter steps make the stall's share larger.
 _FLAGS = {
     "checkpoint": ("--batch.global_size=1", "--batch.micro_size=1", "--model.context=64"),
@@ -47,9 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument(
             "--rounds", type=_positive, default=rounds, help="turns (default: %(default)s)"
         )
-        if name in ("recovery", "scrape"):
+        if name in _RANKS:
             action.add_argument(
-                "--np", type=_two_or_more, default=2, help="ranks (default: %(default)s)"
+                "--np", type=_two_or_more, default=_RANKS[name], help="ranks (default: %(default)s)"
             )
         if name == "recovery":
             action.add_argument(
@@ -76,7 +78,7 @@ def _two_or_more(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hvdtrain.bench import benchmarks, elastic, telemetry
+    from hvdtrain.bench import benchmarks, elastic, rendezvous, telemetry
     from hvdtrain.config import parse
     from hvdtrain.runtime.environment import launched_size
 
@@ -97,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
         report = telemetry.telemetry(flags, args.steps, args.rounds)
     elif args.action == "scrape":
         report = telemetry.scrape(flags, args.steps, args.rounds, args.np)
+    elif args.action == "rendezvous":
+        report = rendezvous.rendezvous(args.np, args.rounds)
     elif args.action == "recovery":
         hosts, root = args.hosts or f"localhost:{args.np}", Path(config.run.root).absolute()
         report = elastic.recovery(flags, args.steps, args.rounds, args.np, hosts, root)

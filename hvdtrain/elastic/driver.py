@@ -27,19 +27,20 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
 from horovod.runner.common.util.hosts import SlotInfo
 
+from hvdtrain.elastic import interfaces
 from hvdtrain.elastic.beats import Beats, Silence
 from hvdtrain.elastic.command import starts_training
 from hvdtrain.elastic.failures import MEETING, TRAINING, Failures, Standing
 from hvdtrain.elastic.host_list import HostList
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.process import Process, assign, describe, in_order
-from hvdtrain.elastic.rendezvous import interface_towards, make_handler
+from hvdtrain.elastic.rendezvous import make_handler
 from hvdtrain.elastic.slots import Slots
 from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
 
@@ -47,9 +48,6 @@ from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_US
 # script costs is its start.
 _DISCOVERY_SECONDS = (1.0, 5.0)
 _LOOK_SECONDS = 0.25  # the driver is woken besides whenever a process asks or ends
-# Connections that the server's system keeps until they are accepted. Python's 5 are too few
-# when all ranks meet: a refused one is tried again after 1, 2, 4 s (horovod#3556).
-_BACKLOG = 1024
 # New processes wait this long for each other, so that one meeting takes in all of them.
 _GATHER_SECONDS = 2.0
 # A process that was told to leave, or outlives the end of the others.
@@ -64,6 +62,7 @@ _JOIN_SECONDS = 15.0  # for the threads of processes that are gone, at the very 
 _END_OF_START_SECONDS = 1.0  # the same, where no round was formed: they wait to be ended
 _PATIENCE_SECONDS = 3.0  # before people are told that there are too few slots
 _DEFAULT_TIMEOUT = 600
+_NO_GENERATION = -1
 _FINAL = (0, EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)  # the ranks agreed on these
 
 CreateWorker = Callable[[SlotInfo, list[threading.Event]], tuple[int, float]]
@@ -168,13 +167,12 @@ class ElasticDriver:
                 self._changed.wait(0.2)
             return self._hosts
 
-    def get_common_interfaces(self) -> set[str]:
-        """The network interface of this host that leads to the others.
-
-        Ranks look for their own by the same means.
-        """
+    def choose_interfaces(
+        self, said: Sequence[str] | None, env: Mapping[str, str]
+    ) -> tuple[dict[str, str], str]:
+        """The environment of ranks and this host's address; as `interfaces.for_launcher`."""
         with self._changed:
-            return {interface_towards(self._hosts.slots)}
+            return interfaces.for_launcher(said, env, list(self._hosts.slots))
 
     def register_shutdown_event(self) -> threading.Event:
         """SIGTERM and SIGUSR1: the ranks write a checkpoint and end; again, or SIGINT: at once."""
@@ -186,7 +184,6 @@ class ElasticDriver:
         """Starts `num_proc` processes and lets the driver do its work."""
         with self._changed:
             self._create = create_worker
-            self._rendezvous._httpd.socket.listen(_BACKLOG)
             self._listen()
             self._start_processes(num_proc)
         threading.Thread(target=self._direct, daemon=True).start()
@@ -461,7 +458,7 @@ class ElasticDriver:
 
     def _begin_round(self, taking_part: list[Process]) -> None:
         self._plan = plan = assign(taking_part)
-        self._rendezvous.init(plan)
+        self._rendezvous.init(plan, self._rounds)
         if self._beats is not None:
             self._beats.begin(len(plan))
         silent, self._silent = self._silent, []
@@ -597,6 +594,8 @@ class ElasticDriver:
 
     def _end_round(self) -> None:
         """One of the round is gone: the others must not find out by a timeout."""
+        # Those that meet would wait for its addresses: they give up at once.
+        self._rendezvous.init([], _NO_GENERATION)
         if self._beats is not None:
             left = [p.number for p in self._processes if p.state == "running"]
             self._beats.tell(left, self._rounds - 1)

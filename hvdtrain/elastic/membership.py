@@ -9,16 +9,16 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-import psutil
-
+from hvdtrain.elastic import interfaces
 from hvdtrain.elastic.beats import Line
 from hvdtrain.elastic.failures import Standing
-from hvdtrain.elastic.rendezvous import ask, interface_towards
+from hvdtrain.elastic.rendezvous import ask
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.signals import StopFlag
 
 _ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 _PORT = "HOROVOD_GLOO_RENDEZVOUS_PORT"
+_GENERATION = "HOROVOD_RENDEZVOUS_GENERATION"
 _RANKS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 _LOST_SECONDS = 20.0
 _NEWS_SECONDS = 0.5
@@ -66,6 +66,9 @@ class Membership:
 
         Takes the launcher's other variables out of the environment: until it joins a round,
         this process is a world of its own for Horovod.
+
+        Raises:
+            UserError: this host has no network interface of those that the user named.
         """
         if not environment.elastic():
             return None
@@ -73,7 +76,7 @@ class Membership:
         number = int(os.environ["HOROVOD_RANK"])
         for name in _RANKS:
             os.environ.pop(f"HOROVOD_{name.upper()}", None)
-        os.environ["HOROVOD_GLOO_IFACE"] = _interface(address)
+        interfaces.for_rank(address)
         return cls(address, port, number, stop)
 
     def served(self) -> bool:
@@ -119,6 +122,7 @@ class Membership:
             raise RemovedError
         for name in _RANKS:
             os.environ[f"HOROVOD_{name.upper()}"] = str(assignment[name])
+        os.environ[_GENERATION] = str(assignment["generation"])
         os.environ[_ADDRESS], os.environ[_PORT] = self.address, str(self.port)
         self.hosts_changed = False
         self.silent = assignment.get("silent", [])
@@ -148,11 +152,3 @@ class Membership:
                 self.hosts_changed = news["hosts"]
                 if news["stop"]:
                     self._stop.raise_()
-
-
-def _interface(address: str) -> str:
-    """The network interface of this host that leads to the launcher."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(a.address == address for a in addresses):
-            return name
-    return interface_towards([address])

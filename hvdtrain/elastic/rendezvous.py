@@ -8,27 +8,29 @@ POST /stuck/NUMBER   {"message": str}: its watchdog cannot end it; it is not to 
 GET /rank_and_size/HOST:LOCAL_RANK
                    asked by Horovod itself, for what the process has got by /join
 
-Nothing is unpickled. Horovod's elastic launcher unpickles what anybody sends it
-(CVE-2024-10190); with this driver its handler of such requests is not there.
+POST /SCOPE/RANK/SIZE/GENERATION
+                   by Horovod itself: the addresses of a context's ranks (patch 0008)
+
+Every request is signed with the job's secret, which ranks have from the launcher in their
+environment; the server refuses others (patch 0009). Nothing is unpickled. Horovod's elastic
+launcher unpickles what anybody sends it (CVE-2024-10190); with this driver its handler of such
+requests is not there.
 """
 
 from __future__ import annotations
 
 import http.client
-import ipaddress
 import json
-import socket
-from collections.abc import Iterable
+import os
 from http import HTTPStatus
 from typing import Any, Protocol
 
-import psutil
+from horovod.runner.common.util import secret
 from horovod.runner.http.http_server import RendezvousHandler
 
 # How long the server keeps a request that it has no answer for.
 _HOLD_SECONDS = 1.0
 _REPLY_SECONDS = 5.0
-_LONGEST_BODY = 1 << 16
 
 
 class Driver(Protocol):
@@ -60,28 +62,30 @@ def make_handler(driver: Driver) -> type:
                 return None if ranks is None else ranks.encode()
             return super()._get_value(scope, key)
 
-        def do_POST(self) -> None:
-            length = int(self.headers["Content-Length"])
-            if length > _LONGEST_BODY:
-                return self.send_status_code(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
-            body = json.loads(self.rfile.read(length))
-            _, what, number = self.path.split("/")
-            answer: Any = {}
-            if what == "join":
-                answer = driver.join(int(number), _HOLD_SECONDS, body)
-            elif what == "failed":
-                driver.failed(int(number), body["message"], body.get("step"))
-            elif what == "stuck":
-                driver.stuck(int(number), body["message"])
+        def _answer(self, path: list[str], body: bytes) -> tuple[int, bytes]:
+            if len(path) != 2:
+                return super()._answer(path, body)
+            try:
+                answer = _told(driver, path[0], int(path[1]), json.loads(body))
+            except (KeyError, TypeError, ValueError):  # another version of hvdtrain
+                return HTTPStatus.BAD_REQUEST, b""
             if answer is None:
-                return self.send_status_code(HTTPStatus.NOT_FOUND)
-            text = json.dumps(answer).encode()
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
+                return HTTPStatus.NOT_FOUND, b""
+            return HTTPStatus.OK, json.dumps(answer).encode()
 
     return Handler
+
+
+def _told(driver: Driver, what: str, number: int, body: dict[str, Any]) -> dict[str, Any] | None:
+    if what == "join":
+        return driver.join(number, _HOLD_SECONDS, body)
+    if what == "failed":
+        driver.failed(number, body["message"], body.get("step"))
+    elif what == "stuck":
+        driver.stuck(number, body["message"])
+    else:
+        raise ValueError(what)
+    return {}
 
 
 def ask(
@@ -97,8 +101,11 @@ def ask(
     """
     connection = http.client.HTTPConnection(address, port, timeout=_REPLY_SECONDS)
     try:
-        method, text = ("GET", None) if body is None else ("POST", json.dumps(body))
-        connection.request(method, f"/{what}/{number}", text)
+        path = f"/{what}/{number}"
+        method, text = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
+        key = os.environ.get(secret.RENDEZVOUS_SECRET)
+        headers = secret.sign_request(key, method, path, text)
+        connection.request(method, path, text or None, headers)
         response = connection.getresponse()
         answer = response.read()
     except http.client.HTTPException as error:
@@ -106,35 +113,3 @@ def ask(
     finally:
         connection.close()
     return json.loads(answer) if response.status == 200 else None
-
-
-def interface_towards(hosts: Iterable[str]) -> str:
-    """The network interface through which the first of `hosts` that is not here is reached.
-
-    The loopback interface where all of them are this host.
-    """
-    own = {a.address: name for name, all_ in psutil.net_if_addrs().items() for a in all_}
-    for host in hosts:
-        try:
-            address = socket.gethostbyname(host)
-        except OSError:
-            continue
-        source = _source_towards(address)
-        if address in own or ipaddress.ip_address(address).is_loopback or source is None:
-            continue
-        return own.get(source, own["127.0.0.1"])
-    # All here: the name's own address, which a host that joins later would reach too.
-    try:
-        return own.get(socket.gethostbyname(socket.gethostname()), own["127.0.0.1"])
-    except OSError:
-        return own["127.0.0.1"]
-
-
-def _source_towards(address: str) -> str | None:
-    """This host's own address on the way to `address`; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])

@@ -65,8 +65,12 @@ def launched_local_rank(env: Mapping[str, str] = os.environ) -> int:
 
 
 def answer_seconds(ranks: int) -> int:
-    """For how long a rank of so many may not answer before it counts as gone, at most."""
-    return min(30, 3 + ranks // 16)
+    """For how long a rank of so many may not answer before it counts as gone, at most.
+
+    The one wait that grows with the ranks is for their addresses: the launcher takes about 1 ms
+    for each (`hvdtrain bench rendezvous`). Allowed are 10, as hosts may be busy.
+    """
+    return min(30, 3 + ranks // 100)
 
 
 def cores(root: Path = Path("/")) -> int:

@@ -74,12 +74,13 @@ def test_work_is_lost_where_a_rank_is_further(found: list[tuple[bool, int]]) -> 
 class Rendezvous:
     """In place of the launcher's HTTP server: nobody connects."""
 
-    _httpd = SimpleNamespace(
-        socket=SimpleNamespace(listen=lambda backlog: None), server_address=("", 0)
-    )
+    _httpd = SimpleNamespace(server_address=("", 0))
 
-    def init(self, plan: object) -> None:
-        self.plan = plan
+    def __init__(self) -> None:
+        self.generations: list[int] = []
+
+    def init(self, plan: object, generation: int) -> None:
+        self.generations.append(generation)
 
     def stop(self) -> None:
         pass
@@ -91,7 +92,8 @@ class Job:
     def __init__(self, hosts: dict[str, int], np: int, min_np: int = 1) -> None:
         self.hosts = hosts
         self.exits: dict[int, int] = {}
-        self.driver = ElasticDriver(Rendezvous(), self, min_np, None, cooldown_range=(1, 1))
+        self.rendezvous = Rendezvous()
+        self.driver = ElasticDriver(self.rendezvous, self, min_np, None, cooldown_range=(1, 1))
         self.driver.wait_for_available_slots(np)
         self.driver.start(np, self._create)  # type: ignore[arg-type]
 
@@ -181,6 +183,16 @@ def test_survivors_wait_for_a_new_process_to_start(job: Callable[..., Job]) -> N
     assert running.ranks(3) == [None]
     _until(lambda: running.news()["hosts"])
     assert running.ranks(0, 2, 3) == [0, 2, 1]
+
+
+def test_ranks_that_meet_wait_for_one_that_died(job: Callable[..., Job]) -> None:
+    running = job({"a": 3}, np=3)
+    given = running.join(0, 1, 2)
+    assert {ranks["generation"] for ranks in given.values()} == set(running.rendezvous.generations)
+    running.exits[2] = 137
+    # Requests of any generation are refused until the next one: they give up at once.
+    _until(lambda: running.rendezvous.generations == [0, -1])
+    assert {ranks["generation"] for ranks in running.join(0, 1).values()} == {1}
 
 
 def test_a_survivor_goes_on_while_another_still_computes(job: Callable[..., Job]) -> None:

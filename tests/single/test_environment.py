@@ -82,6 +82,15 @@ def test_a_rank_that_never_comes_is_waited_for_without_end() -> None:
     assert 0 < int(env["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]) <= 1800
 
 
+@pytest.mark.parametrize(("ranks", "seconds"), [(4, 3), (64, 3), (256, 5), (1000, 13), (9999, 30)])
+def test_a_rank_that_is_cut_off_is_waited_for_too_long_or_too_short(
+    ranks: int, seconds: int
+) -> None:
+    env = {"HOROVOD_ELASTIC": "1", "HOROVOD_SIZE": str(ranks)}
+    prepare(env, cores=2)
+    assert int(env["HOROVOD_GLOO_TIMEOUT_SECONDS"]) == seconds
+
+
 def test_the_environment_is_prepared_after_torch_or_horovod_is_loaded() -> None:
     code = (
         "import sys, hvdtrain.runtime.environment as e; e.prepare();"

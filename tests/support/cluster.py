@@ -146,6 +146,23 @@ class Cluster:
         pid = str(self._inits[host].pid)
         check(["nsenter", "--target", pid, "--net", "ip", *rule, "pref", "10"])
 
+    def cable(self, ends: Mapping[str, str], subnet: str) -> None:
+        """Joins two hosts directly; deleting one end removes both.
+
+        Args:
+            ends: host -> the name of its interface.
+            subnet: such as "10.209.0"; addresses are those of `SUBNET` otherwise.
+        """
+        own, peer = ((name, str(self._inits[host].pid)) for host, name in ends.items())
+        names = ["name", own[0], "netns", own[1], "type", "veth"]
+        names += ["peer", "name", peer[0], "netns", peer[1]]
+        self._switch("ip", "link", "add", *names)
+        for host, name in ends.items():
+            address = f"{subnet}.{self.names.index(host) + 1}/24"
+            target = ["nsenter", "--target", str(self._inits[host].pid), "--net", "ip"]
+            check([*target, "addr", "add", address, "dev", name])
+            check([*target, "link", "set", name, "up"])
+
     def kill_host(self, host: str) -> None:
         """Ends all processes of a host at once, as a power cut would; `boot` brings it back."""
         init = self._inits.pop(host)

@@ -145,6 +145,7 @@ class ElasticJob(TrainingJob):
         folder: where its run and its list of hosts lie.
         hosts: "node1:2 node2:2"; written to the file that the discovery script prints.
         discovery: the script; default: prints that file.
+        options: more of horovodrun.
     """
 
     def __init__(

@@ -1,0 +1,136 @@
+"""What it costs that many ranks meet: the requests of one generation, without training.
+
+The driver and its HTTP server are the real ones. Ranks are threads of a few processes that ask
+for what a rank asks for when a generation begins (`Membership.join`, Horovod's GlooContext): its
+ranks, then the addresses of six contexts. They open no connections to each other.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+from horovod.runner.common.util import secret
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.http.http_server import RendezvousServer
+
+from hvdtrain.bench.report import Figure, Report
+from hvdtrain.elastic.driver import ElasticDriver
+from hvdtrain.elastic.rendezvous import ask
+
+SLOTS = 8  # of a host
+_ADDRESS_BYTES = 24  # of an IPv4 address in a row
+_NONCE_BYTES = 8
+_LIMIT_SECONDS = 120.0
+
+
+@dataclass
+class Met:
+    """One rank in one generation: when it began and ended, and what it asked."""
+
+    began: float
+    ended: float = 0.0
+    requests: int = 0
+    sent: int = 0  # bytes of bodies
+    received: int = 0
+
+
+def rendezvous(ranks: int, generations: int) -> Report:
+    """Seconds until the last of `ranks` ranks has all addresses, in each generation."""
+    key = os.urandom(32).hex()
+    server = RendezvousServer(0, key)
+    driver = ElasticDriver(server, _Hosts(ranks), ranks, ranks)
+    port = server.start(driver.create_rendezvous_handler())
+    driver.wait_for_available_slots(ranks)
+    processes = min(ranks, max(1, len(os.sched_getaffinity(0)) - 1))
+    spawned = get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawned) as pool:
+        driver.start(ranks, _hold)
+        shares = [range(first, ranks, processes) for first in range(processes)]
+        meet = partial(_meet_all, port=port, key=key, generations=generations)
+        met = [one for share in pool.map(meet, shares, timeout=_LIMIT_SECONDS) for one in share]
+    driver.stop()
+    by_generation = list(zip(*met, strict=True))
+    # Of the first one: the processes of the ranks start at different times.
+    seconds = [max(m.ended for m in all_) - max(m.began for m in all_) for all_ in by_generation]
+    last = by_generation[-1]
+    figures = [
+        Figure(f"{ranks} ranks meet", "s", seconds, at_most=5.0),
+        Figure("requests of a rank", "", [m.requests for m in last]),
+        Figure("sent by a rank", "KiB", [m.sent / 1024 for m in last]),
+        Figure("received by a rank", "KiB", [m.received / 1024 for m in last]),
+    ]
+    return Report("rendezvous", figures, {"ranks": ranks})
+
+
+class _Hosts:
+    """Discovery: hosts of `SLOTS` slots each, which do not exist."""
+
+    def __init__(self, ranks: int) -> None:
+        self._slots = {f"host{n}": min(SLOTS, ranks - n * SLOTS) for n in range(-(-ranks // SLOTS))}
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        return dict(self._slots)
+
+
+def _hold(slot: SlotInfo, events: list[threading.Event]) -> tuple[int, float]:
+    """A process of the driver: it lives until the job ends."""
+    events[0].wait()
+    return 0, time.time()
+
+
+def _meet_all(numbers: range, port: int, key: str, generations: int) -> list[list[Met]]:
+    os.environ[secret.RENDEZVOUS_SECRET] = key
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        return list(pool.map(partial(_meet, port=port, key=key, generations=generations), numbers))
+
+
+def _meet(number: int, port: int, key: str, generations: int) -> list[Met]:
+    found = []
+    for _ in range(generations):
+        met = Met(time.monotonic())
+        assignment = None
+        while assignment is None:
+            met.requests += 1
+            assignment = ask("127.0.0.1", port, "join", number)
+        host = f"host{assignment['rank'] // SLOTS}"
+        local_rank = assignment["local_rank"]
+        _request(port, key, "GET", f"/rank_and_size/{host}:{local_rank}", b"", met)
+        for scope, rank, size in _contexts(host, assignment):
+            if size > 1:
+                body = os.urandom(_NONCE_BYTES) + bytes((size - 1) * _ADDRESS_BYTES)
+                path = f"/{scope}/{rank}/{size}/{assignment['generation']}"
+                while _request(port, key, "POST", path, body, met) != http.client.OK:
+                    pass  # the server has held it for as long as it does
+        met.ended = time.monotonic()
+        found.append(met)
+    return found
+
+
+def _contexts(host: str, assignment: dict[str, Any]) -> Iterator[tuple[str, int, int]]:
+    """Scope, rank and size of each: Horovod makes three, and three for the set of all ranks."""
+    for suffix in ("", "_process_set_hash_0"):
+        yield f"global{suffix}", assignment["rank"], assignment["size"]
+        yield f"local_{host}{suffix}", assignment["local_rank"], assignment["local_size"]
+        cross = f"cross_{assignment['local_rank']}{suffix}"
+        yield cross, assignment["cross_rank"], assignment["cross_size"]
+
+
+def _request(port: int, key: str, method: str, path: str, body: bytes, met: Met) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_LIMIT_SECONDS)
+    headers = secret.sign_request(key, method, path, body)
+    connection.request(method, path, body, headers)
+    response = connection.getresponse()
+    met.received += len(response.read())
+    connection.close()
+    met.requests += 1
+    met.sent += len(body)
+    return response.status

@@ -1,0 +1,17 @@
+"""A rank that takes no part in a collective, under Horovod's own Gloo launcher."""
+
+from __future__ import annotations
+
+from tests.support.cluster import Cluster
+
+
+def test_a_rank_that_takes_no_part_is_not_reported_under_gloo(cluster: Cluster) -> None:
+    seconds = {"CHECK": "1", "SHUTDOWN": "3"}
+    env = {f"HOROVOD_STALL_{name}_TIME_SECONDS": value for name, value in seconds.items()}
+    command = ["horovodrun", "--gloo", "-np", "2", "python", "-m", "tests.support.held_collective"]
+    done = cluster.run("node1", command, env, timeout=30)
+    assert done.returncode != 0 and "rank 1 was never missed" not in done.stderr, done
+    assert "One or more tensors were submitted to be reduced" in done.stderr, done
+    missing = done.stderr.partition("Missing ranks:")[2]
+    assert missing.strip().startswith("1: [alone]"), done
+    assert done.seconds < 20, done

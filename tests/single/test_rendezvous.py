@@ -1,0 +1,173 @@
+"""The launcher's HTTP server: who is answered, and how ranks get each other's addresses."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from horovod.runner.common.util import secret
+from horovod.runner.http.http_client import put_data_into_kvstore, read_data_from_kvstore
+from horovod.runner.http.http_server import RendezvousHandler, RendezvousServer
+
+from hvdtrain.bench.rendezvous import rendezvous
+from hvdtrain.elastic import interfaces
+from hvdtrain.elastic.rendezvous import ask, make_handler
+from hvdtrain.errors import UserError
+
+KEY = "5a" * 32
+RANKS = 5
+
+
+class Driver:
+    """Answers with what it was asked; its `join` takes no time."""
+
+    def join(self, number: int, seconds: float) -> dict[str, int]:
+        return {"rank": number}
+
+    def news(self) -> dict[str, bool]:
+        return {"stop": False, "hosts": False}
+
+    def ranks_of(self, host: str, local_rank: int) -> str:
+        return f"{host},{local_rank}"
+
+
+class Launcher:
+    """A server of `key`, and requests to it that are signed with the key of each."""
+
+    def __init__(self, key: str | None, handler: type = RendezvousHandler) -> None:
+        self.server = RendezvousServer(0, key)
+        self.port = self.server.start(handler)
+        self.server.init([], 1)
+
+    def request(
+        self, method: str, path: str, body: bytes = b"", key: str | None = KEY
+    ) -> tuple[int, bytes]:
+        return self.send(method, path, body, secret.sign_request(key, method, path, body))
+
+    def send(
+        self, method: str, path: str, body: bytes, headers: dict[str, str]
+    ) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+    def exchange(
+        self, rank: int, nonce: bytes, generation: int = 1, size: int = RANKS
+    ) -> tuple[int, bytes]:
+        """A row in which each value says from whom it is and for whom."""
+        others = [other for other in range(size) if other != rank]
+        row = nonce + b"".join(f"{rank}>{other};".encode() for other in others)
+        return self.request("POST", f"/global/{rank}/{size}/{generation}", row)
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    one = Launcher(KEY, make_handler(Driver()))
+    yield one
+    one.server.stop()
+
+
+def _column(rank: int, size: int = RANKS) -> bytes:
+    return b"".join(f"{other}>{rank};".encode() for other in range(size) if other != rank)
+
+
+def test_ranks_get_addresses_of_others_or_those_of_an_earlier_context(launcher: Launcher) -> None:
+    with ThreadPoolExecutor(RANKS) as pool:
+        for nonce in (b"attempt1", b"attempt2"):
+            found = pool.map(lambda rank, n=nonce: launcher.exchange(rank, n), range(RANKS))
+            assert list(found) == [(200, _column(rank)) for rank in range(RANKS)]
+    # A repeated request, because the answer was lost, is answered at once.
+    assert launcher.exchange(3, b"attempt2") == (200, _column(3))
+    # Another one waits for the others again, and says after a while that they are not there.
+    assert launcher.exchange(3, b"attempt3") == (404, b"")
+
+
+def test_a_rank_of_an_earlier_generation_takes_part_or_is_waited_for(launcher: Launcher) -> None:
+    assert launcher.exchange(0, b"attempt1", generation=0) == (409, b"")
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(launcher.exchange, 0, b"attempt1")
+        time.sleep(0.3)
+        began = time.monotonic()
+        launcher.server.init([], 2)
+        assert held.result() == (409, b"")
+        assert time.monotonic() - began < 0.3, "it was not told at once"
+
+
+def test_a_request_that_is_not_signed_is_answered(
+    launcher: Launcher, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = {"GET": "/join/0", "HEAD": "/README.md", "PUT": "/global/0", "POST": "/global/0/2/1"}
+    for method, path in {**paths, "DELETE": "/global/0"}.items():
+        for key in (None, KEY[::-1]):
+            assert launcher.request(method, path, b"", key)[0] == 403, (method, key)
+    header = secret.sign_request(KEY, "PUT", "/global/0", b"mine")
+    assert launcher.send("PUT", "/global/0", b"evil", header)[0] == 403, "another body"
+    assert launcher.send("PUT", "/global/1", b"mine", header)[0] == 403, "another path"
+    assert launcher.request("GET", "/global/0")[0] == 404, "a refused value was kept"
+    assert launcher.request("GET", "/news/0")[0] == 200
+    said = capfd.readouterr().err
+    assert said.count("refused a request of 127.0.0.1: 'GET /join/0 HTTP/1.1' is not") == 1, said
+    assert said.count("\n") == 1, "each one was said"
+    assert launcher.server._httpd.refused == 12
+
+
+def test_a_request_that_is_not_signed_is_read_to_its_end(launcher: Launcher) -> None:
+    with socket.create_connection(("127.0.0.1", launcher.port), timeout=2) as connection:
+        connection.sendall(b"PUT /global/0 HTTP/1.1\r\nContent-Length: 1000000000\r\n\r\n")
+        assert b" 403 " in connection.recv(100)
+
+
+def test_our_requests_or_horovods_are_not_signed(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(secret.RENDEZVOUS_SECRET, KEY)
+    assert ask("127.0.0.1", launcher.port, "join", 7) == {"rank": 7}
+    put_data_into_kvstore("127.0.0.1", launcher.port, "scope", "key", [1, 2])
+    assert read_data_from_kvstore("127.0.0.1", launcher.port, "scope", "key") == [1, 2]
+    monkeypatch.setenv(secret.RENDEZVOUS_SECRET, KEY[::-1])
+    assert ask("127.0.0.1", launcher.port, "join", 7) is None
+
+
+def test_a_launcher_without_a_secret_refuses_its_ranks() -> None:
+    launcher = Launcher(None)
+    assert launcher.request("PUT", "/global/0", b"value", key=None)[0] == 200
+    assert launcher.request("GET", "/global/0", key=None) == (200, b"value")
+    launcher.server.stop()
+
+
+@pytest.mark.parametrize("ranks", [8, 32])
+def test_a_rank_asks_more_often_where_there_are_more_ranks(ranks: int) -> None:
+    requests = rendezvous(ranks, 2).figures[1]
+    assert max(requests.values) <= 10, "its ranks, twice, and six contexts; some again"
+
+
+def test_what_the_user_said_of_interfaces_is_lost() -> None:
+    said = ["nowhere0", "lo"]
+    for option, env in ((said, {"HOROVOD_GLOO_IFACE": "other0"}), (None, {})):
+        given = env if option else {"HOROVOD_GLOO_IFACE": ",".join(said)}
+        environment, address = interfaces.for_launcher(option, given, [])
+        assert (environment["HOROVOD_GLOO_IFACE"], address) == ("nowhere0,lo", "127.0.0.1")
+    interfaces.for_rank("192.0.2.1", environment)
+    assert environment["HOROVOD_GLOO_IFACE"] == environment["NCCL_SOCKET_IFNAME"] == "lo"
+    with pytest.raises(UserError, match="no network interface nowhere0"):
+        interfaces.for_rank("192.0.2.1", {"HOROVOD_GLOO_IFACE": "nowhere0"})
+
+
+def test_the_launcher_says_the_loopback_address_where_it_has_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours = [a.address for all_ in psutil.net_if_addrs().values() for a in all_]
+    if all(":" in address or address.startswith("127.") for address in ours if "." in address):
+        pytest.skip("this machine has no other")
+    # In place of Debian's /etc/hosts, which this process cannot have for itself.
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    environment, address = interfaces.for_launcher(None, {}, ["localhost", os.uname().nodename])
+    assert address in ours and not address.startswith("127."), address
+    assert "HOROVOD_GLOO_IFACE" not in environment, "each host chooses its own"

@@ -1,0 +1,34 @@
+"""Counts the requests to each HTTP server of a process, and prints them when it ends.
+
+Python imports it where its folder is in PYTHONPATH.
+"""
+
+from __future__ import annotations
+
+import atexit
+import http.server
+import json
+import sys
+from collections import Counter
+
+_counts: Counter[str] = Counter()
+_parse_request = http.server.BaseHTTPRequestHandler.parse_request
+
+
+def _counted(handler: http.server.BaseHTTPRequestHandler) -> bool:
+    parsed = _parse_request(handler)
+    if parsed:
+        # Scopes of the ranks of one host, or across hosts, or of a set: what comes before "_".
+        scope = handler.path.split("/")[1]
+        name = scope if scope == "rank_and_size" else scope.partition("_")[0]
+        _counts[f"{handler.command} {name}"] += 1
+    return parsed
+
+
+def _print() -> None:
+    if _counts:
+        sys.stdout.write(f"requests by scope: {json.dumps(_counts)}\n")
+
+
+http.server.BaseHTTPRequestHandler.parse_request = _counted  # type: ignore[method-assign]
+atexit.register(_print)

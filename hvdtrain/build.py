@@ -64,12 +64,17 @@ def build_datasets(task: Task, config: Config) -> Datasets:
     return datasets
 
 
+def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
+    """The task's model with the initial values that follow from the seed."""
+    seed_all(config.seed)
+    return task.model().to(device)
+
+
 def build_state(
     task: Task, config: Config, device: torch.device, datasets: Datasets, elastic: bool = False
 ) -> tuple[RunState, GradientExchange]:
     """Model and optimizer, freshly initialised from the seed."""
-    seed_all(config.seed)
-    model: nn.Module = task.model().to(device)
+    model = build_model(task, config, device)
     exchange = GradientExchange(build_optimizer(config.optim, model), model, elastic)
     identity = {
         "seed": config.seed,

@@ -138,6 +138,7 @@ class Session:
             self._watchdog = watchdog.start(self._heartbeat, hang_seconds, launcher)
         self._run_id = self._config.run.id or default_id(self._config.task)
         self._trained = False
+        self._initial = True  # the state is still what the seed gives
         self._logs_as: Topology | None = None  # of the round whose log is open
         self._records: Records | None = None
         self.topology = initialise()
@@ -386,10 +387,12 @@ class Session:
         """Every rank holds the state that counts then; all decide alike, from `_meet`."""
         if source is None:
             _alike("resume", lambda: self._resume(folder))
+            self._initial = False
             self._made.state.broadcast(root=0)
         elif not alike(self._standings):
             # Half a new state is none, should a rank die meanwhile.
             self._trained = self._standings[self.topology.rank] == self._standings[source]
+            self._initial = False
             self._made.state.broadcast(root=source)
         self._trained = True
 
@@ -400,6 +403,10 @@ class Session:
         if checkpoint is not None:
             self._made.state.load(checkpoint)
             logger.info("resumed from the checkpoint of step %d", self._made.state.progress.step)
+        elif not self._initial and self.topology.rank == 0:
+            # Half of a state whose source died, or of one that was left behind.
+            made = self._made
+            made.state.start_over(build.build_model(made.task, self._config, made.device))
 
     def _open_records(self, folder: RunFolder, targets: list[Target], cause: str) -> None:
         """Rank 0 writes what says how the run was started; nothing is changed before this."""

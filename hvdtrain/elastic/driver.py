@@ -17,6 +17,7 @@ died is used again after a pause that grows while it goes on dying; its host sta
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -102,6 +103,7 @@ class ElasticDriver:
         self._next_number = 0
         self._plan: list[SlotInfo] = []  # of this round
         self._rounds = 0
+        self._job = secrets.randbits(62)  # no other job's
         self._failed = False  # a process died since the last round was formed
         self._failed_rounds = 0
         self._most_ranks = 0  # that ran at once so far
@@ -189,8 +191,8 @@ class ElasticDriver:
         """A process asks for its ranks in the next round; None: not yet, ask again.
 
         Returns:
-            rank, size, local_rank, local_size, cross_rank, cross_size. A rank of -1: it does
-            not take part any more.
+            rank, size, local_rank, local_size, cross_rank, cross_size, and whose run it is: job,
+            generation. A rank of -1: it does not take part any more.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -329,6 +331,8 @@ class ElasticDriver:
                 "local_size": slot_info.local_size,
                 "cross_rank": slot_info.cross_rank,
                 "cross_size": slot_info.cross_size,
+                "job": self._job,
+                "generation": self._rounds + 1,
             }
         if self._rounds:
             count = Counter(process.host for process in taking_part)

@@ -37,11 +37,13 @@ class Membership:
         stop: raised when the driver asks the ranks to stop.
 
     Attributes:
+        job, generation: the launcher's number, unlike any other's, and that of this round.
         hosts_changed: processes wait to join, or are to leave: meet again.
     """
 
     def __init__(self, address: str, port: int, number: int, stop: StopFlag) -> None:
         self.address, self.port = address, port
+        self.job, self.generation = 0, 0
         self.hosts_changed = False
         self.launcher = f"{address}:{port}"
         self._number = number
@@ -102,6 +104,7 @@ class Membership:
         for name in _RANKS:
             os.environ[f"HOROVOD_{name.upper()}"] = str(assignment[name])
         os.environ[_ADDRESS], os.environ[_PORT] = self.address, str(self.port)
+        self.job, self.generation = assignment["job"], assignment["generation"]
         self.hosts_changed = False
         if assignment["rank"] == 0 and not self._listening:
             self._listening = True  # rank 0 stays rank 0 as long as it lives

@@ -192,7 +192,7 @@ def build_callbacks(
             config.preempt.grace_seconds,
             state.capture,
             records.writer if records else None,
-            metrics.sync if metrics else _nothing,
+            records.bring_to_disk if records else _nothing,
             timer,
         ),
         profile,

@@ -31,7 +31,22 @@ class _Json(logging.Formatter):
 
 
 class _File(logging.FileHandler):
-    """A full disk keeps lines out of it; the run goes on, and says so elsewhere."""
+    """A full disk keeps lines out of it; the run goes on, and says so elsewhere.
+
+    Where the file cannot be opened, that is tried again with each line.
+    """
+
+    def open(self) -> None:
+        Path(self.baseFilename).parent.mkdir(parents=True, exist_ok=True)
+        self.stream = self._open()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.stream is None:
+            try:
+                self.open()
+            except OSError:
+                return
+        super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -61,13 +76,13 @@ def to_file(folder: Path, rank: int, host: str) -> None:
     """Appends what is logged to rank_NNNNN.jsonl: time (unix), level, rank, host, message.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written now; that is tried again with each line.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    handler = _File(folder / f"rank_{rank:05d}.jsonl")
+    handler = _File(folder / f"rank_{rank:05d}.jsonl", delay=True)
     handler.setFormatter(_Json(rank, host))
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
+    handler.open()
 
 
 def close_files() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from hvdtrain.checkpoint.format import Checkpoint, read
@@ -12,6 +14,7 @@ from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.engine.run_folder import RunFolder
 from hvdtrain.errors import EXIT_CRASH, UserError
+from hvdtrain.log import logger
 from hvdtrain.telemetry.events_file import EventsFile, read_lines
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.metrics_file import MetricsFile
@@ -20,6 +23,7 @@ from hvdtrain.telemetry.sinks import BackgroundSink
 # For the sinks at the end; less where somebody waits for the process to be gone.
 _PATIENCE_S = 10.0
 _SHORT_PATIENCE_S = 2.0
+_CONFIRM_S = 5.0  # for a look at whose run it is
 
 
 class Records:
@@ -32,38 +36,72 @@ class Records:
 
     Attributes:
         metrics, ranks, writer: None before `open`; `ranks` is RUN/ranks.jsonl.
+        starts: one entry for each start of the run so far.
     """
 
     def __init__(self, folder: RunFolder, keep: int, sinks: Sequence[BackgroundSink] = ()) -> None:
         self.folder = folder
         self.sinks = sinks
-        self.manager = CheckpointManager(folder.checkpoints, keep)
+        held = folder.ownership.held
+        self._held = held
+        self.manager = CheckpointManager(
+            folder.checkpoints, keep, partial(folder.ownership.confirm, _CONFIRM_S)
+        )
         self.metrics: MetricsFile | None = None
         self.ranks: MetricsFile | None = None
         self.writer: CheckpointWriter | None = None
-        self.events = EventsFile(folder.events)
+        self.events = EventsFile(folder.events, held)
+        self.starts = folder.starts()
+        self._small = LateFiles(partial(folder.ownership.confirm, _CONFIRM_S))
         self._sinks_ended = False
         self._started = False
         self._restarts = 0
         self._lost_steps = 0
 
-    def open(self, step: int, exporter: Exporter | None) -> None:
+    def describe(self, path: Path, write: Callable[[], None], going_on: bool) -> None:
+        """Writes one of the small files that say how the run was started.
+
+        Args:
+            going_on: others hold a state that would be lost: where it cannot be written now, that
+                is said, and tried again before each checkpoint.
+
+        Raises:
+            OSError: it cannot be written; only where not `going_on`.
+        """
+        self._small.write(path, write, going_on)
+
+    def open(self, step: int, exporter: Exporter | None, going_on: bool = False) -> None:
         """Opens the figures for a run that goes on from `step`, and puts aside what lies beyond.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: they cannot be written; only where not `going_on`, see `describe`.
         """
         if self.metrics is not None:
             return
-        self.manager.set_aside(after=step)
-        self.metrics = MetricsFile(self.folder.metrics, after=step)
-        self.ranks = MetricsFile(self.folder.ranks, after=step)
+        try:
+            self.manager.set_aside(after=step)
+        except OSError as error:
+            if not going_on:
+                raise
+            logger.error("%s: %s; training goes on", self.manager.root, error.strerror)
+        self.metrics = MetricsFile(self.folder.metrics, step, self._held, going_on)
+        self.ranks = MetricsFile(self.folder.ranks, step, self._held, going_on)
         for sink in self.sinks:
             sink.start(self.metrics.last_step or 0)
         self.writer = CheckpointWriter(self.manager, self.manager.newest_step(), self.events.write)
         if exporter is not None:
             _export_checkpoints(exporter, self.writer)
             self._export_history(exporter)
+
+    def bring_to_disk(self) -> None:
+        """What a checkpoint relies on, before it is written.
+
+        Raises:
+            OSError: the lines of metrics.jsonl cannot be.
+        """
+        self._small.again()
+        if self.metrics is not None:
+            self.metrics.sync()
 
     def choose(self, resume: str) -> Checkpoint | None:
         """The checkpoint from which the run goes on; None: from the start.
@@ -123,6 +161,7 @@ class Records:
         return any(sink.stuck for sink in self.sinks)
 
     def close(self) -> None:
+        self._small.again()
         self.end_sinks(EXIT_CRASH)
         for file in (self.metrics, self.ranks):
             if file is not None:
@@ -135,6 +174,65 @@ class Records:
         exporter.watch_total(
             "lost_steps", "Steps that were done again after a restart", lambda: self._lost_steps
         )
+        exporter.watch_total(
+            "file_failures",
+            "Times that a file of the run other than a checkpoint could not be written",
+            self._failures,
+        )
+
+    def _failures(self) -> int:
+        files = (self.metrics, self.ranks, self.events, self._small, self.folder.ownership)
+        return sum(file.failures for file in files if file is not None)
+
+
+class LateFiles:
+    """Small files that are each written whole, now or, where the disk is full, later.
+
+    Args:
+        confirm: raises OSError where this process may not write.
+
+    Attributes:
+        failures: how often one could not be written.
+    """
+
+    def __init__(self, confirm: Callable[[], None]) -> None:
+        self._confirm = confirm
+        self._waiting: dict[Path, Callable[[], None]] = {}
+        self._said: set[Path] = set()
+        self._lock = Lock()  # saves try again from their own thread
+        self.failures = 0
+
+    def write(self, path: Path, write: Callable[[], None], going_on: bool) -> None:
+        """Writes one, as Records.describe says."""
+        with self._lock:
+            self._waiting[path] = write
+            self._try(path, going_on)
+
+    def again(self) -> None:
+        """Tries those that wait."""
+        with self._lock:
+            for path in list(self._waiting):
+                self._try(path, going_on=True)
+
+    def _try(self, path: Path, going_on: bool) -> None:
+        try:
+            self._confirm()
+            self._waiting[path]()
+        except OSError as error:
+            self.failures += 1
+            if not going_on:
+                raise
+            if path not in self._said:
+                logger.error(
+                    "%s cannot be written (%s); training goes on, and it is tried again before "
+                    "each checkpoint",
+                    path,
+                    error.strerror,
+                )
+            self._said.add(path)
+        else:
+            del self._waiting[path]
+            self._said.discard(path)
 
 
 def _export_checkpoints(exporter: Exporter, writer: CheckpointWriter) -> None:

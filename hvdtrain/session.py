@@ -37,6 +37,7 @@ from hvdtrain.elastic.membership import LostError, Membership, RefusedError, Rem
 from hvdtrain.elastic.state import Standing, alike, furthest
 from hvdtrain.engine.loop import Loop, MeetAgain
 from hvdtrain.engine.modes import evaluating
+from hvdtrain.engine.ownership import Claim
 from hvdtrain.engine.run_folder import RunFolder, default_id
 from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
 from hvdtrain.horovod_wheel import recipe
@@ -59,8 +60,6 @@ _FAILED_MEETINGS = 20
 _LONGEST_MESSAGE = 1000
 # Beyond the 10 times elastic.hang_seconds of a watchdog: others wait for this one's verdict.
 _PATIENCE = (10, 60.0)
-# A rank 0 that hangs or is cut off is ended by its watchdog; then its folder is free.
-_FOLDER_SECONDS = 30.0
 
 
 def run(settings: Settings, stop: StopFlag) -> int:
@@ -94,6 +93,7 @@ def run(settings: Settings, stop: StopFlag) -> int:
             gather_json(None, "told")  # nobody ends before the message is out
         code = error.exit_code
         session.note_end(code)
+        session.give_back()
     except BaseException as error:
         session.report(error)
         end_all(error, session.topology)
@@ -159,8 +159,12 @@ class Session:
             if line is not None:
                 line.listen(hvd.abort)
         self._run_id = self._config.run.id or default_id(self._config.task)
+        self._claim = Claim.of_this_process()
+        self._folder = RunFolder(Path(self._config.run.root) / self._run_id)
+        self._folder.ownership.look()  # while all else is prepared, its owner may show life
         self._trained = False
         self._phase = MEETING
+        self._initial = True  # the state is still what the seed gives
         self._logs_as: Topology | None = None  # of the round whose log is open
         self._records: Records | None = None
         self.topology = initialise()
@@ -170,13 +174,16 @@ class Session:
         self._prepare()
         try:
             if self._membership is None:
-                return self._round("launch", self._began)
-            return self._rounds(self._membership)
+                code = self._round("launch", self._began)
+            else:
+                code = self._rounds(self._membership)
         finally:
             if self._made.exporter is not None:
                 self._made.exporter.close()
             if self._records is not None:
                 self._records.close()
+        self.give_back()
+        return code
 
     def speaks(self) -> bool:
         """Whether an error that the ranks of this round share is this process's to tell.
@@ -207,6 +214,10 @@ class Session:
             self._records.events.write(
                 "end", step=self._made.state.progress.step, exit_code=exit_code
             )
+
+    def give_back(self) -> None:
+        """The run is free for the next start; a crash does not say so."""
+        self._folder.ownership.release()
 
     # --- once in a process -------------------------------------------------
 
@@ -342,7 +353,9 @@ class Session:
         topology, config = self.topology, self._config
         if self._made.exporter is not None:
             self._made.exporter.describe(build.run_facts(config))
-        folder = RunFolder(Path(config.run.root) / self._run_id)
+        if self._folder.path.name != self._run_id:
+            self._folder = RunFolder(Path(config.run.root) / self._run_id)
+        folder = self._folder
         self._take_over(source, folder)
         _alike("records", lambda: self._open_records(folder, targets, cause))
         self._note_start(cause, since, source)
@@ -413,17 +426,23 @@ class Session:
             return
         if topology.rank == 0 and self._records is None:
             fresh = self._config.run.resume == "never" and not self._someone_trained()
-            folder.prepare(fresh, _FOLDER_SECONDS if self._membership else 0.0)
+            if self._membership is not None:
+                self._claim = Claim(self._membership.job, self._membership.generation)
+            folder.prepare(fresh, self._claim, self._someone_trained())
             log.to_screen()
             self._records = build.build_records(self._config, folder)
+        log.close_files()
         try:
-            log.close_files()
             log.to_file(folder.logs, topology.rank, topology.host)
             if self._watchdog is not None:
                 name = f"hang_{topology.host}_{self._local_rank}.txt"
                 self._watchdog.write_to(folder.logs / name)
         except OSError as error:
-            raise UserError(f"{folder.logs}: cannot be written ({error.strerror})") from None
+            if not self._someone_trained():
+                raise UserError(f"{folder.logs}: cannot be written ({error.strerror})") from None
+            logger.error(
+                "%s: cannot be written (%s); training goes on", folder.logs, error.strerror
+            )
         self._logs_as = topology
         logger.info("run %s on %s", folder.path, topology.describe())
 
@@ -434,10 +453,12 @@ class Session:
         """Every rank holds the state that counts then; all decide alike, from `_meet`."""
         if source is None:
             _alike("resume", lambda: self._resume(folder))
+            self._initial = False
             self._made.state.broadcast(root=0)
         elif not alike(self._standings):
             # Half a new state is none, should a rank die meanwhile.
             self._trained = self._standings[self.topology.rank] == self._standings[source]
+            self._initial = False
             self._made.state.broadcast(root=source)
         self._trained = True
 
@@ -448,13 +469,18 @@ class Session:
         if checkpoint is not None:
             self._made.state.load(checkpoint)
             logger.info("resumed from the checkpoint of step %d", self._made.state.progress.step)
+        elif not self._initial and self.topology.rank == 0:
+            # Half of a state whose source died, or of one that was left behind.
+            made = self._made
+            made.state.start_over(build.build_model(made.task, self._config, made.device))
 
     def _open_records(self, folder: RunFolder, targets: list[Target], cause: str) -> None:
         """Rank 0 writes what says how the run was started; nothing is changed before this."""
         self._open_folder(folder)
         if self._records is None:
             return
-        config, step = self._config, self._made.state.progress.step
+        records, config, step = self._records, self._config, self._made.state.progress.step
+        going_on = self._someone_trained()
         start = {
             "time": time.time(),
             "step": step,
@@ -463,25 +489,32 @@ class Session:
             "hosts": self.topology.ranks_by_host(),
             "config": self._settings.resolved,
         }
+        records.starts.append(start)
         manifest = build.build_manifest(
             self._settings,
             self.topology,
             self._made.device,
             self._made.datasets.fingerprint,
-            [*folder.starts(), start],
+            records.starts,
         )
+        resolved = self._settings.resolved
         try:
-            folder.write_config(self._settings.resolved)
-            folder.write_manifest(manifest)
+            records.describe(folder.config, lambda: folder.write_config(resolved), going_on)
+            records.describe(folder.manifest, lambda: folder.write_manifest(manifest), going_on)
             if config.telemetry.port:
-                tls = bool(config.telemetry.tls_cert_file)
-                write_targets(folder.targets, folder.path.name, targets, tls)
-                folder.list_targets()
+                records.describe(
+                    folder.targets, lambda: self._write_targets(folder, targets), going_on
+                )
             else:
                 folder.remove_targets()
-            self._records.open(step, self._made.exporter)
+            records.open(step, self._made.exporter, going_on)
         except OSError as error:
             raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from None
+
+    def _write_targets(self, folder: RunFolder, targets: list[Target]) -> None:
+        tls = bool(self._config.telemetry.tls_cert_file)
+        write_targets(folder.targets, folder.path.name, targets, tls)
+        folder.list_targets()
 
     def _note_start(self, cause: str, since: float, source: int | None) -> None:
         if self._records is None:

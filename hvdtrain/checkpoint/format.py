@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +47,11 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-def write(root: Path, checkpoint: Checkpoint) -> Path:
+def write(root: Path, checkpoint: Checkpoint, confirm: Callable[[], None] = lambda: None) -> Path:
     """Writes a checkpoint below `root`; a folder of the same step is replaced.
+
+    Args:
+        confirm: called before it gets its name; raises OSError where it must not.
 
     Returns:
         The finished folder.
@@ -61,6 +65,7 @@ def write(root: Path, checkpoint: Checkpoint) -> Path:
     hidden.mkdir()
     try:
         _write_files(hidden, checkpoint)
+        confirm()
         try:
             os.rename(hidden, final)
         except OSError as error:

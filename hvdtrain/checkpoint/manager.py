@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -26,11 +26,13 @@ class CheckpointManager:
     Args:
         root: RUN/checkpoints.
         keep: how many of the newest stay.
+        confirm: raises OSError where this process may not write, see Ownership.confirm.
     """
 
-    def __init__(self, root: Path, keep: int) -> None:
+    def __init__(self, root: Path, keep: int, confirm: Callable[[], None] = lambda: None) -> None:
         self.root = root
         self._keep = keep
+        self._confirm = confirm
 
     def finished(self) -> list[Path]:
         """Checkpoints that have their marker, oldest first."""
@@ -51,9 +53,10 @@ class CheckpointManager:
         Raises:
             OSError: it could not be written; older ones are untouched.
         """
+        self._confirm()
         with _only_warning():
             delete_leftovers(self.root)
-        folder = write(self.root, checkpoint)
+        folder = write(self.root, checkpoint, self._confirm)
         with _only_warning():
             for old in self.finished()[: -self._keep]:
                 delete(old)

@@ -21,6 +21,7 @@ What failures have in common, and what then is to be done, says failures.py.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -121,6 +122,7 @@ class ElasticDriver:
         self._judged = 0  # rounds whose failure was looked at
         self._failures = Failures()
         self._identity: tuple[Identity, str] | None = None  # of the run, and on which host
+        self._job = secrets.randbits(62)  # no other job's
         self._failed = False  # a process died since the last round was formed
         self._failed_rounds = 0
         self._most_ranks = 0  # that ran at once so far
@@ -220,9 +222,10 @@ class ElasticDriver:
             standing: the fields of a Standing.
 
         Returns:
-            rank, size, local_rank, local_size, cross_rank, cross_size, generation (the number
-            of the round) and silent (who fell silent in the last one). A rank of -1: it does
-            not take part any more; "reason" says why, where that is its own.
+            rank, size, local_rank, local_size, cross_rank, cross_size, job (no other job's
+            number), generation (the number of the round) and silent (who fell silent in the
+            last one). A rank of -1: it does not take part any more; "reason" says why, where
+            that is its own.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -473,6 +476,7 @@ class ElasticDriver:
                 "cross_size": slot_info.cross_size,
                 "generation": self._rounds,
                 "silent": silent,
+                "job": self._job,
             }
         if self._rounds:
             count = Counter(process.host for process in taking_part)

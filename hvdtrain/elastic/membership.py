@@ -45,6 +45,7 @@ class Membership:
         stop: raised when the driver asks the ranks to stop.
 
     Attributes:
+        job, generation: the launcher's number, unlike any other's, and that of this round.
         hosts_changed: processes wait to join, or are to leave: meet again.
         line: on which this process gives signs of life.
         silent: what the driver says of those that fell silent in the last round.
@@ -52,6 +53,7 @@ class Membership:
 
     def __init__(self, address: str, port: int, number: int, stop: StopFlag) -> None:
         self.address, self.port = address, port
+        self.job, self.generation = 0, 0
         self.hosts_changed = False
         self.launcher = f"{address}:{port}"
         self.line = Line(address, port, number)
@@ -124,6 +126,7 @@ class Membership:
             os.environ[f"HOROVOD_{name.upper()}"] = str(assignment[name])
         os.environ[_GENERATION] = str(assignment["generation"])
         os.environ[_ADDRESS], os.environ[_PORT] = self.address, str(self.port)
+        self.job, self.generation = assignment["job"], assignment["generation"]
         self.hosts_changed = False
         self.silent = assignment.get("silent", [])
         self.line.join(assignment["generation"])

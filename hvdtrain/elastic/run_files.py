@@ -3,43 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from hvdtrain.checkpoint import layout
+from hvdtrain.engine.ownership import Claim, Ownership
 from hvdtrain.errors import UserError
 
 _TAIL_BYTES = 1 << 16
 
 
-def hold(run: Path) -> IO[str]:
-    """Makes the folder and keeps other supervisors from this run while the file is open.
+@contextlib.contextmanager
+def hold(run: Path) -> Iterator[None]:
+    """Makes the folder and keeps other supervisors from this run.
 
     Raises:
         UserError: the folder cannot be written, or there is another one.
     """
+    owner = Ownership(run, ".launch.")
     try:
-        run.mkdir(parents=True, exist_ok=True)
-        lock = open(run / ".launch.lock", "w")  # noqa: SIM115 - held until the caller ends
+        owner.acquire(Claim.of_this_process())
     except OSError as error:
         raise UserError(
             f"run.root: {run} cannot be written ({error.strerror}); choose another with --run.root"
         ) from None
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise UserError(
-            f"{run}: another hvdtrain launch supervises this run; end it, or choose another "
-            "--run.id"
-        ) from None
-    except OSError:
-        pass  # a file system without locks
-    return lock
+        yield
+    finally:
+        owner.release()
 
 
 def newest_checkpoint(run: Path) -> int:

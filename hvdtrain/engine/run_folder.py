@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from hvdtrain.engine.ownership import Claim, Ownership
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
 from hvdtrain.log import logger
@@ -27,6 +26,7 @@ class RunFolder:
         self.path = path
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
+        self.config = path / "config.yaml"
         self.manifest = path / "manifest.json"
         self.metrics = path / "metrics.jsonl"
         self.left_metrics = path / "left_metrics.jsonl"
@@ -34,15 +34,17 @@ class RunFolder:
         self.events = path / "events.jsonl"
         self.targets = path / "targets.json"
         self.profile = path / "profile"
+        self.ownership = Ownership(path)
         # In a path, Prometheus takes a * in the last part only: here it finds those of all runs.
         self.listed_targets = path.parent / ".targets" / f"{path.name}.json"
 
-    def prepare(self, fresh: bool, wait_seconds: float = 0.0) -> None:
-        """Makes the folder, sees that it can be written, and holds it for this process.
+    def prepare(self, fresh: bool, claim: Claim, going_on: bool = False) -> None:
+        """Makes the folder, sees that it can be written, and makes the run this process's.
 
         Args:
             fresh: the run must not have begun before (run.resume never).
-            wait_seconds: for a process that holds it and is about to end.
+            claim: this process's.
+            going_on: as Ownership.acquire has it.
 
         Raises:
             UserError: it cannot be written, another process trains this run, or there is a
@@ -54,24 +56,18 @@ class RunFolder:
                 "--run.id, or leave run.resume away to go on with it"
             )
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.path / ".lock", "w")  # noqa: SIM115 - held until the process ends
-            _lock(self._lock, wait_seconds)
-        except BlockingIOError:
-            raise UserError(
-                f"{self.path}: another process trains this run; wait for it, or choose another "
-                "--run.id"
-            ) from None
+            self.ownership.acquire(claim, going_on)
         except OSError as error:
-            if error.errno in (errno.ENOLCK, errno.ENOTSUP):
-                return  # a file system without locks
             raise UserError(
                 f"run.root: {self.path} cannot be written ({error.strerror}); "
                 "choose another with --run.root"
             ) from None
 
     def write_config(self, resolved: str) -> None:
-        write_atomic(self.path / "config.yaml", resolved.encode())
+        content = resolved.encode()
+        # A later generation of a job has the same, and a full disk no room for it twice.
+        if not self.config.exists() or self.config.read_bytes() != content:
+            write_atomic(self.config, content)
 
     def starts(self) -> list[dict[str, Any]]:
         """One entry for each start of this run so far, from its manifest."""
@@ -104,18 +100,6 @@ class RunFolder:
         for path in (self.targets, self.listed_targets):
             with suppress(OSError):
                 path.unlink()
-
-
-def _lock(file: IO[str], wait_seconds: float) -> None:
-    deadline = time.monotonic() + wait_seconds
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise
-            with heartbeat.OWN.waiting():
-                time.sleep(0.1)
 
 
 def default_id(task: str) -> str:

@@ -68,6 +68,18 @@ class RunState:
         set_state_tensors(self.optimizer, self.model, checkpoint.optimizer)
         self.progress = Progress(**state)
 
+    def start_over(self, model: nn.Module) -> None:
+        """Takes over the weights and buffers of a fresh model; nothing else is left.
+
+        Args:
+            model: another one of the same shapes.
+        """
+        with torch.no_grad():
+            for mine, fresh in zip(_all_tensors(self.model), _all_tensors(model), strict=True):
+                mine.copy_(fresh)
+        self.optimizer.state.clear()
+        vars(self.progress).update(vars(Progress()))
+
     def broadcast(self, root: int = 0) -> None:
         """Gives the state of rank `root` to all ranks, as it is.
 
@@ -99,6 +111,10 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     tensors = {name: p.data for name, p in model.named_parameters()}
     tensors.update({name: b for name, b in model.named_buffers() if name in saved})
     return tensors
+
+
+def _all_tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -16,6 +17,12 @@ from hvdtrain.runtime import heartbeat
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# The slowest network on which the state of a run is handed over in time: 100 Mbit/s a host.
+_LOWEST_BANDWIDTH = 12.5e6  # bytes a second
+_GLOO_TIMEOUT_S = 30.0  # Horovod's, where the environment names none
+_LARGEST_PIECE = 64 << 20
+_SMALLEST_PIECE = 64 << 10
 
 
 def _waits(collective: Callable[P, R]) -> Callable[P, R]:
@@ -38,7 +45,7 @@ def broadcast_json(value: Any, name: str, root: int = 0) -> Any:
     size = hvd.broadcast(torch.tensor([data.numel()]), root, name=f"{name}.size")
     if hvd.rank() != root:
         data = torch.empty(int(size), dtype=torch.uint8)
-    data = hvd.broadcast(data, root, name=name)
+    broadcast_tensors({"json": data}, name, root)
     return json.loads(data.numpy().tobytes())
 
 
@@ -64,18 +71,51 @@ def gather_bytes(value: bytes, name: str) -> list[bytes]:
 
 @_waits
 def broadcast_tensors(tensors: dict[str, Tensor], name: str, root: int = 0) -> None:
-    """Overwrites the tensors, the same names and shapes on every rank, with rank `root`'s."""
+    """Overwrites the tensors, the same names and shapes on every rank, with rank `root`'s.
+
+    They travel in pieces: Gloo's timeout counts for a whole one on all of its way.
+    """
     if hvd.size() == 1:
         return
+    most = _ranks_of_a_host(f"{name}.ranks")
+    timeout = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or _GLOO_TIMEOUT_S)
+    size = piece_bytes(timeout, hvd.size(), most)
     sent = []
     for key, tensor in sorted(tensors.items()):
         # As bytes: Horovod knows fewer dtypes than torch, bfloat16 is not among them.
         data = tensor.contiguous().view(-1).view(torch.uint8)
-        sent.append((tensor, data, hvd.broadcast_async_(data, root, name=f"{name}.{key}")))
-    for tensor, data, handle in sent:
-        hvd.synchronize(handle)
+        handles = [
+            hvd.broadcast_async_(piece, root, name=f"{name}.{key}.{number}")
+            for number, piece in enumerate(data.split(size) if data.numel() else ())
+        ]
+        sent.append((tensor, data, handles))
+    for tensor, data, handles in sent:
+        for handle in handles:
+            hvd.synchronize(handle)
         if data.data_ptr() != tensor.data_ptr():  # it was not contiguous
             tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
+def piece_bytes(timeout_seconds: float, world_size: int, ranks_of_a_host: int) -> int:
+    """The most bytes that one broadcast may have, so that it takes half of the timeout at most.
+
+    Gloo broadcasts down a binomial tree: the root sends to depth = ceil(log2(world_size)) ranks
+    at once, those that are reached first to depth - 1 more, and so on; so depth + ... + 1 copies
+    follow each other on the way to the last rank, and the ranks of a host, which forward at
+    the same time, share its 100 Mbit/s. (Gloo's ring all-reduce needs no such limit: it waits for
+    segments of 1 MiB, and its all-gather for one rank's part.)
+    """
+    if ranks_of_a_host == world_size:
+        return _LARGEST_PIECE  # no network
+    depth = (world_size - 1).bit_length()
+    copies = ranks_of_a_host * max(1, depth * (depth + 1) // 2)
+    size = int(timeout_seconds / 2 * _LOWEST_BANDWIDTH / copies)
+    return min(max(size, _SMALLEST_PIECE), _LARGEST_PIECE)
+
+
+def _ranks_of_a_host(name: str) -> int:
+    """The most that any host has."""
+    return int(hvd.allreduce(torch.tensor(hvd.local_size()), op=hvd.Max, name=name))
 
 
 @_waits

@@ -6,12 +6,15 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from hvdtrain.log import logger
+
+# For a look at whose run it is: events are rare, and worth a moment.
+_HELD_SECONDS = 1.0
 
 
 class EventsFile:
@@ -19,10 +22,16 @@ class EventsFile:
 
     Args:
         path: the file; it is made with the first event.
+        held: whether this process may write, see Ownership.held.
+
+    Attributes:
+        failures: how often the file could not be written.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, held: Callable[[float], bool] = lambda seconds: True) -> None:
         self._path = path
+        self._held = held
+        self.failures = 0
         self._waiting: list[bytes] = []
         self._failed = False
         self._lock = Lock()  # saves tell of themselves from their own thread
@@ -33,12 +42,16 @@ class EventsFile:
         What cannot be written is said once, kept, and written before the next event.
         """
         line = json.dumps({"event": event, "time": time.time(), **fields})
+        held = self._held(_HELD_SECONDS)
         with self._lock:
             self._waiting.append(line.encode() + b"\n")
+            if not held:
+                return
             try:
                 self._append()
                 self._failed = False
             except OSError as error:
+                self.failures += 1
                 if not self._failed:
                     logger.error("%s cannot be written (%s); training goes on", self._path, error)
                 self._failed = True

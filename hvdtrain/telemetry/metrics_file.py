@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from hvdtrain.files import write_atomic
 from hvdtrain.log import logger
+
+# For a look at whose run it is; one that takes longer means a disk that does not answer.
+_HELD_SECONDS = 5.0
 
 
 class MetricsFile:
@@ -22,53 +27,104 @@ class MetricsFile:
         path: the file; it is made if it is not there.
         after: lines of steps beyond this one move to left_NAME beside it: the run does these
             again.
+        held: whether this process may write, see Ownership.held; while it says no, lines are
+            kept as well.
+        going_on: others hold a state that would be lost: what cannot be written now is said.
 
     Attributes:
         last_step: of the last line; None where there is none.
         set_aside: steps that the lines which were moved stand for.
+        failures: how often the file could not be written.
 
     Raises:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, path: Path, after: int) -> None:
-        # A crash may have left anything at the end, also a line without its newline.
-        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-        lines = text.splitlines()
-        kept = [line for line in lines if (step := _step(line)) is not None and step <= after]
-        self.last_step = _step(kept[-1]) if kept else None
-        newest = max((step for line in lines if (step := _step(line)) is not None), default=0)
-        self.set_aside = max(0, newest - after)
-        whole = "".join(line + "\n" for line in kept)
-        if whole != text:
-            staying = set(kept)
-            with open(path.with_name(f"left_{path.name}"), "a", encoding="utf-8") as left:
-                left.writelines(line + "\n" for line in lines if line not in staying)
-            write_atomic(path, whole.encode())
+    def __init__(
+        self,
+        path: Path,
+        after: int,
+        held: Callable[[float], bool] = lambda seconds: True,
+        going_on: bool = False,
+    ) -> None:
         self._path = path
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        self._held = held
+        self._file: int | None = None
+        self._closed = False
         self._unwritten = bytearray()
         self._lock = Lock()  # `sync` is called from another thread than the rest
         self._failed = False
+        self.failures = 0
+        # A crash may have left anything at the end, also a line without its newline.
+        content = path.read_bytes() if path.exists() else b""
+        lines = content.split(b"\n")
+        steps = [_step(line) for line in lines]
+        kept = [line for line, step in zip(lines, steps, strict=True) if _within(step, after)]
+        self.last_step = _step(kept[-1]) if kept else None
+        self.set_aside = max(0, max((step for step in steps if step), default=0) - after)
+        try:
+            self._keep(content, kept, going_on)
+            self._open()
+        except OSError as error:
+            if not going_on:
+                raise
+            self._say(error)
+
+    def _keep(self, content: bytes, kept: list[bytes], going_on: bool) -> None:
+        """Leaves only these lines of the file's content in it; the others move."""
+        whole = b"".join(line + b"\n" for line in kept)
+        if whole == content:
+            return
+        if whole == content + b"\n":
+            self._unwritten += b"\n"
+            return
+        staying = set(kept)
+        left = [line for line in content.split(b"\n") if line and line not in staying]
+        try:
+            with open(self._path.with_name(f"left_{self._path.name}"), "ab") as file:
+                file.writelines(line + b"\n" for line in left)
+        except OSError as error:
+            if not going_on:
+                raise
+            self._say(error)
+        if content.startswith(whole):
+            os.truncate(self._path, len(whole))  # that takes no room
+        else:
+            write_atomic(self._path, whole)
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends one line; it reaches the system at once and the disk with `sync`."""
         self.last_step = record["step"]
         with self._lock:
             self._unwritten += json.dumps(record).encode() + b"\n"
+            if not self._held(0.0):
+                return
             try:
                 self._flush()
             except OSError as error:
-                if not self._failed:
-                    logger.error(
-                        "%s cannot be written (%s); training goes on, and its lines are kept "
-                        "until they can",
-                        self._path,
-                        error.strerror,
-                    )
-                self._failed = True
+                self._say(error)
+
+    def _say(self, error: OSError) -> None:
+        self.failures += 1
+        if not self._failed:
+            logger.error(
+                "%s cannot be written (%s); training goes on, and its lines are kept until "
+                "they can",
+                self._path,
+                error.strerror,
+            )
+        self._failed = True
 
     def _flush(self) -> None:
+        if self._closed:
+            raise OSError(errno.EBADF, "it is closed")
+        if self._file is None:
+            self._open()
+        assert self._file is not None
         while self._unwritten:
             done = os.write(self._file, self._unwritten)
             del self._unwritten[:done]
@@ -82,7 +138,10 @@ class MetricsFile:
         Raises:
             OSError: it has not.
         """
+        held = self._held(_HELD_SECONDS)
         with self._lock:
+            if not held:
+                raise OSError(errno.ESTALE, "it is not known whether it is still this process's")
             self._flush()
         # A descriptor of its own: the file may be closed while the disk is slow.
         file = os.open(self._path, os.O_RDONLY)
@@ -92,17 +151,26 @@ class MetricsFile:
             os.close(file)
 
     def close(self) -> None:
+        held = self._held(_HELD_SECONDS)
         with self._lock:
             try:
-                self._flush()
+                if self._unwritten and held:
+                    self._flush()
             except OSError as error:
+                self._say(error)
+            if self._unwritten:
                 lines = self._unwritten.count(b"\n")
-                logger.error("%s: %d lines are lost (%s)", self._path, lines, error.strerror)
-            os.close(self._file)
-            self._file = -1  # a late `sync` fails instead of writing into another file
+                logger.error("%s: %d lines are lost", self._path, lines)
+            if self._file is not None:
+                os.close(self._file)
+            self._closed = True  # a late `sync` fails instead of writing into another file
 
 
-def _step(line: str) -> int | None:
+def _within(step: int | None, after: int) -> bool:
+    return step is not None and step <= after
+
+
+def _step(line: bytes) -> int | None:
     """The step of a line, or None where a crash tore it."""
     try:
         return int(json.loads(line)["step"])

@@ -12,6 +12,7 @@ from hvdtrain.runtime.collectives import (
     broadcast_json,
     broadcast_tensors,
     gather_json,
+    piece_bytes,
     sum_,
 )
 from hvdtrain.runtime.topology import Topology
@@ -67,6 +68,25 @@ def test_broadcast_tensors_changes_a_bit_or_leaves_out_a_tensor(topology: Topolo
     for name, expected in made(seed=0).items():
         assert tensors[name].dtype == expected.dtype
         torch.testing.assert_close(tensors[name], expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_tensor_of_many_pieces_arrives_otherwise(
+    topology: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hvdtrain.runtime.collectives.piece_bytes", lambda *_: 1000)
+    tensors = {"a": torch.arange(5001) * (topology.rank == 0), "b": torch.zeros(250)}
+    broadcast_tensors(tensors, "pieces")
+    assert torch.equal(tensors["a"], torch.arange(5001))
+
+
+# (timeout in seconds, ranks, ranks of a host): how many copies follow each other on a host's wire.
+COPIES = {(3, 2, 1): 1, (3, 4, 2): 6, (4, 16, 8): 80, (7, 64, 8): 168, (30, 1000, 8): 440}
+
+
+@pytest.mark.parametrize("case", COPIES)
+def test_a_piece_takes_longer_than_the_timeout_at_100_mbit(case: tuple[int, int, int]) -> None:
+    seconds = piece_bytes(*case) * 8 * COPIES[case] / 100e6
+    assert 0.4 * case[0] <= seconds <= 0.5 * case[0]
 
 
 def test_sum_is_not_the_sum(topology: Topology) -> None:

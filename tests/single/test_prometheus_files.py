@@ -18,6 +18,7 @@ from prometheus_client import generate_latest
 
 from hvdtrain.build import build_exporter
 from hvdtrain.config import Config
+from hvdtrain.engine.ownership import Claim
 from hvdtrain.engine.run_folder import RunFolder
 from hvdtrain.records import Records
 from hvdtrain.telemetry.config import TelemetryConfig
@@ -50,7 +51,7 @@ def figures(tmp_path: Path) -> Iterator[bytes]:
     assert exporter is not None
     exporter.describe({"run": "mine"})
     folder = RunFolder(tmp_path)
-    folder.prepare(fresh=True)
+    folder.prepare(fresh=True, claim=Claim.of_this_process())
     records = Records(folder, keep=1)
     records.open(0, exporter)
     yield generate_latest(exporter.registry)

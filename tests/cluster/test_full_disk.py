@@ -1,0 +1,71 @@
+"""A full disk while ranks die: training goes on with the state that is left."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.checkpoint.layout import finished
+from tests.cluster.test_faults import job as job  # a fixture
+from tests.cluster.test_faults import reference as reference  # a fixture
+from tests.support.cluster import Cluster
+from tests.support.faults import ElasticJob
+
+
+@contextmanager
+def _small_disk(cluster: Cluster, run: Path) -> Iterator[Path]:
+    """Of 1 MB for the run, on node1 alone; the folder as this process sees it."""
+    run.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(run)]
+    assert cluster.run("node1", mount).returncode == 0
+    try:
+        yield cluster.file("node1", str(run))
+    finally:
+        cluster.run("node1", ["umount", "--lazy", str(run)])
+
+
+def _shown(running: ElasticJob) -> int:
+    """The last step on rank 0's screen: its files are not written."""
+    return max(map(int, re.findall(r"hvdtrain: step (\d+)/", running.job.output())), default=0)
+
+
+def _wait_for_more(running: ElasticJob) -> None:
+    target = _shown(running) + 15
+    running.wait_until(lambda: _shown(running) >= target, 40, f"step {target}")
+
+
+def test_a_full_disk_ends_the_run_when_a_rank_or_rank_0_dies(
+    cluster: Cluster, job: Callable[..., ElasticJob], runs: Path, reference: list[float]
+) -> None:
+    with _small_disk(cluster, runs / "case") as run:
+        running = job(hosts="node1:2 node2:1", np=3, arguments="--checkpoint.every 15")
+        running.run = run
+        running.wait_for_step(20)
+        with suppress(OSError), open(run / "ballast", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(64))
+        running.kill(2)
+        _wait_for_more(running)
+        running.kill(0)
+        _wait_for_more(running)
+        (run / "ballast").unlink()
+        free_at, shown = time.time(), _shown(running)
+        name = f"step_{shown + 15:08}"
+        running.wait_until(lambda: finished(run / "checkpoints")[-1].name > name, 40, name)
+        done = running.job
+        output = done.output()
+        assert 1 <= output.count("manifest.json cannot be written") <= 2, output
+        assert output.count("config.yaml cannot be written") == 0, output
+        last = running.last()
+        assert last["time"] > free_at and (run / "manifest.json").stat().st_mtime > free_at
+        # Lines that waited for room are lost with the rank 0 that had them, and no others.
+        lines = running.lines()
+        assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
+        for line in lines:
+            assert line["loss"] == pytest.approx(reference[line["step"] - 1], rel=1e-4)
+        running.job.kill()

@@ -1,0 +1,67 @@
+"""The state of a run on its way to a process that joins it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tests.cluster.test_faults import job as job  # a fixture
+from tests.cluster.test_faults import reference as reference  # a fixture
+from tests.support.cluster import Cluster
+from tests.support.faults import ElasticJob, assert_same_curve
+
+DYING = "--task tests.support.handover:DyingSource --checkpoint.every 0"
+
+
+def test_a_run_begins_with_half_of_a_state_whose_source_has_died(
+    job: Callable[..., ElasticJob], reference: list[float]
+) -> None:
+    running = job(hosts="node1:1", np=1, arguments=DYING)
+    running.wait_for_step(20)
+    running.set_hosts("node1:1 node2:1")
+    # It is the only one left, and nothing was saved: the run begins anew.
+    running.wait_until(lambda: len(running.events("start")) > 1, 60, "second start")
+    assert running.events("start")[1]["source"] == "new"
+    running.set_hosts("node2:1")  # process 2 is not needed
+    running.wait_for_step(5, 30)
+    running.end()
+    assert_same_curve(running.lines(), reference)
+    assert (running.run / "left_metrics.jsonl").exists()
+
+
+@contextmanager
+def _slow_network(cluster: Cluster) -> Iterator[None]:
+    """100 Mbit/s from each host."""
+    shaped = ["rate", "100mbit", "burst", "256kb", "latency", "100ms"]
+    try:
+        for host in cluster.names:
+            done = cluster.run(
+                host, ["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *shaped]
+            )
+            assert done.returncode == 0, done
+        yield
+    finally:
+        for host in cluster.names:
+            cluster.run(host, ["tc", "qdisc", "del", "dev", "eth0", "root"])
+
+
+def test_a_state_larger_than_the_timeout_allows_keeps_a_process_out_or_ends_the_run(
+    cluster: Cluster,
+    job: Callable[..., ElasticJob],
+    reference: list[float],
+    record_property: Callable[[str, object], None],
+) -> None:
+    # One tensor takes 3.2 s on the wire; a collective has 2.
+    flags = (
+        "--task tests.support.handover:LargeState --checkpoint.every 0 --elastic.timeout_seconds 2"
+    )
+    with _slow_network(cluster):
+        running = job(hosts="node1:1", np=1, arguments=flags, env={"HVDTRAIN_TEST_MEGABYTES": "40"})
+        running.wait_for_step(10)
+        running.set_hosts("node1:1 node2:1")
+        running.wait_for_world(2, 60)
+        running.wait_for_more(5, 30)
+        done = running.end()
+    record_property("seconds", [event["seconds"] for event in running.events("start")][-1])
+    assert [event["cause"] for event in running.events("start")] == ["launch", "hosts"], done
+    assert_same_curve(running.lines(), reference)

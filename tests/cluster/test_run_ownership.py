@@ -1,0 +1,54 @@
+"""A lock on the run's folder that outlives rank 0, as the lease of an NFS server does for 90 s."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.cluster.test_faults import job as job  # a fixture
+from tests.cluster.test_faults import reference as reference  # a fixture
+from tests.cluster.test_launch import Supervised
+from tests.support.cluster import Cluster
+from tests.support.faults import ElasticJob, assert_same_curve, pause
+
+HELPER = "--task tests.support.owners:WithHelper"
+
+
+def test_a_lock_that_outlives_rank_0_holds_up_the_others_or_loses_their_state(
+    job: Callable[..., ElasticJob],
+    reference: list[float],
+    record_property: Callable[[str, object], None],
+) -> None:
+    running = job(hosts="node1:1 node2:1", np=2, arguments=HELPER)
+    running.wait_for_step(20)
+    since = time.time()
+    running.kill(0)
+    start = running.wait_for_start(since, 20)
+    recovered = pause(running.lines(), since)
+    assert (start["source"], start["world_size"]) == ("memory", 1), start
+    running.wait_for_more(5, 30)
+    done = running.end()
+    record_property("seconds", round(recovered, 2))
+    assert_same_curve(running.lines(), reference)
+    assert recovered <= 3, f"{recovered:.2f} s without a step: {done}"
+    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+
+
+def test_launch_gives_up_while_a_lock_outlives_rank_0(
+    cluster: Cluster, runs: Path, record_property: Callable[[str, object], None]
+) -> None:
+    supervised = Supervised(
+        cluster, runs, options="--hosts node1:1,node2:1", task=f"{HELPER} --batch.micro_size 2"
+    )
+    try:
+        supervised.wait_for_step(25)
+        fault_at = time.time()
+        cluster.kill(cluster.ranks())
+        seconds, _ = supervised.recovery(fault_at)
+        record_property("seconds", round(seconds, 1))
+        supervised.wait_for_step(supervised.lines()[-1]["step"] + 5)
+        steps = [line["step"] for line in supervised.lines()]
+        assert steps == list(range(1, len(steps) + 1))
+    finally:
+        supervised.job.kill()

@@ -1,0 +1,112 @@
+"""Whose a run is: two processes never train it at the same time, the dead keep nobody out."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.faults import PACED
+from tests.support.job import Job, poll
+from tests.support.runs import environment, metrics, start
+
+PACE = {"HVDTRAIN_TEST_PACE": "0.02"}
+TASK = "--task tests.support.owners:NoLocks"
+
+
+class Runs:
+    """Processes that train the same run, each by the same command."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.run = root, root / "case"
+        self.jobs: list[Job] = []
+
+    def start(self, flags: str = "") -> Job:
+        where = f"--run.root {self.root} --run.id case --checkpoint.every 10"
+        arguments = f"{PACED} {where} {flags}".split()
+        self.jobs.append(start(self.root / "output", arguments, env=environment(PACE)))
+        return self.jobs[-1]
+
+    def wait_for_more(self, job: Job, timeout: float = 60) -> None:
+        """Waits for ten new steps."""
+        path = self.run / "metrics.jsonl"
+
+        def steps() -> int:
+            assert job.running(), job.output()
+            return path.read_text().count("\n") if path.exists() else 0
+
+        target = steps() + 10
+        poll(lambda: steps() >= target, timeout, f"step {target}: {job.output()}")
+
+    def process(self, job: Job) -> psutil.Process:
+        return psutil.Process(job._process.pid)
+
+    def content(self) -> dict[str, bytes]:
+        files = (path for path in self.run.rglob("*") if path.is_file())
+        return {str(path): path.read_bytes() for path in files}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    runs = Runs(tmp_path)
+    yield runs
+    for job in runs.jobs:
+        job.kill()
+
+
+def test_a_file_system_without_locks_lets_two_train_or_none(runs: Runs) -> None:
+    first = runs.start(TASK)
+    runs.wait_for_more(first)
+    second = runs.start(TASK).wait(60)
+    assert second.returncode == 2, second
+    assert "another process" in second.stderr and "Traceback" not in second.stderr, second
+    runs.process(first).kill()
+    first.wait(10)
+    third = runs.start(TASK)
+    runs.wait_for_more(third)
+    assert "is taken over" in third.output(), third.output()
+    os.kill(runs.process(third).pid, signal.SIGTERM)
+    assert third.wait(30).returncode == 75
+    assert json.loads((runs.run / ".owner").read_text())["ended"], "the next start would wait"
+
+
+def test_a_stopped_owner_writes_after_another_has_taken_its_run(runs: Runs) -> None:
+    first = runs.start()
+    runs.wait_for_more(first)
+    runs.process(first).suspend()
+    second = runs.start()
+    runs.wait_for_more(second)
+    os.kill(runs.process(second).pid, signal.SIGTERM)
+    assert second.wait(30).returncode == 75
+    third = runs.start()
+    runs.wait_for_more(third)
+    os.kill(runs.process(third).pid, signal.SIGSTOP)
+    content = runs.content()
+    runs.process(first).resume()
+    done = first.wait(20)
+    assert done.returncode == 1, done
+    assert "was taken over by process" in done.stderr, done
+    assert runs.content() == content
+    os.kill(runs.process(third).pid, signal.SIGCONT)
+    runs.wait_for_more(third)
+    steps = [line["step"] for line in metrics(runs.run)]
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_crash_makes_the_next_start_wait_where_there_are_locks(runs: Runs) -> None:
+    first = runs.start()
+    runs.wait_for_more(first)
+    runs.process(first).kill()
+    first.wait(10)
+    assert (runs.run / ".owner").exists()
+    began = time.monotonic()
+    second = runs.start()
+    runs.wait_for_more(second)
+    assert "shows life" not in second.output(), second.output()
+    assert time.monotonic() - began < 12

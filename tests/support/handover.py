@@ -1,0 +1,43 @@
+"""Tasks for the handing over of a run's state to a process that joins."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import horovod.torch as hvd
+import psutil
+import torch
+from torch import Tensor, nn
+
+from tests.support.tasks import Paced
+
+
+class DyingSource(Paced):
+    """Paced; process 0 (as its launcher counts) is killed in the middle of the first hand-over:
+    the others have its model by then, and nothing of its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if psutil.Process().environ().get("HOROVOD_RANK") == "0":
+            broadcast = hvd.broadcast_async_
+
+            def dying(tensor: Tensor, root: int, name: str, **more: Any) -> int:
+                if name.startswith("optimizer."):
+                    time.sleep(0.5)  # what was sent arrives
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return int(broadcast(tensor, root, name=name, **more))
+
+            hvd.broadcast_async_ = dying
+
+
+class LargeState(Paced):
+    """Paced, with one tensor of HVDTRAIN_TEST_MEGABYTES (million bytes) that is not trained."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        numbers = int(float(os.environ["HVDTRAIN_TEST_MEGABYTES"]) * 1e6 / 4)
+        model.register_buffer("large", torch.arange(numbers, dtype=torch.float32))
+        return model

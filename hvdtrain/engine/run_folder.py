@@ -12,7 +12,6 @@ from hvdtrain.engine.ownership import Claim, Ownership
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
 from hvdtrain.log import logger
-from hvdtrain.runtime import heartbeat
 
 
 class RunFolder:

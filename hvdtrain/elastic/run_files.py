@@ -23,7 +23,7 @@ def hold(run: Path) -> Iterator[None]:
     Raises:
         UserError: the folder cannot be written, or there is another one.
     """
-    owner = Ownership(run, ".launch.")
+    owner = Ownership(run, ".launch.", "another hvdtrain launch supervises this run; end it")
     try:
         owner.acquire(Claim.of_this_process())
     except OSError as error:

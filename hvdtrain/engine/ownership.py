@@ -96,13 +96,20 @@ class Ownership:
     Args:
         folder: the run's.
         name: of the two files, before "owner" and "lock".
+        busy: what a process is told that finds it taken.
 
     Attributes:
         failures: how often the token could not be written.
     """
 
-    def __init__(self, folder: Path, name: str = ".") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str = ".",
+        busy: str = "another process trains this run; wait for it",
+    ) -> None:
         self.folder = folder
+        self._busy = busy
         self.failures = 0
         self._token_path = folder / f"{name}owner"
         self._lock_path = folder / f"{name}lock"
@@ -221,7 +228,7 @@ class Ownership:
         return True
 
     def _wait_until_free(self, mine: Token) -> None:
-        began, said = _now(), False
+        began, looked, said = _now(), False, False
         while True:
             has_locks = self._lock_it()
             before, token = self._seen, _read(self._token_path)
@@ -233,25 +240,26 @@ class Ownership:
                     self._before = token.owner
                     return
                 raise _superseded(self.folder, token)
-            moved = before is not None and token is not None and before.owner == token.owner
-            if moved and before != token and said:
-                raise _held(self.folder, token)
+            if looked and _moved(before, token):
+                raise self._taken(token)
             rest = self._rest(mine, token, has_locks)
             if _now() - (self._seen_at if token is not None else began) >= rest:
                 if token is None:
-                    raise _held(self.folder, None)  # all that its owner shows is the lock
+                    raise self._taken(None)  # all that its owner shows is the lock
                 if not token.ended:
                     logger.warning("%s is taken over: %s shows no life", self.folder, _who(token))
                     self._before = token.owner
                 return
-            if not said and token is not None and not token.ended:
+            waits = _now() - began > 2 * BEAT_SECONDS
+            if waits and not said and token is not None and not token.ended:
                 logger.warning(
                     "%s belongs to %s: it is taken over unless that shows life within %.0f s",
                     self.folder,
                     _who(token),
                     rest,
                 )
-            said = True
+                said = True
+            looked = True
             time.sleep(_LOOK_SECONDS)
 
     def _rest(self, mine: Token, token: Token | None, has_locks: bool) -> float:
@@ -273,7 +281,11 @@ class Ownership:
         time.sleep(_SETTLE_SECONDS)
         token = _read(self._token_path)
         if token is not None and token.owner not in (mine.owner, self._before):
-            raise _held(self.folder, token)
+            raise self._taken(token)
+
+    def _taken(self, token: Token | None) -> UserError:
+        who = f" (it is {_who(token)})" if token is not None else ""
+        return UserError(f"{self.folder}: {self._busy}, or choose another --run.id{who}")
 
     # --- to keep it ----------------------------------------------------------
 
@@ -340,6 +352,13 @@ class Ownership:
         self._failed = True
 
 
+def _moved(before: Token | None, token: Token | None) -> bool:
+    """Whether an owner lives: it has counted on between two looks."""
+    if before is None or token is None or token.ended:
+        return False
+    return before.owner == token.owner and before.beats != token.beats
+
+
 def _read(path: Path) -> Token | None:
     """None: there is no token, or none that is whole."""
     try:
@@ -365,13 +384,6 @@ def _now() -> float:
 
 def _who(token: Token) -> str:
     return f"process {token.pid} on {token.host}"
-
-
-def _held(folder: Path, token: Token | None) -> UserError:
-    who = f" ({_who(token)})" if token is not None else ""
-    return UserError(
-        f"{folder}: another process{who} trains this run; wait for it, or choose another --run.id"
-    )
 
 
 def _superseded(folder: Path, token: Token) -> UserError:

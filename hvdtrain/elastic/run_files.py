@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint import layout
-from hvdtrain.engine.ownership import Claim, Ownership
+from hvdtrain.engine.owner_token import Claim
+from hvdtrain.engine.ownership import Ownership
 from hvdtrain.errors import UserError
 
 _TAIL_BYTES = 1 << 16

@@ -31,9 +31,10 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from hvdtrain.engine.owner_token import Claim, Token, boot, moved, read, who
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.log import logger
 
@@ -48,46 +49,6 @@ _LOOK_SECONDS = 0.2
 _RELEASE_SECONDS = 2.0
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 _TOKEN_BYTES = 512  # always as many, in place: also a full disk takes that
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What a process has to say for itself.
-
-    Args:
-        job: all processes of an elastic job have the same, and no other job's.
-        generation: of the ranks in that job; of two, the later one counts.
-    """
-
-    job: int
-    generation: int = 0
-
-    @classmethod
-    def of_this_process(cls) -> Claim:
-        return cls(secrets.randbits(62))
-
-
-@dataclass(frozen=True)
-class Token:
-    """What the file says.
-
-    Args:
-        owner: unlike any other process's.
-        boot: of the owner's kernel.
-        locked: the owner has the lock too.
-        beats: rises while the owner lives.
-        ended: it gave the run back. The token stays, for an owner before it that was stopped.
-    """
-
-    owner: str
-    job: int
-    generation: int
-    host: str
-    pid: int
-    boot: str
-    locked: bool
-    beats: int = 0
-    ended: bool = False
 
 
 class Ownership:
@@ -129,7 +90,7 @@ class Ownership:
     def look(self) -> None:
         """Notes the token: a count that rests from now on need not be waited for later."""
         with suppress(OSError):
-            self._note(_read(self._token_path))
+            self._note(read(self._token_path))
 
     def acquire(self, claim: Claim, going_on: bool = False) -> None:
         """Makes the folder, and the run this process's until `release` or its end.
@@ -151,7 +112,7 @@ class Ownership:
             generation=claim.generation,
             host=socket.gethostname(),
             pid=os.getpid(),
-            boot=_boot(),
+            boot=boot(),
             locked=False,
         )
         for part in (self._prepare, self._wait_until_free, self._write, self._settle):
@@ -197,7 +158,7 @@ class Ownership:
         if self._thread.is_alive():
             return  # its disk does not answer
         with suppress(OSError):
-            token = _read(self._token_path)
+            token = read(self._token_path)
             if self._mine is not None and (token is None or self._is_mine(token)):
                 self._write(replace(self._mine, ended=True))
         if self._lock is not None:
@@ -231,7 +192,7 @@ class Ownership:
         began, looked, said = _now(), False, False
         while True:
             has_locks = self._lock_it()
-            before, token = self._seen, _read(self._token_path)
+            before, token = self._seen, read(self._token_path)
             self._note(token)
             if token is None and (self._locked or not has_locks):
                 return
@@ -240,14 +201,14 @@ class Ownership:
                     self._before = token.owner
                     return
                 raise _superseded(self.folder, token)
-            if looked and _moved(before, token):
+            if looked and moved(before, token):
                 raise self._taken(token)
             rest = self._rest(mine, token, has_locks)
             if _now() - (self._seen_at if token is not None else began) >= rest:
                 if token is None:
                     raise self._taken(None)  # all that its owner shows is the lock
                 if not token.ended:
-                    logger.warning("%s is taken over: %s shows no life", self.folder, _who(token))
+                    logger.warning("%s is taken over: %s shows no life", self.folder, who(token))
                     self._before = token.owner
                 return
             waits = _now() - began > 2 * BEAT_SECONDS
@@ -255,7 +216,7 @@ class Ownership:
                 logger.warning(
                     "%s belongs to %s: it is taken over unless that shows life within %.0f s",
                     self.folder,
-                    _who(token),
+                    who(token),
                     rest,
                 )
                 said = True
@@ -279,13 +240,13 @@ class Ownership:
         if self._locked or (self._seen is not None and self._seen.job == mine.job):
             return
         time.sleep(_SETTLE_SECONDS)
-        token = _read(self._token_path)
+        token = read(self._token_path)
         if token is not None and token.owner not in (mine.owner, self._before):
             raise self._taken(token)
 
     def _taken(self, token: Token | None) -> UserError:
-        who = f" (it is {_who(token)})" if token is not None else ""
-        return UserError(f"{self.folder}: {self._busy}, or choose another --run.id{who}")
+        name = f" (it is {who(token)})" if token is not None else ""
+        return UserError(f"{self.folder}: {self._busy}, or choose another --run.id{name}")
 
     # --- to keep it ----------------------------------------------------------
 
@@ -303,7 +264,7 @@ class Ownership:
 
     def _beat(self) -> None:
         assert self._mine is not None
-        began, token = _now(), _read(self._token_path)
+        began, token = _now(), read(self._token_path)
         if token is not None and not self._is_mine(token):
             self._lose(token)
         with self._looked:
@@ -325,7 +286,7 @@ class Ownership:
             return
         # At once, whatever the other threads are at: they might write.
         print(
-            f"hvdtrain: error: {self.folder} was taken over by {_who(token)} while this process "
+            f"hvdtrain: error: {self.folder} was taken over by {who(token)} while this process "
             "was stopped or its disk did not answer: it writes nothing any more and ends",
             file=sys.stderr,
             flush=True,
@@ -352,41 +313,12 @@ class Ownership:
         self._failed = True
 
 
-def _moved(before: Token | None, token: Token | None) -> bool:
-    """Whether an owner lives: it has counted on between two looks."""
-    if before is None or token is None or token.ended:
-        return False
-    return before.owner == token.owner and before.beats != token.beats
-
-
-def _read(path: Path) -> Token | None:
-    """None: there is no token, or none that is whole."""
-    try:
-        return Token(**json.loads(path.read_bytes()))
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError):
-        return None
-
-
-def _boot() -> str:
-    """Of the kernel that runs now."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
 def _now() -> float:
     """Seconds; the time in which the host was suspended counts."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def _who(token: Token) -> str:
-    return f"process {token.pid} on {token.host}"
-
-
 def _superseded(folder: Path, token: Token) -> UserError:
-    error = UserError(f"{folder} belongs to {_who(token)}: this job goes on without this process")
+    error = UserError(f"{folder} belongs to {who(token)}: this job goes on without this process")
     error.exit_code = EXIT_CRASH
     return error

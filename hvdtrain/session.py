@@ -37,7 +37,7 @@ from hvdtrain.elastic.membership import LostError, Membership, RefusedError, Rem
 from hvdtrain.elastic.state import Standing, alike, furthest
 from hvdtrain.engine.loop import Loop, MeetAgain
 from hvdtrain.engine.modes import evaluating
-from hvdtrain.engine.ownership import Claim
+from hvdtrain.engine.owner_token import Claim
 from hvdtrain.engine.run_folder import RunFolder, default_id
 from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
 from hvdtrain.horovod_wheel import recipe

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint import layout
-from hvdtrain.engine.ownership import Claim, Ownership
+from hvdtrain.engine.owner_token import Claim
+from hvdtrain.engine.ownership import Ownership
 from hvdtrain.errors import UserError
 
 _TAIL_BYTES = 1 << 16
@@ -23,7 +24,7 @@ def hold(run: Path) -> Iterator[None]:
     Raises:
         UserError: the folder cannot be written, or there is another one.
     """
-    owner = Ownership(run, ".launch.")
+    owner = Ownership(run, ".launch.", "another hvdtrain launch supervises this run; end it")
     try:
         owner.acquire(Claim.of_this_process())
     except OSError as error:

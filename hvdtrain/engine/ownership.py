@@ -31,9 +31,10 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from hvdtrain.engine.owner_token import Claim, Token, boot, moved, read, who
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.log import logger
 from hvdtrain.runtime import heartbeat
@@ -51,59 +52,26 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 _TOKEN_BYTES = 512  # always as many, in place: also a full disk takes that
 
 
-@dataclass(frozen=True)
-class Claim:
-    """What a process has to say for itself.
-
-    Args:
-        job: all processes of an elastic job have the same, and no other job's.
-        generation: of the ranks in that job; of two, the later one counts.
-    """
-
-    job: int
-    generation: int = 0
-
-    @classmethod
-    def of_this_process(cls) -> Claim:
-        return cls(secrets.randbits(62))
-
-
-@dataclass(frozen=True)
-class Token:
-    """What the file says.
-
-    Args:
-        owner: unlike any other process's.
-        boot: of the owner's kernel.
-        locked: the owner has the lock too.
-        beats: rises while the owner lives.
-        ended: it gave the run back. The token stays, for an owner before it that was stopped.
-    """
-
-    owner: str
-    job: int
-    generation: int
-    host: str
-    pid: int
-    boot: str
-    locked: bool
-    beats: int = 0
-    ended: bool = False
-
-
 class Ownership:
     """Of one run, by this process; see the top of this file.
 
     Args:
         folder: the run's.
         name: of the two files, before "owner" and "lock".
+        busy: what a process is told that finds it taken.
 
     Attributes:
         failures: how often the token could not be written.
     """
 
-    def __init__(self, folder: Path, name: str = ".") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str = ".",
+        busy: str = "another process trains this run; wait for it",
+    ) -> None:
         self.folder = folder
+        self._busy = busy
         self.failures = 0
         self._token_path = folder / f"{name}owner"
         self._lock_path = folder / f"{name}lock"
@@ -123,7 +91,7 @@ class Ownership:
     def look(self) -> None:
         """Notes the token: a count that rests from now on need not be waited for later."""
         with suppress(OSError):
-            self._note(_read(self._token_path))
+            self._note(read(self._token_path))
 
     def acquire(self, claim: Claim, going_on: bool = False) -> None:
         """Makes the folder, and the run this process's until `release` or its end.
@@ -145,7 +113,7 @@ class Ownership:
             generation=claim.generation,
             host=socket.gethostname(),
             pid=os.getpid(),
-            boot=_boot(),
+            boot=boot(),
             locked=False,
         )
         for part in (self._prepare, self._wait_until_free, self._write, self._settle):
@@ -191,7 +159,7 @@ class Ownership:
         if self._thread.is_alive():
             return  # its disk does not answer
         with suppress(OSError):
-            token = _read(self._token_path)
+            token = read(self._token_path)
             if self._mine is not None and (token is None or self._is_mine(token)):
                 self._write(replace(self._mine, ended=True))
         if self._lock is not None:
@@ -222,10 +190,10 @@ class Ownership:
         return True
 
     def _wait_until_free(self, mine: Token) -> None:
-        began, said = _now(), False
+        began, looked, said = _now(), False, False
         while True:
             has_locks = self._lock_it()
-            before, token = self._seen, _read(self._token_path)
+            before, token = self._seen, read(self._token_path)
             self._note(token)
             if token is None and (self._locked or not has_locks):
                 return
@@ -234,25 +202,26 @@ class Ownership:
                     self._before = token.owner
                     return
                 raise _superseded(self.folder, token)
-            moved = before is not None and token is not None and before.owner == token.owner
-            if moved and before != token and said:
-                raise _held(self.folder, token)
+            if looked and moved(before, token):
+                raise self._taken(token)
             rest = self._rest(mine, token, has_locks)
             if _now() - (self._seen_at if token is not None else began) >= rest:
                 if token is None:
-                    raise _held(self.folder, None)  # all that its owner shows is the lock
+                    raise self._taken(None)  # all that its owner shows is the lock
                 if not token.ended:
-                    logger.warning("%s is taken over: %s shows no life", self.folder, _who(token))
+                    logger.warning("%s is taken over: %s shows no life", self.folder, who(token))
                     self._before = token.owner
                 return
-            if not said and token is not None and not token.ended:
+            waits = _now() - began > 2 * BEAT_SECONDS
+            if waits and not said and token is not None and not token.ended:
                 logger.warning(
                     "%s belongs to %s: it is taken over unless that shows life within %.0f s",
                     self.folder,
-                    _who(token),
+                    who(token),
                     rest,
                 )
-            said = True
+                said = True
+            looked = True
             with heartbeat.OWN.waiting():
                 time.sleep(_LOOK_SECONDS)
 
@@ -273,9 +242,13 @@ class Ownership:
         if self._locked or (self._seen is not None and self._seen.job == mine.job):
             return
         time.sleep(_SETTLE_SECONDS)
-        token = _read(self._token_path)
+        token = read(self._token_path)
         if token is not None and token.owner not in (mine.owner, self._before):
-            raise _held(self.folder, token)
+            raise self._taken(token)
+
+    def _taken(self, token: Token | None) -> UserError:
+        name = f" (it is {who(token)})" if token is not None else ""
+        return UserError(f"{self.folder}: {self._busy}, or choose another --run.id{name}")
 
     # --- to keep it ----------------------------------------------------------
 
@@ -293,7 +266,7 @@ class Ownership:
 
     def _beat(self) -> None:
         assert self._mine is not None
-        began, token = _now(), _read(self._token_path)
+        began, token = _now(), read(self._token_path)
         if token is not None and not self._is_mine(token):
             self._lose(token)
         with self._looked:
@@ -315,7 +288,7 @@ class Ownership:
             return
         # At once, whatever the other threads are at: they might write.
         print(
-            f"hvdtrain: error: {self.folder} was taken over by {_who(token)} while this process "
+            f"hvdtrain: error: {self.folder} was taken over by {who(token)} while this process "
             "was stopped or its disk did not answer: it writes nothing any more and ends",
             file=sys.stderr,
             flush=True,
@@ -342,41 +315,12 @@ class Ownership:
         self._failed = True
 
 
-def _read(path: Path) -> Token | None:
-    """None: there is no token, or none that is whole."""
-    try:
-        return Token(**json.loads(path.read_bytes()))
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError):
-        return None
-
-
-def _boot() -> str:
-    """Of the kernel that runs now."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
 def _now() -> float:
     """Seconds; the time in which the host was suspended counts."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def _who(token: Token) -> str:
-    return f"process {token.pid} on {token.host}"
-
-
-def _held(folder: Path, token: Token | None) -> UserError:
-    who = f" ({_who(token)})" if token is not None else ""
-    return UserError(
-        f"{folder}: another process{who} trains this run; wait for it, or choose another --run.id"
-    )
-
-
 def _superseded(folder: Path, token: Token) -> UserError:
-    error = UserError(f"{folder} belongs to {_who(token)}: this job goes on without this process")
+    error = UserError(f"{folder} belongs to {who(token)}: this job goes on without this process")
     error.exit_code = EXIT_CRASH
     return error

@@ -8,7 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.engine.ownership import Claim, Ownership
+from hvdtrain.engine.owner_token import Claim
+from hvdtrain.engine.ownership import Ownership
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
 from hvdtrain.log import logger

@@ -18,7 +18,7 @@ from prometheus_client import generate_latest
 
 from hvdtrain.build import build_exporter
 from hvdtrain.config import Config
-from hvdtrain.engine.ownership import Claim
+from hvdtrain.engine.owner_token import Claim
 from hvdtrain.engine.run_folder import RunFolder
 from hvdtrain.records import Records
 from hvdtrain.telemetry.config import TelemetryConfig

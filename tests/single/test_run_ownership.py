@@ -66,6 +66,9 @@ def test_a_file_system_without_locks_lets_two_train_or_none(runs: Runs) -> None:
     second = runs.start(TASK).wait(60)
     assert second.returncode == 2, second
     assert "another process" in second.stderr and "Traceback" not in second.stderr, second
+    # Nor does a lock that others do not see, as NFS with local_lock has it.
+    locked = runs.start().wait(60)
+    assert locked.returncode == 2 and "another process" in locked.stderr, locked
     runs.process(first).kill()
     first.wait(10)
     third = runs.start(TASK)

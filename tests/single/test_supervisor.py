@@ -129,7 +129,8 @@ def test_second_supervisor_of_a_run_is_started(tmp_path: Path) -> None:
     with run_files.hold(tmp_path / "runs/x"):
         done = _launch(tmp_path, "--hosts", "localhost:1", "--", "--run.id", "x")
     assert done.returncode == 2 and "another hvdtrain launch supervises this run" in done.stderr
-    run_files.hold(tmp_path / "runs/x").close()
+    with run_files.hold(tmp_path / "runs/x"):
+        pass
 
 
 def _launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

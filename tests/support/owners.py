@@ -57,5 +57,7 @@ def _become_helper() -> None:
         with suppress(OSError):
             if os.readlink(f"/proc/self/fd/{file}").endswith("/.lock"):
                 os.set_inheritable(file, True)
+            elif file > 2:  # nor for that of its connections
+                os.close(file)
     # Without the environment by which `hvdtrain launch` would find it.
     os.execve("/bin/sleep", ["sleep", _HELPER_SECONDS], {})

@@ -36,7 +36,7 @@ from hvdtrain.elastic.work import work
 from hvdtrain.runtime.heartbeat import Doing, Heartbeat
 
 _LOOK_SECONDS = 0.25
-_LONGEST_LOOK_SECONDS = 1.0  # a look that took longer was suspended meanwhile
+_LONGEST_LOOK_SECONDS = 0.5  # a look that took longer was suspended meanwhile
 _STOPPED_SECONDS = 1.0
 _UNREACHABLE_SECONDS = 6.0
 _ORPHAN_SECONDS = 2.0

@@ -58,6 +58,8 @@ T = TypeVar("T")
 
 _FAILED_MEETINGS = 20
 _LONGEST_MESSAGE = 1000
+# For a save in progress where the ranks end by an error; it is lost if it takes longer.
+_LAST_SAVE_SECONDS = 10.0
 # Beyond the 10 times elastic.hang_seconds of a watchdog: others wait for this one's verdict.
 _PATIENCE = (10, 60.0)
 
@@ -217,6 +219,9 @@ class Session:
 
     def give_back(self) -> None:
         """The run is free for the next start; a crash does not say so."""
+        if self._records is not None and self._records.writer is not None:
+            # Where the ranks end by an error they agreed on, nobody has waited for it yet.
+            self._records.writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
         self._folder.ownership.release()
 
     # --- once in a process -------------------------------------------------

@@ -87,7 +87,7 @@ def test_a_rank_that_is_cut_off_is_waited_for_too_long_or_too_short(
     ranks: int, seconds: int
 ) -> None:
     env = {"HOROVOD_ELASTIC": "1", "HOROVOD_SIZE": str(ranks)}
-    prepare(env, cores=2)
+    prepare(env, host_cores=2)
     assert int(env["HOROVOD_GLOO_TIMEOUT_SECONDS"]) == seconds
 
 

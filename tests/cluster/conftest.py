@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.support.cluster import Cluster
+from tests.support.faults import ElasticJob
 from tests.support.namespaces import why_not
 
 
@@ -43,3 +44,17 @@ def runs(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
     folder = cluster.shared / re.sub(r"\W+", "-", request.node.nodeid.rpartition("/")[2])
     folder.mkdir()
     return folder
+
+
+@pytest.fixture
+def job(cluster: Cluster, runs: Path) -> Iterator[Callable[..., ElasticJob]]:
+    """Starts elastic jobs on the two hosts, and ends what a failed test leaves."""
+    jobs = []
+
+    def start(**arguments: object) -> ElasticJob:
+        jobs.append(ElasticJob(cluster, runs, **arguments))  # type: ignore[arg-type]
+        return jobs[-1]
+
+    yield start
+    for one in jobs:
+        one.job.kill()

@@ -7,8 +7,7 @@ No step is lost, none is done twice, and the losses are those of an undisturbed 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -59,20 +58,6 @@ CASES = {
     "three killed in one recovery": Case(_three_in_one_recovery, None, 8),
     "down to one rank": Case(lambda job: job.kill(0, 1, 3), 1, 2),
 }
-
-
-@pytest.fixture
-def job(cluster: Cluster, runs: Path) -> Iterator[Callable[..., ElasticJob]]:
-    """Starts jobs on the two hosts, and ends what a failed test leaves."""
-    jobs = []
-
-    def start(**arguments: object) -> ElasticJob:
-        jobs.append(ElasticJob(cluster, runs, **arguments))  # type: ignore[arg-type]
-        return jobs[-1]
-
-    yield start
-    for one in jobs:
-        one.job.kill()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,31 +9,16 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob, assert_clean
 
 TROUBLED = "--task tests.support.troubled:Troubled --checkpoint.every 0"
 HANG_SECONDS = 5
-
-
-@pytest.fixture
-def job(cluster: Cluster, runs: Path) -> Iterator[Callable[..., ElasticJob]]:
-    """Starts jobs on the two hosts, and ends what a failed test leaves."""
-    jobs = []
-
-    def start(**arguments: object) -> ElasticJob:
-        jobs.append(ElasticJob(cluster, runs, **arguments))  # type: ignore[arg-type]
-        return jobs[-1]
-
-    yield start
-    for one in jobs:
-        one.job.kill()
 
 
 def test_a_dead_watchdog_ends_the_run_when_its_rank_meets_the_others_again(

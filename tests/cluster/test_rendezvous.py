@@ -7,7 +7,6 @@ import http.client
 import json
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -30,19 +29,6 @@ headers = {"Horovod-Signature": f"{digest} {signature}"} if key else {}
 connection.request(method, path, body, headers)
 print(connection.getresponse().status)
 """
-
-
-@pytest.fixture
-def job(cluster: Cluster, runs: Path) -> Iterator[Callable[..., ElasticJob]]:
-    jobs = []
-
-    def start(**arguments: object) -> ElasticJob:
-        jobs.append(ElasticJob(cluster, runs, **arguments))  # type: ignore[arg-type]
-        return jobs[-1]
-
-    yield start
-    for one in jobs:
-        one.job.kill()
 
 
 def test_whoever_reaches_the_launcher_takes_part_or_disturbs_it(

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -24,6 +24,8 @@ from horovod.runner.http.http_server import RendezvousServer
 
 from hvdtrain.bench.report import Figure, Report
 from hvdtrain.elastic.driver import ElasticDriver
+from hvdtrain.elastic.failures import Standing
+from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.rendezvous import ask
 
 SLOTS = 8  # of a host
@@ -95,12 +97,14 @@ def _meet_all(numbers: range, port: int, key: str, generations: int) -> list[lis
 
 def _meet(number: int, port: int, key: str, generations: int) -> list[Met]:
     found = []
+    standing = asdict(Standing(Identity("cpu", "", 1, None)))
     for _ in range(generations):
         met = Met(time.monotonic())
         assignment = None
         while assignment is None:
+            _check_time(met)
             met.requests += 1
-            assignment = ask("127.0.0.1", port, "join", number)
+            assignment = ask("127.0.0.1", port, "join", number, standing)
         host = f"host{assignment['rank'] // SLOTS}"
         local_rank = assignment["local_rank"]
         _request(port, key, "GET", f"/rank_and_size/{host}:{local_rank}", b"", met)
@@ -109,10 +113,15 @@ def _meet(number: int, port: int, key: str, generations: int) -> list[Met]:
                 body = os.urandom(_NONCE_BYTES) + bytes((size - 1) * _ADDRESS_BYTES)
                 path = f"/{scope}/{rank}/{size}/{assignment['generation']}"
                 while _request(port, key, "POST", path, body, met) != http.client.OK:
-                    pass  # the server has held it for as long as it does
+                    _check_time(met)  # the server has held it for as long as it does
         met.ended = time.monotonic()
         found.append(met)
     return found
+
+
+def _check_time(met: Met) -> None:
+    if time.monotonic() - met.began > _LIMIT_SECONDS:
+        raise TimeoutError(f"the ranks did not meet within {_LIMIT_SECONDS:.0f} s")
 
 
 def _contexts(host: str, assignment: dict[str, Any]) -> Iterator[tuple[str, int, int]]:

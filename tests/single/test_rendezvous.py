@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import pytest
@@ -27,11 +28,17 @@ RANKS = 5
 class Driver:
     """Answers with what it was asked; its `join` takes no time."""
 
-    def join(self, number: int, seconds: float) -> dict[str, int]:
-        return {"rank": number}
+    def join(self, number: int, seconds: float, standing: dict[str, Any]) -> dict[str, Any]:
+        return {"rank": number, **standing}
 
-    def news(self) -> dict[str, bool]:
+    def news(self, number: int) -> dict[str, bool]:
         return {"stop": False, "hosts": False}
+
+    def failed(self, number: int, message: str, step: int | None) -> None:
+        raise AssertionError
+
+    def stuck(self, number: int, message: str) -> None:
+        raise AssertionError
 
     def ranks_of(self, host: str, local_rank: int) -> str:
         return f"{host},{local_rank}"
@@ -128,11 +135,11 @@ def test_our_requests_or_horovods_are_not_signed(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(secret.RENDEZVOUS_SECRET, KEY)
-    assert ask("127.0.0.1", launcher.port, "join", 7) == {"rank": 7}
+    assert ask("127.0.0.1", launcher.port, "join", 7, {"step": 3}) == {"rank": 7, "step": 3}
     put_data_into_kvstore("127.0.0.1", launcher.port, "scope", "key", [1, 2])
     assert read_data_from_kvstore("127.0.0.1", launcher.port, "scope", "key") == [1, 2]
     monkeypatch.setenv(secret.RENDEZVOUS_SECRET, KEY[::-1])
-    assert ask("127.0.0.1", launcher.port, "join", 7) is None
+    assert ask("127.0.0.1", launcher.port, "join", 7, {}) is None
 
 
 def test_a_launcher_without_a_secret_refuses_its_ranks() -> None:

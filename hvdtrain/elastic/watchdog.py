@@ -171,6 +171,7 @@ def _watch(arguments: list[str]) -> int:
     heartbeat = Heartbeat(descriptor)
     judge = Judge(hang_seconds, (lambda: _reachable(launcher)) if launcher else None)
     stacks: Path | None = None
+    ticks = -1.0
     os.set_blocking(0, False)
     while True:
         time.sleep(_LOOK_SECONDS)
@@ -182,11 +183,13 @@ def _watch(arguments: list[str]) -> int:
                 stacks = Path(text.decode().splitlines()[-1])
             process = psutil.Process(rank)
             beats, doing = heartbeat.read()
+            # One that is stopped and continued by turns (cpulimit) uses processor in between.
+            before, ticks = ticks, sum(process.cpu_times()[:2])
             reason = judge.verdict(
                 beats,
                 doing,
                 work(rank, without=os.getpid()),
-                process.status() == psutil.STATUS_STOPPED,
+                process.status() == psutil.STATUS_STOPPED and ticks == before,
                 process.ppid() != parent,
             )
         except (psutil.Error, OSError):

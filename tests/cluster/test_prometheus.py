@@ -154,11 +154,12 @@ def test_checkpoints_that_fail_have_no_alert(watched: Watched) -> None:
 
 def test_a_lost_rank_has_no_alert_or_one_that_stays(watched: Watched) -> None:
     restarts = watched.value(f"max(hvdtrain_restarts_total{{{RUN}}})")
-    lost = _with_watchdog(watched.job.process(3).pid)
-    _send(signal.SIGSTOP, lost)
+    # A rank that does not answer is given up before the alert: here Prometheus alone is cut off.
+    watched.job.cluster.connections("node1", "node2", 9856, leave=False)
     watched.prometheus.wait_for("ExporterDown", 30, run="case", rank="3", host="node2")
+    watched.job.cluster.connections("node1", "node2", 9856, leave=True)
     assert not watched.prometheus.firing("RankMissing")
-    _send(signal.SIGKILL, lost)
+    watched.job.kill(3)
     watched.job.set_hosts("node1:2 node2:1")  # else its slot is used again too soon to see it
     watched.prometheus.wait_for("RankMissing", 30, run="case", host="node2")
     assert {labels["host"] for labels in watched.prometheus.firing("RankMissing")} == {"node2"}
@@ -174,9 +175,11 @@ def test_a_lost_rank_has_no_alert_or_one_that_stays(watched: Watched) -> None:
 
 def test_a_run_that_stands_still_has_no_alert(watched: Watched) -> None:
     everyone = [pid for p in watched.job.cluster.ranks() for pid in _with_watchdog(p.pid)]
-    _send(signal.SIGSTOP, reversed(everyone))  # watchdogs first: they would end the ranks
+    everyone.append(watched.job.launcher().pid)
+    _send(signal.SIGSTOP, reversed(everyone))  # who would end or give up ranks comes first
     watched.prometheus.wait_for("TrainingStalled", 30, run="case", severity="critical")
     _send(signal.SIGCONT, everyone)
+    watched.job.job.resume()
     watched.prometheus.wait_for_end("TrainingStalled", 30)
     watched.job.wait_for_more(5, 30)
 
@@ -202,17 +205,15 @@ def _send(number: signal.Signals, pids: Iterator[int] | list[int]) -> None:
 @contextlib.contextmanager
 def _short_of_processor(pid: int) -> Iterator[None]:
     """A process runs for 0.1 s, then stands for 0.3 s, and so on."""
-    rank, *watchdog = _with_watchdog(pid)
     done = threading.Event()
 
     def stop_and_go() -> None:
         while not done.is_set():
-            os.kill(rank, signal.SIGSTOP)
+            os.kill(pid, signal.SIGSTOP)
             done.wait(0.3)
-            os.kill(rank, signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
             done.wait(0.1)
 
-    _send(signal.SIGSTOP, watchdog)  # it would take the rank for stopped
     thread = threading.Thread(target=stop_and_go)
     thread.start()
     try:
@@ -220,4 +221,3 @@ def _short_of_processor(pid: int) -> Iterator[None]:
     finally:
         done.set()
         thread.join(5)
-        _send(signal.SIGCONT, watchdog)

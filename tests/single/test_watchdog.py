@@ -26,7 +26,7 @@ def work():
     OWN.beat(Doing.WORKING)
     print("works", flush=True)
 
-kept = KeptWatchdog(partial(watchdog.start, OWN, 2.0, "", 0))
+kept = KeptWatchdog(partial(watchdog.start, OWN, 2.0, "", 0, None))
 kept.write_to(Path(sys.argv[1]))
 """
 SPIN = "import time; end = time.monotonic() + 5\\nwhile time.monotonic() < end: pass"

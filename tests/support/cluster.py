@@ -142,9 +142,17 @@ class Cluster:
 
     def datagrams(self, host: str, leave: bool) -> None:
         """Keeps a host from sending UDP to others, as a firewall would, or lets it again."""
-        rule = ["rule", "add" if not leave else "delete", "ipproto", "udp", "blackhole"]
+        self._firewall(host, leave, "ipproto", "udp")
+
+    def connections(self, host: str, to: str, port: int, leave: bool) -> None:
+        """Keeps a host from a TCP port of another, as a firewall would, or lets it again."""
+        address = f"{SUBNET}.{self.names.index(to) + 1}"
+        self._firewall(host, leave, "to", address, "ipproto", "tcp", "dport", str(port))
+
+    def _firewall(self, host: str, leave: bool, *what: str) -> None:
+        rule = ["rule", "delete" if leave else "add", *what, "blackhole", "pref", "10"]
         pid = str(self._inits[host].pid)
-        check(["nsenter", "--target", pid, "--net", "ip", *rule, "pref", "10"])
+        check(["nsenter", "--target", pid, "--net", "ip", *rule])
 
     def cable(self, ends: Mapping[str, str], subnet: str) -> None:
         """Joins two hosts directly; deleting one end removes both.

@@ -105,10 +105,12 @@ class TrainingJob:
     def wait_for_more(self, steps: int, seconds: float) -> None:
         self.wait_for_step(self.last()["step"] + steps, seconds)
 
+    def launcher(self) -> Process:
+        return next(p for p in self.cluster.processes("node1") if is_launcher(p.command))
+
     def send(self, number: signal.Signals) -> None:
         """To the launcher."""
-        launcher = next(p for p in self.cluster.processes("node1") if is_launcher(p.command))
-        os.kill(launcher.pid, number)
+        os.kill(self.launcher().pid, number)
 
     def ended(self, code: int, seconds: float = 120) -> Finished:
         """Waits for the end, which must be with this code; the run must pass the audit."""

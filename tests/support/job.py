@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -89,6 +90,10 @@ class Job:
             if ended or time.monotonic() > deadline:
                 raise AssertionError(f"{text!r} was not written: {self.output()}")
             time.sleep(0.05)
+
+    def resume(self) -> None:
+        """After the command was stopped and continued: nsenter stops with it, but stays so."""
+        self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         """Kills the command and all of its descendants on its own host."""

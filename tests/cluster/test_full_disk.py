@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.checkpoint.layout import finished
-from tests.cluster.test_faults import job as job  # a fixture
 from tests.cluster.test_faults import reference as reference  # a fixture
 from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob

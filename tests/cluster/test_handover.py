@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tests.cluster.test_faults import job as job  # a fixture
 from tests.cluster.test_faults import reference as reference  # a fixture
 from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob, assert_same_curve

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.cluster.test_faults import job as job  # a fixture
 from tests.cluster.test_faults import reference as reference  # a fixture
 from tests.cluster.test_launch import Supervised
 from tests.support.cluster import Cluster

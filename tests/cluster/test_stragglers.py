@@ -34,9 +34,11 @@ NAMED = r"rank (\d) on (\w+) is slow: .* loses most in: (\w+)"
 
 
 def _start(cluster: Cluster, runs: Path, np: int, hosts: str, train: str, lag: str = "") -> Job:
-    argv = f"mpirun -x HVDTRAIN_TEST_LAG --bind-to none -np {np} --host {hosts}".split()
+    argv = "mpirun -x HVDTRAIN_TEST_LAG -x OMP_NUM_THREADS --bind-to none".split()
+    argv += f"-np {np} --host {hosts}".split()
     argv += f"python -m hvdtrain.train {train} --run.root {runs} --run.id case".split()
-    job = cluster.start("node1", argv, {"HVDTRAIN_TEST_LAG": lag})
+    # The hosts share this machine's cores: the threads of a rank would wait for each other.
+    job = cluster.start("node1", argv, {"HVDTRAIN_TEST_LAG": lag, "OMP_NUM_THREADS": "1"})
     poll(lambda: _exchanges(runs) > 3, 90, "exchanges")
     return job
 

@@ -19,12 +19,12 @@ from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.elastic.membership import Membership
 from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints
-from hvdtrain.engine.callbacks.compare import CompareRanks
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.callbacks.export import Export
 from hvdtrain.engine.callbacks.log import LogMetrics
 from hvdtrain.engine.callbacks.profile import Profile
 from hvdtrain.engine.callbacks.replicas import ReplicaCheck
+from hvdtrain.engine.callbacks.stragglers import DetectStragglers
 from hvdtrain.engine.loop import Callback, Loop, Progress
 from hvdtrain.engine.run_folder import RunFolder
 from hvdtrain.engine.state import RunState
@@ -34,7 +34,7 @@ from hvdtrain.optim.exchange import GradientExchange
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.optim.supported import check_device, check_model
-from hvdtrain.records import Records
+from hvdtrain.recorder import RunRecorder
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.rng import seed_all
 from hvdtrain.runtime.signals import StopFlag
@@ -96,8 +96,8 @@ def build_state(
 
 
 @dataclass
-class Prepared:
-    """What a process makes once, and keeps through all rounds of an elastic run."""
+class RunComponents:
+    """What a process makes once, and keeps through all generations of an elastic run."""
 
     task: Task
     datasets: Datasets
@@ -115,7 +115,7 @@ class Callbacks:
 
     replicas: ReplicaCheck | None
     export: Export | None
-    compare: CompareRanks | None
+    stragglers: DetectStragglers | None
     evaluate: Evaluate | None
     log: LogMetrics
     checkpoint: SaveCheckpoints
@@ -128,46 +128,46 @@ class Callbacks:
 
 def build_callbacks(
     config: Config,
-    prepared: Prepared,
+    components: RunComponents,
     topology: Topology,
-    records: Records | None,
+    recorder: RunRecorder | None,
     folder: RunFolder,
     failed_at: float | None = None,
 ) -> Callbacks:
-    """The callbacks of one round.
+    """The callbacks of one generation.
 
     Args:
-        records: rank 0's.
-        failed_at: when the failure was that the round comes after, unix time.
+        recorder: rank 0's.
+        failed_at: when the failure was that the generation comes after, unix time.
     """
-    state, exporter, timer = prepared.state, prepared.exporter, prepared.timer
-    note = records.events.write if records else _nothing
-    metrics = records.metrics if records else None
-    replicas, compare, evaluate, profile = None, None, None, None
+    state, exporter, timer = components.state, components.exporter, components.timer
+    emit = recorder.events.write if recorder else _nothing
+    metrics = recorder.metrics if recorder else None
+    replicas, stragglers, evaluate, profile = None, None, None, None
     if config.train.replica_check_every:
         replicas = ReplicaCheck(
-            config.train.replica_check_every, config.checkpoint.every, state, note
+            config.train.replica_check_every, config.checkpoint.every, state, emit
         )
     if config.telemetry.exchange_every:
-        compare = CompareRanks(
+        stragglers = DetectStragglers(
             config.telemetry,
             state.progress.step,
             timer,
-            prepared.exchange,
-            prepared.device,
+            components.exchange,
+            components.device,
             exporter,
-            records.ranks if records else None,
-            note,
+            recorder.ranks if recorder else None,
+            emit,
         )
-    if config.eval.every and prepared.datasets.validation is not None:
+    if config.eval.every and components.datasets.validation is not None:
         evaluate = Evaluate(
             config.eval,
-            prepared.task,
+            components.task,
             state.model,
-            prepared.datasets.validation,
+            components.datasets.validation,
             topology,
-            prepared.device,
-            prepared.heartbeat,
+            components.device,
+            components.heartbeat,
             timer,
             config.seed,
         )
@@ -178,21 +178,21 @@ def build_callbacks(
             state.progress.step,
             topology,
             timer,
-            prepared.exchange,
-            prepared.device,
+            components.exchange,
+            components.device,
         )
     return Callbacks(
         replicas,
         Export(exporter, failed_at) if exporter else None,
-        compare,
+        stragglers,
         evaluate,
-        LogMetrics(metrics, records.sinks if records else (), optional(prepared.task, "units")),
+        LogMetrics(metrics, recorder.sinks if recorder else (), optional(components.task, "units")),
         SaveCheckpoints(
             config.checkpoint,
             config.preempt.grace_seconds,
             state.capture,
-            records.writer if records else None,
-            records.bring_to_disk if records else _nothing,
+            recorder.writer if recorder else None,
+            recorder.bring_to_disk if recorder else _nothing,
             timer,
         ),
         profile,
@@ -205,26 +205,26 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 def build_loop(
     config: Config,
-    prepared: Prepared,
+    components: RunComponents,
     topology: Topology,
     callbacks: Callbacks,
     stop: StopFlag,
     membership: Membership | None,
 ) -> Loop:
-    state, device = prepared.state, prepared.device
+    state, device = components.state, components.device
     step = TrainStep(
-        prepared.task,
+        components.task,
         state.model,
-        prepared.exchange,
+        components.exchange,
         micro_batches=config.batch.micro_batches,
         micro_size=config.batch.micro_size,
         clip_norm=config.optim.clip_norm,
         device=device,
-        heartbeat=prepared.heartbeat,
-        timer=prepared.timer,
+        heartbeat=components.heartbeat,
+        timer=components.timer,
     )
     loader = TrainLoader(
-        prepared.datasets.train,
+        components.datasets.train,
         samples=state.progress.samples,
         global_size=config.batch.global_size,
         micro_size=config.batch.micro_size,
@@ -245,8 +245,8 @@ def build_loop(
         progress=state.progress,
         callbacks=callbacks.as_list(),
         stop=stop,
-        meet=lambda: membership is not None and membership.hosts_changed,
-        heartbeat=prepared.heartbeat,
+        membership_changed=lambda: membership is not None and membership.hosts_changed,
+        heartbeat=components.heartbeat,
     )
 
 
@@ -302,10 +302,10 @@ def build_exporter(
     return exporter
 
 
-def build_records(config: Config, folder: RunFolder) -> Records:
+def build_recorder(config: Config, folder: RunFolder) -> RunRecorder:
     """Rank 0's, for a folder that it holds."""
     sinks = build_sinks(config.telemetry, folder.path)
-    return Records(folder, config.checkpoint.keep, [BackgroundSink(sink) for sink in sinks])
+    return RunRecorder(folder, config.checkpoint.keep, [BackgroundSink(sink) for sink in sinks])
 
 
 def run_facts(config: Config) -> dict[str, str]:

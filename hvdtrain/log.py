@@ -31,7 +31,7 @@ class _Json(logging.Formatter):
 
 
 class _File(logging.FileHandler):
-    """A full disk keeps lines out of it; the run goes on, and says so elsewhere.
+    """A full disk keeps lines out of it; the run continues, and says so elsewhere.
 
     Where the file cannot be opened, that is tried again with each line.
     """

@@ -1,11 +1,11 @@
 """One run from start to end on this rank.
 
-    prepare: device, data, model, optimizer, exporter         once in a process
-    a round: meet, take over the state, train                  once; in an elastic run again
-             whenever ranks have died, or processes come or go
+    prepare: device, data, model, optimizer, exporter       once in a process
+    a generation: rendezvous, take over the state, train    once; in an elastic run again
+             whenever ranks have died, or processes join or leave
 
 Whatever may fail on one rank and not on the others (reading data, making folders, loading a
-checkpoint) runs inside `_alike`: all ranks end alike, and one says why. In an elastic run a
+checkpoint) runs inside `on_all_ranks`: all ranks end alike, and one says why. In an elastic run a
 process prepares on its own, as a world of one rank, before it joins the others: these train on.
 """
 
@@ -29,24 +29,23 @@ from hvdtrain import build, log
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Settings
 from hvdtrain.elastic import watchdog
-from hvdtrain.elastic.failures import HAND_OVER, MEETING, TRAINING
-from hvdtrain.elastic.failures import Standing as ElasticStanding
+from hvdtrain.elastic.failures import HAND_OVER, RENDEZVOUS, TRAINING, ProcessStatus
 from hvdtrain.elastic.identity import Identity, other_configuration
 from hvdtrain.elastic.kept_watchdog import KeptWatchdog
 from hvdtrain.elastic.membership import LostError, Membership, RefusedError, RemovedError
-from hvdtrain.elastic.state import Standing, alike, furthest
-from hvdtrain.engine.loop import Loop, MeetAgain
+from hvdtrain.elastic.state import RankStatus, all_equal, most_advanced
+from hvdtrain.engine.loop import Loop, MembershipChanged
 from hvdtrain.engine.modes import evaluating
 from hvdtrain.engine.owner_token import Claim
 from hvdtrain.engine.run_folder import RunFolder, default_id
 from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
 from hvdtrain.horovod_wheel import recipe
 from hvdtrain.log import logger
-from hvdtrain.records import Records
+from hvdtrain.recorder import RunRecorder
 from hvdtrain.runtime import environment, heartbeat
 from hvdtrain.runtime.collectives import AgreedError, agree, broadcast_json, gather_json
-from hvdtrain.runtime.failure import end_all, leave
-from hvdtrain.runtime.heartbeat import Doing
+from hvdtrain.runtime.failure import abort_all_ranks, force_exit
+from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.init import choose_device, initialise
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.topology import Topology
@@ -56,7 +55,7 @@ from hvdtrain.telemetry.trackers import check_packages
 
 T = TypeVar("T")
 
-_FAILED_MEETINGS = 20
+_MAX_FAILED_RENDEZVOUS = 20
 _LONGEST_MESSAGE = 1000
 # For a save in progress where the ranks end by an error; it is lost if it takes longer.
 _LAST_SAVE_SECONDS = 10.0
@@ -88,26 +87,26 @@ def run(settings: Settings, stop: StopFlag) -> int:
         code = session.run()
     except AgreedError as error:
         topology = session.topology
-        if error.rank == topology.rank and session.speaks():
+        if error.rank == topology.rank and session.should_report_error():
             where = "" if error.rank == 0 else f"rank {error.rank} on {topology.host}: "
             print(f"hvdtrain: error: {where}{error}", file=sys.stderr, flush=True)
         with suppress(HorovodInternalError):
             gather_json(None, "told")  # nobody ends before the message is out
         code = error.exit_code
-        session.note_end(code)
+        session.emit_end(code)
         session.give_back()
     except BaseException as error:
         session.report(error)
-        end_all(error, session.topology)
+        abort_all_ranks(error, session.topology)
     finally:
         log.close()
-    if session.hangs():
-        leave(code)
+    if session.has_stuck_thread():
+        force_exit(code)
     return code
 
 
-def _alike(name: str, part: Callable[[], T]) -> T:
-    """Runs a part that may fail on some ranks; then all go on, or none does.
+def on_all_ranks(name: str, part: Callable[[], T]) -> T:
+    """Runs a part that may fail on some ranks; then all continue, or none does.
 
     Raises:
         AgreedError: some rank's part raised UserError.
@@ -122,7 +121,7 @@ def _alike(name: str, part: Callable[[], T]) -> T:
 
 
 class Failure(NamedTuple):
-    """How a round of an elastic run failed; None: it did not.
+    """How a generation of an elastic run failed; None: it did not.
 
     Args:
         phase: of failures.py.
@@ -136,7 +135,7 @@ class Session:
     """See the top of this file.
 
     Attributes:
-        topology: the ranks of this round.
+        topology: the ranks of this generation.
     """
 
     def __init__(self, settings: Settings, stop: StopFlag) -> None:
@@ -165,10 +164,10 @@ class Session:
         self._folder = RunFolder(Path(self._config.run.root) / self._run_id)
         self._folder.ownership.look()  # while all else is prepared, its owner may show life
         self._trained = False
-        self._phase = MEETING
+        self._phase = RENDEZVOUS
         self._initial = True  # the state is still what the seed gives
-        self._logs_as: Topology | None = None  # of the round whose log is open
-        self._records: Records | None = None
+        self._logs_as: Topology | None = None  # of the generation whose log is open
+        self._recorder: RunRecorder | None = None
         self.topology = initialise()
 
     def run(self) -> int:
@@ -176,19 +175,19 @@ class Session:
         self._prepare()
         try:
             if self._membership is None:
-                code = self._round("launch", self._began)
+                code = self._generation("launch", self._began)
             else:
-                code = self._rounds(self._membership)
+                code = self._generations(self._membership)
         finally:
-            if self._made.exporter is not None:
-                self._made.exporter.close()
-            if self._records is not None:
-                self._records.close()
+            if self._components.exporter is not None:
+                self._components.exporter.close()
+            if self._recorder is not None:
+                self._recorder.close()
         self.give_back()
         return code
 
-    def speaks(self) -> bool:
-        """Whether an error that the ranks of this round share is this process's to tell.
+    def should_report_error(self) -> bool:
+        """Whether an error that the ranks of this generation share is this process's to tell.
 
         Processes that prepare alone may all find the same mistake: the first of them tells it,
         whereupon the launcher ends the others.
@@ -200,28 +199,28 @@ class Session:
         """Tells an elastic launcher of an error of this process's own, which is about to end it."""
         if self._membership is None or isinstance(error, (HorovodInternalError, KeyboardInterrupt)):
             return
-        step = self._made.state.progress.step + 1 if self._phase == TRAINING else None
+        step = self._components.state.progress.step + 1 if self._phase == TRAINING else None
         where = f"rank {self.topology.rank} on {self.topology.host}"
         self._membership.report(
             f"{where}: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE], step
         )
 
-    def hangs(self) -> bool:
+    def has_stuck_thread(self) -> bool:
         """Whether this process would not end by itself."""
-        return self._records is not None and self._records.sink_stuck
+        return self._recorder is not None and self._recorder.sink_stuck
 
-    def note_end(self, exit_code: int) -> None:
+    def emit_end(self, exit_code: int) -> None:
         """Writes the ledger's line of an end that the ranks agreed on."""
-        if self._records is not None:
-            self._records.events.write(
-                "end", step=self._made.state.progress.step, exit_code=exit_code
+        if self._recorder is not None:
+            self._recorder.events.write(
+                "end", step=self._components.state.progress.step, exit_code=exit_code
             )
 
     def give_back(self) -> None:
         """The run is free for the next start; a crash does not say so."""
-        if self._records is not None and self._records.writer is not None:
+        if self._recorder is not None and self._recorder.writer is not None:
             # Where the ranks end by an error they agreed on, nobody has waited for it yet.
-            self._records.writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
+            self._recorder.writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
         self._folder.ownership.release()
 
     # --- once in a process -------------------------------------------------
@@ -229,23 +228,23 @@ class Session:
     def _prepare(self) -> None:
         config = self._config
         if self._membership is not None:
-            _alike("launcher", partial(_check_elastic, self._membership))
-        _alike("same configuration", self._check_same_configuration)
+            on_all_ranks("launcher", partial(_check_elastic, self._membership))
+        on_all_ranks("same configuration", self._check_same_configuration)
         elastic = self._membership is not None
         if not elastic:
-            _alike("profile", self._check_profiled_ranks)
-        place = self._local_rank if elastic else None
-        device = _alike("device", lambda: choose_device(self.topology, place))
+            on_all_ranks("profile", self._check_profiled_ranks)
+        device_index = self._local_rank if elastic else None
+        device = on_all_ranks("device", lambda: choose_device(self.topology, device_index))
         timer = build.build_timer(self._began_clock, device)
-        task, datasets = _alike("data", self._load_data)
-        model = _alike("model", lambda: build.build_model(task, config, device))
+        task, datasets = on_all_ranks("data", self._load_data)
+        model = on_all_ranks("model", lambda: build.build_model(task, config, device))
         state, exchange = build.build_state(model, config, datasets, elastic)
-        _alike("sinks", partial(check_packages, config.telemetry))
-        exporter = _alike(
+        on_all_ranks("sinks", partial(check_packages, config.telemetry))
+        exporter = on_all_ranks(
             "telemetry",
             lambda: build.build_exporter(config, self._local_rank, device, timer, exchange),
         )
-        self._made = build.Prepared(
+        self._components = build.RunComponents(
             task, datasets, device, state, exchange, self._heartbeat, timer, exporter
         )
 
@@ -271,9 +270,9 @@ class Session:
     def _digest(self) -> str:
         return sha256(self._settings.resolved.encode()).hexdigest()
 
-    # --- rounds of an elastic run ------------------------------------------
+    # --- generations of an elastic run ------------------------------------------
 
-    def _rounds(self, membership: Membership) -> int:
+    def _generations(self, membership: Membership) -> int:
         failed_at, failure = -1, Failure(None)
         cause, since = "launch", self._began
         while True:
@@ -287,155 +286,163 @@ class Session:
             except LostError as error:
                 raise _crash(f"the launcher does not answer any more ({error})") from None
             try:
-                return self._round(cause, since)
-            except MeetAgain:
+                return self._generation(cause, since)
+            except MembershipChanged:
                 cause, since, failure = "hosts", time.time(), Failure(None)
             except HorovodInternalError as error:
-                step, failure = self._made.state.progress.step, Failure(self._phase, str(error))
+                step, failure = (
+                    self._components.state.progress.step,
+                    Failure(self._phase, str(error)),
+                )
                 logger.warning("step %d failed: %s", step + 1, error)
                 if cause != "failure" or step != failed_at:
                     cause, since = "failure", time.time()
                 failed_at = step
 
     def _join(self, membership: Membership, failure: Failure) -> None:
-        """Leaves the last round, and is one of the next one's ranks then.
+        """Leaves the last generation, and is one of the next one's ranks then.
 
         Args:
-            failure: how the last round ended.
+            failure: how the last generation ended.
 
         Raises:
             RemovedError, RefusedError, LostError: as Membership.join.
-            UserError: the ranks meet again and again in vain.
+            UserError: the ranks meet again and again without success.
         """
-        for _ in range(_FAILED_MEETINGS):
+        for _ in range(_MAX_FAILED_RENDEZVOUS):
             with self._heartbeat.waiting():
                 hvd.shutdown()
-            self._made.exchange.forget()
-            self._heartbeat.beat(Doing.MEETING)
-            membership.join(self._elastic_standing(failure))
-            self._phase = MEETING
+            self._components.exchange.abort()
+            self._heartbeat.beat(Activity.RENDEZVOUS)
+            membership.join(self._process_status(failure))
+            self._phase = RENDEZVOUS
             try:
                 with self._heartbeat.waiting():
                     self.topology = initialise()
             except HorovodInternalError as error:
-                logger.warning("a rank died while all met, or cannot be reached: %s", error)
-                failure = Failure(MEETING, str(error))
+                logger.warning("a rank died during the rendezvous, or cannot be reached: %s", error)
+                failure = Failure(RENDEZVOUS, str(error))
             else:
                 return
         raise _crash(
-            f"the ranks could not meet {_FAILED_MEETINGS} times in a row: can the hosts reach each "
-            "other on all ports?"
+            f"the rendezvous failed {_MAX_FAILED_RENDEZVOUS} times in a row: can the hosts reach "
+            "each other on all ports?"
         )
 
-    def _elastic_standing(self, failure: Failure) -> ElasticStanding:
+    def _process_status(self, failure: Failure) -> ProcessStatus:
         times, more = _PATIENCE
-        return ElasticStanding(
+        return ProcessStatus(
             identity=self._identity(),
             trained=self._trained,
-            step=self._made.state.progress.step,
+            step=self._components.state.progress.step,
             patience=times * self._config.elastic.hang_seconds + more,
             failed=failure.phase,
             message=failure.message[:_LONGEST_MESSAGE],
         )
 
     def _identity(self) -> Identity:
-        made = self._made
+        made = self._components
         samples = len(made.datasets.train)  # type: ignore[arg-type]
         return Identity(made.device.type, self._digest(), samples, made.datasets.fingerprint)
 
-    # --- one round -----------------------------------------------------------
+    # --- one generation -----------------------------------------------------------
 
-    def _round(self, cause: str, since: float) -> int:
+    def _generation(self, cause: str, since: float) -> int:
         """Meets, takes over the state and trains to the end, or to the next meeting.
 
         Args:
             cause: launch, failure, or hosts (processes came or went).
             since: when that was, unix time.
         """
-        self._heartbeat.beat(Doing.PREPARING)
+        self._heartbeat.beat(Activity.PREPARING)
         self._phase = HAND_OVER
-        source, targets = self._meet()
+        source, targets = self._compare_ranks()
         topology, config = self.topology, self._config
-        if self._made.exporter is not None:
-            self._made.exporter.describe(build.run_facts(config))
+        if self._components.exporter is not None:
+            self._components.exporter.describe(build.run_facts(config))
         if self._folder.path.name != self._run_id:
             self._folder = RunFolder(Path(config.run.root) / self._run_id)
         folder = self._folder
         self._take_over(source, folder)
-        _alike("records", lambda: self._open_records(folder, targets, cause))
-        self._note_start(cause, since, source)
-        records = self._records
+        on_all_ranks("recorder", lambda: self._open_records(folder, targets, cause))
+        self._emit_start(cause, since, source)
+        recorder = self._recorder
         callbacks = build.build_callbacks(
-            config, self._made, topology, records, folder, since if cause == "failure" else None
+            config,
+            self._components,
+            topology,
+            recorder,
+            folder,
+            since if cause == "failure" else None,
         )
         loop = build.build_loop(
-            config, self._made, topology, callbacks, self._stop, self._membership
+            config, self._components, topology, callbacks, self._stop, self._membership
         )
         if cause != "launch" and topology.rank == 0:
             seconds = time.time() - since
-            logger.info("going on after step %d, %.2f s later", loop.progress.step, seconds)
+            logger.info("resumed after step %d, %.2f s later", loop.progress.step, seconds)
         self._phase = TRAINING
         try:
             loop.run()
         finally:
             for callback in callbacks.as_list():
                 callback.close()
-        self._heartbeat.beat(Doing.PREPARING)
-        _alike("last checkpoint", lambda: _check_saved(callbacks))
-        if records is not None and records.writer is not None:
-            _summary(loop, callbacks, records.writer, self._made, folder)
+        self._heartbeat.beat(Activity.PREPARING)
+        on_all_ranks("last checkpoint", lambda: _check_saved(callbacks))
+        if recorder is not None and recorder.writer is not None:
+            _summary(loop, callbacks, recorder.writer, self._components, folder)
         code = EXIT_PREEMPTED if loop.preempted else 0
-        if self._made.exporter is not None and code == 0:
+        if self._components.exporter is not None and code == 0:
             with self._heartbeat.waiting():
-                self._made.exporter.linger(
+                self._components.exporter.linger(
                     config.telemetry.linger_seconds, lambda: self._stop.raised
                 )
-        if records is not None:
+        if recorder is not None:
             with self._heartbeat.waiting():
-                records.end_sinks(code)
+                recorder.end_sinks(code)
             folder.remove_targets()  # a crash leaves them: Prometheus shows the loss
-        self.note_end(code)
+        self.emit_end(code)
         gather_json(None, "done")  # the launcher takes the first end of a rank for the end of all
         return code
 
-    def _meet(self) -> tuple[int | None, list[Target]]:
+    def _compare_ranks(self) -> tuple[int | None, list[Target]]:
         """Learns where all ranks stand: (the rank whose state counts or None, exporters)."""
         topology = self.topology
-        standing = Standing(self._trained, self._made.state.progress.step)
-        port = self._made.exporter.port if self._made.exporter else 0
+        status = RankStatus(self._trained, self._components.state.progress.step)
+        port = self._components.exporter.port if self._components.exporter else 0
         facts = gather_json(
             {
-                "standing": asdict(standing),
+                "status": asdict(status),
                 "run": self._run_id,
                 "identity": asdict(self._identity()),
                 "target": Target(topology.host, self._local_rank, port),
             },
-            "meet",
+            "rendezvous",
         )
-        self._standings = [Standing(**fact["standing"]) for fact in facts]
-        source = furthest(self._standings)
+        self._statuses = [RankStatus(**fact["status"]) for fact in facts]
+        source = most_advanced(self._statuses)
         theirs = facts[source or 0]
         if source is None:  # else the launcher has seen to it
             problem = self._identity().differs_from(
                 Identity(**theirs["identity"]), topology.hosts[0]
             )
-            _alike("same run", lambda: _refuse(problem))
+            on_all_ranks("same run", lambda: _refuse(problem))
         self._run_id = theirs["run"]
         return source, [Target(*fact["target"]) for fact in facts]
 
     def _open_folder(self, folder: RunFolder) -> None:
-        """Opens this rank's log in it, and on rank 0 the folder; a second time in a round it
+        """Opens this rank's log in it, and on rank 0 the folder; a second time in a generation it
         changes nothing."""
         topology = self.topology
         if self._logs_as == topology:
             return
-        if topology.rank == 0 and self._records is None:
+        if topology.rank == 0 and self._recorder is None:
             fresh = self._config.run.resume == "never" and not self._someone_trained()
             if self._membership is not None:
                 self._claim = Claim(self._membership.job, self._membership.generation)
             folder.prepare(fresh, self._claim, self._someone_trained())
             log.to_screen()
-            self._records = build.build_records(self._config, folder)
+            self._recorder = build.build_recorder(self._config, folder)
         log.close_files()
         try:
             log.to_file(folder.logs, topology.rank, topology.host)
@@ -446,46 +453,48 @@ class Session:
             if not self._someone_trained():
                 raise UserError(f"{folder.logs}: cannot be written ({error.strerror})") from None
             logger.error(
-                "%s: cannot be written (%s); training goes on", folder.logs, error.strerror
+                "%s: cannot be written (%s); training continues", folder.logs, error.strerror
             )
         self._logs_as = topology
         logger.info("run %s on %s", folder.path, topology.describe())
 
     def _someone_trained(self) -> bool:
-        return any(standing.trained for standing in self._standings)
+        return any(status.trained for status in self._statuses)
 
     def _take_over(self, source: int | None, folder: RunFolder) -> None:
-        """Every rank holds the state that counts then; all decide alike, from `_meet`."""
+        """Every rank holds the state that counts then; all decide alike, from `_compare_ranks`."""
         if source is None:
-            _alike("resume", lambda: self._resume(folder))
+            on_all_ranks("resume", lambda: self._resume(folder))
             self._initial = False
-            self._made.state.broadcast(root=0)
-        elif not alike(self._standings):
+            self._components.state.broadcast(root=0)
+        elif not all_equal(self._statuses):
             # Half a new state is none, should a rank die meanwhile.
-            self._trained = self._standings[self.topology.rank] == self._standings[source]
+            self._trained = self._statuses[self.topology.rank] == self._statuses[source]
             self._initial = False
-            self._made.state.broadcast(root=source)
+            self._components.state.broadcast(root=source)
         self._trained = True
 
     def _resume(self, folder: RunFolder) -> None:
         """Rank 0 decides and loads; the others get it by broadcast."""
         self._open_folder(folder)
-        checkpoint = self._records.choose(self._config.run.resume) if self._records else None
+        checkpoint = self._recorder.choose(self._config.run.resume) if self._recorder else None
         if checkpoint is not None:
-            self._made.state.load(checkpoint)
-            logger.info("resumed from the checkpoint of step %d", self._made.state.progress.step)
+            self._components.state.load(checkpoint)
+            logger.info(
+                "resumed from the checkpoint of step %d", self._components.state.progress.step
+            )
         elif not self._initial and self.topology.rank == 0:
             # Half of a state whose source died, or of one that was left behind.
-            made = self._made
+            made = self._components
             made.state.start_over(build.build_model(made.task, self._config, made.device))
 
     def _open_records(self, folder: RunFolder, targets: list[Target], cause: str) -> None:
         """Rank 0 writes what says how the run was started; nothing is changed before this."""
         self._open_folder(folder)
-        if self._records is None:
+        if self._recorder is None:
             return
-        records, config, step = self._records, self._config, self._made.state.progress.step
-        going_on = self._someone_trained()
+        recorder, config, step = self._recorder, self._config, self._components.state.progress.step
+        tolerate_errors = self._someone_trained()
         start = {
             "time": time.time(),
             "step": step,
@@ -494,25 +503,27 @@ class Session:
             "hosts": self.topology.ranks_by_host(),
             "config": self._settings.resolved,
         }
-        records.starts.append(start)
+        recorder.starts.append(start)
         manifest = build.build_manifest(
             self._settings,
             self.topology,
-            self._made.device,
-            self._made.datasets.fingerprint,
-            records.starts,
+            self._components.device,
+            self._components.datasets.fingerprint,
+            recorder.starts,
         )
         resolved = self._settings.resolved
         try:
-            records.describe(folder.config, lambda: folder.write_config(resolved), going_on)
-            records.describe(folder.manifest, lambda: folder.write_manifest(manifest), going_on)
+            recorder.describe(folder.config, lambda: folder.write_config(resolved), tolerate_errors)
+            recorder.describe(
+                folder.manifest, lambda: folder.write_manifest(manifest), tolerate_errors
+            )
             if config.telemetry.port:
-                records.describe(
-                    folder.targets, lambda: self._write_targets(folder, targets), going_on
+                recorder.describe(
+                    folder.targets, lambda: self._write_targets(folder, targets), tolerate_errors
                 )
             else:
                 folder.remove_targets()
-            records.open(step, self._made.exporter, going_on)
+            recorder.open(step, self._components.exporter, tolerate_errors)
         except OSError as error:
             raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from None
 
@@ -521,11 +532,11 @@ class Session:
         write_targets(folder.targets, folder.path.name, targets, tls)
         folder.list_targets()
 
-    def _note_start(self, cause: str, since: float, source: int | None) -> None:
-        if self._records is None:
+    def _emit_start(self, cause: str, since: float, source: int | None) -> None:
+        if self._recorder is None:
             return
-        progress, config = self._made.state.progress, self._config
-        self._records.note_start(
+        progress, config = self._components.state.progress, self._config
+        self._recorder.emit_start(
             cause=cause,
             step=progress.step,
             samples=progress.samples,
@@ -537,8 +548,8 @@ class Session:
             global_size=config.batch.global_size,
             micro_size=config.batch.micro_size,
             seed=config.seed,
-            dataset_size=len(self._made.datasets.train),  # type: ignore[arg-type]
-            fingerprint=self._made.datasets.fingerprint,
+            dataset_size=len(self._components.datasets.train),  # type: ignore[arg-type]
+            fingerprint=self._components.datasets.fingerprint,
             total_steps=config.train.steps,
         )
 
@@ -562,7 +573,7 @@ def _check_elastic(membership: Membership) -> None:
 
 
 def _crash(message: str) -> UserError:
-    """An error that is told like a user's mistake, but is none: trying again may help."""
+    """An error that is reported like a user's mistake, but is none: trying again may help."""
     error = UserError(message)
     error.exit_code = EXIT_CRASH
     return error
@@ -583,7 +594,7 @@ def _summary(
     loop: Loop,
     callbacks: build.Callbacks,
     writer: CheckpointWriter,
-    made: build.Prepared,
+    made: build.RunComponents,
     folder: RunFolder,
 ) -> None:
     """Rank 0's last lines: what the model learnt, and where everything is."""

@@ -26,7 +26,7 @@ from hvdtrain.telemetry.events_file import each_line, read_lines
 
 @dataclass(frozen=True)
 class Start:
-    """A start event; step and samples are those of the state from which the run goes on."""
+    """A start event; step and samples are those of the state from which the run continues."""
 
     time: float
     generation: int
@@ -167,7 +167,7 @@ def _generations(events: list[dict[str, Any]]) -> list[Generation]:
 
 def _lines(folder: RunFolder) -> list[Line]:
     found = []
-    for path, kept in ((folder.metrics, True), (folder.left_metrics, False)):
+    for path, kept in ((folder.metrics, True), (folder.superseded_metrics, False)):
         for line in each_line(path) if path.exists() else []:
             if line is None or not isinstance(line.get("step"), int):
                 continue  # what a crash left, moved aside

@@ -1,7 +1,7 @@
 """Was each step of the newest state applied exactly once?
 
 Each generation must show the steps from its start on, one after the other, each once. A
-later start at step s takes back what was done beyond s. So, if every start goes on from a
+later start at step s takes back what was done beyond s. So, if every start resumes from a
 state that there was, and the lines that stayed are those that no later start took back,
 the lines that stayed are the steps of the newest state, each applied once.
 """
@@ -202,9 +202,9 @@ def _check_end(lineage: Lineage, generation: Generation, number: int) -> None:
 
 
 def _check_states(lineage: Lineage, ledger: Ledger) -> None:
-    """Every start goes on from a state that there was, and the disk holds what it should."""
+    """Every start resumes from a state that there was, and the disk holds what it should."""
     first = ledger.generations[0].start
-    begin = first.step  # above 0 where it goes on from another run's checkpoint
+    begin = first.step  # above 0 where it resumes from another run's checkpoint
     if first.source == "memory" or (first.source == "new" and begin != 0):
         lineage.wrong("state", f"the run begins at step {begin} from {first.source}")
     reached, saved = begin, set[int]()

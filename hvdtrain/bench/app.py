@@ -12,7 +12,7 @@ from torch import nn
 from hvdtrain import build, log
 from hvdtrain.config import Settings
 from hvdtrain.engine.run_folder import RunFolder
-from hvdtrain.records import Records
+from hvdtrain.recorder import RunRecorder
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.init import choose_device, initialise
@@ -49,7 +49,7 @@ class AppLoop:
         state, exchange = build.build_state(model, config, datasets)
         state.broadcast()
         exporter = build.build_exporter(config, topology.local_rank, device, timer, exchange)
-        prepared = build.Prepared(
+        components = build.RunComponents(
             task, datasets, device, state, exchange, Heartbeat(), timer, exporter
         )
         first = topology.rank == 0
@@ -57,16 +57,16 @@ class AppLoop:
             log.to_screen()
         log.to_file(folder / "logs", topology.rank, topology.host)
         run_folder = RunFolder(folder)
-        records = Records(run_folder, keep=1) if first else None
-        if records is not None:
-            records.open(0, exporter)
-        callbacks = build.build_callbacks(config, prepared, topology, records, run_folder)
+        recorder = RunRecorder(run_folder, keep=1) if first else None
+        if recorder is not None:
+            recorder.open(0, exporter)
+        callbacks = build.build_callbacks(config, components, topology, recorder, run_folder)
         self.model: nn.Module = state.model
         self.exporter = exporter
         self.capture = state.capture
         self.rank = topology.rank
         self._screen = folder / f"screen-{topology.rank}"
-        self._loop = build.build_loop(config, prepared, topology, callbacks, StopFlag(), None)
+        self._loop = build.build_loop(config, components, topology, callbacks, StopFlag(), None)
 
     def run(self, steps: int) -> float:
         """Trains; returns the seconds it took."""

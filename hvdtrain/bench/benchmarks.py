@@ -14,13 +14,13 @@ MIB = 1 << 20
 
 
 def overhead(flags: Sequence[str], steps: int, rounds: int) -> Report:
-    """A step of hvdtrain against a step of the loop by hand, one rank, in one process."""
+    """A step of hvdtrain against a step of the plain PyTorch loop, one rank, in one process."""
     result = measure(worker("overhead", steps, [*flags, *QUIET], rounds))
-    mine, plain = result["seconds"]["hvdtrain"], result["seconds"]["plain"]
+    own, plain = result["seconds"]["hvdtrain"], result["seconds"]["plain"]
     figures = [
-        Figure("hvdtrain", "ms a step", [s * 1000 for s in mine]),
-        Figure("loop by hand", "ms a step", [s * 1000 for s in plain]),
-        Figure("hvdtrain / loop by hand", "x", _ratios(mine, plain), at_most=1.02),
+        Figure("hvdtrain", "ms a step", [s * 1000 for s in own]),
+        Figure("plain PyTorch loop", "ms a step", [s * 1000 for s in plain]),
+        Figure("hvdtrain / plain PyTorch loop", "x", _ratios(own, plain), at_most=1.02),
         # It runs beside both loops, so the ratio does not show it.
         Figure("Horovod's threads while idle", "% of a core", [result["idle_share"] * 100]),
     ]
@@ -30,19 +30,19 @@ def overhead(flags: Sequence[str], steps: int, rounds: int) -> Report:
 def scaling(flags: Sequence[str], steps: int, rounds: int) -> Report:
     """Samples a second of 1 rank and of 2, one thread each, on this machine."""
     flags = [*flags, *QUIET]
-    mine = worker("rate-hvdtrain", steps, flags)
+    own = worker("rate-hvdtrain", steps, flags)
     contenders = {
-        "horovodrun --gloo": launch("gloo", RANKS, mine),
-        "mpirun": launch("mpi", RANKS, mine),
+        "horovodrun --gloo": launch("gloo", RANKS, own),
+        "mpirun": launch("mpi", RANKS, own),
         "torch DDP on gloo": launch("torchrun", RANKS, worker("rate-ddp", steps, flags)),
         "no exchange": launch("torchrun", RANKS, worker("rate-apart", steps, flags)),
     }
-    alone = [_rate(mine)]
+    alone = [_rate(own)]
     rates: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, command in contenders.items():
             rates[name].append(_rate(command))
-        alone.append(_rate(mine))
+        alone.append(_rate(own))
     # What one rank did before a round and after it.
     around = [(a + b) / 2 for a, b in pairwise(alone)]
     figures = [Figure("1 rank", "samples/s", alone)]
@@ -57,17 +57,17 @@ def scaling(flags: Sequence[str], steps: int, rounds: int) -> Report:
 
 
 def memory(flags: Sequence[str], steps: int, rounds: int) -> Report:
-    """The most memory a whole run on one rank had, against the loop by hand."""
-    mine, plain = [], []
+    """The most memory a whole run on one rank had, against the plain PyTorch loop."""
+    own, plain = [], []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as root:
             run = [f"--run.root={root}", f"--train.steps={steps}", QUIET[-1]]
-            mine.append(measure(worker("memory-hvdtrain", steps, [*flags, *run]))["peak_bytes"])
+            own.append(measure(worker("memory-hvdtrain", steps, [*flags, *run]))["peak_bytes"])
         plain.append(measure(worker("memory-plain", steps, [*flags, *QUIET]))["peak_bytes"])
     figures = [
-        Figure("hvdtrain", "MiB", [value / MIB for value in mine]),
-        Figure("loop by hand", "MiB", [value / MIB for value in plain]),
-        Figure("hvdtrain / loop by hand", "x", _ratios(mine, plain), at_most=1.15),
+        Figure("hvdtrain", "MiB", [value / MIB for value in own]),
+        Figure("plain PyTorch loop", "MiB", [value / MIB for value in plain]),
+        Figure("hvdtrain / plain PyTorch loop", "x", _ratios(own, plain), at_most=1.15),
     ]
     return Report("memory", figures)
 
@@ -94,5 +94,5 @@ def _rate(command: Sequence[str]) -> float:
     return float(measure(command, threads=1)["samples_per_second"])
 
 
-def _ratios(mine: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(mine, theirs, strict=True)]
+def _ratios(own: Sequence[float], theirs: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(own, theirs, strict=True)]

@@ -102,7 +102,7 @@ class Recovery:
     Args:
         pause: from the kill, or from the last step where one ended after it, to the end of
             the next one
-        initialisation: of these, from when the ranks noticed it until they could go on
+        initialisation: of these, from when the ranks noticed it until they could continue
         joining: between the last step without the new rank and the first with it
         whole: from the kill until the new rank takes part
     """

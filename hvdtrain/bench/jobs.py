@@ -107,7 +107,7 @@ class Job:
                     self._resting.add(process)
 
     def used_beside_ranks(self) -> float:
-        """Seconds of processor time of the launcher, the watchdogs and what these ran."""
+        """Seconds of CPU time of the launcher, the watchdogs and what these ran."""
         ranks, seconds = self._ranks().values(), 0.0
         for process in self._tree():
             with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""What hvdtrain replaces: a training loop by hand, alone or in DistributedDataParallel.
+"""What hvdtrain replaces: a plain PyTorch training loop, alone or in DistributedDataParallel.
 
 It trains the same model on the same samples with the same optimizer, and knows no
 checkpoint, no metrics, no other number of ranks. It imports no Horovod.

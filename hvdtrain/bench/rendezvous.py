@@ -24,7 +24,7 @@ from horovod.runner.http.http_server import RendezvousServer
 
 from hvdtrain.bench.report import Figure, Report
 from hvdtrain.elastic.driver import ElasticDriver
-from hvdtrain.elastic.failures import Standing
+from hvdtrain.elastic.failures import ProcessStatus
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.rendezvous import ask
 
@@ -97,14 +97,14 @@ def _meet_all(numbers: range, port: int, key: str, generations: int) -> list[lis
 
 def _meet(number: int, port: int, key: str, generations: int) -> list[Met]:
     found = []
-    standing = asdict(Standing(Identity("cpu", "", 1, None)))
+    status = asdict(ProcessStatus(Identity("cpu", "", 1, None)))
     for _ in range(generations):
         met = Met(time.monotonic())
         assignment = None
         while assignment is None:
             _check_time(met)
             met.requests += 1
-            assignment = ask("127.0.0.1", port, "join", number, standing)
+            assignment = ask("127.0.0.1", port, "join", number, status)
         host = f"host{assignment['rank'] // SLOTS}"
         local_rank = assignment["local_rank"]
         _request(port, key, "GET", f"/rank_and_size/{host}:{local_rank}", b"", met)

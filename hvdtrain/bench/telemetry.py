@@ -50,7 +50,7 @@ def telemetry(flags: Sequence[str], steps: int, rounds: int) -> Report:
 def scrape(flags: Sequence[str], steps: int, rounds: int, np: int) -> Report:
     """Steps of a job whose ranks are scraped every second against its steps while they are not.
 
-    And the processor time of a rank for one scrape, all threads together.
+    And the CPU time of a rank for one scrape, all threads together.
     """
     with tempfile.TemporaryDirectory() as folder, _job(np, [*flags, *_ON], Path(folder)) as job:
         job.wait_for_more(_WARM_UP_STEPS)
@@ -68,7 +68,7 @@ def scrape(flags: Sequence[str], steps: int, rounds: int, np: int) -> Report:
         Figure("scraped every second", "ms a step", [s * 1000 for s in scraped]),
         Figure("not scraped", "ms a step", [s * 1000 for s in left]),
         Figure("scraped / not scraped", "x", found, at_most=1.01),
-        Figure("one scrape", "ms of a processor", [s * 1000 for s in cost["seconds"]], at_most=1.0),
+        Figure("one scrape", "ms of CPU time", [s * 1000 for s in cost["seconds"]], at_most=1.0),
     ]
     return Report("scrape", figures, {"ranks": np, **_range(found)})
 

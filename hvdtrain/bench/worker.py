@@ -93,7 +93,7 @@ def _rate_without_exchange(settings: Settings, steps: int, _: int, folder: Path)
 
 
 def _rate_of_plain(settings: Settings, steps: int, exchange: bool) -> dict[str, Any]:
-    """The loop by hand in the ranks of torchrun; without exchange each trains on its own."""
+    """The plain PyTorch loop in the ranks of torchrun; without exchange each trains on its own."""
     import torch.distributed as dist
 
     from hvdtrain.bench.plain import PlainLoop
@@ -169,7 +169,7 @@ def _reading(checkpoint: Path, rounds: int) -> dict[str, Any]:
     for turn in range(-1, rounds):  # the first touch of memory is slow, whoever does it
         for name, work in (("read", read_files), ("restore", restore)):
             for path in files:
-                _forget(path)
+                _evict_from_page_cache(path)
             begin = time.perf_counter()
             kept = work()
             if turn >= 0:
@@ -178,14 +178,14 @@ def _reading(checkpoint: Path, rounds: int) -> dict[str, Any]:
     return {"bytes": sum(path.stat().st_size for path in files), **seconds}
 
 
-def _forget(path: Path) -> None:
+def _evict_from_page_cache(path: Path) -> None:
     """Takes a file, which is on the disk, out of the page cache."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _scrape(settings: Settings, _: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Seconds of processor time of this process for one scrape; another process scrapes."""
+    """Seconds of CPU time of this process for one scrape; another process scrapes."""
     from hvdtrain.bench import telemetry
     from hvdtrain.bench.app import AppLoop
 
@@ -233,7 +233,7 @@ def _peak_bytes() -> int:
 
 
 def _task(settings: Settings) -> Any:
-    """As build.build_task makes it; build imports Horovod, which the loop by hand is without."""
+    """As build.build_task, which would import Horovod: a plain PyTorch loop has none."""
     own = settings.task_config
     return settings.task_class() if own is None else settings.task_class(own)
 

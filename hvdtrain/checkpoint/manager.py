@@ -62,8 +62,8 @@ class CheckpointManager:
                 delete(old)
         return folder
 
-    def set_aside(self, after: int) -> None:
-        """Renames the checkpoints of steps beyond `after`, from which the run goes on.
+    def supersede(self, after: int) -> None:
+        """Renames the checkpoints of steps beyond `after`, from which the run continues.
 
         They are damaged, or belong to a curve that the run has left: they must neither be
         resumed from nor count as kept.
@@ -78,7 +78,7 @@ class CheckpointManager:
                     ).exists()
                 )
                 folder.rename(aside)
-                logger.warning("%s is now %s: the run goes on from before it", folder, aside.name)
+                logger.warning("%s is now %s: the run resumes from before it", folder, aside.name)
 
     def newest(self) -> Checkpoint | None:
         """The newest checkpoint that is whole, or None where none was ever finished.

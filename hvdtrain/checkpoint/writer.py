@@ -31,7 +31,7 @@ class CheckpointWriter:
     Args:
         manager: writes and deletes.
         saved: step of the newest checkpoint of the run so far; 0 where there is none.
-        note: told of each save: "checkpoint" (step, seconds) or "checkpoint_failed" (step,
+        emit: called with each save: "checkpoint" (step, seconds) or "checkpoint_failed" (step,
             error); from the thread.
     """
 
@@ -39,10 +39,10 @@ class CheckpointWriter:
         self,
         manager: CheckpointManager,
         saved: int,
-        note: Callable[..., None] = lambda *a, **k: None,
+        emit: Callable[..., None] = lambda *a, **k: None,
     ) -> None:
         self._manager = manager
-        self._note = note
+        self._emit = emit
         self._staging: Checkpoint | None = None
         self._thread: Thread | None = None
         self.last_saved_step = saved
@@ -65,7 +65,7 @@ class CheckpointWriter:
         return self._staging is not None
 
     def newest(self) -> str:
-        """For people: which checkpoint the run would go on from."""
+        """For people: which checkpoint the run would resume from."""
         step = self.last_saved_step
         return f"the newest checkpoint is of step {step}" if step else "there is no checkpoint"
 
@@ -140,15 +140,15 @@ class CheckpointWriter:
             if not self._manager.has(step):
                 self._manager.save(self._staging)
                 self.seconds = time.monotonic() - begin
-                self._note("checkpoint", step=step, seconds=self.seconds)
+                self._emit("checkpoint", step=step, seconds=self.seconds)
             self.last_saved_step = step
             self.last_saved_at = time.time()
         except Exception as error:  # whatever it is, training is worth more
             self.error = error
             self.failures += 1
-            self._note("checkpoint_failed", step=step, error=f"{type(error).__name__}: {error}")
+            self._emit("checkpoint_failed", step=step, error=f"{type(error).__name__}: {error}")
             logger.error(
-                "checkpoint of step %d could not be written (%s: %s); training goes on, older "
+                "checkpoint of step %d could not be written (%s: %s); training continues, older "
                 "checkpoints are untouched",
                 step,
                 type(error).__name__,
@@ -186,9 +186,9 @@ def _touch(tensors: Iterable[Tensor]) -> None:
 
 def _fits(staging: Checkpoint, checkpoint: Checkpoint) -> bool:
     return all(
-        mine.keys() == theirs.keys()
-        and all((mine[k].shape, mine[k].dtype) == (t.shape, t.dtype) for k, t in theirs.items())
-        for mine, theirs in (
+        ours.keys() == theirs.keys()
+        and all((ours[k].shape, ours[k].dtype) == (t.shape, t.dtype) for k, t in theirs.items())
+        for ours, theirs in (
             (staging.model, checkpoint.model),
             (staging.optimizer, checkpoint.optimizer),
         )

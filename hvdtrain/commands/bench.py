@@ -14,9 +14,9 @@ HELP = "measure a training step and its scaling"
 
 # name -> (help, default preset, default steps, default rounds)
 _ACTIONS = {
-    "overhead": ("a step of hvdtrain against a PyTorch loop by hand", "gpt-nano", 2, 30),
+    "overhead": ("a step of hvdtrain against a plain PyTorch loop", "gpt-nano", 2, 30),
     "scaling": ("2 ranks against 1, and against torch's DDP", "gpt-nano", 20, 3),
-    "memory": ("memory of a rank against a PyTorch loop by hand", "gpt-nano", 5, 1),
+    "memory": ("memory of a rank against a plain PyTorch loop", "gpt-nano", 5, 1),
     "checkpoint": ("a save behind the steps, and its restore", "gpt-small", 50, 2),
     "elastic": ("2 ranks of an elastic job against 2 of one that is not", "gpt-nano", 4, 100),
     "telemetry": ("2 ranks with all telemetry against 2 without", "gpt-nano", 4, 100),

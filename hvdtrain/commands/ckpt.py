@@ -46,7 +46,7 @@ def _list(args: argparse.Namespace) -> None:
     width = max(len(folder.name) for folder in folders)
     print(f"{'checkpoint':{width}}  {'MiB':>9}  {'written':19}  state")
     for folder in folders:
-        with suppress(FileNotFoundError):  # the run may go on and delete it
+        with suppress(FileNotFoundError):  # the run may continue and delete it
             size = sum(path.stat().st_size for path in folder.iterdir()) / (1 << 20)
             written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
             print(f"{folder.name:{width}}  {size:9.1f}  {written}  {_state(folder)}")
@@ -65,7 +65,11 @@ def _state(folder: Path) -> str:
     except DamagedError as error:
         known = (folder / MARKER).exists()
         return f"damaged: {_reason(error)}" if known else "not finished"
-    return "left: the run went on from before it" if folder.name.startswith("left_") else "finished"
+    return (
+        "superseded: the run resumed from before it"
+        if folder.name.startswith("left_")
+        else "finished"
+    )
 
 
 def _reason(error: DamagedError) -> str:

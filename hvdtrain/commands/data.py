@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.05,
         metavar="F",
-        help="share of the text for validation, taken by file (default: %(default)s)",
+        help="fraction of the text for validation, taken by file (default: %(default)s)",
     )
 
 

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("mpi", "gloo"),
         default="mpi",
         help="mpi: mpirun, a failure restarts all ranks; gloo: elastic horovodrun, the other "
-        "ranks go on (default: %(default)s)",
+        "ranks continue (default: %(default)s)",
     )
     parser.add_argument(
         "--max-restarts",
@@ -95,7 +95,7 @@ def _run_folder(arguments: list[str]) -> Path:
     run = parse(arguments).config.run
     if run.id is None:
         raise UserError(
-            "run.id is missing: a restart, also one on another machine, goes on with the run of "
+            "run.id is missing: a restart, also one on another machine, resumes the run of "
             "that name; add --run.id NAME after the --"
         )
     folder = (Path(run.root) / run.id).absolute()

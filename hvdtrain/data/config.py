@@ -15,7 +15,7 @@ class DataConfig:
     Args:
         source: text (files of any kind) or tokens (made by `hvdtrain data tokenize`)
         train: files, folders or globs; default: the Python standard library's own source files
-        validation: the same for validation; default: a share of train
+        validation: the same for validation; default: a fraction of train
         validation_fraction: that share, taken by file (of a single file: its end)
         tokenizer: a tokenizer.json of the tokenizers library, for source text; default: bytes
     """

@@ -76,7 +76,7 @@ def split(paths: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path
 
     Args:
         paths: at least two files.
-        fraction: share of the bytes that validation gets, at least one file and never all.
+        fraction: fraction of the bytes that validation gets, at least one file and never all.
 
     Returns:
         (train, validation), each sorted.

@@ -52,7 +52,7 @@ class TrainLoader:
         self._global_size = global_size
         self._micro_size = micro_size
         self._seed = seed
-        self.mine = range(rank, global_size // micro_size, world_size)
+        self.local_micro_batches = range(rank, global_size // micro_size, world_size)
         self._batches: Iterator[Batch] = iter(
             DataLoader(
                 dataset,
@@ -68,11 +68,11 @@ class TrainLoader:
         for start in count(self._samples, steps * self._global_size):
             order = sample_order(start, start + steps * self._global_size, size, self._seed)
             for step in order.reshape(steps, -1, self._micro_size).tolist():
-                for j in self.mine:
+                for j in self.local_micro_batches:
                     yield step[j]
 
     def next_step(self, step: int) -> Iterator[Batch]:
-        """This rank's micro-batches of the next step, in the order of `mine`.
+        """This rank's micro-batches of the next step, in the order of `local_micro_batches`.
 
         Random numbers are seeded before each is loaded: what a data set draws for a sample
         follows from the place in the run too, as dropout does.
@@ -80,7 +80,7 @@ class TrainLoader:
         Args:
             step: its number in the run, from 0.
         """
-        for j in self.mine:
+        for j in self.local_micro_batches:
             seed_all(self._seed, step, j)
             yield next(self._batches)
 

@@ -22,7 +22,7 @@ from hvdtrain.data.text import Tokenizer, cut, read
 from hvdtrain.data.tokens import DTYPES, TokenArray, TokenMeta
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_folder
-from hvdtrain.runtime.mpi import Ranks, together
+from hvdtrain.runtime.mpi import Ranks, on_all_ranks
 
 SPLITS = ("train", "validation")
 Counts = dict[str, int]  # split -> tokens
@@ -35,7 +35,7 @@ class Source:
     Args:
         patterns: files, folders or globs; none = the standard library
         tokenizer: a tokenizer.json; None = bytes
-        validation_fraction: share of the bytes that validation gets, by file (of a single
+        validation_fraction: fraction of the bytes that validation gets, by file (of a single
             file: its end), as `data.source text` does
     """
 
@@ -90,13 +90,13 @@ def tokenize(source: Source, out: Path, ranks: Ranks) -> dict[Path, int]:
         UserError: on every rank, if the input, the tokenizer or `out` is wrong on any.
     """
     first = ranks.rank == 0
-    plan = together(ranks, lambda: _plan(source, out, ranks.size) if first else None)[0]
+    plan = on_all_ranks(ranks, lambda: _plan(source, out, ranks.size) if first else None)[0]
     assert plan is not None
     try:
-        counts = together(ranks, lambda: _write_parts(plan, source, ranks.rank))
-        together(ranks, lambda: _join_part(plan, counts, ranks.rank))
+        counts = on_all_ranks(ranks, lambda: _write_parts(plan, source, ranks.rank))
+        on_all_ranks(ranks, lambda: _join_part(plan, counts, ranks.rank))
         total = {name: sum(count[name] for count in counts) for name in SPLITS}
-        together(ranks, lambda: _publish(plan, total) if first else None)
+        on_all_ranks(ranks, lambda: _publish(plan, total) if first else None)
     finally:
         for name in SPLITS:
             plan.part(name, ranks.rank).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Signs of life of the processes, and the driver's word that a round is over: UDP datagrams.
+"""Signs of life of the processes, and the driver's word that a generation is over: UDP datagrams.
 
     watchdog -> driver   BEAT number, its clock in ns; four times a second
     either   -> driver   MUTE number, its clock in ns; no beats will come, because the rank has
@@ -50,7 +50,7 @@ class Kind(IntEnum):
 
 
 class Message(NamedTuple):
-    """`figure`: the sender's clock in ns, or a generation: the number of a round."""
+    """`figure`: the sender's clock in ns, or a generation."""
 
     kind: Kind
     number: int
@@ -122,12 +122,12 @@ class Line:
             time.sleep(BEAT_SECONDS)
 
     def join(self, generation: int) -> None:
-        """From here on this process is in a round; what is said of others is not its business."""
+        """This process is in this generation now; it ignores what is said of others."""
         with self._lock:
             self._generation = generation
 
     def listen(self, on_over: Callable[[], None]) -> None:
-        """Starts a thread that calls `on_over` when this process's round is over, in it."""
+        """Starts a thread that calls `on_over` when this process's generation is over, in it."""
         threading.Thread(target=self._listen, args=(on_over,), daemon=True).start()
 
     def mute_after(self, watchdog: int) -> None:
@@ -211,14 +211,14 @@ class Beats:
         threading.Thread(target=self._listen, args=(on_silence, on_return), daemon=True).start()
 
     def tell(self, numbers: Iterable[int], generation: int) -> None:
-        """Tells processes that their round is over; again whenever they beat, until `begin`."""
+        """Tells processes that their generation is over, at each of their beats until `begin`."""
         for number in numbers:
             self._over[number] = generation
             if (heard := self._heard.get(number)) is not None:
                 self._send_over(number, generation, heard.address)
 
     def begin(self, ranks: int) -> None:
-        """A round of so many ranks begins."""
+        """A generation of so many ranks begins."""
         self._over = {}
         self._most = environment.answer_seconds(ranks)
 

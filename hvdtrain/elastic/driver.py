@@ -1,4 +1,4 @@
-"""The elastic driver inside horovodrun: which processes run, and who meets in which round.
+"""The elastic driver inside horovodrun: which processes run, and who meets in which generation.
 
 Horovod's launcher finds it by the entry point horovod.elastic_driver and lets it serve
 hvdtrain's commands. A process is started in a slot of a host and goes through
@@ -6,7 +6,7 @@ hvdtrain's commands. A process is started in a slot of a host and goes through
     starting -> waiting -> running -> waiting -> running ... -> gone
                   |  asks for its rank: POST /join/NUMBER
                   v
-    a round: all that wait get their ranks and meet, once nobody runs in the last one any more
+    a generation: all that wait get their ranks and meet, once nobody runs in the last one any more
 
     removed: told that it takes no part (its host was taken away, or it does not fit the run)
     lost:    nobody waits for it any more, and its slot is not used while it is there
@@ -14,7 +14,7 @@ hvdtrain's commands. A process is started in a slot of a host and goes through
 After a failure the survivors meet at once. A process for the free slot is started meanwhile;
 when it is ready to train it waits, rank 0 hears of it (GET /news/NUMBER), and all meet again
 at the next step boundary. So nobody ever waits for a process to start. A slot whose process
-died is used again after a pause that grows while it goes on dying; its host stays in use.
+died is used again after a pause that grows while it keeps dying; its host stays in use.
 What failures have in common, and what then is to be done, says failures.py.
 """
 
@@ -37,7 +37,7 @@ from horovod.runner.common.util.hosts import SlotInfo
 from hvdtrain.elastic import interfaces
 from hvdtrain.elastic.beats import Beats, Silence
 from hvdtrain.elastic.command import starts_training
-from hvdtrain.elastic.failures import MEETING, TRAINING, Failures, Standing
+from hvdtrain.elastic.failures import RENDEZVOUS, TRAINING, Failures, ProcessStatus
 from hvdtrain.elastic.host_list import HostList
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.process import Process, assign, describe, in_order
@@ -54,13 +54,13 @@ _GATHER_SECONDS = 2.0
 # A process that was told to leave, or outlives the end of the others.
 _LEAVE_SECONDS = 2.0
 _END_SECONDS = 30.0
-# For how long the others wait for a process that still runs in a round that failed: longer than
-# its watchdog takes to judge it. So this is for one that has no watchdog any more, or no host.
+# How long the others wait for a process that still runs in a failed generation: longer than its
+# watchdog takes to judge it, so this is for one that has lost its watchdog or its host.
 _LAST_RESORT_SECONDS = 900.0
-# A newcomer with which so many rounds failed is refused: the others train on.
+# A newcomer with which so many generations failed is refused: the others train on.
 _HAND_OVERS = 2
 _JOIN_SECONDS = 15.0  # for the threads of processes that are gone, at the very end
-_END_OF_START_SECONDS = 1.0  # the same, where no round was formed: they wait to be ended
+_END_OF_START_SECONDS = 1.0  # the same, where no generation was formed: they wait to be ended
 _PATIENCE_SECONDS = 3.0  # before people are told that there are too few slots
 _DEFAULT_TIMEOUT = 600
 _NO_GENERATION = -1
@@ -80,11 +80,11 @@ class ElasticDriver:
     """See the top of this file. The arguments are those of Horovod's driver.
 
     Args:
-        rendezvous: the HTTP server through which ranks of a round find each other.
+        rendezvous: the HTTP server through which ranks of a generation find each other.
         discovery: find_available_hosts_and_slots() -> {host: slots}.
-        min_num_proc, max_num_proc: the fewest and the most processes of a round.
+        min_num_proc, max_num_proc: the fewest and the most processes of a generation.
         timeout: seconds for which fewer than `min_num_proc` may be waited with.
-        reset_limit: rounds after failures before the job ends.
+        reset_limit: generations after failures before the job ends.
         cooldown_range: seconds before a slot is used again: after a first failure, at most.
         verbose: 1 = say in the end how late signs of life were.
     """
@@ -116,14 +116,14 @@ class ElasticDriver:
         self._threads: list[threading.Thread] = []
         self._create: CreateWorker | None = None
         self._next_number = 0
-        self._plan: list[SlotInfo] = []  # of this round
+        self._plan: list[SlotInfo] = []  # of this generation
         self._newcomers: list[Process] = []  # in it, where others hold the state of the run
         self._rounds = 0
-        self._judged = 0  # rounds whose failure was looked at
+        self._judged = 0  # generations whose failure was looked at
         self._failures = Failures()
         self._identity: tuple[Identity, str] | None = None  # of the run, and on which host
         self._job = secrets.randbits(62)  # no other job's
-        self._failed = False  # a process died since the last round was formed
+        self._failed = False  # a process died since the last generation was formed
         self._failed_rounds = 0
         self._most_ranks = 0  # that ran at once so far
         self._short_since: float | None = None  # fewer than min_num_proc since then
@@ -131,7 +131,7 @@ class ElasticDriver:
         self._ending: float | None = None  # since the ranks ended as agreed
         self._told_to_end: float | None = None
         self._beats: Beats | None = None
-        self._silent: list[str] = []  # what ended the last round without a death
+        self._silent: list[str] = []  # what ended the last generation without a death
         self._exit_code = 0
         self._results: dict[str, tuple[int, float]] = {}
         self._shutdown = threading.Event()
@@ -215,15 +215,15 @@ class ElasticDriver:
 
     # --- what processes ask, through rendezvous.py -------------------------
 
-    def join(self, number: int, seconds: float, standing: dict[str, Any]) -> dict[str, Any] | None:
-        """A process asks for its ranks in the next round; None: not yet, ask again.
+    def join(self, number: int, seconds: float, status: dict[str, Any]) -> dict[str, Any] | None:
+        """A process asks for its ranks in the next generation; None: not yet, ask again.
 
         Args:
-            standing: the fields of a Standing.
+            status: the fields of a ProcessStatus.
 
         Returns:
             rank, size, local_rank, local_size, cross_rank, cross_size, job (no other job's
-            number), generation (the number of the round) and silent (who fell silent in the
+            number), generation and silent (who fell silent in the
             last one). A rank of -1: it does not take part any more; "reason" says why, where
             that is its own.
         """
@@ -233,7 +233,7 @@ class ElasticDriver:
             if process is None or self._ending is not None:
                 return {"rank": -1}
             if process.state in ("starting", "running") and not process.assignment:
-                process.standing = Standing.of(standing)
+                process.status = ProcessStatus.of(status)
                 if not self._refused_as_other(process):
                     process.become("waiting")
                 self._changed.notify_all()
@@ -273,7 +273,7 @@ class ElasticDriver:
         return process
 
     def ranks_of(self, host: str, local_rank: int) -> str | None:
-        """What Horovod asks for when it starts: the ranks of this round, in its own form."""
+        """What Horovod asks for when it starts: the ranks of this generation, in its own form."""
         with self._changed:
             for slot in self._plan:
                 if (slot.hostname, slot.local_rank) == (host, local_rank):
@@ -390,22 +390,22 @@ class ElasticDriver:
             self._begin_round(taking_part)
 
     def _judge(self, waiting: list[Process]) -> None:
-        """Once after each round: those who were in it say whether it failed, and in which phase."""
-        said = [p.standing for p in waiting if p.standing is not None and p.standing.failed]
+        """Once after each generation: its ranks say whether it failed, and in which phase."""
+        said = [p.status for p in waiting if p.status is not None and p.status.failed]
         if not said:
             return
-        phases = {standing.failed for standing in said}
+        phases = {status.failed for status in said}
         if self._newcomers and TRAINING not in phases:
             if not self._failed:
                 self._blame(self._newcomers)
-        elif phases != {MEETING}:  # the ranks bound by themselves how often they meet in vain
-            furthest = max(said, key=lambda standing: standing.step)
-            reason = self._failures.round(furthest.step, furthest.message)
+        elif phases != {RENDEZVOUS}:  # the ranks bound by themselves how often a rendezvous fails
+            most_advanced = max(said, key=lambda status: status.step)
+            reason = self._failures.generation(most_advanced.step, most_advanced.message)
             if reason:
                 self._give_up(reason)
 
     def _blame(self, newcomers: list[Process]) -> None:
-        """Those who train go on without newcomers to whom their state does not get through."""
+        """Those who train continue without newcomers to whom their state does not get through."""
         for process in newcomers:
             process.hand_overs_failed += 1
             if process.state == "waiting" and process.hand_overs_failed >= _HAND_OVERS:
@@ -414,10 +414,10 @@ class ElasticDriver:
 
     def _refused_as_other(self, process: Process) -> bool:
         """Whether it would train something else, or on something else, than the run does."""
-        if process.first_round is not None or self._identity is None or process.standing is None:
+        if process.first_round is not None or self._identity is None or process.status is None:
             return False
         identity, host = self._identity
-        problem = process.standing.identity.differs_from(identity, host)
+        problem = process.status.identity.differs_from(identity, host)
         if problem:
             self._refuse(process, f"on {process.host}: {problem}", for_good=True)
         return bool(problem)
@@ -447,7 +447,7 @@ class ElasticDriver:
         """The last resort: each process that others wait for has a bound."""
         survivors = [p for p in alive if p.state == "waiting" and p.first_round is not None]
         waited = max((p.lasted() for p in survivors), default=0.0)
-        patience = max((p.standing.patience for p in survivors if p.standing), default=0.0)
+        patience = max((p.status.patience for p in survivors if p.status), default=0.0)
         for process in alive:
             if process.state == "running" and waited > max(patience, _LAST_RESORT_SECONDS):
                 process.end.set()
@@ -481,15 +481,15 @@ class ElasticDriver:
         if self._rounds:
             count = Counter(process.host for process in taking_part)
             where = ", ".join(f"{host}:{ranks}" for host, ranks in count.items())
-            _say(f"going on with {len(plan)} ranks ({where})")
-        standings = [(process, process.standing) for process in in_order(taking_part)]
-        trained = any(standing is not None and standing.trained for _, standing in standings)
+            _say(f"continuing with {len(plan)} ranks ({where})")
+        standings = [(process, process.status) for process in in_order(taking_part)]
+        trained = any(status is not None and status.trained for _, status in standings)
         self._newcomers = [
-            p for p, standing in standings if trained and not (standing and standing.trained)
+            p for p, status in standings if trained and not (status and status.trained)
         ]
-        first, standing = standings[0]
-        if self._identity is None and standing is not None:
-            self._identity = standing.identity, first.host
+        first, status = standings[0]
+        if self._identity is None and status is not None:
+            self._identity = status.identity, first.host
         for process in taking_part:
             if process.first_round is None:
                 process.first_round = self._rounds
@@ -570,7 +570,7 @@ class ElasticDriver:
                 self._give_up(reason)
 
     def _on_silence(self, silence: Silence) -> bool:
-        """A process was not heard for too long: the others go on without it, at once.
+        """A process was not heard for too long: the others continue without it, at once.
 
         It is ended, too, as soon as it can be reached: nobody knows what it still does.
         """
@@ -597,7 +597,7 @@ class ElasticDriver:
                 _say(f"{process} is heard again after {silence.seconds:.2f} s; it is replaced")
 
     def _end_round(self) -> None:
-        """One of the round is gone: the others must not find out by a timeout."""
+        """One of the generation is gone: the others must not find out by a timeout."""
         # Those that meet would wait for its addresses: they give up at once.
         self._rendezvous.init([], _NO_GENERATION)
         if self._beats is not None:

@@ -29,7 +29,7 @@ class Arrivals:
     """The beats of one process, as they came in. All times in seconds.
 
     Args:
-        now: when the first one came, by any clock that only goes on.
+        now: when the first one came, by any clock that never goes back.
     """
 
     def __init__(self, now: float) -> None:

@@ -1,10 +1,10 @@
 """What is to be done when steps fail again and again, counted over all processes of a job.
 
 A process that dies says what for, if it can; those that are left say when they ask for their
-next ranks in which phase their round failed. Three things can be the cause:
+next ranks in which phase their generation failed. Three things can be the cause:
 
     an error that a process raises itself       the step's data or code: others will raise it, too
-    a round with newcomers that fails before    the newcomers, or the way to them
+    a generation with newcomers that fails before    the newcomers, or the way to them
     its first step, and nobody died
     anything else, step after step              the network, or the machines
 """
@@ -19,11 +19,11 @@ from hvdtrain.elastic.identity import Identity
 
 _ERRORS_OF_A_STEP = 3
 _FAILURES_OF_A_STEP = 5
-MEETING, HAND_OVER, TRAINING = "meeting", "hand-over", "training"
+RENDEZVOUS, HAND_OVER, TRAINING = "meeting", "hand-over", "training"
 
 
 @dataclass(frozen=True)
-class Standing:
+class ProcessStatus:
     """Where a process stands when it asks for its next ranks.
 
     Args:
@@ -31,7 +31,7 @@ class Standing:
         trained: it holds the state of the run; a new process does not.
         step: optimizer steps done.
         patience: seconds for which the others may have to wait for its watchdog's verdict.
-        failed: the phase in which its last round failed, or None.
+        failed: the phase in which its last generation failed, or None.
         message: why that failed.
     """
 
@@ -43,7 +43,7 @@ class Standing:
     message: str = ""
 
     @classmethod
-    def of(cls, fields: dict[str, Any]) -> Standing:
+    def of(cls, fields: dict[str, Any]) -> ProcessStatus:
         """From what dataclasses.asdict made of one."""
         return cls(**fields | {"identity": Identity(**fields["identity"])})
 
@@ -63,8 +63,8 @@ class Failures:
             return None
         return f"step {step} failed in {times} processes by an error of their own: {message}"
 
-    def round(self, step: int, message: str) -> str | None:
-        """A round failed when its most advanced rank had done so many steps; as `error`."""
+    def generation(self, step: int, message: str) -> str | None:
+        """A generation failed when its most advanced rank had done so many steps; as `error`."""
         self._times = self._times + 1 if step == self._step else 1
         self._step = step
         if self._times < _FAILURES_OF_A_STEP:

@@ -108,7 +108,7 @@ def _dump(process: psutil.Process, stacks: Path) -> None:
             done = subprocess.run(command, stdout=file, stderr=file, timeout=_DUMP_SECONDS)
         if done.returncode == 0:
             return
-    # A stopped process would have to go on for this, and might write what it must not.
+    # A stopped process would have to continue for this, and might write what it must not.
     if process.status() != psutil.STATUS_STOPPED:
         process.send_signal(signal.SIGQUIT)  # faulthandler's; see kept_watchdog.py
         time.sleep(1)

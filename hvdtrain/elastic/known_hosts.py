@@ -35,10 +35,10 @@ class KnownHosts:
         now = time.monotonic()
         return [host for host in self._last if self._aside.get(host.name, 0.0) <= now]
 
-    def living(self, timeout: float) -> list[Host]:
+    def reachable(self, timeout: float) -> list[Host]:
         """Those of `listed` that answer within `timeout` seconds."""
         return answering(self.listed(), self._probe, timeout)
 
-    def set_aside(self, names: Iterable[str], seconds: float) -> None:
+    def exclude(self, names: Iterable[str], seconds: float) -> None:
         """Leaves hosts out for so long."""
         self._aside |= dict.fromkeys(names, time.monotonic() + seconds)

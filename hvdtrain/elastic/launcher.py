@@ -73,6 +73,6 @@ class Launcher:
         with self._process.stderr as pipe:
             while block := os.read(pipe.fileno(), 1 << 16):
                 self._tail = (self._tail + block)[-_TAIL_BYTES:]
-                with contextlib.suppress(OSError):  # our own reader is gone: training goes on
+                with contextlib.suppress(OSError):  # our own reader is gone: training continues
                     sys.stderr.buffer.write(block)
                     sys.stderr.buffer.flush()

@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdtrain.elastic import interfaces
 from hvdtrain.elastic.beats import Line
-from hvdtrain.elastic.failures import Standing
+from hvdtrain.elastic.failures import ProcessStatus
 from hvdtrain.elastic.rendezvous import ask
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.signals import StopFlag
@@ -25,11 +25,11 @@ _NEWS_SECONDS = 0.5
 
 
 class RemovedError(Exception):
-    """The job goes on, or has ended, without this process."""
+    """The job continues, or has ended, without this process."""
 
 
 class RefusedError(Exception):
-    """The job goes on without this process, which does not fit it; the message says why."""
+    """The job continues without this process, which does not fit it; the message says why."""
 
 
 class LostError(Exception):
@@ -37,7 +37,7 @@ class LostError(Exception):
 
 
 class Membership:
-    """Joins rounds, and hears what the driver has to say between them.
+    """Joins generations, and hears what the driver has to say between them.
 
     Args:
         address, port: of the launcher's HTTP server.
@@ -45,10 +45,10 @@ class Membership:
         stop: raised when the driver asks the ranks to stop.
 
     Attributes:
-        job, generation: the launcher's number, unlike any other's, and that of this round.
+        job, generation: the launcher's number, unlike any other's, and that of this generation.
         hosts_changed: processes wait to join, or are to leave: meet again.
         line: on which this process gives signs of life.
-        silent: what the driver says of those that fell silent in the last round.
+        silent: what the driver says of those that fell silent in the last generation.
     """
 
     def __init__(self, address: str, port: int, number: int, stop: StopFlag) -> None:
@@ -66,7 +66,7 @@ class Membership:
     def of_this_process(cls, stop: StopFlag) -> Membership | None:
         """None where the launcher is not elastic.
 
-        Takes the launcher's other variables out of the environment: until it joins a round,
+        Takes the launcher's other variables out of the environment: until it joins a generation,
         this process is a world of its own for Horovod.
 
         Raises:
@@ -92,11 +92,11 @@ class Membership:
         except OSError as error:
             raise LostError(f"{self.launcher}: {error}") from None
 
-    def join(self, standing: Standing) -> dict[str, Any]:
-        """Waits until the next round is formed, and tells Horovod this process's ranks in it.
+    def join(self, status: ProcessStatus) -> dict[str, Any]:
+        """Waits until the next generation is formed, and tells Horovod this process's ranks in it.
 
         Args:
-            standing: the launcher decides by it who takes part, and what has failed.
+            status: the launcher decides by it who takes part, and what has failed.
 
         Returns:
             As ElasticDriver.join.
@@ -109,7 +109,7 @@ class Membership:
         heard = time.monotonic()
         while True:
             try:
-                assignment = ask(self.address, self.port, "join", self._number, asdict(standing))
+                assignment = ask(self.address, self.port, "join", self._number, asdict(status))
                 heard = time.monotonic()
             except OSError as error:
                 if time.monotonic() - heard > _LOST_SECONDS:

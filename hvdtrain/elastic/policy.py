@@ -54,7 +54,7 @@ class RestartPolicy:
 
         Args:
             code: its exit code.
-            step: the furthest step that the run's files show now.
+            step: the most advanced step that the run's files show now.
             host_lost: one of its hosts is gone, so it was not that step's fault.
         """
         if step > self._furthest:

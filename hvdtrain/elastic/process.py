@@ -1,4 +1,4 @@
-"""The processes of an elastic job as its driver knows them, and their ranks in a round."""
+"""The processes of an elastic job as its driver knows them, and their ranks in a generation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from horovod.runner.common.util.hosts import SlotInfo
 
-from hvdtrain.elastic.failures import Standing
+from hvdtrain.elastic.failures import ProcessStatus
 
 
 @dataclass
@@ -26,10 +26,10 @@ class Process:
             waits for it any more, and it is still there) or gone.
         since: when it came into this state.
         first_round: the number of the first one that it was in; None for a newcomer.
-        assignment: its ranks in the newest round, until it has heard of them.
-        standing: as it said when it last asked for its ranks.
+        assignment: its ranks in the newest generation, until it has heard of them.
+        status: as it said when it last asked for its ranks.
         heard: it has asked the driver something: its watchdog runs.
-        hand_overs_failed: rounds with it that failed before it had the state of the run.
+        hand_overs_failed: generations with it that failed before it had the state of the run.
         failure: why it ends, as it or its watchdog said.
         failed_step: the step in which it raised an error of its own.
         leaving: its host was taken away.
@@ -43,7 +43,7 @@ class Process:
     since: float = field(default_factory=time.monotonic)
     first_round: int | None = None
     assignment: dict[str, Any] = field(default_factory=dict)
-    standing: Standing | None = None
+    status: ProcessStatus | None = None
     heard: bool = False
     hand_overs_failed: int = 0
     failure: str = ""
@@ -80,7 +80,7 @@ def _age(process: Process) -> tuple[float, int]:
 
 
 def assign(processes: Sequence[Process]) -> list[SlotInfo]:
-    """The ranks of a round, in the order of `in_order`."""
+    """The ranks of a generation, in the order of `in_order`."""
     ordered = in_order(processes)
     hosts = list(dict.fromkeys(p.host for p in ordered))
     local = {host: [p for p in ordered if p.host == host] for host in hosts}

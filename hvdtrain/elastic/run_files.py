@@ -45,8 +45,8 @@ def newest_checkpoint(run: Path) -> int:
 
 
 def newest_step(run: Path) -> int:
-    """The furthest step that the run's files show; 0 where there is none."""
-    for line in reversed(list(_records(run / "metrics.jsonl"))):
+    """The most advanced step that the run's files show; 0 where there is none."""
+    for line in reversed(list(_lines_of(run / "metrics.jsonl"))):
         if isinstance(line.get("step"), int):
             return max(line["step"], newest_checkpoint(run))
     return newest_checkpoint(run)
@@ -54,7 +54,7 @@ def newest_step(run: Path) -> int:
 
 def made_steps(run: Path, since: float) -> bool:
     """Whether a step was logged after a time (unix)."""
-    return any(line.get("time", 0) >= since for line in _records(run / "metrics.jsonl"))
+    return any(line.get("time", 0) >= since for line in _lines_of(run / "metrics.jsonl"))
 
 
 def last_words(run: Path, since: float, most: int = 5) -> list[str]:
@@ -66,7 +66,7 @@ def last_words(run: Path, since: float, most: int = 5) -> list[str]:
     for file in sorted(run.glob("logs/rank_*.jsonl")):
         errors = [
             line
-            for line in _records(file)
+            for line in _lines_of(file)
             if line.get("level") == "error" and line.get("time", 0) >= since
         ]
         last += errors[-1:]
@@ -74,7 +74,7 @@ def last_words(run: Path, since: float, most: int = 5) -> list[str]:
     return [f"rank {e.get('rank')} on {e.get('host')}: {e.get('message')}" for e in last[:most]]
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects in the last lines of a file; what a crash tore is passed over."""
     try:
         with open(path, "rb") as file:

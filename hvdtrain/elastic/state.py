@@ -1,7 +1,7 @@
-"""Which rank's state all go on from after they have met.
+"""Which rank's state all resume from after they have met.
 
 A step is applied on a rank only when its whole exchange was completed. So after a failure
-some ranks may have done one step more than others, and the state of any that got furthest is
+some ranks may have done one step more than others, and the state of any of the most advanced is
 what an undisturbed run has after that step: nothing is rolled back, and no copies are kept.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStatus:
     """Where a rank stands when the ranks meet.
 
     Args:
@@ -24,12 +24,12 @@ class Standing:
     step: int
 
 
-def furthest(standings: Sequence[Standing]) -> int | None:
-    """The lowest rank of those that got furthest; None where no rank has trained."""
-    steps = [s.step if s.trained else -1 for s in standings]
+def most_advanced(statuses: Sequence[RankStatus]) -> int | None:
+    """The lowest rank of the most advanced ranks; None where no rank has trained."""
+    steps = [s.step if s.trained else -1 for s in statuses]
     return None if max(steps) < 0 else steps.index(max(steps))
 
 
-def alike(standings: Sequence[Standing]) -> bool:
+def all_equal(statuses: Sequence[RankStatus]) -> bool:
     """Whether all ranks hold the same state already."""
-    return all(s == standings[0] and s.trained for s in standings)
+    return all(s == statuses[0] and s.trained for s in statuses)

@@ -7,7 +7,7 @@
         watch it: signals pass through, a host that falls silent ends it
         finished, preempted, or no use in trying again: the end
 
-Nothing is kept but the run's own files, so the same command goes on from them anywhere.
+Nothing is kept but the run's own files, so the same command resumes from them anywhere.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hvdtrain.elastic.discovery import Probe
 from hvdtrain.elastic.host_watch import ROUND_SECONDS, HostWatch
 from hvdtrain.elastic.known_hosts import KnownHosts
 from hvdtrain.elastic.launcher import Launcher
+from hvdtrain.elastic.orphans import VARIABLE, end_orphans
 from hvdtrain.elastic.policy import RestartPolicy
-from hvdtrain.elastic.remains import VARIABLE, end_remains
 from hvdtrain.elastic.stop_requests import Stop, StopRequests
 from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
 from hvdtrain.launch import commands
@@ -78,7 +78,7 @@ class _Ended:
         began: when (unix)
         code: its exit code
         last_lines: of the launcher's error output
-        regrow: it was ended to go on with more hosts
+        regrow: it was ended to continue with more hosts
     """
 
     job: list[Host]
@@ -114,18 +114,18 @@ class Supervisor:
     def _supervise(self) -> int:
         plan = self._plan
         policy = RestartPolicy(plan.max_restarts, run_files.newest_step(plan.run))
-        hosts, asked_at, code = self._hosts.living(ROUND_SECONDS), time.monotonic(), EXIT_CRASH
+        hosts, asked_at, code = self._hosts.reachable(ROUND_SECONDS), time.monotonic(), EXIT_CRASH
         while True:
             if total_slots(hosts) < plan.min_np or time.monotonic() - asked_at > ROUND_SECONDS:
                 hosts = self._wait_for_hosts(code)
             ended = self._one_start(hosts)
             code, ended_at = ended.code, time.monotonic()
             if self._requests:
-                # Whether or not all could still save: the newest checkpoint is where it goes on.
+                # Whether or not all could still save: the newest checkpoint is where it continues.
                 return code if code in (0, EXIT_USER, EXIT_NOT_FINITE) else EXIT_PREEMPTED
             if run_files.made_steps(plan.run, ended.began):
                 self._proven = {host.name for host in ended.job}
-            hosts, asked_at = self._hosts.living(ROUND_SECONDS), time.monotonic()
+            hosts, asked_at = self._hosts.reachable(ROUND_SECONDS), time.monotonic()
             if ended.regrow and code == EXIT_PREEMPTED:
                 continue
             step, blamed = run_files.newest_step(plan.run), self._blame(ended, hosts)
@@ -138,25 +138,25 @@ class Supervisor:
             _say(f"exit code {code} after step {step}{because}; again in {verdict.wait:.0f} s")
             self._requests.pause(ended_at + verdict.wait - time.monotonic())
 
-    def _blame(self, ended: _Ended, living: Sequence[Host]) -> dict[str, str]:
+    def _blame(self, ended: _Ended, reachable: Sequence[Host]) -> dict[str, str]:
         """The hosts that a failure is due to, and why. None: it is the training's own.
 
-        Those that joined a run that went well without them are set aside, if it can go on so.
+        Those that joined a run that went well without them are set aside, if it can continue so.
         """
         names = {host.name for host in ended.job}
-        blamed = dict.fromkeys(sorted(names - {h.name for h in living}), "does not answer")
+        blamed = dict.fromkeys(sorted(names - {h.name for h in reachable}), "does not answer")
         if self._proven and not names <= self._proven and not blamed:
-            others = [host for host in living if host.name in self._proven]
+            others = [host for host in reachable if host.name in self._proven]
             if total_slots(others) >= self._plan.min_np:
                 blamed = dict.fromkeys(sorted(names - self._proven), "is left out for a while")
-                self._hosts.set_aside(blamed, _ASIDE_SECONDS)
+                self._hosts.exclude(blamed, _ASIDE_SECONDS)
         return blamed
 
     def _wait_for_hosts(self, code: int) -> list[Host]:
         """The hosts that answer, as soon as they have `min_np` slots together."""
         deadline, said = time.monotonic() + self._plan.wait, ""
         while True:
-            hosts = self._hosts.living(ROUND_SECONDS)
+            hosts = self._hosts.reachable(ROUND_SECONDS)
             if total_slots(hosts) >= self._plan.min_np:
                 return hosts
             state = f"{as_text(hosts) or 'no host'} answers, and --min-np is {self._plan.min_np}"
@@ -171,7 +171,7 @@ class Supervisor:
     def _one_start(self, hosts: Sequence[Host]) -> _Ended:
         plan = self._plan
         names = [host.name for host in hosts]
-        for host in end_remains(names, str(plan.run)):
+        for host in end_orphans(names, str(plan.run)):
             _say(f"could not see on {host} whether an earlier start left processes")
         job = first_slots(hosts, plan.max_np or total_slots(hosts))
         step = run_files.newest_checkpoint(plan.run)
@@ -186,7 +186,7 @@ class Supervisor:
             return _Ended(job, began, code, launcher.last_lines(), regrow)
         except BaseException:
             launcher.end()
-            end_remains(names, str(plan.run))
+            end_orphans(names, str(plan.run))
             raise
         finally:
             watch.stop()

@@ -12,7 +12,7 @@ The rank is killed, after what it was doing is written to RUN/logs, when
 
 An elastic launcher is told why, and also where a killed rank stays: the kernel ends no process
 that waits for a dead disk. What follows is the launcher's business, and that of those who see the
-rank die: an elastic job goes on without it, any other ends.
+rank die: an elastic job continues without it, any other ends.
 
 Time is the watchdog's own, in looks: while the job is suspended, it stands still.
 """
@@ -33,7 +33,7 @@ import psutil
 from hvdtrain.elastic.beats import Line
 from hvdtrain.elastic.hung_rank import Launcher, end
 from hvdtrain.elastic.work import work
-from hvdtrain.runtime.heartbeat import Doing, Heartbeat
+from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 
 _LOOK_SECONDS = 0.25
 _LONGEST_LOOK_SECONDS = 0.5  # a look that took longer was suspended meanwhile
@@ -44,7 +44,7 @@ _BUSY_FACTOR = 10
 _LOADING_FACTOR = 10
 _IDLE_TICKS = 2  # of 10 ms: what a thread uses that wakes up to look and sleeps on
 # What a rank does on its own -> how many hang_seconds it may be idle.
-_IDLE_FACTORS = {Doing.LOADING: _LOADING_FACTOR, Doing.PREPARING: 1, Doing.WORKING: 1}
+_IDLE_FACTORS = {Activity.LOADING: _LOADING_FACTOR, Activity.PREPARING: 1, Activity.WORKING: 1}
 
 
 def start(
@@ -104,7 +104,7 @@ class Timer:
         return self._clock.now - self._since
 
 
-class Judge:
+class HangDetector:
     """Decides whether a rank hangs, from what is seen of it from outside.
 
     Args:
@@ -121,12 +121,12 @@ class Judge:
         self._seen: tuple[int, int] = (-1, -1)  # beats, work
 
     def verdict(
-        self, beats: int, doing: Doing, work: int, stopped: bool, orphan: bool
+        self, beats: int, activity: Activity, work: int, stopped: bool, orphan: bool
     ) -> str | None:
         """Why the rank has to be ended, or None.
 
         Args:
-            beats, doing: of its heartbeat.
+            beats, activity: of its heartbeat.
             work: what it has used of processor and disk, in ticks (see work.py).
             stopped: its state is "stopped".
             orphan: the process that started it is gone.
@@ -136,17 +136,17 @@ class Judge:
             return f"stopped for {_STOPPED_SECONDS:.0f} s"
         if self._orphan.seconds(orphan) > _ORPHAN_SECONDS:
             return "its launcher is gone"
-        asking = doing == Doing.MEETING and self._reachable is not None
+        asking = activity == Activity.RENDEZVOUS and self._reachable is not None
         if self._cut_off.seconds(asking and not self._reachable()) > _UNREACHABLE_SECONDS:  # type: ignore[misc]
             return f"its launcher was not reached for {_UNREACHABLE_SECONDS:.0f} s"
-        judged = doing in _IDLE_FACTORS and self._hang_seconds > 0
+        judged = activity in _IDLE_FACTORS and self._hang_seconds > 0
         same = judged and beats == self._seen[0]
         idle = same and abs(work - self._seen[1]) <= _IDLE_TICKS
         self._seen = (beats, work)
-        limit = _IDLE_FACTORS.get(doing, 1) * self._hang_seconds
+        limit = _IDLE_FACTORS.get(activity, 1) * self._hang_seconds
         if self._idle.seconds(idle) > limit:
             return f"no progress, no work for {limit:.0f} s"
-        busy = same and doing != Doing.LOADING
+        busy = same and activity != Activity.LOADING
         if self._no_beat.seconds(busy) > _BUSY_FACTOR * self._hang_seconds:
             return f"busy without progress for {_BUSY_FACTOR * self._hang_seconds:.0f} s"
         return None
@@ -169,7 +169,7 @@ def _watch(arguments: list[str]) -> int:
     rank, parent, descriptor = map(int, arguments[:3])
     hang_seconds, launcher, number = float(arguments[3]), arguments[4], int(arguments[5])
     heartbeat = Heartbeat(descriptor)
-    judge = Judge(hang_seconds, (lambda: _reachable(launcher)) if launcher else None)
+    detector = HangDetector(hang_seconds, (lambda: _reachable(launcher)) if launcher else None)
     stacks: Path | None = None
     ticks = -1.0
     os.set_blocking(0, False)
@@ -182,12 +182,12 @@ def _watch(arguments: list[str]) -> int:
             if text:
                 stacks = Path(text.decode().splitlines()[-1])
             process = psutil.Process(rank)
-            beats, doing = heartbeat.read()
+            beats, activity = heartbeat.read()
             # One that is stopped and continued by turns (cpulimit) uses processor in between.
             before, ticks = ticks, sum(process.cpu_times()[:2])
-            reason = judge.verdict(
+            reason = detector.verdict(
                 beats,
-                doing,
+                activity,
                 work(rank, without=os.getpid()),
                 process.status() == psutil.STATUS_STOPPED and ticks == before,
                 process.ppid() != parent,
@@ -195,7 +195,7 @@ def _watch(arguments: list[str]) -> int:
         except (psutil.Error, OSError):
             return 0
         if reason:
-            end(process, f"{reason}, while {doing.name}", stacks, Launcher(launcher, number))
+            end(process, f"{reason}, while {activity.name}", stacks, Launcher(launcher, number))
             os._exit(0)  # a thread of this process may hang with the rank
 
 

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-_BLOCK = 4096  # bytes; read or written, one counts as much as a tick of processor time
+_BLOCK = 4096  # bytes; read or written, one counts as much as a tick of CPU time
 # Fields of /proc/PID/stat after the name: ticks of itself, and of children that have ended.
 _OWN_TICKS, _ENDED_TICKS = slice(11, 13), slice(13, 15)
 
 
 def work(pid: int, without: int = 0) -> int:
-    """Ticks (10 ms) of processor time, and blocks of the disk, that a rank has used so far.
+    """Ticks (10 ms) of CPU time, and blocks of the disk, that a rank has used so far.
 
     Of its main thread and of all its descendants: a compiler, a decoder, a download. It may
     be less than before when one of these has ended.

@@ -8,7 +8,7 @@
             on_step(loop, record)      evaluate adds to the record, log writes it,
                                        checkpoint saves what the log has
         too many steps in a row not finite: the end, exit code 3
-        processes come or go: the end of this round; the session meets again
+        processes join or leave: the end of this generation
     for each callback: close()         always, also after an error; called by the session
 
 The loop is the same on every rank, and so is every decision in it: it depends on
@@ -28,21 +28,21 @@ from hvdtrain.engine.step import TrainStep
 from hvdtrain.errors import EXIT_NOT_FINITE
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError
-from hvdtrain.runtime.heartbeat import Doing, Heartbeat
+from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.topology import Topology
 
-Record = dict[str, Any]  # one line of metrics.jsonl
+StepRecord = dict[str, Any]  # one line of metrics.jsonl
 
 
-class MeetAgain(Exception):
+class MembershipChanged(Exception):
     """All ranks have agreed, after a step, to let processes in or out."""
 
 
 class Callback(Protocol):
     """One concern that listens to the loop. Every rank has the same callbacks."""
 
-    def on_step(self, loop: Loop, record: Record) -> None:
+    def on_step(self, loop: Loop, record: StepRecord) -> None:
         """After a step. `record` may be added to.
 
         After a failure it is called again for the same step, perhaps in a process that did
@@ -71,7 +71,7 @@ class Progress:
     nonfinite: int = 0
     nonfinite_in_a_row: int = 0
     preempted: bool = False
-    record: Record | None = None
+    record: StepRecord | None = None
 
     def state_dict(self) -> dict[str, int]:
         """What a checkpoint keeps."""
@@ -89,8 +89,8 @@ class Loop:
         learning_rate: rate of step s, from 0.
         callbacks: in the order in which they are called.
         stop: raised when this rank is asked to stop.
-        meet: whether this rank has heard that processes come or go.
-        heartbeat: told of what the rank does.
+        membership_changed: whether this rank has heard that processes join or leave.
+        heartbeat: notified of what the rank does.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Loop:
         progress: Progress,
         callbacks: Sequence[Callback],
         stop: StopFlag,
-        meet: Callable[[], bool],
+        membership_changed: Callable[[], bool],
         heartbeat: Heartbeat,
     ) -> None:
         self.train = train
@@ -117,13 +117,13 @@ class Loop:
         self._learning_rate = learning_rate
         self._callbacks = callbacks
         self._stop = stop
-        self._meet = meet
+        self._membership_changed = membership_changed
         self._heartbeat = heartbeat
 
     @property
     def passes(self) -> int:
         """Micro-batches of a step on this rank."""
-        return len(self._loader.mine)
+        return len(self._loader.local_micro_batches)
 
     @property
     def preempted(self) -> bool:
@@ -146,23 +146,23 @@ class Loop:
         Raises:
             AgreedError: exit code 3, the gradients stayed not finite.
             HorovodInternalError: another rank is gone.
-            MeetAgain: processes come or go.
+            MembershipChanged: processes join or leave.
         """
         if self.progress.record is not None:
-            self._tell(dict(self.progress.record))
+            self._call_back(dict(self.progress.record))
         while not self.ending:
-            record, meet = self._one_step()
-            self._tell(dict(record))
-            if meet and not self.ending:
-                raise MeetAgain
+            record, membership_changed = self._one_step()
+            self._call_back(dict(record))
+            if membership_changed and not self.ending:
+                raise MembershipChanged
 
-    def _tell(self, record: Record) -> None:
+    def _call_back(self, record: StepRecord) -> None:
         for callback in self._callbacks:
-            self._heartbeat.beat(Doing.PREPARING)
+            self._heartbeat.beat(Activity.PREPARING)
             callback.on_step(self, record)
         self._check_finite()
 
-    def _one_step(self) -> tuple[Record, bool]:
+    def _one_step(self) -> tuple[StepRecord, bool]:
         progress = self.progress
         lr = self._learning_rate(progress.step)
         start = time.perf_counter()
@@ -172,7 +172,7 @@ class Loop:
             lr,
             step=progress.step,
             stop=self._stop.raised,
-            meet=self._meet(),
+            membership_changed=self._membership_changed(),
         )
         seconds = time.perf_counter() - start
         progress.step += 1
@@ -195,7 +195,7 @@ class Loop:
             **({} if result.applied else {"skipped": True}),
         }
         progress.record = record
-        return record, result.meet
+        return record, result.membership_changed
 
     def _check_finite(self) -> None:
         in_a_row = self.progress.nonfinite_in_a_row

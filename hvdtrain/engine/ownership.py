@@ -93,21 +93,21 @@ class Ownership:
         with suppress(OSError):
             self._note(read(self._token_path))
 
-    def acquire(self, claim: Claim, going_on: bool = False) -> None:
+    def acquire(self, claim: Claim, tolerate_errors: bool = False) -> None:
         """Makes the folder, and the run this process's until `release` or its end.
 
         Waits for the owner's count to move or to rest, REST_SECONDS at most.
 
         Args:
-            going_on: others hold a state that would be lost: what cannot be written is only said,
-                and tried again with each beat.
+            tolerate_errors: others hold a state that would be lost: what cannot be written is only
+                logged, and tried again with each beat.
 
         Raises:
             UserError: another process trains this run; or exit code 1, a later generation of
                 this job does.
             OSError: the folder cannot be written.
         """
-        mine = Token(
+        own = Token(
             owner=secrets.token_hex(8),
             job=claim.job,
             generation=claim.generation,
@@ -118,12 +118,12 @@ class Ownership:
         )
         for part in (self._prepare, self._wait_until_free, self._write, self._settle):
             try:
-                part(mine)
+                part(own)
             except OSError as error:
-                if not going_on:
+                if not tolerate_errors:
                     raise
                 self._say(error)
-        self._mine = mine
+        self._mine = own
         self._looked_at = _now()
         self._thread = threading.Thread(target=self._beat_on, name="owner", daemon=True)
         self._thread.start()
@@ -189,7 +189,7 @@ class Ownership:
             return False
         return True
 
-    def _wait_until_free(self, mine: Token) -> None:
+    def _wait_until_free(self, own: Token) -> None:
         began, looked, said = _now(), False, False
         while True:
             has_locks = self._lock_it()
@@ -197,14 +197,14 @@ class Ownership:
             self._note(token)
             if token is None and (self._locked or not has_locks):
                 return
-            if token is not None and token.job == mine.job and not token.ended:
-                if token.generation <= mine.generation:
+            if token is not None and token.job == own.job and not token.ended:
+                if token.generation <= own.generation:
                     self._before = token.owner
                     return
                 raise _superseded(self.folder, token)
             if looked and moved(before, token):
                 raise self._taken(token)
-            rest = self._rest(mine, token, has_locks)
+            rest = self._rest(own, token, has_locks)
             if _now() - (self._seen_at if token is not None else began) >= rest:
                 if token is None:
                     raise self._taken(None)  # all that its owner shows is the lock
@@ -225,25 +225,25 @@ class Ownership:
             with heartbeat.OWN.waiting():
                 time.sleep(_LOOK_SECONDS)
 
-    def _rest(self, mine: Token, token: Token | None, has_locks: bool) -> float:
+    def _rest(self, own: Token, token: Token | None, has_locks: bool) -> float:
         """How long the token must have been as it is."""
         if token is not None and token.ended:
             # Who has the lock is dead perhaps, or about to write its token.
             return SHORT_REST_SECONDS if has_locks and not self._locked else 0.0
         if token is None or not (self._locked and token.locked):
             return REST_SECONDS
-        return 0.0 if token.boot == mine.boot else SHORT_REST_SECONDS
+        return 0.0 if token.boot == own.boot else SHORT_REST_SECONDS
 
     def _note(self, token: Token | None) -> None:
         if token != self._seen:
             self._seen, self._seen_at = token, _now()
 
-    def _settle(self, mine: Token) -> None:
-        if self._locked or (self._seen is not None and self._seen.job == mine.job):
+    def _settle(self, own: Token) -> None:
+        if self._locked or (self._seen is not None and self._seen.job == own.job):
             return
         time.sleep(_SETTLE_SECONDS)
         token = read(self._token_path)
-        if token is not None and token.owner not in (mine.owner, self._before):
+        if token is not None and token.owner not in (own.owner, self._before):
             raise self._taken(token)
 
     def _taken(self, token: Token | None) -> UserError:
@@ -308,7 +308,7 @@ class Ownership:
         self.failures += 1
         if not self._failed:
             logger.error(
-                "%s cannot be written (%s); training goes on, and it is tried again",
+                "%s cannot be written (%s); training continues, and it is tried again",
                 self._token_path,
                 error.strerror,
             )
@@ -321,6 +321,6 @@ def _now() -> float:
 
 
 def _superseded(folder: Path, token: Token) -> UserError:
-    error = UserError(f"{folder} belongs to {who(token)}: this job goes on without this process")
+    error = UserError(f"{folder} belongs to {who(token)}: this job continues without this process")
     error.exit_code = EXIT_CRASH
     return error

@@ -29,7 +29,7 @@ class RunFolder:
         self.config = path / "config.yaml"
         self.manifest = path / "manifest.json"
         self.metrics = path / "metrics.jsonl"
-        self.left_metrics = path / "left_metrics.jsonl"
+        self.superseded_metrics = path / "left_metrics.jsonl"
         self.ranks = path / "ranks.jsonl"
         self.events = path / "events.jsonl"
         self.targets = path / "targets.json"
@@ -38,13 +38,13 @@ class RunFolder:
         # In a path, Prometheus takes a * in the last part only: here it finds those of all runs.
         self.listed_targets = path.parent / ".targets" / f"{path.name}.json"
 
-    def prepare(self, fresh: bool, claim: Claim, going_on: bool = False) -> None:
+    def prepare(self, fresh: bool, claim: Claim, tolerate_errors: bool = False) -> None:
         """Makes the folder, sees that it can be written, and makes the run this process's.
 
         Args:
             fresh: the run must not have begun before (run.resume never).
             claim: this process's.
-            going_on: as Ownership.acquire has it.
+            tolerate_errors: as Ownership.acquire has it.
 
         Raises:
             UserError: it cannot be written, another process trains this run, or there is a
@@ -53,10 +53,10 @@ class RunFolder:
         if fresh and (self.metrics.exists() or self.checkpoints.exists()):
             raise UserError(
                 f"{self.path} holds a run already, and run.resume is never; choose another "
-                "--run.id, or leave run.resume away to go on with it"
+                "--run.id, or omit run.resume to resume it"
             )
         try:
-            self.ownership.acquire(claim, going_on)
+            self.ownership.acquire(claim, tolerate_errors)
         except OSError as error:
             raise UserError(
                 f"run.root: {self.path} cannot be written ({error.strerror}); "

@@ -54,11 +54,11 @@ class RunState:
         if state.pop("format", None) != FORMAT:
             raise UserError("the checkpoint was written by another version of hvdtrain")
         theirs = state.pop("identity")
-        for name, mine in self.identity.items():
-            if theirs.get(name) != mine:
+        for name, own in self.identity.items():
+            if theirs.get(name) != own:
                 raise UserError(
                     f"{name} was {theirs.get(name)} at the checkpoint of step {state['step']} and "
-                    f"is {mine} now: the curve could not be continued; use another run.id"
+                    f"is {own} now: the curve could not be continued; use another run.id"
                 )
         _copy(checkpoint.model, model_tensors(self.model))
         names = set(parameter_names(self.optimizer, self.model).values())
@@ -75,8 +75,8 @@ class RunState:
             model: another one of the same shapes.
         """
         with torch.no_grad():
-            for mine, fresh in zip(_all_tensors(self.model), _all_tensors(model), strict=True):
-                mine.copy_(fresh)
+            for own, fresh in zip(_all_tensors(self.model), _all_tensors(model), strict=True):
+                own.copy_(fresh)
         self.optimizer.state.clear()
         vars(self.progress).update(vars(Progress()))
 

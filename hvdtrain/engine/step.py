@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.engine.buffers import SavedBuffers
 from hvdtrain.optim.exchange import GradientExchange
-from hvdtrain.runtime.heartbeat import Doing, Heartbeat
+from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 from hvdtrain.tasks import Task, optional
 from hvdtrain.telemetry.timers import PhaseTimer
 
@@ -27,15 +27,15 @@ class StepResult:
         values: float64, "loss" and the task's metrics as means over the global batch
         grad_norm: norm of the gradient of the global batch, before clipping
         applied: False where the gradient was not finite and the step was skipped
-        stop: some rank was told to stop
-        meet: some rank was told that processes come or go
+        stop: some rank was asked to stop
+        membership_changed: some rank has heard that processes join or leave
     """
 
     values: dict[str, float]
     grad_norm: float
     applied: bool
     stop: bool
-    meet: bool
+    membership_changed: bool
 
 
 class TrainStep:
@@ -45,12 +45,12 @@ class TrainStep:
     batch, so that the sum over passes and ranks is the gradient of the mean.
 
     Args:
-        task, model, exchange: what is trained, and how gradients meet.
+        task, model, exchange: what is trained, and how gradients become one.
         micro_batches: in one step, over all ranks together.
         clip_norm: gradients are scaled down to this norm; 0 = never.
         device: where the model is.
-        heartbeat: told of each micro-batch.
-        timer: told of each phase.
+        heartbeat: notified of each micro-batch.
+        timer: notified of each phase.
 
     A step that is skipped (its gradient was not finite) or that fails leaves nothing behind:
     parameters, the optimizer's state and the saved buffers (see SavedBuffers for what these are)
@@ -90,7 +90,7 @@ class TrainStep:
         *,
         step: int,
         stop: bool,
-        meet: bool,
+        membership_changed: bool,
     ) -> StepResult:
         """Runs one step. After an error the model and the optimizer are what they were before.
 
@@ -100,7 +100,7 @@ class TrainStep:
             passes: how many these are; may be 0.
             lr: learning rate.
             step: steps done before this one; must be alike on all ranks.
-            stop, meet: told to the other ranks on the way.
+            stop, membership_changed: sent to the other ranks in the control vector.
 
         Raises:
             HorovodInternalError: another rank is gone.
@@ -109,14 +109,14 @@ class TrainStep:
         self._timer.enter("optimizer")
         self._buffers.keep()
         try:
-            told = self._exchanged(batches, passes, lr, [stop, meet, step])
+            control = self._exchanged(batches, passes, lr, [stop, membership_changed, step])
         except HorovodInternalError:
             self._buffers.restore()
             raise
         finally:
             self._timer.enter("other")
-        stops, meets, steps, samples = told[:4]
-        values, frozen = told[4 : 4 + len(self._names)], told[4 + len(self._names) :]
+        stops, changes, steps, samples = control[:4]
+        values, frozen = control[4 : 4 + len(self._names)], control[4 + len(self._names) :]
         if steps != step * hvd.size() or samples != self._micro_batches * self._micro_size:
             raise RuntimeError(
                 f"step {step + 1}: the ranks together are at {steps:.0f} steps and used "
@@ -126,7 +126,7 @@ class TrainStep:
         with self._timer.inside("optimizer"):
             grad_norm, applied = self._update()
         named = dict(zip(self._names, values, strict=True))
-        return StepResult(named, grad_norm, applied, stops > 0, meets > 0)
+        return StepResult(named, grad_norm, applied, stops > 0, changes > 0)
 
     def _exchanged(
         self, batches: Iterator[Batch], passes: int, lr: float, flags: list[float]
@@ -138,13 +138,13 @@ class TrainStep:
         for group in optimizer.param_groups:
             group["lr"] = lr
         self._exchange.begin(passes)
-        # One vector for all that is told beside gradients.
+        # One vector for all that travels beside gradients.
         head = [*map(float, flags), float(passes * self._micro_size)]
         empty = [0.0] * (len(self._names) + len(self._exchange.parameters))
-        told = torch.tensor(head + empty, dtype=torch.float64).to(self._device)
-        summed = told[len(head) : len(head) + len(self._names)]
+        control = torch.tensor(head + empty, dtype=torch.float64).to(self._device)
+        summed = control[len(head) : len(head) + len(self._names)]
         handle = None
-        self._heartbeat.beat(Doing.WORKING)
+        self._heartbeat.beat(Activity.WORKING)
         enter = self._timer.enter
         enter("data")
         for done, batch in enumerate(batches, start=1):
@@ -157,26 +157,26 @@ class TrainStep:
                 # Only here: a rank without micro-batches has not heard the task.
                 frozen = self._exchange.frozen()
                 if any(frozen):
-                    told[-len(frozen) :] = torch.tensor(frozen)
-                handle = self._tell(told)  # travels during the last backward pass
+                    control[-len(frozen) :] = torch.tensor(frozen)
+                handle = self._send(control)  # travels during the last backward pass
             enter("backward")
             (losses["loss"] / self._micro_batches).backward()
             enter("data")
-            self._heartbeat.beat(Doing.WORKING)
+            self._heartbeat.beat(Activity.WORKING)
         if passes == 0:
-            handle = self._tell(told)
-        self._heartbeat.beat(Doing.WAITING)
+            handle = self._send(control)
+        self._heartbeat.beat(Activity.WAITING)
         enter("comm_exposed" if hvd.size() > 1 else "other")
         self._exchange.finish()
         if handle is not None:
             hvd.synchronize(handle)
-        self._heartbeat.beat(Doing.WORKING)
-        return told.tolist()
+        self._heartbeat.beat(Activity.WORKING)
+        return control.tolist()
 
-    def _tell(self, told: Tensor) -> int | None:
+    def _send(self, control: Tensor) -> int | None:
         if hvd.size() == 1:
             return None
-        return hvd.allreduce_async_(told, op=hvd.Sum, name="told")
+        return hvd.allreduce_async_(control, op=hvd.Sum, name="control")
 
     def _update(self) -> tuple[float, bool]:
         """Clips and steps unless the gradient is not finite; (norm, whether it stepped).

@@ -33,7 +33,7 @@ _CAUSES = (
         "the compiler or its flags stop at an older C++: use g++ 9 or newer "
         "(sudo apt-get install g++; CXX chooses another), and leave -std out of CXXFLAGS",
     ),
-    # Any other error of the compiler outranks what CMake only looked for in vain.
+    # Any other error of the compiler outranks what CMake only looked for without success.
     (r"^\S+:\d+:(\d+:)? error: ", ""),
     (
         r"RuntimeError: Failed to install temporary CMake|cmake: (command )?not found"

@@ -19,7 +19,7 @@ class GPTConfig:
         context: longest sequence, in tokens
         vocab_size: rows of the embedding; default: what the data has
         positions: rotary (RoFormer, arXiv:2104.09864) or learned (GPT-2)
-        dropout: share of activations dropped after embedding, attention and MLP
+        dropout: fraction of activations dropped after embedding, attention and MLP
     """
 
     layers: int = 4

@@ -47,7 +47,7 @@ class ScheduleConfig:
     Args:
         name: cosine, linear (both fall to final_ratio at the last step) or constant
         warmup_steps: steps in which the rate rises linearly from 0 to optim.lr
-        final_ratio: the last step's rate as a share of optim.lr
+        final_ratio: the last step's rate as a fraction of optim.lr
     """
 
     name: Literal["cosine", "linear", "constant"] = "cosine"

@@ -212,7 +212,7 @@ class GradientExchange:
             if rests:
                 parameter.grad = None
 
-    def forget(self) -> None:
+    def abort(self) -> None:
         """Clears what an exchange that failed has left: handles, counters, half a gradient.
 
         Call it after `hvd.shutdown()`, which ends every exchange that was under way.

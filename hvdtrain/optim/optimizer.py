@@ -33,7 +33,7 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter
 def state_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimizer's own tensors (not copies), as "parameter name/entry".
 
-    Empty before the first step: nothing is made up to fill it.
+    Empty before the first step: nothing is synthetic to fill it.
 
     Raises:
         TypeError: the optimizer keeps something that is not a tensor.

@@ -111,7 +111,7 @@ def _memory(run: Run) -> Figures:
 def stragglers(run: Run) -> list[Figures]:
     """Ranks that the run named as slow, with how long; most steps first.
 
-    A rank's number is that of its round: after a restart it may be another process.
+    A rank's number is that of its generation: after a restart it may be another process.
     """
     found: dict[tuple[int, str, str], Figures] = {}
     open_: dict[int, tuple[Figures, int]] = {}

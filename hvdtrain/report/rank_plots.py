@@ -64,7 +64,7 @@ def phases(run: Run, figures: Figures) -> Plot | None:
 
 
 def exposed(run: Run, figures: Figures) -> Plot | None:
-    """The share of exposed communication over the steps."""
+    """The fraction of exposed communication over the steps."""
     ranks = run.ranks
     if ranks is None or figures["overlap"] is None:
         return None

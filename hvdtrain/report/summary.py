@@ -27,7 +27,7 @@ def headline(figures: Figures) -> str:
         None: "It is not known how it ended.",
         "no end": "No end was recorded: it was killed, or it still runs.",
         "finished": "It finished.",
-        "preempted": "It was asked to stop, wrote a checkpoint and can go on from it.",
+        "preempted": "It was asked to stop, wrote a checkpoint and can resume from it.",
     }.get(figures["state"], f"It {figures['state']}.")
     restarts = figures["restarts"]
     again = f", with {units.plural(len(restarts), 'restart')}" if restarts else ""

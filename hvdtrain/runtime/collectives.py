@@ -148,7 +148,7 @@ def agree(error: UserError | None, name: str) -> None:
     failures = sum_(torch.tensor(float(error is not None)), f"{name}.failures")
     if not failures:
         return  # as nearly always; with many ranks each exchange less is time saved
-    mine = None if error is None else [str(error), error.exit_code]
-    for rank, theirs in enumerate(gather_json(mine, name)):
+    own = None if error is None else [str(error), error.exit_code]
+    for rank, theirs in enumerate(gather_json(own, name)):
         if theirs is not None:
             raise AgreedError(theirs[0], theirs[1], rank)

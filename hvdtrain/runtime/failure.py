@@ -1,4 +1,4 @@
-"""How a run ends when a rank cannot go on: all ranks, soon, with one message.
+"""How a run ends when a rank cannot continue: all ranks, soon, with one message.
 
 The rank that fails first prints its message and ends the others. Under MPI that is
 MPI_Abort; under Gloo it leaves Horovod, whereupon every other rank's pending
@@ -37,7 +37,7 @@ _SHUTDOWN_SECONDS = 10.0  # all ranks do it at the same time
 _EXIT_INTERRUPTED = 130
 
 
-def end_all(error: BaseException, topology: Topology) -> NoReturn:
+def abort_all_ranks(error: BaseException, topology: Topology) -> NoReturn:
     """Ends this rank because of `error`, and with it every other.
 
     The exit code is 1, that of a UserError, or 130 after Ctrl-C.
@@ -71,7 +71,7 @@ def end_all(error: BaseException, topology: Topology) -> NoReturn:
     os._exit(code)
 
 
-def leave(code: int) -> NoReturn:
+def force_exit(code: int) -> NoReturn:
     """Ends this rank although a library hangs, whose way of ending would be to wait."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -16,7 +16,7 @@ from enum import IntEnum
 _LAYOUT = struct.Struct("=QI")
 
 
-class Doing(IntEnum):
+class Activity(IntEnum):
     """What a rank does.
 
     LOADING: from its start until it first takes part: data, model, caches; nobody waits for it.
@@ -24,14 +24,14 @@ class Doing(IntEnum):
     WORKING: computes a micro-batch; on its own.
     WAITING: for what has a bound of its own: other ranks in a collective (these have watchdogs,
         Horovod a timeout), or a thread, up to a deadline.
-    MEETING: for the launcher, which says who takes part.
+    RENDEZVOUS: for the launcher, which says who takes part.
     """
 
     LOADING = 0
     PREPARING = 1
     WORKING = 2
     WAITING = 3
-    MEETING = 4
+    RENDEZVOUS = 4
 
 
 class Heartbeat:
@@ -49,25 +49,25 @@ class Heartbeat:
         self._memory = mmap.mmap(descriptor, _LAYOUT.size)
         self._beats = 0
 
-    def beat(self, doing: Doing) -> None:
-        """Something was finished; `doing` begins."""
+    def beat(self, activity: Activity) -> None:
+        """Something was finished; `activity` begins."""
         self._beats += 1
-        _LAYOUT.pack_into(self._memory, 0, self._beats, doing)
+        _LAYOUT.pack_into(self._memory, 0, self._beats, activity)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Around a wait that has a bound of its own."""
         _, before = self.read()
-        self.beat(Doing.WAITING)
+        self.beat(Activity.WAITING)
         try:
             yield
         finally:
             self.beat(before)
 
-    def read(self) -> tuple[int, Doing]:
+    def read(self) -> tuple[int, Activity]:
         """(number of beats, what the rank does), from any process."""
-        beats, doing = _LAYOUT.unpack_from(self._memory, 0)
-        return beats, Doing(doing)
+        beats, activity = _LAYOUT.unpack_from(self._memory, 0)
+        return beats, Activity(activity)
 
 
 # This process's own: it has one watchdog, as it has one Horovod. Collectives beat it.

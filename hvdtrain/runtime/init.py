@@ -50,32 +50,32 @@ def _set_threads(cores: int, sharers: int) -> None:
         torch.set_num_threads(max(1, cores // sharers))
 
 
-def choose_device(topology: Topology, place: int | None = None) -> torch.device:
+def choose_device(topology: Topology, device_index: int | None = None) -> torch.device:
     """A GPU of this rank's own where torch has CUDA and Horovod was built for it, else the CPU.
 
     Every rank calls it. Launchers either show a host's ranks all of its GPUs, and rank and GPU
     pair up by number, or show each rank only its own (srun --gpus-per-task=1).
 
     Args:
-        place: of this process on its host, where that is not its local rank: in an elastic run
-            local ranks change, and GPUs do not.
+        device_index: this process's GPU on its host, where that is not its local rank: in an
+            elastic run local ranks change, and GPUs do not.
 
     Raises:
         UserError: this host has fewer GPUs than ranks.
     """
-    mine = _visible_gpus()
-    visible = gather_json(mine, "gpus")
-    if not mine:
+    visible_here = _visible_gpus()
+    visible = gather_json(visible_here, "gpus")
+    if not visible_here:
         return torch.device("cpu")
     neighbours = topology.ranks_by_host()[topology.host]
     # By UUID: under srun each rank calls its own GPU number 0.
     others = {gpu for rank in neighbours if rank != topology.rank for gpu in visible[rank]}
-    own = others.isdisjoint(mine)
-    index = place if place is not None else 0 if own else topology.local_rank
-    if index >= len(mine):
+    own = others.isdisjoint(visible_here)
+    index = device_index if device_index is not None else 0 if own else topology.local_rank
+    if index >= len(visible_here):
         ranks = max(topology.local_size, index + 1)
         raise UserError(
-            f"{topology.host} has {len(others.union(mine))} GPUs, but {ranks} "
+            f"{topology.host} has {len(others.union(visible_here))} GPUs, but {ranks} "
             "ranks; start one rank for each GPU"
         )
     torch.cuda.set_device(index)

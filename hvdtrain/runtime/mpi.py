@@ -81,7 +81,7 @@ def start_ranks() -> Ranks:
     return ranks
 
 
-def together(ranks: Ranks, part: Callable[[], T]) -> list[T]:
+def on_all_ranks(ranks: Ranks, part: Callable[[], T]) -> list[T]:
     """Runs a part of the work that may fail on some ranks and not on others.
 
     Returns:

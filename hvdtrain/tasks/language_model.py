@@ -109,6 +109,6 @@ class LanguageModel:
 
 
 def _source(data: DataConfig, key: str) -> str:
-    """Where tokens come from; validation falls back to a share of the training files."""
+    """Where tokens come from; validation falls back to a fraction of the training files."""
     named = data.validation if key == "data.validation" and data.validation else data.train
     return ", ".join(named) or "the standard library"

@@ -53,7 +53,7 @@ class EventsFile:
             except OSError as error:
                 self.failures += 1
                 if not self._failed:
-                    logger.error("%s cannot be written (%s); training goes on", self._path, error)
+                    logger.error("%s cannot be written (%s); training continues", self._path, error)
                 self._failed = True
 
     def _append(self) -> None:

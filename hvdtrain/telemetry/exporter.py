@@ -52,7 +52,7 @@ class _Asked(Collector):
 class Exporter:
     """Serves this rank's figures over HTTP until it is closed.
 
-    A process has one for as long as it trains, through all rounds of an elastic run.
+    A process has one for as long as it trains, through all generations of an elastic run.
 
     Args:
         config: address and first port.

@@ -29,11 +29,11 @@ class MetricsFile:
             again.
         held: whether this process may write, see Ownership.held; while it says no, lines are
             kept as well.
-        going_on: others hold a state that would be lost: what cannot be written now is said.
+        tolerate_errors: others hold a state that would be lost: what cannot be written now is said.
 
     Attributes:
         last_step: of the last line; None where there is none.
-        set_aside: steps that the lines which were moved stand for.
+        superseded_steps: steps that the lines which were moved stand for.
         failures: how often the file could not be written.
 
     Raises:
@@ -45,7 +45,7 @@ class MetricsFile:
         path: Path,
         after: int,
         held: Callable[[float], bool] = lambda seconds: True,
-        going_on: bool = False,
+        tolerate_errors: bool = False,
     ) -> None:
         self._path = path
         self._held = held
@@ -61,16 +61,16 @@ class MetricsFile:
         steps = [_step(line) for line in lines]
         kept = [line for line, step in zip(lines, steps, strict=True) if _within(step, after)]
         self.last_step = _step(kept[-1]) if kept else None
-        self.set_aside = max(0, max((step for step in steps if step), default=0) - after)
+        self.superseded_steps = max(0, max((step for step in steps if step), default=0) - after)
         try:
-            self._keep(content, kept, going_on)
+            self._keep(content, kept, tolerate_errors)
             self._open()
         except OSError as error:
-            if not going_on:
+            if not tolerate_errors:
                 raise
             self._say(error)
 
-    def _keep(self, content: bytes, kept: list[bytes], going_on: bool) -> None:
+    def _keep(self, content: bytes, kept: list[bytes], tolerate_errors: bool) -> None:
         """Leaves only these lines of the file's content in it; the others move."""
         whole = b"".join(line + b"\n" for line in kept)
         if whole == content:
@@ -84,7 +84,7 @@ class MetricsFile:
             with open(self._path.with_name(f"left_{self._path.name}"), "ab") as file:
                 file.writelines(line + b"\n" for line in left)
         except OSError as error:
-            if not going_on:
+            if not tolerate_errors:
                 raise
             self._say(error)
         if content.startswith(whole):
@@ -112,7 +112,7 @@ class MetricsFile:
         self.failures += 1
         if not self._failed:
             logger.error(
-                "%s cannot be written (%s); training goes on, and its lines are kept until "
+                "%s cannot be written (%s); training continues, and its lines are kept until "
                 "they can",
                 self._path,
                 error.strerror,

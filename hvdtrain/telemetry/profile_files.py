@@ -4,8 +4,8 @@
     rank_00003_node2.10.json               its figures: RankProfile
     timeline.10.json                       Horovod's timeline of the same steps, from rank 0
 
-A run that was started again, or an elastic round, inside the range has a group of files for each
-part, told apart by the first step.
+A run that was started again inside the range, or had a new elastic generation there, has a group of
+files for each part, distinguished by the first step.
 """
 
 from __future__ import annotations

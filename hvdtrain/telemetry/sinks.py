@@ -119,7 +119,7 @@ class BackgroundSink:
 
     def _warn(self, what: str) -> None:
         logger.warning(
-            "%s %s; training goes on, and metrics.jsonl has every figure", self._sink.name, what
+            "%s %s; training continues, and metrics.jsonl has every figure", self._sink.name, what
         )
 
 

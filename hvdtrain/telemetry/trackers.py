@@ -137,7 +137,7 @@ class MLflow:
         if step <= self._last_step:
             return
         milliseconds = round(at * 1000)
-        # The step as a figure too: its newest value says where to go on.
+        # The step as a figure too: its newest value says where to continue.
         named = {**figures, "step": float(step)}
         metrics = [Metric(key, value, milliseconds, step) for key, value in named.items()]
         self._client.log_batch(self._run_id, metrics=metrics)

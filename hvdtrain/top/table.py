@@ -75,7 +75,7 @@ def _score(rank: Rank) -> float:
 
 
 def table(ranks: Sequence[Rank], width: int | None = None) -> Table:
-    """A line for each rank; columns that do not fit into `width` characters are left away."""
+    """A line for each rank; columns that do not fit into `width` characters are omitted."""
     rows = [_cells(rank) for rank in ranks]
     heads = list(dict.fromkeys(head for row in rows for head in row if head != "problem"))
     sizes = {head: max(len(head), *(len(row.get(head, "")) for row in rows)) for head in heads}

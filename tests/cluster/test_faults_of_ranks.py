@@ -1,6 +1,6 @@
 """The table of faults, what is wrong with one rank's host, its helpers or its data.
 
-Elastic jobs on 2 hosts; those who train go on without it, or the job says why it cannot.
+Elastic jobs on 2 hosts; those who train continue without it, or the job says why it cannot.
 """
 
 from __future__ import annotations

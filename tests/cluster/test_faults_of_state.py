@@ -166,7 +166,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 def test_a_damaged_checkpoint_is_used_or_ends_the_run(
     undisturbed: Path, tmp_path: Path, damage: str
 ) -> None:
-    # Rank 0 alone chooses and reads a checkpoint, so one process goes on from what 4 ranks left.
+    # Rank 0 alone chooses and reads a checkpoint, so one process resumes from what 4 ranks left.
     run = shutil.copytree(undisturbed, tmp_path / "case")
     DAMAGES[damage](run / "checkpoints/step_00000150")
     flags = f"{PACED} {HELD} --run.root {tmp_path} --run.id case".split()
@@ -218,7 +218,7 @@ def test_a_rank_that_dies_in_the_last_save_ends_the_run_or_holds_it_up(
     since = time.time()
     running.kill(3)
     running.wait_until(
-        lambda: running.events("start")[-1]["world_size"] == 3, 20, "3 ranks that go on"
+        lambda: running.events("start")[-1]["world_size"] == 3, 20, "3 ranks that continue"
     )
     record_property("seconds until they met", round(running.events("start")[-1]["time"] - since, 2))
     hold.unlink()
@@ -311,7 +311,7 @@ def _failures(cluster: Cluster) -> float:
 def test_one_ranks_nan_reaches_the_others_or_sets_them_apart(start: Start) -> None:
     flags = (
         "--task tests.support.tasks:NotFinite --train.steps 12 --eval.every 0"
-        " --train.replica_check_every 1"  # to the bit, after each step
+        " --train.replica_check_every 1"  # bitwise, after each step
     )
     running = start(MpiJob, flags, HVDTRAIN_TEST_NAN="5")
     done = running.ended(0)

@@ -1,4 +1,4 @@
-"""A full disk while ranks die: training goes on with the state that is left."""
+"""A full disk while ranks die: training continues with the state that is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hvdtrain launch` between two hosts: injured while it trains, it goes on as if nothing was."""
+"""`hvdtrain launch` between two hosts: injured while it trains, it continues as if nothing was."""
 
 from __future__ import annotations
 

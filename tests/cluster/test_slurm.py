@@ -104,7 +104,7 @@ def _submit(
 
 
 def _check_nothing_lost(run: SlurmRun, undisturbed: SlurmRun) -> None:
-    """The job ends, and its second start went on exactly where the first one stopped."""
+    """The job ends, and its second start resumed exactly where the first one stopped."""
     _check_end(run, undisturbed)
     stopped = re.findall(r"asked to stop after step (\d+)", run.log)
     resumed = re.findall(r"resumed from the checkpoint of step (\d+)", run.log)

@@ -34,7 +34,7 @@ NAMED = r"rank (\d) on (\w+) is slow: .* loses most in: (\w+)"
 
 
 def _start(cluster: Cluster, runs: Path, np: int, hosts: str, train: str, lag: str = "") -> Job:
-    argv = "mpirun -x HVDTRAIN_TEST_LAG -x OMP_NUM_THREADS --bind-to none".split()
+    argv = ["mpirun", "-x", "HVDTRAIN_TEST_LAG", "-x", "OMP_NUM_THREADS", "--bind-to", "none"]
     argv += f"-np {np} --host {hosts}".split()
     argv += f"python -m hvdtrain.train {train} --run.root {runs} --run.id case".split()
     # The hosts share this machine's cores: the threads of a rank would wait for each other.

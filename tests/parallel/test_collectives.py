@@ -20,8 +20,8 @@ from hvdtrain.runtime.topology import Topology
 
 def test_broadcast_json_gives_a_rank_something_other_than_rank_0_has(topology: Topology) -> None:
     for value in (None, "", {"a": [1, 2.5, None]}, "ü" * 100_000, 2**70):
-        mine = value if topology.rank == 0 else f"of rank {topology.rank}"
-        assert broadcast_json(mine, "value") == value
+        own = value if topology.rank == 0 else f"of rank {topology.rank}"
+        assert broadcast_json(own, "value") == value
 
 
 def test_gather_json_mixes_or_cuts_values_of_different_lengths(topology: Topology) -> None:
@@ -90,9 +90,9 @@ def test_a_piece_takes_longer_than_the_timeout_at_100_mbit(case: tuple[int, int,
 
 
 def test_sum_is_not_the_sum(topology: Topology) -> None:
-    mine = torch.tensor([1.0, topology.rank], dtype=torch.float64)
+    own = torch.tensor([1.0, topology.rank], dtype=torch.float64)
     ranks = range(topology.world_size)
-    assert sum_(mine, "sum").tolist() == [len(ranks), sum(ranks)]
+    assert sum_(own, "sum").tolist() == [len(ranks), sum(ranks)]
 
 
 def test_hosts_or_ranks_are_counted_wrongly(topology: Topology) -> None:

@@ -92,9 +92,9 @@ def test_the_gradient_is_not_the_sum_over_all_micro_batches(topology: Topology, 
     exchange = GradientExchange(build_optimizer(OptimConfig(lr=0.05), model), model)
     for step in range(steps):
         exchange.optimizer.zero_grad()
-        mine = shares(step, topology.rank)
-        exchange.begin(len(mine))
-        for number in mine:
+        own = shares(step, topology.rank)
+        exchange.begin(len(own))
+        for number in own:
             _loss(model, step, number).backward()
         exchange.finish()
         for parameter, gradient in zip(_trained(model), expected[step], strict=True):

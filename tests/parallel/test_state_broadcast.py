@@ -82,13 +82,13 @@ def test_what_rank_0_resumed_does_not_reach_another_rank(topology: Topology, nam
 def test_a_rank_that_is_a_step_behind_stays_behind(topology: Topology) -> None:
     # After a failure: the same tensors by name and shape, but one step apart.
     model, optimizer = _trained("adamw")
-    furthest = topology.world_size - 1
-    ahead = topology.rank == furthest
+    most_advanced = topology.world_size - 1
+    ahead = topology.rank == most_advanced
     state = RunState(model, optimizer, Progress(3 + ahead, 24 + 8 * ahead), identity={})
     progress = state.progress
     if ahead:
         _train(model, optimizer, 1)
-    state.broadcast(root=furthest)
+    state.broadcast(root=most_advanced)
     assert state.progress == Progress(4, 32) and state.progress is progress
     expected, its_optimizer = _trained("adamw")
     _train(expected, its_optimizer, 1)

@@ -76,12 +76,12 @@ def test_a_frozen_parameter_moves_or_the_others_do_not(
     step = _step(task, model, name, micro_batches)
     optimizer = build_optimizer(OptimConfig(name=name, weight_decay=0.5), alone)  # type: ignore[arg-type]
     for number, frozen in enumerate(FROZEN):
-        mine = range(topology.rank, micro_batches, topology.world_size)
+        own = range(topology.rank, micro_batches, topology.world_size)
         task.frozen = frozen
         before = [p.detach().clone() for p in model[0].parameters()]
         step(
-            (_batch(number, j) for j in mine), len(mine), 0.05,
-            step=number, stop=False, meet=False,
+            (_batch(number, j) for j in own), len(own), 0.05,
+            step=number, stop=False, membership_changed=False,
         )  # fmt: skip
         # One plain loop over all micro-batches, in which nothing has a gradient but what trains.
         optimizer.zero_grad()
@@ -121,11 +121,13 @@ def test_a_skipped_step_leaves_something_behind_on_some_rank(topology: Topology)
     optimizer = step._exchange.optimizer
 
     def run(number: int, poisoned: bool) -> StepResult:
-        mine = range(topology.rank, micro_batches, topology.world_size)
-        batches = [_batch(number, j) for j in mine]
+        own = range(topology.rank, micro_batches, topology.world_size)
+        batches = [_batch(number, j) for j in own]
         if poisoned and topology.rank == topology.world_size - 1:
             batches[0][0, 0] = float("nan")
-        return step(iter(batches), len(mine), 0.05, step=number, stop=False, meet=False)
+        return step(
+            iter(batches), len(own), 0.05, step=number, stop=False, membership_changed=False
+        )
 
     assert run(0, poisoned=False).applied
     before = _state(model, optimizer)

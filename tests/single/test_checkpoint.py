@@ -130,11 +130,11 @@ def test_more_or_other_checkpoints_than_the_newest_are_kept(manager: CheckpointM
 def test_checkpoints_of_a_curve_the_run_left_are_resumed_from_or_push_out_new_ones(
     tmp_path: Path, keep: int
 ) -> None:
-    # The run went on from step 10: 20 is damaged, or another was asked for.
+    # The run resumed from step 10: 20 is damaged, or another was asked for.
     manager = CheckpointManager(tmp_path, keep)
     for step in (10, 20):
         write(tmp_path, _checkpoint(step))
-    manager.set_aside(after=10)
+    manager.supersede(after=10)
     assert [path.name for path in manager.finished()] == ["step_00000010"]
     manager.save(_checkpoint(15))
     newest = manager.newest()
@@ -142,7 +142,7 @@ def test_checkpoints_of_a_curve_the_run_left_are_resumed_from_or_push_out_new_on
     assert _same(read(tmp_path / "left_step_00000020"), _checkpoint(20))
     for step in (20, 30):  # the same once more
         write(tmp_path, _checkpoint(step))
-    manager.set_aside(after=15)
+    manager.supersede(after=15)
     assert manager.finished()[-1].name == "step_00000015"
 
 

@@ -61,7 +61,7 @@ def test_a_state_is_missing_in_the_list(run: Path, capsys: pytest.CaptureFixture
     ]
     first, left, fourth, fifth, hidden = states.values()
     assert first.startswith("damaged: state.json has 2 bytes instead of")
-    assert left == "left: the run went on from before it"
+    assert left == "superseded: the run resumed from before it"
     assert (fourth, fifth) == ("finished", "not finished")
     assert hidden == "being written, or a leftover of that"
 

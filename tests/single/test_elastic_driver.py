@@ -17,12 +17,11 @@ from hvdtrain.elastic import driver as driver_module
 from hvdtrain.elastic import watchdog
 from hvdtrain.elastic.beats import Silence
 from hvdtrain.elastic.driver import ElasticDriver
-from hvdtrain.elastic.failures import HAND_OVER, TRAINING, Standing
+from hvdtrain.elastic.failures import HAND_OVER, TRAINING, ProcessStatus
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.process import Process, assign, describe, in_order
-from hvdtrain.elastic.state import Standing as Place
-from hvdtrain.elastic.state import alike, furthest
-from hvdtrain.runtime.heartbeat import Doing, Heartbeat
+from hvdtrain.elastic.state import RankStatus, all_equal, most_advanced
+from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 
 IDENTITY = Identity("cpu", "digest", 100, None)
 PLACES = st.lists(
@@ -61,14 +60,14 @@ def test_rank_0_moves_while_its_process_lives(
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=1))
 def test_work_is_lost_where_a_rank_is_further(found: list[tuple[bool, int]]) -> None:
-    standings = [Place(*one) for one in found]
-    source = furthest(standings)
-    trained = [s.step for s in standings if s.trained]
+    statuses = [RankStatus(*one) for one in found]
+    source = most_advanced(statuses)
+    trained = [s.step for s in statuses if s.trained]
     if not trained:
-        assert source is None and not alike(standings)
+        assert source is None and not all_equal(statuses)
     else:
-        assert source is not None and standings[source] == Place(True, max(trained))
-        assert alike(standings) == (len(set(standings)) == 1)
+        assert source is not None and statuses[source] == RankStatus(True, max(trained))
+        assert all_equal(statuses) == (len(set(statuses)) == 1)
 
 
 class Rendezvous:
@@ -111,11 +110,11 @@ class Job:
             time.sleep(0.01)
         return self.exits[number], time.time()
 
-    def join(self, *numbers: int, **standing: object) -> dict[int, dict[str, Any]]:
+    def join(self, *numbers: int, **status: object) -> dict[int, dict[str, Any]]:
         """All of them ask for their ranks at once; what each got, {} where nothing.
 
         Args:
-            standing: as failures.Standing; what is left out is that of a healthy rank, and of
+            status: as failures.ProcessStatus; what is left out is that of a healthy rank, and of
                 a process that has not been in a round yet nothing is `trained`.
         """
         got: dict[int, dict[str, Any]] = {}
@@ -123,7 +122,7 @@ class Job:
         def ask(number: int) -> None:
             process = self.driver._processes[number]
             trained = process.first_round is not None and process not in self.driver._newcomers
-            said = Standing(IDENTITY, **{"trained": trained} | standing)  # type: ignore[arg-type]
+            said = ProcessStatus(IDENTITY, **{"trained": trained} | status)  # type: ignore[arg-type]
             got[number] = self.driver.join(number, 1.5, asdict(said)) or {}
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in numbers]
@@ -305,7 +304,7 @@ def test_a_process_that_does_not_fit_the_run_takes_part(
     running = job({"a": 1, "b": 1}, np=1)
     running.join(0)
     _until(lambda: len(running.driver._processes) == 2)
-    stranger = Standing(replace(IDENTITY, **other))
+    stranger = ProcessStatus(replace(IDENTITY, **other))
     got = running.driver.join(1, 1.5, asdict(stranger)) or {}
     assert got["rank"] == -1 and got["reason"].startswith("on b: the "), got
     assert not running.news()["hosts"]
@@ -345,14 +344,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _judged(seconds: float, reachable: bool = True, **seen: object) -> str | None:
     """What a watchdog says of a rank that looks like this for so long."""
-    judge = watchdog.Judge(SECOND, lambda: reachable)
-    so = {"beats": 1, "doing": Doing.WORKING, "work": 0, "stopped": False, "orphan": False} | seen
+    detector = watchdog.HangDetector(SECOND, lambda: reachable)
+    so = {
+        "beats": 1,
+        "activity": Activity.WORKING,
+        "work": 0,
+        "stopped": False,
+        "orphan": False,
+    } | seen
     deadline = time.monotonic() + seconds
     work = 0
     while time.monotonic() < deadline:
         work += 10 * bool(so["work"])
         beats = int(time.monotonic() * 1000) if so["beats"] is None else 1
-        verdict = judge.verdict(beats, so["doing"], work, so["stopped"], so["orphan"])  # type: ignore[arg-type]
+        verdict = detector.verdict(beats, so["activity"], work, so["stopped"], so["orphan"])  # type: ignore[arg-type]
         if verdict:
             return verdict
         time.sleep(0.01)
@@ -363,26 +368,26 @@ def test_a_hung_rank_lives_or_a_slow_one_is_killed(quick: None) -> None:
     assert "no progress" in str(_judged(3 * SECOND))
     assert "busy without" in str(_judged(15 * SECOND, work=1))
     assert _judged(5 * SECOND, work=1) is None, "it computes: slow, but alive"
-    assert _judged(5 * SECOND, beats=None) is None, "it gets on"
-    assert _judged(5 * SECOND, doing=Doing.WAITING) is None, "it waits for another rank"
-    assert "no progress" in str(_judged(3 * SECOND, doing=Doing.PREPARING))
-    assert "busy without" in str(_judged(15 * SECOND, doing=Doing.PREPARING, work=1))
-    assert _judged(5 * SECOND, doing=Doing.LOADING) is None, "nobody waits for it"
-    assert "no progress" in str(_judged(15 * SECOND, doing=Doing.LOADING))
-    assert _judged(15 * SECOND, doing=Doing.LOADING, work=1) is None, "it compiles"
+    assert _judged(5 * SECOND, beats=None) is None, "it makes progress"
+    assert _judged(5 * SECOND, activity=Activity.WAITING) is None, "it waits for another rank"
+    assert "no progress" in str(_judged(3 * SECOND, activity=Activity.PREPARING))
+    assert "busy without" in str(_judged(15 * SECOND, activity=Activity.PREPARING, work=1))
+    assert _judged(5 * SECOND, activity=Activity.LOADING) is None, "nobody waits for it"
+    assert "no progress" in str(_judged(15 * SECOND, activity=Activity.LOADING))
+    assert _judged(15 * SECOND, activity=Activity.LOADING, work=1) is None, "it compiles"
     assert "stopped" in str(_judged(3 * SECOND, stopped=True, beats=None))
     assert "gone" in str(_judged(3 * SECOND, orphan=True, beats=None))
 
 
 def test_a_rank_that_is_cut_off_from_its_launcher_waits_for_ever(quick: None) -> None:
-    assert "not reached" in str(_judged(3 * SECOND, reachable=False, doing=Doing.MEETING))
-    assert _judged(3 * SECOND, reachable=True, doing=Doing.MEETING) is None
-    assert _judged(3 * SECOND, reachable=False, doing=Doing.WAITING) is None, "it trains"
+    assert "not reached" in str(_judged(3 * SECOND, reachable=False, activity=Activity.RENDEZVOUS))
+    assert _judged(3 * SECOND, reachable=True, activity=Activity.RENDEZVOUS) is None
+    assert _judged(3 * SECOND, reachable=False, activity=Activity.WAITING) is None, "it trains"
 
 
 def test_a_heartbeat_is_not_seen_from_outside() -> None:
     heart = Heartbeat()
     other = Heartbeat(heart.descriptor)
-    heart.beat(Doing.WORKING)
-    heart.beat(Doing.WAITING)
-    assert other.read() == (2, Doing.WAITING)
+    heart.beat(Activity.WORKING)
+    heart.beat(Activity.WAITING)
+    assert other.read() == (2, Activity.WAITING)

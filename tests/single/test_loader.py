@@ -45,7 +45,10 @@ def _loader(rank: int, world_size: int, micro: int, batches: int, samples: int =
 
 def _steps(loader: TrainLoader, steps: int) -> list[list[tuple[int, list[int]]]]:
     return [
-        [(j, batch.tolist()) for j, batch in zip(loader.mine, loader.next_step(step), strict=True)]
+        [
+            (j, batch.tolist())
+            for j, batch in zip(loader.local_micro_batches, loader.next_step(step), strict=True)
+        ]
         for step in range(steps)
     ]
 
@@ -62,7 +65,7 @@ def test_ranks_together_do_not_work_on_the_global_batch_each_sample_once(
 ) -> None:
     size = micro * batches
     loaders = [_loader(r, world_size, micro, batches, start * size) for r in range(world_size)]
-    assert sum(len(loader.mine) for loader in loaders) == batches
+    assert sum(len(loader.local_micro_batches) for loader in loaders) == batches
     by_rank = [_steps(loader, 3) for loader in loaders]
     for step in range(3):
         micro_batches = dict(pair for rank in by_rank for pair in rank[step])
@@ -74,7 +77,7 @@ def test_ranks_together_do_not_work_on_the_global_batch_each_sample_once(
 
 def test_one_rank_has_two_micro_batches_more_than_another() -> None:
     for world_size in range(1, 12):
-        shares = [len(_loader(r, world_size, 2, 7).mine) for r in range(world_size)]
+        shares = [len(_loader(r, world_size, 2, 7).local_micro_batches) for r in range(world_size)]
         assert max(shares) - min(shares) <= 1
 
 
@@ -114,7 +117,7 @@ def test_what_a_data_set_draws_depends_on_ranks_or_restarts(world_size: int) -> 
         )  # fmt: skip
         seen = {}
         for step in range(first, 4):
-            for j, batch in zip(loader.mine, loader.next_step(step), strict=True):
+            for j, batch in zip(loader.local_micro_batches, loader.next_step(step), strict=True):
                 seen[step, j] = batch.tolist()
                 torch.rand(3)  # as a forward pass with dropout
         return seen

@@ -11,7 +11,7 @@ import pytest
 
 from hvdtrain.telemetry.metrics_file import MetricsFile
 
-# What may follow the lines of steps 1 to 3 when the run goes on from step 3.
+# What may follow the lines of steps 1 to 3 when the run resumes from step 3.
 ENDS = {
     "nothing": b"",
     "later steps": b'{"step": 4}\n{"step": 5}\n',

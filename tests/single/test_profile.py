@@ -113,12 +113,12 @@ def test_a_folder_that_cannot_be_written_ends_the_run_or_is_told_twice(tmp_path:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/profile").write_text("in the way")
     done = _run(tmp_path, "--profile.steps 5:9", "gloo:2")
-    on_screen = [line for line in done.stderr.splitlines() if "training goes on without" in line]
+    on_screen = [line for line in done.stderr.splitlines() if "training continues without" in line]
     assert len(on_screen) == 1, done
     assert len(runs.metrics(tmp_path / "run")) == 14
     for rank in (0, 1):
         (log,) = (tmp_path / "run/logs").glob(f"rank_{rank:05}*")
-        assert log.read_text().count("training goes on without") == 1
+        assert log.read_text().count("training continues without") == 1
 
 
 @pytest.mark.parametrize(

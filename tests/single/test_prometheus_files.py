@@ -20,7 +20,7 @@ from hvdtrain.build import build_exporter
 from hvdtrain.config import Config
 from hvdtrain.engine.owner_token import Claim
 from hvdtrain.engine.run_folder import RunFolder
-from hvdtrain.records import Records
+from hvdtrain.recorder import RunRecorder
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter, Target, write_targets
 from hvdtrain.telemetry.timers import PhaseTimer
@@ -52,10 +52,10 @@ def figures(tmp_path: Path) -> Iterator[bytes]:
     exporter.describe({"run": "mine"})
     folder = RunFolder(tmp_path)
     folder.prepare(fresh=True, claim=Claim.of_this_process())
-    records = Records(folder, keep=1)
-    records.open(0, exporter)
+    recorder = RunRecorder(folder, keep=1)
+    recorder.open(0, exporter)
     yield generate_latest(exporter.registry)
-    records.close()
+    recorder.close()
     exporter.close()
 
 

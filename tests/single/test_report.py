@@ -222,7 +222,7 @@ def _torn(history: History) -> None:
 
 
 def _without_steps(history: History) -> None:
-    for name in ("metrics", "left_metrics", "ranks"):
+    for name in ("metrics", "superseded_metrics", "ranks"):
         (history.folder / f"{name}.jsonl").write_text("")
 
 

@@ -1,4 +1,4 @@
-"""A run that is interrupted and goes on is the run that was not, to the last bit."""
+"""A run that is interrupted and continues is the run that was not, to the last bit."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_neighbours_stay_neighbours() -> None:
 
 
 def test_the_order_changed_since_the_last_version() -> None:
-    # A run that is resumed under a new version goes on in the same order.
+    # A run that is resumed under a new version continues in the same order.
     assert sample_order(0, 12, 10, 1234).tolist() == [4, 7, 0, 8, 6, 9, 3, 2, 1, 5, 5, 3]
     assert sample_order(10**9 - 3, 10**9 + 3, 10**9, 0).tolist() == [
         765268406, 522073734, 994307813, 229708026, 94413417, 192619625,

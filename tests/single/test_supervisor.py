@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.elastic import run_files
+from hvdtrain.elastic.orphans import VARIABLE, end_orphans
 from hvdtrain.elastic.policy import RestartPolicy
-from hvdtrain.elastic.remains import VARIABLE, end_remains
 from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import elastic_horovodrun, mpirun_that_notices
 from tests.support.job import poll
@@ -33,11 +33,11 @@ STARTS = st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=60)
 def test_restarts_without_progress_exceed_the_budget_or_waits_their_limits(
     starts: list[tuple[int, bool]], budget: int
 ) -> None:
-    policy, furthest, used = RestartPolicy(budget, step=0), 0, 0
+    policy, most_advanced, used = RestartPolicy(budget, step=0), 0, 0
     for step, host_lost in starts:
         verdict = policy.after(137, step, host_lost)
-        if step > furthest:
-            furthest, used = step, 0
+        if step > most_advanced:
+            most_advanced, used = step, 0
         if verdict.wait is None:
             assert verdict.reason
             return
@@ -191,7 +191,7 @@ def test_processes_of_a_launch_are_left_or_others_killed(tmp_path: Path) -> None
     try:
         # Until exec the child's environment is still that of this process.
         poll(lambda: all(VARIABLE in _environ(p.pid) for p in sleepers), 10, "the sleepers")
-        assert end_remains(["localhost"], mine) == []
+        assert end_orphans(["localhost"], mine) == []
         assert sleepers[0].wait(5) == -9
         assert sleepers[1].poll() is None
     finally:
@@ -201,7 +201,7 @@ def test_processes_of_a_launch_are_left_or_others_killed(tmp_path: Path) -> None
 
 
 def test_host_that_cannot_be_reached_counts_as_clean() -> None:
-    assert end_remains(["no-such-host.invalid", "localhost"], "/none") == ["no-such-host.invalid"]
+    assert end_orphans(["no-such-host.invalid", "localhost"], "/none") == ["no-such-host.invalid"]
 
 
 def test_missing_launcher_is_called_a_crash(

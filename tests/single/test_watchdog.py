@@ -20,10 +20,10 @@ from functools import partial
 from pathlib import Path
 from hvdtrain.elastic import watchdog
 from hvdtrain.elastic.kept_watchdog import KeptWatchdog
-from hvdtrain.runtime.heartbeat import OWN, Doing
+from hvdtrain.runtime.heartbeat import OWN, Activity
 
 def work():
-    OWN.beat(Doing.WORKING)
+    OWN.beat(Activity.WORKING)
     print("works", flush=True)
 
 kept = KeptWatchdog(partial(watchdog.start, OWN, 2.0, "", 0, None))

@@ -1,7 +1,7 @@
 """Faults at random, of all kinds, against one supervised run: it loses no step and ends as asked.
 
 HVDTRAIN_CHAOS_SEED: of the sequence of faults, printed (default: random).
-HVDTRAIN_CHAOS_SECONDS: how long faults go on (default 300).
+HVDTRAIN_CHAOS_SECONDS: how long faults continue (default 300).
 HVDTRAIN_CHAOS_FAULTS: only these of tests/support/chaos.py, separated by ";".
 """
 

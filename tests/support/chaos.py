@@ -157,7 +157,7 @@ class Fault:
         inject: does it, chooses by the given generator, returns to whom it was done; after it
             has returned nothing keeps the job from its work.
         restarts: the supervisor has to start the ranks again. After all others the ranks that
-            are left go on.
+            are left continue.
         guest: node3 must take part (True), or must not (False).
     """
 

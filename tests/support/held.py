@@ -19,7 +19,7 @@ _LONGEST_SECONDS = 60.0
 class Held(Paced):
     """Paced; the process that was started as number 0 waits once.
 
-    HVDTRAIN_TEST_HOLD=place:PATH: at `place` it makes the file PATH, and goes on when the file
+    HVDTRAIN_TEST_HOLD=place:PATH: at `place` it makes the file PATH, and continues when the file
     is gone. Places: step (its first micro-batch), evaluation (its first one), save (its first
     checkpoint: model.safetensors is written, optimizer.safetensors not yet on the disk).
     """

@@ -33,7 +33,7 @@ class History:
         self.begin = self.clock
         self.step = 0
         self.ranks = 0
-        self.lowest = 0  # step from which this generation goes on
+        self.lowest = 0  # step from which this generation continues
         self.generation = -1
         self.running = False
         self.spent: Counter[str] = Counter()  # seconds, as the audit has to find them

@@ -116,7 +116,7 @@ def poll(condition: Callable[[], bool], timeout: float, what: str) -> None:
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout} s in vain for {what}")
+            raise AssertionError(f"waited {timeout} s without success for {what}")
         time.sleep(0.02)
 
 

@@ -112,7 +112,7 @@ class Prometheus:
         while not condition():
             if time.monotonic() - begin > seconds:
                 (alerts,) = self._get("alerts")
-                raise AssertionError(f"waited {seconds} s in vain for {what}: {alerts}")
+                raise AssertionError(f"waited {seconds} s without success for {what}: {alerts}")
             time.sleep(0.2)
         return time.monotonic() - begin
 

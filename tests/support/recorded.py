@@ -28,11 +28,11 @@ class LongRun:
         self._random = np.random.default_rng(5)
         self._clock = BEGIN
         folder.mkdir(parents=True)
-        config = f"task: made_up\ntrain: {{steps: {steps}, log_every: 1}}\n"
+        config = f"task: synthetic\ntrain: {{steps: {steps}, log_every: 1}}\n"
         hosts = {f"node{n}": list(range(8 * n, 8 * n + 8)) for n in range(ranks // 8)}
         self._hosts = hosts
         start = {"time": BEGIN, "config": config}
-        manifest = {"task": "made_up", "hosts": hosts, "world_size": ranks, "starts": [start]}
+        manifest = {"task": "synthetic", "hosts": hosts, "world_size": ranks, "starts": [start]}
         (folder / "manifest.json").write_text(json.dumps(manifest))
         (folder / "config.yaml").write_text(config)
         self._windows = {slow: self._make_windows(slow) for slow in (False, True)}

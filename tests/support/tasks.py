@@ -125,7 +125,7 @@ class Signalled(LanguageModel):
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         self._calls += 1
         if self._calls in self._signals:
-            _wait_for_checkpoint()  # tests say from which one the run goes on
+            _wait_for_checkpoint()  # tests say from which one the run continues
             if self._calls > min(self._signals):
                 time.sleep(1.1)  # sooner, it would count as one with the first
             os.kill(os.getpid(), signal.Signals[self._signals[self._calls]])

@@ -16,7 +16,7 @@ import torch
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.format import Checkpoint
 from hvdtrain.checkpoint.writer import CheckpointWriter
-from hvdtrain.engine.loop import Loop, Record
+from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import sum_
 from hvdtrain.telemetry.timers import PhaseTimer
@@ -27,7 +27,7 @@ _TURN_SECONDS = 1.0
 
 
 class SaveCheckpoints:
-    """Rank 0 saves; the others go on. Two calls for one step save it once.
+    """Rank 0 saves; the others continue. Two calls for one step save it once.
 
     Args:
         grace_seconds: from being asked to stop until being killed; 0 = not known.
@@ -56,7 +56,7 @@ class SaveCheckpoints:
         self._warned_of = -1  # the step whose save was in the way of the next
         self.error: Exception | None = None  # why the run's last state is not saved
 
-    def on_step(self, loop: Loop, record: Record) -> None:
+    def on_step(self, loop: Loop, record: StepRecord) -> None:
         if loop.preempted or (loop.ending and self._config.enabled):
             with self._timer.inside("checkpoint"):
                 self._save_last_together(loop)

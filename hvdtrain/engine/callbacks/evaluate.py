@@ -10,10 +10,10 @@ from torch.utils.data import Dataset
 
 from hvdtrain.data.loader import to_device, validation_batches
 from hvdtrain.engine.config import EvalConfig
-from hvdtrain.engine.loop import Loop, Record
+from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.engine.modes import evaluating
 from hvdtrain.runtime.collectives import sum_
-from hvdtrain.runtime.heartbeat import Doing, Heartbeat
+from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Task, optional
 from hvdtrain.telemetry.timers import PhaseTimer
@@ -45,7 +45,7 @@ class Evaluate:
         self._seed = seed
         self._names = ("loss", *optional(task, "metrics"))
 
-    def on_step(self, loop: Loop, record: Record) -> None:
+    def on_step(self, loop: Loop, record: StepRecord) -> None:
         if loop.preempted:
             return  # the grace period is for the checkpoint
         if loop.ending or loop.progress.step % self._config.every == 0:
@@ -74,11 +74,11 @@ class Evaluate:
         )
         with evaluating(self._model):
             for count, batch in share:
-                self._heartbeat.beat(Doing.WORKING)
+                self._heartbeat.beat(Activity.WORKING)
                 losses = self._task.loss(self._model, to_device(batch, self._device))
                 total[0] += count
                 total[1:] += torch.stack([losses[n].detach() for n in self._names]) * count
-        self._heartbeat.beat(Doing.WAITING)
+        self._heartbeat.beat(Activity.WAITING)
         count_all, *sums = sum_(total, "evaluate").tolist()
         return {name: value / count_all for name, value in zip(self._names, sums, strict=True)}
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import time
 
-from hvdtrain.engine.loop import Loop, Record
+from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.telemetry.exporter import Exporter
 
 
 class Export:
-    """Every rank has one in each round; the exporter outlives it.
+    """Every rank has one in each generation; the exporter outlives it.
 
     Args:
-        failed_at: when the failure was that this round comes after, unix time.
+        failed_at: when the failure was that this generation comes after, unix time.
     """
 
     def __init__(self, exporter: Exporter, failed_at: float | None) -> None:
         self._exporter = exporter
         self._failed_at = failed_at
 
-    def on_step(self, loop: Loop, record: Record) -> None:
+    def on_step(self, loop: Loop, record: StepRecord) -> None:
         new = self._exporter.step(record, loop.batch.global_size, record.get("skipped", False))
         if new and self._failed_at is not None:
             self._exporter.recovered(time.time() - self._failed_at)

@@ -1,4 +1,4 @@
-"""What people see while a run goes on: metrics.jsonl, the sinks, and rank 0's bar or lines."""
+"""What people see during a run: metrics.jsonl, the sinks, and rank 0's bar or lines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from tqdm import tqdm
 
-from hvdtrain.engine.loop import Loop, Record
+from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.log import logger
 from hvdtrain.telemetry.metrics_file import MetricsFile
 from hvdtrain.telemetry.sinks import BackgroundSink
@@ -34,9 +34,9 @@ class LogMetrics:
         self._units = units
         self._bar: tqdm | None = None
         self._seconds: list[float] = []  # of the steps since the last line
-        self.last: Record = {}
+        self.last: StepRecord = {}
 
-    def on_step(self, loop: Loop, record: Record) -> None:
+    def on_step(self, loop: Loop, record: StepRecord) -> None:
         self._seconds.append(record["step_seconds"])
         told = loop.ending or "validation_loss" in record or "healed" in record
         if loop.progress.step % loop.train.log_every and not told:
@@ -56,7 +56,7 @@ class LogMetrics:
             sink.write(record)
         self._show(loop, record)
 
-    def _show(self, loop: Loop, record: Record) -> None:
+    def _show(self, loop: Loop, record: StepRecord) -> None:
         if not sys.stderr.isatty():
             left = (loop.train.steps - record["step"]) * record["step_seconds"]
             logger.info("%s  left %s", self._line(loop, record), tqdm.format_interval(left))
@@ -66,10 +66,10 @@ class LogMetrics:
         self._bar.set_postfix_str(self._figures(record), refresh=False)
         self._bar.update(record["step"] - self._bar.n)
 
-    def _line(self, loop: Loop, record: Record) -> str:
+    def _line(self, loop: Loop, record: StepRecord) -> str:
         return f"step {record['step']}/{loop.train.steps}  {self._figures(record)}"
 
-    def _figures(self, record: Record) -> str:
+    def _figures(self, record: StepRecord) -> str:
         parts = [f"loss {record['loss']:.4f}"]
         if "validation_loss" in record:
             parts.append(f"validation {record['validation_loss']:.4f}")

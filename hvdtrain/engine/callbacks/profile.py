@@ -10,7 +10,7 @@ from pathlib import Path
 import horovod.torch as hvd
 import torch
 
-from hvdtrain.engine.loop import Loop, Record
+from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.log import logger
 from hvdtrain.optim.exchange import GradientExchange
 from hvdtrain.runtime.collectives import completed
@@ -29,14 +29,14 @@ from hvdtrain.telemetry.trace import Trace, warm_up
 
 
 class Profile:
-    """Every rank has one in each round, the last callback: a step is recorded with all that is
-    done after it. A round that ends inside the range closes its files.
+    """Every rank has one in each generation, the last callback: a step is recorded with all that is
+    done after it. A generation that ends inside the range closes its files.
 
     Nothing that goes wrong here ends the run.
 
     Args:
         folder: RUN/profile; made when it is needed.
-        step: steps done when the round begins.
+        step: steps done when the generation begins.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Profile:
             self._try(lambda: warm_up(device))
         self._reach(step + 1)
 
-    def on_step(self, loop: Loop, record: Record) -> None:
+    def on_step(self, loop: Loop, record: StepRecord) -> None:
         # After a failure the callbacks hear of the last step again: nothing is new then.
         if loop.progress.step < self._next:
             return
@@ -165,7 +165,7 @@ class Profile:
             part()
         except Exception as error:
             self._failed = True
-            logger.warning("profile: %s; training goes on without it", error)
+            logger.warning("profile: %s; training continues without it", error)
             if self._trace is not None:
                 with suppress(Exception):
                     self._trace.stop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hvdtrain.engine.loop import Loop, Record
+from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.tensor_hash import TensorHash
 from hvdtrain.errors import EXIT_CRASH
@@ -28,7 +28,7 @@ class ReplicaCheck:
         every: steps between checks.
         save_every: steps between checkpoints, 0 = none: what is saved is compared too.
         state: this rank's.
-        note: told of what was healed: "healed" (step, ranks); on rank 0.
+        emit: called with what was healed: "healed" (step, ranks); on rank 0.
     """
 
     def __init__(
@@ -36,16 +36,16 @@ class ReplicaCheck:
         every: int,
         save_every: int,
         state: RunState,
-        note: Callable[..., None],
+        emit: Callable[..., None],
     ) -> None:
         self._every = every
         self._save_every = save_every
         self._state = state
-        self._note = note
+        self._emit = emit
         self._hash = TensorHash()
         self._alike = state.progress.step  # the latest step after which all were alike
 
-    def on_step(self, loop: Loop, record: Record) -> None:
+    def on_step(self, loop: Loop, record: StepRecord) -> None:
         """Compares where it is due.
 
         Raises:
@@ -72,7 +72,7 @@ class ReplicaCheck:
                 _names(majority[:1], loop.topology),
                 self._alike,
             )
-            self._note("healed", step=step, ranks=damaged)
+            self._emit("healed", step=step, ranks=damaged)
         self._alike = step
 
     def _due(self, loop: Loop) -> bool:
@@ -116,8 +116,8 @@ def _no_majority(digests: Sequence[bytes], topology: Topology, step: int, alike:
     return (
         f"step {step}: parameters or optimizer state differ between {len(groups)} groups of ranks "
         f"({parts}) and none is the largest, so nobody knows who is right (they were alike after "
-        f"step {alike}); nothing of this was saved: start again with the same run.id to go on from "
-        "the newest checkpoint, on other hosts if it happens again"
+        f"step {alike}); nothing of this was saved: start again with the same run.id to resume "
+        "from the newest checkpoint, on other hosts if it happens again"
     )
 
 

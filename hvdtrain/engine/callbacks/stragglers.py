@@ -15,7 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from hvdtrain.engine.loop import Loop, Record
+from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.log import logger
 from hvdtrain.optim.exchange import GradientExchange
 from hvdtrain.runtime.collectives import completed
@@ -28,13 +28,13 @@ from hvdtrain.telemetry.timers import PHASES, PhaseTimer
 _PROCESS = psutil.Process()
 
 
-class CompareRanks:
-    """Every rank has one in each round; every rank knows all figures and decides alike.
+class DetectStragglers:
+    """Every rank has one in each generation; every rank knows all figures and decides alike.
 
     Args:
-        step: steps done when the round begins.
+        step: steps done when the generation begins.
         figures: RUN/ranks.jsonl, on rank 0: a line for each exchange.
-        note: told of each verdict ("straggler" or "straggler_ended", fields), on rank 0.
+        emit: called with each verdict ("straggler" or "straggler_ended", fields), on rank 0.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class CompareRanks:
         device: torch.device,
         exporter: Exporter | None,
         figures: MetricsFile | None,
-        note: Callable[..., None],
+        emit: Callable[..., None],
     ) -> None:
         self._every = config.exchange_every
         self._watch = StragglerWatch(config.straggler_threshold, hvd.size())
@@ -55,14 +55,14 @@ class CompareRanks:
         self._device = device
         self._exporter = exporter
         self._figures = figures
-        self._note = note
+        self._emit = emit
         self._told_step = step
         self._micro_batches = 0
         self._before = self._totals()
         self._handle: int | None = None
         self._line: dict[str, Any] = {}
 
-    def on_step(self, loop: Loop, record: Record) -> None:
+    def on_step(self, loop: Loop, record: StepRecord) -> None:
         step = loop.progress.step
         if self._handle is not None:
             self._take(loop, completed(self._handle))
@@ -72,13 +72,13 @@ class CompareRanks:
         self._micro_batches += loop.passes
         if step % self._every and not loop.ending:
             return
-        mine = self._row()
+        own = self._row()
         self._line = {"step": step, "steps": step - self._told_step, "time": record["time"]}
         self._told_step = step
         if hvd.size() == 1:
-            self._take(loop, mine)
+            self._take(loop, own)
             return
-        self._handle = hvd.allgather_async(mine, name="compare")
+        self._handle = hvd.allgather_async(own, name="compare")
         if loop.ending:
             self._take(loop, completed(self._handle))
 
@@ -117,11 +117,11 @@ class CompareRanks:
         rank, kind, step = verdict.rank, verdict.kind, self._line["step"]
         host = loop.topology.hosts[rank]
         if not verdict.slow:
-            self._note("straggler_ended", step=step, rank=rank, host=host, phase=kind)
+            self._emit("straggler_ended", step=step, rank=rank, host=host, phase=kind)
             logger.info("rank %d on %s is not slow any more", rank, host)
             return
         score = round(verdict.score, 3)
-        self._note("straggler", step=step, rank=rank, host=host, phase=kind, score=score)
+        self._emit("straggler", step=step, rank=rank, host=host, phase=kind, score=score)
         logger.warning(
             "rank %d on %s is slow: its own part of a step takes %.1f times as long as the "
             "fastest rank's (straggler score %.2f), and it loses most in: %s",

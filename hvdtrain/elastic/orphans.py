@@ -25,7 +25,7 @@ done
 exit 1"""
 
 
-def end_remains(hosts: Sequence[str], launch_id: str) -> list[str]:
+def end_orphans(hosts: Sequence[str], launch_id: str) -> list[str]:
     """Kills every process of a launch on the hosts, all at once.
 
     Returns:

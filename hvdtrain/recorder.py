@@ -1,4 +1,4 @@
-"""What rank 0 keeps of a run on disk, from the first round on in which it is rank 0."""
+"""What rank 0 keeps of a run on disk, from the first generation on in which it is rank 0."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHORT_PATIENCE_S = 2.0
 _CONFIRM_S = 5.0  # for a look at whose run it is
 
 
-class Records:
+class RunRecorder:
     """The run's folder, its figures, its checkpoints and its ledger.
 
     Args:
@@ -58,34 +58,34 @@ class Records:
         self._restarts = 0
         self._lost_steps = 0
 
-    def describe(self, path: Path, write: Callable[[], None], going_on: bool) -> None:
+    def describe(self, path: Path, write: Callable[[], None], tolerate_errors: bool) -> None:
         """Writes one of the small files that say how the run was started.
 
         Args:
-            going_on: others hold a state that would be lost: where it cannot be written now, that
-                is said, and tried again before each checkpoint.
+            tolerate_errors: others hold a state that would be lost: a file that cannot be written
+                now is logged, and tried again before each checkpoint.
 
         Raises:
-            OSError: it cannot be written; only where not `going_on`.
+            OSError: it cannot be written; only where not `tolerate_errors`.
         """
-        self._small.write(path, write, going_on)
+        self._small.write(path, write, tolerate_errors)
 
-    def open(self, step: int, exporter: Exporter | None, going_on: bool = False) -> None:
-        """Opens the figures for a run that goes on from `step`, and puts aside what lies beyond.
+    def open(self, step: int, exporter: Exporter | None, tolerate_errors: bool = False) -> None:
+        """Opens the figures for a run that resumes from `step`, and puts aside what lies beyond.
 
         Raises:
-            OSError: they cannot be written; only where not `going_on`, see `describe`.
+            OSError: they cannot be written; only where not `tolerate_errors`, see `describe`.
         """
         if self.metrics is not None:
             return
         try:
-            self.manager.set_aside(after=step)
+            self.manager.supersede(after=step)
         except OSError as error:
-            if not going_on:
+            if not tolerate_errors:
                 raise
-            logger.error("%s: %s; training goes on", self.manager.root, error.strerror)
-        self.metrics = MetricsFile(self.folder.metrics, step, self._held, going_on)
-        self.ranks = MetricsFile(self.folder.ranks, step, self._held, going_on)
+            logger.error("%s: %s; training continues", self.manager.root, error.strerror)
+        self.metrics = MetricsFile(self.folder.metrics, step, self._held, tolerate_errors)
+        self.ranks = MetricsFile(self.folder.ranks, step, self._held, tolerate_errors)
         for sink in self.sinks:
             sink.start(self.metrics.last_step or 0)
         self.writer = CheckpointWriter(self.manager, self.manager.newest_step(), self.events.write)
@@ -104,7 +104,7 @@ class Records:
             self.metrics.sync()
 
     def choose(self, resume: str) -> Checkpoint | None:
-        """The checkpoint from which the run goes on; None: from the start.
+        """The checkpoint from which the run continues; None: from the start.
 
         Args:
             resume: as run.resume.
@@ -121,12 +121,12 @@ class Records:
             )
         of_this_run = path.resolve().parent == self.manager.root.resolve()
         if resume == "auto" or (self.manager.finished() and not of_this_run):
-            # A checkpoint of another run is where this one began; it has gone on since.
+            # A checkpoint of another run is where this one began; it has continued since.
             return self.manager.newest()
         return read(path)
 
-    def note_start(self, **facts: Any) -> None:
-        """Writes the ledger's line of a round, before its first step."""
+    def emit_start(self, **facts: Any) -> None:
+        """Writes the ledger's line of a generation, before its first step."""
         path = self.folder.events
         past = read_lines(path) if path.exists() else []
         saved = {event.get("step") for event in past if event.get("event") == "checkpoint"}
@@ -134,7 +134,9 @@ class Records:
             # Whoever wrote it was killed before it could say so.
             self.events.write("checkpoint", step=facts["step"], seconds=0.0)
         starts = [event for event in past if event.get("event") == "start"]
-        lost = self.metrics.set_aside if self.metrics is not None and not self._started else 0
+        lost = (
+            self.metrics.superseded_steps if self.metrics is not None and not self._started else 0
+        )
         self._started = True
         self._restarts = len(starts)
         self._lost_steps = sum(event.get("lost_steps", 0) for event in starts) + lost
@@ -202,29 +204,29 @@ class LateFiles:
         self._lock = Lock()  # saves try again from their own thread
         self.failures = 0
 
-    def write(self, path: Path, write: Callable[[], None], going_on: bool) -> None:
-        """Writes one, as Records.describe says."""
+    def write(self, path: Path, write: Callable[[], None], tolerate_errors: bool) -> None:
+        """Writes one, as RunRecorder.describe says."""
         with self._lock:
             self._waiting[path] = write
-            self._try(path, going_on)
+            self._try(path, tolerate_errors)
 
     def again(self) -> None:
         """Tries those that wait."""
         with self._lock:
             for path in list(self._waiting):
-                self._try(path, going_on=True)
+                self._try(path, tolerate_errors=True)
 
-    def _try(self, path: Path, going_on: bool) -> None:
+    def _try(self, path: Path, tolerate_errors: bool) -> None:
         try:
             self._confirm()
             self._waiting[path]()
         except OSError as error:
             self.failures += 1
-            if not going_on:
+            if not tolerate_errors:
                 raise
             if path not in self._said:
                 logger.error(
-                    "%s cannot be written (%s); training goes on, and it is tried again before "
+                    "%s cannot be written (%s); training continues, and it is tried again before "
                     "each checkpoint",
                     path,
                     error.strerror,

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _load_run() -> Callable[[Settings, StopFlag], int]:
     """Imports torch and Horovod: only when the configuration is well."""
     try:
-        from hvdtrain.session import run
+        from hvdtrain.run.session import run
     except ImportError as error:
         if "horovod" not in str(error).lower():
             raise

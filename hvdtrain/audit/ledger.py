@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 
 from hvdtrain.checkpoint.layout import finished
-from hvdtrain.engine.run_folder import RunFolder
 from hvdtrain.errors import UserError
-from hvdtrain.telemetry.events_file import each_line, read_lines
+from hvdtrain.run_files.events_file import each_line, read_lines
+from hvdtrain.run_files.folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from torch import nn
 
-from hvdtrain import build, log
+from hvdtrain import log
 from hvdtrain.config import Settings
-from hvdtrain.engine.run_folder import RunFolder
-from hvdtrain.recorder import RunRecorder
+from hvdtrain.run import build
+from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.init import choose_device, initialise

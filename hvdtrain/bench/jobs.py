@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 
 from hvdtrain.bench.processes import BenchError
-from hvdtrain.engine.run_folder import RunFolder
-from hvdtrain.telemetry.events_file import read_lines
+from hvdtrain.run_files.events_file import read_lines
+from hvdtrain.run_files.folder import RunFolder
 
 RANK = ["-m", "hvdtrain.train"]
 _RUN = "bench"

@@ -50,9 +50,9 @@ def _overhead(settings: Settings, steps: int, rounds: int, folder: Path) -> dict
     """Seconds a step of both loops, in blocks of steps that take turns."""
     import torch
 
-    from hvdtrain import build
     from hvdtrain.bench.app import AppLoop
     from hvdtrain.bench.plain import PlainLoop
+    from hvdtrain.run import build
 
     settings.config.train.steps = IDENTICAL_AFTER + rounds * steps
     task = build.build_task(settings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from hvdtrain.elastic.discovery import DEFAULT_PROBE, answering, parse_probe
+from hvdtrain.launch.discovery import DEFAULT_PROBE, answering, parse_probe
 from hvdtrain.launch.hostfile import read_hosts
 
 HELP = "print the hosts that answer, as host:slots"

@@ -61,9 +61,9 @@ def _not_negative(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hvdtrain.elastic.discovery import parse_probe
-    from hvdtrain.elastic.supervisor import Plan, Supervisor
+    from hvdtrain.launch.discovery import parse_probe
     from hvdtrain.launch.hostfile import read_hosts
+    from hvdtrain.supervise.supervisor import Plan, Supervisor
 
     probe = parse_probe(args.probe)
     hosts = read_hosts(args.hosts, args.hostfile, args.slurm)

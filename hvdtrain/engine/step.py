@@ -13,10 +13,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.engine.buffers import SavedBuffers
-from hvdtrain.optim.exchange import GradientExchange
+from hvdtrain.exchange.dense import GradientExchange
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
+from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.tasks import Task, optional
-from hvdtrain.telemetry.timers import PhaseTimer
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ import yaml
 from numpy.typing import NDArray
 
 from hvdtrain.audit import ledger
-from hvdtrain.engine.run_folder import RunFolder
 from hvdtrain.errors import UserError
-from hvdtrain.telemetry.events_file import each_line
+from hvdtrain.run_files.events_file import each_line
+from hvdtrain.run_files.folder import RunFolder
 
 Column = NDArray[np.floating[Any]]
 

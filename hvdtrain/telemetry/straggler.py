@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hvdtrain.telemetry.timers import PHASES
+from hvdtrain.runtime.phases import PHASES
 
 # What a rank tells of the steps since the ranks last told each other: seconds of each phase,
 # and wall_seconds by another clock; see GradientExchange for inflight_seconds and bytes;

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.telemetry.events_file import read_lines
+from hvdtrain.run_files.events_file import read_lines
 from tests.support.cluster import Cluster
 from tests.support.job import Job, poll
 from tests.support.runs import CORPUS

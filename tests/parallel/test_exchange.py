@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.exchange.dense import GradientExchange, buckets
 from hvdtrain.optim.config import OptimConfig
-from hvdtrain.optim.exchange import GradientExchange, buckets
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.runtime.topology import Topology
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.state import RunState, model_tensors
+from hvdtrain.exchange.dense import GradientExchange
 from hvdtrain.optim.config import OptimConfig
-from hvdtrain.optim.exchange import GradientExchange
 from hvdtrain.optim.optimizer import build_optimizer, state_tensors
 from hvdtrain.runtime.topology import Topology
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.engine.step import StepResult, TrainStep
+from hvdtrain.exchange.dense import GradientExchange
 from hvdtrain.optim.config import OptimConfig
-from hvdtrain.optim.exchange import GradientExchange
 from hvdtrain.optim.optimizer import build_optimizer, state_tensors
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.heartbeat import Heartbeat
+from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets
-from hvdtrain.telemetry.timers import PhaseTimer
 from tests.support.unusual import Rebound
 
 WIDTH, CPU = 8, torch.device("cpu")

@@ -27,7 +27,7 @@ from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints
 from hvdtrain.runtime.init import initialise
-from hvdtrain.telemetry.timers import PhaseTimer
+from hvdtrain.runtime.phases import PhaseTimer
 from tests.support.job import Finished
 from tests.support.runs import REPOSITORY, metrics, run, start
 

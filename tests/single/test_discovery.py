@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.elastic.discovery import answering, is_this_host, parse_probe
 from hvdtrain.errors import UserError
+from hvdtrain.launch.discovery import answering, is_this_host, parse_probe
 from hvdtrain.launch.hostfile import Host
 
 # Of the range for documentation (RFC 5737): no ssh there, even if a gateway accepts for all.

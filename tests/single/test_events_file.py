@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.telemetry.events_file import EventsFile, read_lines
+from hvdtrain.run_files.events_file import EventsFile, read_lines
 
 TORN = {
     "half a line": b'{"event": "start", "ti',

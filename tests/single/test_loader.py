@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hvdtrain.build import build_datasets
 from hvdtrain.config import Config
 from hvdtrain.data.loader import TrainLoader, to_device, validation_batches
 from hvdtrain.data.order import sample_order
 from hvdtrain.errors import UserError
+from hvdtrain.run.build import build_datasets
 from hvdtrain.tasks import Datasets
 
 SIZE, SEED = 37, 5

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.telemetry.metrics_file import MetricsFile
+from hvdtrain.run_files.metrics_file import MetricsFile
 
 # What may follow the lines of steps 1 to 3 when the run resumes from step 3.
 ENDS = {
@@ -56,7 +56,7 @@ def test_a_new_run_has_lines_of_another(tmp_path: Path) -> None:
 _FULL_FOR_A_WHILE = """
 import resource, signal, sys
 from pathlib import Path
-from hvdtrain.telemetry.metrics_file import MetricsFile
+from hvdtrain.run_files.metrics_file import MetricsFile
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.telemetry.timers import PHASES, PhaseTimer
+from hvdtrain.runtime.phases import PHASES, PhaseTimer
 from tests.support import runs
 
 

@@ -16,14 +16,14 @@ import torch
 import yaml
 from prometheus_client import generate_latest
 
-from hvdtrain.build import build_exporter
 from hvdtrain.config import Config
-from hvdtrain.engine.owner_token import Claim
-from hvdtrain.engine.run_folder import RunFolder
-from hvdtrain.recorder import RunRecorder
+from hvdtrain.run.build import build_exporter
+from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.owner_token import Claim
+from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter, Target, write_targets
-from hvdtrain.telemetry.timers import PhaseTimer
 from tests.support.dashboard import PROMETHEUS, queries, rules
 
 UNIT_TESTS = PROMETHEUS / "tests/alerts.yml"

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.elastic import run_files
-from hvdtrain.elastic.orphans import VARIABLE, end_orphans
-from hvdtrain.elastic.policy import RestartPolicy
 from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import elastic_horovodrun, mpirun_that_notices
+from hvdtrain.supervise import run_progress
+from hvdtrain.supervise.orphans import VARIABLE, end_orphans
+from hvdtrain.supervise.policy import RestartPolicy
 from tests.support.job import poll
 from tests.support.runs import environment
 
@@ -126,10 +126,10 @@ def test_mistake_starts_something_or_is_not_named(
 
 
 def test_second_supervisor_of_a_run_is_started(tmp_path: Path) -> None:
-    with run_files.hold(tmp_path / "runs/x"):
+    with run_progress.hold(tmp_path / "runs/x"):
         done = _launch(tmp_path, "--hosts", "localhost:1", "--", "--run.id", "x")
     assert done.returncode == 2 and "another hvdtrain launch supervises this run" in done.stderr
-    with run_files.hold(tmp_path / "runs/x"):
+    with run_progress.hold(tmp_path / "runs/x"):
         pass
 
 
@@ -149,16 +149,18 @@ def _launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_progress_is_not_seen_in_torn_files(tmp_path: Path) -> None:
-    assert run_files.newest_step(tmp_path) == 0
+    assert run_progress.newest_step(tmp_path) == 0
     for step, name in ((20, "complete"), (30, "files.json")):
         (tmp_path / f"checkpoints/step_{step:08d}").mkdir(parents=True)
         (tmp_path / f"checkpoints/step_{step:08d}" / name).touch()
-    assert run_files.newest_step(tmp_path) == run_files.newest_checkpoint(tmp_path) == 20
+    assert run_progress.newest_step(tmp_path) == run_progress.newest_checkpoint(tmp_path) == 20
     now = time.time()
     lines = [json.dumps({"step": step, "time": now}) for step in range(1, 2000)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 20')
-    assert run_files.newest_step(tmp_path) == 1999
-    assert run_files.made_steps(tmp_path, now - 1) and not run_files.made_steps(tmp_path, now + 1)
+    assert run_progress.newest_step(tmp_path) == 1999
+    assert run_progress.made_steps(tmp_path, now - 1) and not run_progress.made_steps(
+        tmp_path, now + 1
+    )
 
 
 def test_last_words_are_old_ones_or_hide_the_cause(tmp_path: Path) -> None:
@@ -173,7 +175,7 @@ def test_last_words_are_old_ones_or_hide_the_cause(tmp_path: Path) -> None:
     log(0, (5, "error", "HorovodInternalError: lost"), (3, "info", "fine"))
     log(1, (1, "error", "from the start before"))
     log(2, (4, "error", "first"), (6, "error", "RuntimeError: the cause"))
-    assert run_files.last_words(tmp_path, since=2) == [
+    assert run_progress.last_words(tmp_path, since=2) == [
         "rank 2 on n: RuntimeError: the cause",
         "rank 0 on n: HorovodInternalError: lost",
     ]
@@ -207,7 +209,7 @@ def test_host_that_cannot_be_reached_counts_as_clean() -> None:
 def test_missing_launcher_is_called_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hvdtrain.elastic.launcher import Launcher
+    from hvdtrain.supervise.launcher import Launcher
 
     with pytest.raises(UserError, match="no-such-mpirun is not there"):
         Launcher(["no-such-mpirun"], {})

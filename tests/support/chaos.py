@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from hvdtrain.errors import EXIT_PREEMPTED
-from hvdtrain.telemetry.events_file import read_lines
+from hvdtrain.run_files.events_file import read_lines
 from tests.support.cluster import Cluster, Process
 from tests.support.faults import PACED, is_launcher
 from tests.support.helped import HELPER

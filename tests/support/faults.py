@@ -17,7 +17,7 @@ import psutil
 
 from hvdtrain.errors import EXIT_PREEMPTED
 from hvdtrain.launch.commands import mpirun
-from hvdtrain.telemetry.events_file import read_lines
+from hvdtrain.run_files.events_file import read_lines
 from tests.support.cluster import REPOSITORY, Cluster, Process
 from tests.support.job import Finished, Job
 

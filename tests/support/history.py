@@ -9,8 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.telemetry.events_file import EventsFile
-from hvdtrain.telemetry.metrics_file import MetricsFile
+from hvdtrain.run_files.events_file import EventsFile
+from hvdtrain.run_files.metrics_file import MetricsFile
 
 SIZE, SEED, TOTAL = 10, 7, 60
 STEP, EVALUATION, SAVING, STARTING, WARMING, RECOVERING = 1.0, 0.5, 0.25, 4.0, 2.0, 0.75

@@ -11,7 +11,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
 
-import hvdtrain.session
+import hvdtrain.run.session
 from hvdtrain.engine.state import RunState
 from hvdtrain.runtime.environment import launched_rank
 from hvdtrain.tasks import Datasets

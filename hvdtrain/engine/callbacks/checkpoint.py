@@ -19,7 +19,7 @@ from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import sum_
-from hvdtrain.telemetry.timers import PhaseTimer
+from hvdtrain.runtime.phases import PhaseTimer
 
 # At the run's end the ranks tell each other so often that rank 0 still saves: a collective that
 # lasts as long as a slow disk would be taken for a rank that takes no part.

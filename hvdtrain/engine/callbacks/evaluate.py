@@ -14,9 +14,9 @@ from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.engine.modes import evaluating
 from hvdtrain.runtime.collectives import sum_
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
+from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Task, optional
-from hvdtrain.telemetry.timers import PhaseTimer
 
 
 class Evaluate:

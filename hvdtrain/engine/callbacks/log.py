@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.log import logger
-from hvdtrain.telemetry.metrics_file import MetricsFile
+from hvdtrain.run_files.metrics_file import MetricsFile
 from hvdtrain.telemetry.sinks import BackgroundSink
 
 

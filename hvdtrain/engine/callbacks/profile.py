@@ -11,9 +11,10 @@ import horovod.torch as hvd
 import torch
 
 from hvdtrain.engine.loop import Loop, StepRecord
+from hvdtrain.exchange.dense import GradientExchange
 from hvdtrain.log import logger
-from hvdtrain.optim.exchange import GradientExchange
 from hvdtrain.runtime.collectives import completed
+from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.telemetry.config import ProfileConfig
 from hvdtrain.telemetry.profile_files import (
@@ -24,7 +25,6 @@ from hvdtrain.telemetry.profile_files import (
     timeline_path,
     write_figures,
 )
-from hvdtrain.telemetry.timers import PhaseTimer
 from hvdtrain.telemetry.trace import Trace, warm_up
 
 

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from hvdtrain.engine.loop import Loop, StepRecord
+from hvdtrain.exchange.dense import GradientExchange
 from hvdtrain.log import logger
-from hvdtrain.optim.exchange import GradientExchange
+from hvdtrain.run_files.metrics_file import MetricsFile
 from hvdtrain.runtime.collectives import completed
+from hvdtrain.runtime.phases import PHASES, PhaseTimer
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter
-from hvdtrain.telemetry.metrics_file import MetricsFile
 from hvdtrain.telemetry.straggler import COLUMNS, StragglerWatch, Verdict, column, scores
-from hvdtrain.telemetry.timers import PHASES, PhaseTimer
 
 _PROCESS = psutil.Process()
 

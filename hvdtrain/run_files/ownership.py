@@ -34,9 +34,9 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from hvdtrain.engine.owner_token import Claim, Token, boot, moved, read, who
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.log import logger
+from hvdtrain.run_files.owner_token import Claim, Token, boot, moved, read, who
 from hvdtrain.runtime import heartbeat
 
 BEAT_SECONDS = 2.0

@@ -25,7 +25,7 @@ import horovod.torch as hvd
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from hvdtrain import build, log
+from hvdtrain import log
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Settings
 from hvdtrain.elastic import watchdog
@@ -33,15 +33,16 @@ from hvdtrain.elastic.failures import HAND_OVER, RENDEZVOUS, TRAINING, ProcessSt
 from hvdtrain.elastic.identity import Identity, other_configuration
 from hvdtrain.elastic.kept_watchdog import KeptWatchdog
 from hvdtrain.elastic.membership import LostError, Membership, RefusedError, RemovedError
-from hvdtrain.elastic.state import RankStatus, all_equal, most_advanced
 from hvdtrain.engine.loop import Loop, MembershipChanged
 from hvdtrain.engine.modes import evaluating
-from hvdtrain.engine.owner_token import Claim
-from hvdtrain.engine.run_folder import RunFolder, default_id
 from hvdtrain.errors import EXIT_CRASH, EXIT_PREEMPTED, UserError
 from hvdtrain.horovod_wheel import recipe
 from hvdtrain.log import logger
-from hvdtrain.recorder import RunRecorder
+from hvdtrain.run import build
+from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.run.source import RankStatus, all_equal, most_advanced
+from hvdtrain.run_files.folder import RunFolder, default_id
+from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.runtime import environment, heartbeat
 from hvdtrain.runtime.collectives import AgreedError, agree, broadcast_json, gather_json
 from hvdtrain.runtime.failure import abort_all_ranks, force_exit

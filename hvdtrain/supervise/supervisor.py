@@ -21,17 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hvdtrain.elastic import run_files
-from hvdtrain.elastic.discovery import Probe
-from hvdtrain.elastic.host_watch import ROUND_SECONDS, HostWatch
-from hvdtrain.elastic.known_hosts import KnownHosts
-from hvdtrain.elastic.launcher import Launcher
-from hvdtrain.elastic.orphans import VARIABLE, end_orphans
-from hvdtrain.elastic.policy import RestartPolicy
-from hvdtrain.elastic.stop_requests import Stop, StopRequests
 from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
 from hvdtrain.launch import commands
+from hvdtrain.launch.discovery import Probe
 from hvdtrain.launch.hostfile import Host, as_text, first_slots, total_slots
+from hvdtrain.supervise import run_progress
+from hvdtrain.supervise.host_watch import ROUND_SECONDS, HostWatch
+from hvdtrain.supervise.known_hosts import KnownHosts
+from hvdtrain.supervise.launcher import Launcher
+from hvdtrain.supervise.orphans import VARIABLE, end_orphans
+from hvdtrain.supervise.policy import RestartPolicy
+from hvdtrain.supervise.stop_requests import Stop, StopRequests
 
 # Long enough for a busy host to answer, in two rounds.
 _SILENT_SECONDS = 5.0
@@ -104,7 +104,7 @@ class Supervisor:
         Raises:
             UserError: the run's folder cannot be used, or a launcher is not installed.
         """
-        with run_files.hold(self._plan.run):
+        with run_progress.hold(self._plan.run):
             self._requests.install()
             try:
                 return self._supervise()
@@ -113,7 +113,7 @@ class Supervisor:
 
     def _supervise(self) -> int:
         plan = self._plan
-        policy = RestartPolicy(plan.max_restarts, run_files.newest_step(plan.run))
+        policy = RestartPolicy(plan.max_restarts, run_progress.newest_step(plan.run))
         hosts, asked_at, code = self._hosts.reachable(ROUND_SECONDS), time.monotonic(), EXIT_CRASH
         while True:
             if total_slots(hosts) < plan.min_np or time.monotonic() - asked_at > ROUND_SECONDS:
@@ -123,12 +123,12 @@ class Supervisor:
             if self._requests:
                 # Whether or not all could still save: the newest checkpoint is where it continues.
                 return code if code in (0, EXIT_USER, EXIT_NOT_FINITE) else EXIT_PREEMPTED
-            if run_files.made_steps(plan.run, ended.began):
+            if run_progress.made_steps(plan.run, ended.began):
                 self._proven = {host.name for host in ended.job}
             hosts, asked_at = self._hosts.reachable(ROUND_SECONDS), time.monotonic()
             if ended.regrow and code == EXIT_PREEMPTED:
                 continue
-            step, blamed = run_files.newest_step(plan.run), self._blame(ended, hosts)
+            step, blamed = run_progress.newest_step(plan.run), self._blame(ended, hosts)
             verdict = policy.after(code, step, bool(blamed))
             if verdict.wait is None:
                 self._say_end(verdict.reason, step, ended)
@@ -174,7 +174,7 @@ class Supervisor:
         for host in end_orphans(names, str(plan.run)):
             _say(f"could not see on {host} whether an earlier start left processes")
         job = first_slots(hosts, plan.max_np or total_slots(hosts))
-        step = run_files.newest_checkpoint(plan.run)
+        step = run_progress.newest_checkpoint(plan.run)
         _say(f"starting {total_slots(job)} ranks on {as_text(job)} from step {step}")
         began, env = time.time(), os.environ | {VARIABLE: str(plan.run)}
         launcher = Launcher(self._argv(job, env), env)
@@ -200,7 +200,7 @@ class Supervisor:
 
     def _watch(self, launcher: Launcher, watch: HostWatch, job: Sequence[Host]) -> tuple[int, bool]:
         """Waits for the launcher's end; returns its exit code, and whether to grow is why."""
-        began_at, regrow, asked = run_files.newest_step(self._plan.run), False, False
+        began_at, regrow, asked = run_progress.newest_step(self._plan.run), False, False
         while (code := launcher.poll()) is None:
             if self._requests and not asked:
                 _say("asked to stop: the ranks write a checkpoint")
@@ -219,13 +219,13 @@ class Supervisor:
     def _can_grow(self, watch: HostWatch, job: Sequence[Host], began_at: int) -> bool:
         steady = total_slots(watch.steady(_STEADY_SECONDS))
         ready = min(steady, self._plan.max_np or steady)
-        return ready > total_slots(job) and run_files.newest_step(self._plan.run) > began_at
+        return ready > total_slots(job) and run_progress.newest_step(self._plan.run) > began_at
 
     def _say_end(self, reason: str, step: int, ended: _Ended) -> None:
         if ended.code in (0, EXIT_PREEMPTED):
             _say(f"{reason} at step {step}")
             return
-        words = run_files.last_words(self._plan.run, ended.began)
+        words = run_progress.last_words(self._plan.run, ended.began)
         lines = [f"  {line}" for line in [*words, *ended.last_lines]]
         _say("\n".join([f"the end, exit code {ended.code}: {reason}; its last words:", *lines]))
 

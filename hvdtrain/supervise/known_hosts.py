@@ -6,8 +6,8 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable
 
-from hvdtrain.elastic.discovery import Probe, answering
 from hvdtrain.errors import UserError
+from hvdtrain.launch.discovery import Probe, answering
 from hvdtrain.launch.hostfile import Host
 
 

@@ -9,8 +9,8 @@ import subprocess
 import threading
 from collections.abc import Sequence
 
-from hvdtrain.elastic.discovery import is_this_host
 from hvdtrain.launch.commands import SSH_OPTIONS
+from hvdtrain.launch.discovery import is_this_host
 
 # In the environment of all ranks of a supervised run, and of what they start: the run's folder.
 VARIABLE = "HVDTRAIN_LAUNCH_ID"

@@ -26,23 +26,23 @@ from hvdtrain.engine.callbacks.profile import Profile
 from hvdtrain.engine.callbacks.replicas import ReplicaCheck
 from hvdtrain.engine.callbacks.stragglers import DetectStragglers
 from hvdtrain.engine.loop import Callback, Loop, Progress
-from hvdtrain.engine.run_folder import RunFolder
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import TrainStep
 from hvdtrain.errors import UserError
-from hvdtrain.optim.exchange import GradientExchange
+from hvdtrain.exchange.dense import GradientExchange
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.optim.supported import check_device, check_model
-from hvdtrain.recorder import RunRecorder
+from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.runtime.heartbeat import Heartbeat
+from hvdtrain.runtime.phases import PhaseTimer, cuda_event
 from hvdtrain.runtime.rng import seed_all
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task, optional
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.sinks import BackgroundSink
-from hvdtrain.telemetry.timers import PhaseTimer, cuda_event
 from hvdtrain.telemetry.trackers import build_sinks
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint import layout
-from hvdtrain.engine.owner_token import Claim
-from hvdtrain.engine.ownership import Ownership
 from hvdtrain.errors import UserError
+from hvdtrain.run_files.owner_token import Claim
+from hvdtrain.run_files.ownership import Ownership
 
 _TAIL_BYTES = 1 << 16
 

@@ -12,12 +12,12 @@ from typing import Any
 from hvdtrain.checkpoint.format import Checkpoint, read
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.writer import CheckpointWriter
-from hvdtrain.engine.run_folder import RunFolder
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.log import logger
-from hvdtrain.telemetry.events_file import EventsFile, read_lines
+from hvdtrain.run_files.events_file import EventsFile, read_lines
+from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.metrics_file import MetricsFile
 from hvdtrain.telemetry.exporter import Exporter
-from hvdtrain.telemetry.metrics_file import MetricsFile
 from hvdtrain.telemetry.sinks import BackgroundSink
 
 # For the sinks at the end; less where somebody waits for the process to be gone.

@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.engine.owner_token import Claim
-from hvdtrain.engine.ownership import Ownership
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
 from hvdtrain.log import logger
+from hvdtrain.run_files.owner_token import Claim
+from hvdtrain.run_files.ownership import Ownership
 
 
 class RunFolder:

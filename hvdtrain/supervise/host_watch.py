@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from hvdtrain.elastic.discovery import Probe, answering
+from hvdtrain.launch.discovery import Probe, answering
 from hvdtrain.launch.hostfile import Host
 
 # Each round is a line in the log of every sshd.

@@ -1,0 +1,1 @@
+"""How the gradients of the data axis become one."""

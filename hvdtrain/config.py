@@ -18,8 +18,9 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from hvdtrain.checkpoint.config import CheckpointConfig
+from hvdtrain.data.config import BatchConfig
 from hvdtrain.elastic.config import ElasticConfig
-from hvdtrain.engine.config import BatchConfig, EvalConfig, PreemptConfig, RunConfig, TrainConfig
+from hvdtrain.engine.config import EvalConfig, PreemptConfig, RunConfig, TrainConfig
 from hvdtrain.errors import UserError, require
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
 from hvdtrain.tasks import load_class, optional

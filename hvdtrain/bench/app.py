@@ -11,12 +11,15 @@ from torch import nn
 
 from hvdtrain import log
 from hvdtrain.config import Settings
+from hvdtrain.engine.loop import Interruptions
 from hvdtrain.run import build
+from hvdtrain.run.callbacks import Outputs, build_callbacks
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.heartbeat import Heartbeat
-from hvdtrain.runtime.init import choose_device, initialise
+from hvdtrain.runtime.init import initialise
+from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.tasks import Datasets, Task
 
@@ -39,20 +42,11 @@ class AppLoop:
         config = replace(settings.config, train=replace(settings.config.train))  # run() changes it
         environment.prepare()
         topology = initialise()
-        began = time.perf_counter()
-        device = choose_device(topology)
-        timer = build.build_timer(began, device)
-        if data is None:
-            task = build.build_task(settings)
-            data = task, build.build_datasets(task, config)
-        task, datasets = data
-        model = build.build_model(task, config, device)
-        state, exchange = build.build_state(model, config, datasets)
-        state.broadcast()
-        exporter = build.build_exporter(config, topology.local_rank, device, timer, exchange)
-        components = build.RunComponents(
-            task, datasets, device, state, exchange, Heartbeat(), timer, exporter
-        )
+        start = build.Start(time.perf_counter(), topology.local_rank)
+        components = build.build_components(replace(settings, config=config), topology, start, data)
+        components.heartbeat = Heartbeat()
+        components.state.broadcast()
+        context = components.context(Mesh.replicated(topology))
         first = topology.rank == 0
         if first:
             log.to_screen()
@@ -60,19 +54,23 @@ class AppLoop:
         run_folder = RunFolder(folder)
         recorder = RunRecorder(run_folder, keep=1) if first else None
         if recorder is not None:
-            recorder.open(0, exporter)
-        callbacks = build.build_callbacks(config, components, topology, recorder, run_folder)
-        self.model: nn.Module = state.model
-        self.exporter = exporter
-        self.capture = state.capture
+            recorder.open(0, components.exporter)
+        callbacks = build_callbacks(config, components, Outputs(run_folder, recorder), context)
+        self.model: nn.Module = components.state.model
+        self.exporter = components.exporter
+        self.capture = components.state.capture
         self.rank = topology.rank
+        self._train = config.train
         self._screen = folder / f"screen-{topology.rank}"
-        self._loop = build.build_loop(config, components, topology, callbacks, StopFlag(), None)
+        interruptions = Interruptions(StopFlag(), membership_changed=lambda: False)
+        self._loop = build.build_loop(
+            config, components, callbacks.as_list(), interruptions, context
+        )
 
     def run(self, steps: int) -> float:
         """Trains; returns the seconds it took."""
         progress = self._loop.progress
-        self._loop.train.steps = progress.step + steps
+        self._train.steps = progress.step + steps
         progress.record = None  # its callbacks were called in the block before
         with open(self._screen, "a") as screen, redirect_stderr(screen):
             start = time.perf_counter()

@@ -43,3 +43,38 @@ class DataConfig:
             self.source == "text" or self.tokenizer is None,
             "data.tokenizer is for data.source text; token files are tokenized already",
         )
+
+
+@dataclass
+class BatchConfig:
+    """The global batch: the same whatever the number of ranks.
+
+    Args:
+        global_size: samples in one optimizer step, over all ranks together
+        micro_size: samples in one forward pass
+    """
+
+    global_size: int = 32
+    micro_size: int = 4
+
+    def __post_init__(self) -> None:
+        require(self.micro_size >= 1, f"batch.micro_size must be >= 1, not {self.micro_size}")
+        require(self.global_size >= 1, f"batch.global_size must be >= 1, not {self.global_size}")
+        require(
+            self.global_size % self.micro_size == 0,
+            f"batch.global_size {self.global_size} is not a multiple of batch.micro_size "
+            f"{self.micro_size}; a micro_size that fits: "
+            f"{_divisors_near(self.global_size, self.micro_size)}",
+        )
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches in one step, over all ranks together."""
+        return self.global_size // self.micro_size
+
+
+def _divisors_near(number: int, wanted: int) -> str:
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < wanted][-1:]
+    above = [d for d in divisors if d > wanted][:1]
+    return " or ".join(str(d) for d in below + above)

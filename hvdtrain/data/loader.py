@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.order import sample_order
+from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.rng import seed_all
 
 _POSITIONS_AT_ONCE = 1024
@@ -28,9 +30,8 @@ class TrainLoader:
     Args:
         dataset: map-style, at least one sample.
         samples: position in the order to start at, in samples since the run's first.
-        global_size: samples a step.
-        micro_size: samples a micro-batch, divides global_size.
-        rank, world_size: this rank's share.
+        batch: samples of a step and of a micro-batch.
+        group: the data axis; who works on which micro-batch.
         seed: the run's seed.
         pin_memory: copy batches into page-locked memory, for CUDA.
     """
@@ -38,21 +39,18 @@ class TrainLoader:
     def __init__(
         self,
         dataset: Dataset[Any],
-        *,
         samples: int,
-        global_size: int,
-        micro_size: int,
-        rank: int,
-        world_size: int,
+        batch: BatchConfig,
+        group: Group,
         seed: int,
         pin_memory: bool = False,
     ) -> None:
         self._dataset = dataset
         self._samples = samples
-        self._global_size = global_size
-        self._micro_size = micro_size
+        self._global_size = batch.global_size
+        self._micro_size = batch.micro_size
         self._seed = seed
-        self.local_micro_batches = range(rank, global_size // micro_size, world_size)
+        self.local_micro_batches = range(group.rank, batch.micro_batches, group.size)
         self._batches: Iterator[Batch] = iter(
             DataLoader(
                 dataset,
@@ -89,9 +87,7 @@ def validation_batches(
     dataset: Dataset[Any],
     samples: int,
     micro_size: int,
-    *,
-    rank: int,
-    world_size: int,
+    group: Group,
     seed: int,
 ) -> Iterator[tuple[int, Batch]]:
     """This rank's share of the first `samples` of the data: (samples in the batch, batch).
@@ -101,7 +97,7 @@ def validation_batches(
     """
     samples = min(samples, len(dataset))  # type: ignore[arg-type]
     batches = range(-(-samples // micro_size))
-    for number in batches[rank::world_size]:
+    for number in batches[group.rank :: group.size]:
         start = number * micro_size
         stop = min(start + micro_size, samples)
         seed_all(seed, 0, number, _EVALUATION)

@@ -22,15 +22,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.loader import TrainLoader
-from hvdtrain.engine.config import BatchConfig, TrainConfig
+from hvdtrain.engine.config import TrainConfig
+from hvdtrain.engine.control import Flags
 from hvdtrain.engine.step import TrainStep
 from hvdtrain.errors import EXIT_NOT_FINITE
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError
-from hvdtrain.runtime.heartbeat import Activity, Heartbeat
+from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.signals import StopFlag
-from hvdtrain.runtime.topology import Topology
 
 StepRecord = dict[str, Any]  # one line of metrics.jsonl
 
@@ -80,45 +82,66 @@ class Progress:
         return kept
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How a run proceeds, the same on every rank.
+
+    Args:
+        learning_rate: rate of step s, from 0.
+    """
+
+    train: TrainConfig
+    batch: BatchConfig
+    learning_rate: Callable[[int], float]
+
+
+@dataclass(frozen=True)
+class Interruptions:
+    """What ends a loop early, as this rank has heard of it; all ranks agree on it in each step.
+
+    Args:
+        stop: raised when this rank is asked to stop.
+        membership_changed: whether this rank has heard that processes join or leave.
+    """
+
+    stop: StopFlag
+    membership_changed: Callable[[], bool]
+
+
 class Loop:
-    """Runs steps and tells the callbacks.
+    """Runs steps and calls the callbacks.
 
     Args:
         step: the mathematics.
         loader: this rank's micro-batches, from `progress.samples` on.
-        learning_rate: rate of step s, from 0.
         callbacks: in the order in which they are called.
-        stop: raised when this rank is asked to stop.
-        membership_changed: whether this rank has heard that processes join or leave.
-        heartbeat: notified of what the rank does.
+
+    Attributes:
+        train, batch: of the plan.
+        topology: all ranks.
+        progress: as given.
     """
 
     def __init__(
         self,
-        *,
-        train: TrainConfig,
-        batch: BatchConfig,
-        topology: Topology,
+        plan: Plan,
         step: TrainStep,
         loader: TrainLoader,
-        learning_rate: Callable[[int], float],
         progress: Progress,
         callbacks: Sequence[Callback],
-        stop: StopFlag,
-        membership_changed: Callable[[], bool],
-        heartbeat: Heartbeat,
+        interruptions: Interruptions,
+        context: RankContext,
     ) -> None:
-        self.train = train
-        self.batch = batch
-        self.topology = topology
+        self.train = plan.train
+        self.batch = plan.batch
+        self.topology = context.mesh.topology
         self.progress = progress
         self._step = step
         self._loader = loader
-        self._learning_rate = learning_rate
+        self._learning_rate = plan.learning_rate
         self._callbacks = callbacks
-        self._stop = stop
-        self._membership_changed = membership_changed
-        self._heartbeat = heartbeat
+        self._interruptions = interruptions
+        self._heartbeat = context.heartbeat
 
     @property
     def passes(self) -> int:
@@ -133,7 +156,7 @@ class Loop:
     @property
     def asked_to_stop_at(self) -> float:
         """When this rank heard of it, as time.monotonic() has it; now, where it did not."""
-        return self._stop.raised_at or time.monotonic()
+        return self._interruptions.stop.raised_at or time.monotonic()
 
     @property
     def ending(self) -> bool:
@@ -170,9 +193,11 @@ class Loop:
             self._loader.next_step(progress.step),
             self.passes,
             lr,
-            step=progress.step,
-            stop=self._stop.raised,
-            membership_changed=self._membership_changed(),
+            Flags(
+                stop=self._interruptions.stop.raised,
+                membership_changed=self._interruptions.membership_changed(),
+                step=progress.step,
+            ),
         )
         seconds = time.perf_counter() - start
         progress.step += 1

@@ -1,22 +1,20 @@
-"""The mathematics of one optimizer step over the global batch."""
+"""One optimizer step over the global batch: passes, exchange, update, in this order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import horovod.torch as hvd
-import torch
-from horovod.common.exceptions import HorovodInternalError
-from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-
-from hvdtrain.data.loader import Batch, to_device
+from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.loader import Batch
 from hvdtrain.engine.buffers import SavedBuffers
-from hvdtrain.exchange.dense import GradientExchange
-from hvdtrain.runtime.heartbeat import Activity, Heartbeat
-from hvdtrain.runtime.phases import PhaseTimer
-from hvdtrain.tasks import Task, optional
+from hvdtrain.engine.control import Agreed, ControlVector, Flags, mean
+from hvdtrain.engine.passes import Accumulate, Sums
+from hvdtrain.engine.update import Update
+from hvdtrain.exchange.base import Exchange
+from hvdtrain.runtime.collectives import RankLostError
+from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.heartbeat import Activity
 
 
 @dataclass(frozen=True)
@@ -41,157 +39,102 @@ class StepResult:
 class TrainStep:
     """Micro-batches to an update of the model, the same on every rank.
 
-    The loss of each micro-batch is divided by the number of micro-batches in the global
-    batch, so that the sum over passes and ranks is the gradient of the mean.
-
-    Args:
-        task, model, exchange: what is trained, and how gradients become one.
-        micro_batches: in one step, over all ranks together.
-        clip_norm: gradients are scaled down to this norm; 0 = never.
-        device: where the model is.
-        heartbeat: notified of each micro-batch.
-        timer: notified of each phase.
-
     A step that is skipped (its gradient was not finite) or that fails leaves nothing behind:
     parameters, the optimizer's state and the saved buffers (see SavedBuffers for what these are)
     have the bits that they had before, on every rank.
+
+    Args:
+        batch: samples of a step and of a micro-batch.
     """
 
     def __init__(
         self,
-        task: Task,
-        model: nn.Module,
-        exchange: GradientExchange,
-        *,
-        micro_batches: int,
-        micro_size: int,
-        clip_norm: float,
-        device: torch.device,
-        heartbeat: Heartbeat,
-        timer: PhaseTimer,
+        passes: Accumulate,
+        exchange: Exchange,
+        update: Update,
+        batch: BatchConfig,
+        context: RankContext,
     ) -> None:
-        self._task = task
-        self._model = model
+        self._passes = passes
         self._exchange = exchange
-        self._micro_batches = micro_batches
-        self._clip_norm = clip_norm
-        self._micro_size = micro_size
-        self._device = device
-        self._heartbeat = heartbeat
-        self._timer = timer
-        self._names = ("loss", *optional(task, "metrics"))
-        self._buffers = SavedBuffers(model)
+        self._update = update
+        self._batch = batch
+        self._context = context
+        self._buffers = SavedBuffers(passes.model)
 
     def __call__(
-        self,
-        batches: Iterator[Batch],
-        passes: int,
-        lr: float,
-        *,
-        step: int,
-        stop: bool,
-        membership_changed: bool,
+        self, batches: Iterator[Batch], passes: int, lr: float, flags: Flags
     ) -> StepResult:
         """Runs one step. After an error the model and the optimizer are what they were before.
 
         Args:
-            batches: this rank's micro-batches; the random numbers that a forward pass draws
-                follow from the seeding that goes with each.
+            batches: this rank's micro-batches, see Accumulate.
             passes: how many these are; may be 0.
             lr: learning rate.
-            step: steps done before this one; must be alike on all ranks.
-            stop, membership_changed: sent to the other ranks in the control vector.
+            flags: sent to the other ranks in the control vector; `step` must be alike on all.
 
         Raises:
-            HorovodInternalError: another rank is gone.
+            RankLostError: another rank is gone.
             RuntimeError: the ranks are at different steps, or lack a part of the global batch.
         """
-        self._timer.enter("optimizer")
+        timer = self._context.timer
+        timer.enter("optimizer")
         self._buffers.keep()
         try:
-            control = self._exchanged(batches, passes, lr, [stop, membership_changed, step])
-        except HorovodInternalError:
+            agreed = self._exchanged(batches, passes, flags)
+        except RankLostError:
             self._buffers.restore()
             raise
         finally:
-            self._timer.enter("other")
-        stops, changes, steps, samples = control[:4]
-        values, frozen = control[4 : 4 + len(self._names)], control[4 + len(self._names) :]
-        if steps != step * hvd.size() or samples != self._micro_batches * self._micro_size:
-            raise RuntimeError(
-                f"step {step + 1}: the ranks together are at {steps:.0f} steps and used "
-                f"{samples:.0f} samples"
-            )
-        self._exchange.rest([count > 0 for count in frozen])
-        with self._timer.inside("optimizer"):
-            grad_norm, applied = self._update()
-        named = dict(zip(self._names, values, strict=True))
-        return StepResult(named, grad_norm, applied, stops > 0, changes > 0)
+            timer.enter("other")
+        self._check(agreed, flags.step)
+        self._exchange.rest([ranks > 0 for ranks in agreed.frozen])
+        with timer.inside("optimizer"):
+            result = self._update.apply(lr, self._passes.gradient_scale(agreed.weights[0]))
+            if not result.applied:
+                self._buffers.restore()
+        values = map(mean, agreed.sums, agreed.weights)
+        return StepResult(
+            values=dict(zip(self._passes.names, values, strict=True)),
+            grad_norm=result.grad_norm,
+            applied=result.applied,
+            stop=agreed.stops > 0,
+            membership_changed=agreed.changes > 0,
+        )
 
-    def _exchanged(
-        self, batches: Iterator[Batch], passes: int, lr: float, flags: list[float]
-    ) -> list[float]:
-        """The gradients are the sum over all ranks then; returns the sums of
-        [*flags, samples, loss, metrics ..., of each parameter how many ranks have frozen it]."""
-        optimizer = self._exchange.optimizer
-        optimizer.zero_grad()
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+    def _exchanged(self, batches: Iterator[Batch], passes: int, flags: Flags) -> Agreed:
+        """The gradients are those of the global batch then; returns what the ranks agreed on."""
+        timer, heartbeat = self._context.timer, self._context.heartbeat
+        self._update.clear()
         self._exchange.begin(passes)
-        # One vector for all that travels beside gradients.
-        head = [*map(float, flags), float(passes * self._micro_size)]
-        empty = [0.0] * (len(self._names) + len(self._exchange.parameters))
-        control = torch.tensor(head + empty, dtype=torch.float64).to(self._device)
-        summed = control[len(head) : len(head) + len(self._names)]
-        handle = None
-        self._heartbeat.beat(Activity.WORKING)
-        enter = self._timer.enter
-        enter("data")
-        for done, batch in enumerate(batches, start=1):
-            on_device = to_device(batch, self._device)
-            enter("forward")
-            losses = self._task.loss(self._model, on_device)
-            means = torch.stack([losses[n].detach() for n in self._names])
-            summed += means / self._micro_batches
-            if done == passes:
-                # Only here: a rank without micro-batches has not heard the task.
-                frozen = self._exchange.frozen()
-                if any(frozen):
-                    control[-len(frozen) :] = torch.tensor(frozen)
-                handle = self._send(control)  # travels during the last backward pass
-            enter("backward")
-            (losses["loss"] / self._micro_batches).backward()
-            enter("data")
-            self._heartbeat.beat(Activity.WORKING)
+        control = ControlVector(
+            flags,
+            samples=passes * self._batch.micro_size,
+            values=len(self._passes.names),
+            parameters=len(self._exchange.parameters),
+            context=self._context,
+        )
+        self._passes.train(
+            batches,
+            passes,
+            Sums(control.sums, control.weights),
+            # Not earlier: a task freezes parameters in its forward pass.
+            before_last=lambda: control.send(self._exchange.frozen()),
+        )
         if passes == 0:
-            handle = self._send(control)
-        self._heartbeat.beat(Activity.WAITING)
-        enter("comm_exposed" if hvd.size() > 1 else "other")
+            control.send()
+        heartbeat.beat(Activity.WAITING)
+        timer.enter("comm_exposed" if self._context.mesh.data.size > 1 else "other")
         self._exchange.finish()
-        if handle is not None:
-            hvd.synchronize(handle)
-        self._heartbeat.beat(Activity.WORKING)
-        return control.tolist()
+        agreed = control.receive()
+        heartbeat.beat(Activity.WORKING)
+        return agreed
 
-    def _send(self, control: Tensor) -> int | None:
-        if hvd.size() == 1:
-            return None
-        return hvd.allreduce_async_(control, op=hvd.Sum, name="control")
-
-    def _update(self) -> tuple[float, bool]:
-        """Clips and steps unless the gradient is not finite; (norm, whether it stepped).
-
-        Every rank holds the same bits of the gradient, so all decide alike.
-        """
-        parameters = self._exchange.parameters
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = get_total_norm(gradients)
-        applied = bool(torch.isfinite(norm))
-        if applied:
-            if self._clip_norm > 0:
-                clip_grads_with_norm_(parameters, self._clip_norm, norm)
-            with self._exchange.ready():
-                self._exchange.optimizer.step()
-        else:
-            self._buffers.restore()
-        return float(norm), applied
+    def _check(self, agreed: Agreed, step: int) -> None:
+        """Raises RuntimeError unless all ranks did the same step, and all of it."""
+        ranks = self._context.mesh.data.size
+        if agreed.steps != step * ranks or agreed.samples != self._batch.global_size:
+            raise RuntimeError(
+                f"step {step + 1}: the ranks together are at {agreed.steps:.0f} steps and used "
+                f"{agreed.samples:.0f} samples"
+            )

@@ -1,16 +1,10 @@
-"""Gradients of all ranks become one sum: hvd.DistributedOptimizer, once a step.
-
-Buckets are fixed groups of parameters in the order in which backward reaches them, so
-that Horovod reduces the same buffers in every run: with more than two ranks a ring
-all-reduce adds in an order that depends on the position in the buffer, and buffers
-fused by chance would make the last bit of a run depend on timing.
-"""
+"""The default exchange: hvd.DistributedOptimizer sums whole gradients, once a step."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 import horovod.torch as hvd
@@ -22,36 +16,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from hvdtrain.errors import UnsupportedModelError
+from hvdtrain.exchange.buckets import bucket_limit, buckets
 from hvdtrain.optim.optimizer import parameter_names
 from hvdtrain.optim.supported import SPARSE
-
-# Large enough that a bucket costs more on the wire than in negotiation.
-BUCKET_BYTES = 8 << 20
-SMALLEST_BUCKET_BYTES = 1 << 20
-
-
-def bucket_limit(parameters: Sequence[Tensor]) -> int:
-    """Bytes of a bucket: a small model has several too, so that the first ones leave while
-    backward still works on the others."""
-    total = sum(p.numel() * p.element_size() for p in parameters)
-    return min(BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, total // 4))
-
-
-def buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
-    """Groups parameters, last first, into buckets of one dtype and at most `limit` bytes.
-
-    A parameter larger than `limit` has a bucket of its own.
-    """
-    groups: list[list[Tensor]] = []
-    size = 0
-    for parameter in reversed(parameters):
-        grown = size + parameter.numel() * parameter.element_size()
-        if not groups or grown > limit or groups[-1][0].dtype != parameter.dtype:
-            groups.append([])
-            grown -= size
-        groups[-1].append(parameter)
-        size = grown
-    return groups
 
 
 class _AsInMemory:
@@ -73,14 +40,11 @@ class _AsInMemory:
         return summed if layout is None else summed.as_strided(*layout)
 
 
-class GradientExchange:
-    """Wraps an optimizer in hvd.DistributedOptimizer and drives it.
+class DenseExchange:
+    """Sums the gradients of all ranks with hvd.DistributedOptimizer; see Exchange.
 
-    A step is `begin(passes)`, that many backward passes, `finish()`, `rest(...)`, then
-    `with ready(): optimizer.step()`. The exchange of a bucket starts inside the last
-    backward pass, as soon as its gradients are there. Every rank takes part in each step,
-    also with no backward pass at all and with parameters that a pass did not reach: these
-    count as zero.
+    The exchange of a bucket starts inside the last backward pass, as soon as its gradients are
+    there.
 
     A task may freeze parameters in the middle of a run (`requires_grad_(False)`) and thaw them
     again. All of their bucket travels nevertheless, with zeros for them, so that no rank waits
@@ -93,19 +57,17 @@ class GradientExchange:
         elastic: the number of ranks may change from 1 to more; Horovod's optimizer sees from
             HOROVOD_ELASTIC that it needs its hooks.
 
-    Attributes:
-        parameters: that the optimizer knows, in the model's order.
-        inflight_seconds: from the first bucket handed to Horovod to the last one's end, summed
-            over the steps so far; an upper bound of what communication took.
-        bytes: of the gradients that were exchanged in them.
     """
+
+    invariant = False  # a ring adds in an order that depends on the number of ranks
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, elastic: bool = False) -> None:
         names = parameter_names(optimizer, model)
         # In the model's order: that is what backward runs through from the end.
         self.parameters = [p for p in model.parameters() if p in names]
         groups = buckets(self.parameters, bucket_limit(self.parameters))
-        self.optimizer = hvd.DistributedOptimizer(
+        # Its gradients' exchange alone is used: the optimizer itself steps.
+        self._horovod = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=[(names[p], p) for p in self.parameters],
             compression=_AsInMemory,
@@ -160,7 +122,7 @@ class GradientExchange:
         self._reached.clear()
         self._missing = list(self._bucket_sizes)
         self._sent_at = None
-        self.optimizer.set_backward_passes_per_step(self._passes)
+        self._horovod.set_backward_passes_per_step(self._passes)
 
     def finish(self) -> None:
         """Waits until every gradient is the sum over the ranks.
@@ -185,7 +147,7 @@ class GradientExchange:
             finally:
                 for still in frozen:
                     still.requires_grad_(False)
-        self.optimizer.synchronize()
+        self._horovod.synchronize()
         if hvd.size() > 1 and self._sent_at is not None:
             self.inflight_seconds += time.perf_counter() - self._sent_at
             self.bytes += self._step_bytes
@@ -222,18 +184,11 @@ class GradientExchange:
             with suppress(HorovodInternalError, ValueError):
                 hvd.synchronize(handle)
         mpi_ops._handle_map.clear()
-        self.optimizer._handles.clear()
-        self.optimizer._synchronized = False
-        for group in self.optimizer._group_counts:
-            self.optimizer._group_counts[group] = 0
+        self._horovod._handles.clear()
+        for group in self._horovod._group_counts:
+            self._horovod._group_counts[group] = 0
         for parameter in self.parameters:
             parameter.grad = None
 
     def _unreached(self) -> list[Tensor]:
         return [p for p in self.parameters if self._reached.get(p, 0) < self._passes]
-
-    @contextmanager
-    def ready(self) -> Iterator[None]:
-        """Inside, the optimizer steps on the gradients as they are."""
-        with self.optimizer.skip_synchronize():
-            yield

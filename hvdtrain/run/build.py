@@ -2,48 +2,109 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
-from dataclasses import dataclass, fields
-from functools import cache, partial
-from importlib import metadata
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
+from functools import partial
 
-import horovod.torch as hvd
 import torch
 from torch import nn
 
-import hvdtrain
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import TrainLoader
-from hvdtrain.elastic.membership import Membership
-from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints
-from hvdtrain.engine.callbacks.evaluate import Evaluate
-from hvdtrain.engine.callbacks.export import Export
-from hvdtrain.engine.callbacks.log import LogMetrics
-from hvdtrain.engine.callbacks.profile import Profile
-from hvdtrain.engine.callbacks.replicas import ReplicaCheck
-from hvdtrain.engine.callbacks.stragglers import DetectStragglers
-from hvdtrain.engine.loop import Callback, Loop, Progress
+from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan, Progress
+from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import TrainStep
+from hvdtrain.engine.update import Update
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.dense import GradientExchange
+from hvdtrain.exchange.base import Exchange
+from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.optim.supported import check_device, check_model
-from hvdtrain.run.recorder import RunRecorder
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.runtime import heartbeat
+from hvdtrain.runtime.collectives import on_all_ranks
+from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.device import choose_device
 from hvdtrain.runtime.heartbeat import Heartbeat
+from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.phases import PhaseTimer, cuda_event
 from hvdtrain.runtime.rng import seed_all
-from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.topology import Topology
-from hvdtrain.tasks import Datasets, Task, optional
+from hvdtrain.tasks import Datasets, Task
 from hvdtrain.telemetry.exporter import Exporter
-from hvdtrain.telemetry.sinks import BackgroundSink
-from hvdtrain.telemetry.trackers import build_sinks
+from hvdtrain.telemetry.trackers import check_packages
+
+
+@dataclass
+class RunComponents:
+    """What a process makes once, and keeps through all generations of an elastic run."""
+
+    task: Task
+    datasets: Datasets
+    device: torch.device
+    state: RunState
+    exchange: Exchange
+    timer: PhaseTimer
+    exporter: Exporter | None
+    heartbeat: Heartbeat = field(default_factory=lambda: heartbeat.OWN)
+
+    def context(self, mesh: Mesh) -> RankContext:
+        """For a generation with these ranks."""
+        return RankContext(mesh, self.device, self.heartbeat, self.timer)
+
+
+@dataclass(frozen=True)
+class Start:
+    """How this process was started.
+
+    Args:
+        clock: time.perf_counter() when it began.
+        local_rank: its number on its host, as its launcher had it first.
+        elastic: processes may join and leave.
+    """
+
+    clock: float
+    local_rank: int
+    elastic: bool = False
+
+
+def build_components(
+    settings: Settings,
+    topology: Topology,
+    start: Start,
+    data: tuple[Task, Datasets] | None = None,
+) -> RunComponents:
+    """Everything that does not depend on who takes part; each part on all ranks, or on none.
+
+    Args:
+        data: the task and its data sets, where the caller has them already.
+
+    Raises:
+        AgreedError: some rank cannot.
+    """
+    config = settings.config
+    # In an elastic run local ranks change, and GPUs do not.
+    device_index = start.local_rank if start.elastic else None
+    device = on_all_ranks("device", lambda: choose_device(topology, device_index))
+    timer = build_timer(start.clock, device)
+    task, datasets = data or on_all_ranks("data", lambda: build_data(settings))
+    model = on_all_ranks("model", lambda: build_model(task, config, device))
+    state, exchange = build_state(model, config, datasets, start.elastic)
+    on_all_ranks("sinks", lambda: check_packages(config.telemetry))
+    exporter = on_all_ranks(
+        "telemetry", lambda: build_exporter(config, start.local_rank, device, timer, exchange)
+    )
+    return RunComponents(task, datasets, device, state, exchange, timer, exporter)
+
+
+def build_data(settings: Settings) -> tuple[Task, Datasets]:
+    """The task and its data.
+
+    Raises:
+        UserError: no samples.
+    """
+    task = build_task(settings)
+    return task, build_datasets(task, settings.config)
 
 
 def build_task(settings: Settings) -> Task:
@@ -81,9 +142,10 @@ def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
 
 def build_state(
     model: nn.Module, config: Config, datasets: Datasets, elastic: bool = False
-) -> tuple[RunState, GradientExchange]:
+) -> tuple[RunState, Exchange]:
     """The model with its optimizer; Horovod exchanges something on the way."""
-    exchange = GradientExchange(build_optimizer(config.optim, model), model, elastic)
+    optimizer = build_optimizer(config.optim, model)
+    exchange = DenseExchange(optimizer, model, elastic)
     identity = {
         "seed": config.seed,
         "batch.global_size": config.batch.global_size,
@@ -91,163 +153,44 @@ def build_state(
         "the number of training samples": len(datasets.train),  # type: ignore[arg-type]
         "the fingerprint of the training data": datasets.fingerprint,
     }
-    state = RunState(model, exchange.optimizer, Progress(), identity)
+    state = RunState(model, optimizer, Progress(), identity)
     return state, exchange
-
-
-@dataclass
-class RunComponents:
-    """What a process makes once, and keeps through all generations of an elastic run."""
-
-    task: Task
-    datasets: Datasets
-    device: torch.device
-    state: RunState
-    exchange: GradientExchange
-    heartbeat: Heartbeat
-    timer: PhaseTimer
-    exporter: Exporter | None
-
-
-@dataclass
-class Callbacks:
-    """The callbacks of a run, in the order in which the loop calls them."""
-
-    replicas: ReplicaCheck | None
-    export: Export | None
-    stragglers: DetectStragglers | None
-    evaluate: Evaluate | None
-    log: LogMetrics
-    checkpoint: SaveCheckpoints
-    profile: Profile | None
-
-    def as_list(self) -> list[Callback]:
-        every = (getattr(self, field.name) for field in fields(self))
-        return [callback for callback in every if callback is not None]
-
-
-def build_callbacks(
-    config: Config,
-    components: RunComponents,
-    topology: Topology,
-    recorder: RunRecorder | None,
-    folder: RunFolder,
-    failed_at: float | None = None,
-) -> Callbacks:
-    """The callbacks of one generation.
-
-    Args:
-        recorder: rank 0's.
-        failed_at: when the failure was that the generation comes after, unix time.
-    """
-    state, exporter, timer = components.state, components.exporter, components.timer
-    emit = recorder.events.write if recorder else _nothing
-    metrics = recorder.metrics if recorder else None
-    replicas, stragglers, evaluate, profile = None, None, None, None
-    if config.train.replica_check_every:
-        replicas = ReplicaCheck(
-            config.train.replica_check_every, config.checkpoint.every, state, emit
-        )
-    if config.telemetry.exchange_every:
-        stragglers = DetectStragglers(
-            config.telemetry,
-            state.progress.step,
-            timer,
-            components.exchange,
-            components.device,
-            exporter,
-            recorder.ranks if recorder else None,
-            emit,
-        )
-    if config.eval.every and components.datasets.validation is not None:
-        evaluate = Evaluate(
-            config.eval,
-            components.task,
-            state.model,
-            components.datasets.validation,
-            topology,
-            components.device,
-            components.heartbeat,
-            timer,
-            config.seed,
-        )
-    if config.profile.steps is not None:
-        profile = Profile(
-            config.profile,
-            folder.profile,
-            state.progress.step,
-            topology,
-            timer,
-            components.exchange,
-            components.device,
-        )
-    return Callbacks(
-        replicas,
-        Export(exporter, failed_at) if exporter else None,
-        stragglers,
-        evaluate,
-        LogMetrics(metrics, recorder.sinks if recorder else (), optional(components.task, "units")),
-        SaveCheckpoints(
-            config.checkpoint,
-            config.preempt.grace_seconds,
-            state.capture,
-            recorder.writer if recorder else None,
-            recorder.bring_to_disk if recorder else _nothing,
-            timer,
-        ),
-        profile,
-    )
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
 
 
 def build_loop(
     config: Config,
     components: RunComponents,
-    topology: Topology,
-    callbacks: Callbacks,
-    stop: StopFlag,
-    membership: Membership | None,
+    callbacks: list[Callback],
+    interruptions: Interruptions,
+    context: RankContext,
 ) -> Loop:
-    state, device = components.state, components.device
-    step = TrainStep(
-        components.task,
-        state.model,
-        components.exchange,
-        micro_batches=config.batch.micro_batches,
-        micro_size=config.batch.micro_size,
-        clip_norm=config.optim.clip_norm,
-        device=device,
-        heartbeat=components.heartbeat,
-        timer=components.timer,
-    )
+    """The loop of one generation."""
+    state, exchange = components.state, components.exchange
+    passes = build_passes(config, components, context)
+    update = Update(state.optimizer, exchange, config.optim.clip_norm)
     loader = TrainLoader(
         components.datasets.train,
         samples=state.progress.samples,
-        global_size=config.batch.global_size,
-        micro_size=config.batch.micro_size,
-        rank=topology.rank,
-        world_size=topology.world_size,
-        seed=config.seed,
-        pin_memory=device.type == "cuda",
-    )
-    return Loop(
-        train=config.train,
         batch=config.batch,
-        topology=topology,
-        step=step,
-        loader=loader,
-        learning_rate=partial(
-            learning_rate, config.schedule, config.optim.lr, steps=config.train.steps
-        ),
-        progress=state.progress,
-        callbacks=callbacks.as_list(),
-        stop=stop,
-        membership_changed=lambda: membership is not None and membership.hosts_changed,
-        heartbeat=components.heartbeat,
+        group=context.mesh.data,
+        seed=config.seed,
+        pin_memory=components.device.type == "cuda",
     )
+    rate = partial(learning_rate, config.schedule, config.optim.lr, steps=config.train.steps)
+    return Loop(
+        Plan(config.train, config.batch, rate),
+        TrainStep(passes, exchange, update, config.batch, context),
+        loader,
+        state.progress,
+        callbacks,
+        interruptions,
+        context,
+    )
+
+
+def build_passes(config: Config, components: RunComponents, context: RankContext) -> Accumulate:
+    """Forward and backward of one generation, for training and for evaluation."""
+    return Accumulate(components.task, components.state.model, config.batch.micro_batches, context)
 
 
 def build_timer(began: float, device: torch.device) -> PhaseTimer:
@@ -263,7 +206,7 @@ def build_exporter(
     local_rank: int,
     device: torch.device,
     timer: PhaseTimer,
-    exchange: GradientExchange,
+    exchange: Exchange,
 ) -> Exporter | None:
     """This rank's exporter, which serves from now on; None where telemetry is off.
 
@@ -300,69 +243,3 @@ def build_exporter(
         lambda: config.checkpoint.every_seconds,
     )
     return exporter
-
-
-def build_recorder(config: Config, folder: RunFolder) -> RunRecorder:
-    """Rank 0's, for a folder that it holds."""
-    sinks = build_sinks(config.telemetry, folder.path)
-    return RunRecorder(folder, config.checkpoint.keep, [BackgroundSink(sink) for sink in sinks])
-
-
-def run_facts(config: Config) -> dict[str, str]:
-    """The labels of hvdtrain_run_info."""
-    return {
-        "task": config.task,
-        "hvdtrain": hvdtrain.__version__,
-        "torch": torch.__version__,
-    }
-
-
-def build_manifest(
-    settings: Settings,
-    topology: Topology,
-    device: torch.device,
-    fingerprint: str | None,
-    starts: list[dict[str, Any]],
-) -> dict[str, Any]:
-    """What RUN/manifest.json says: what ran, where, on which data.
-
-    Args:
-        starts: one entry for each start of the run so far, this one last.
-    """
-    versions = {"hvdtrain": hvdtrain.__version__, "python": platform.python_version()}
-    versions |= {name: metadata.version(name) for name in ("torch", "horovod", "numpy")}
-    controller = "mpi" if hvd.mpi_enabled() else "gloo"
-    return {
-        "versions": versions,
-        "task": settings.config.task,
-        "world_size": topology.world_size,
-        "hosts": topology.ranks_by_host(),
-        "horovod": {
-            "controller": controller,
-            "built": {
-                "mpi": bool(hvd.mpi_built()),
-                "gloo": bool(hvd.gloo_built()),
-                "nccl": bool(hvd.nccl_built()),
-                "cuda": bool(hvd.cuda_built()),
-            },
-        },
-        "device": device.type,
-        "threads_per_rank": torch.get_num_threads(),
-        "git_commit": _git_commit(),
-        "data_fingerprint": fingerprint,
-        "seed": settings.config.seed,
-        "restarts": len(starts) - 1,
-        "starts": starts,
-    }
-
-
-@cache
-def _git_commit() -> str | None:
-    """The commit of the working folder, so of the user's own code; None outside a repository."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, cwd=Path.cwd()
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

@@ -12,6 +12,7 @@ from typing import Any
 from hvdtrain.checkpoint.format import Checkpoint, read
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.writer import CheckpointWriter
+from hvdtrain.config import Config
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.log import logger
 from hvdtrain.run_files.events_file import EventsFile, read_lines
@@ -19,6 +20,7 @@ from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.run_files.metrics_file import MetricsFile
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.sinks import BackgroundSink
+from hvdtrain.telemetry.trackers import build_sinks
 
 # For the sinks at the end; less where somebody waits for the process to be gone.
 _PATIENCE_S = 10.0
@@ -142,6 +144,10 @@ class RunRecorder:
         self._lost_steps = sum(event.get("lost_steps", 0) for event in starts) + lost
         self.events.write("start", generation=len(starts), lost_steps=lost, **facts)
 
+    def emit_end(self, step: int, exit_code: int) -> None:
+        """Writes the ledger's line of an end that the ranks agreed on."""
+        self.events.write("end", step=step, exit_code=exit_code)
+
     def end_sinks(self, exit_code: int) -> None:
         """Waits until the sinks have everything, a while; a second time it does nothing.
 
@@ -185,6 +191,12 @@ class RunRecorder:
     def _failures(self) -> int:
         files = (self.metrics, self.ranks, self.events, self._small, self.folder.ownership)
         return sum(file.failures for file in files if file is not None)
+
+
+def build_recorder(config: Config, folder: RunFolder) -> RunRecorder:
+    """Rank 0's, for a folder that it holds."""
+    sinks = build_sinks(config.telemetry, folder.path)
+    return RunRecorder(folder, config.checkpoint.keep, [BackgroundSink(sink) for sink in sinks])
 
 
 class LateFiles:

@@ -10,10 +10,14 @@ from typing import Any, ParamSpec, TypeVar
 
 import horovod.torch as hvd
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
 from hvdtrain.errors import UserError
 from hvdtrain.runtime import heartbeat
+
+# Another rank is gone, or cannot be reached: no rank starts a collective in this generation.
+RankLostError = HorovodInternalError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -130,6 +134,16 @@ def completed(handle: int) -> Tensor:
     return hvd.synchronize(handle)
 
 
+def begin_sum(values: Tensor, name: str) -> int:
+    """Begins to replace `values` by their sum over the ranks; see `completed`."""
+    return hvd.allreduce_async_(values, op=hvd.Sum, name=name)
+
+
+def begin_gather(row: Tensor, name: str) -> int:
+    """Begins to gather a row (1 x N) of each rank into a table (ranks x N); see `completed`."""
+    return hvd.allgather_async(row, name=name)
+
+
 class AgreedError(UserError):
     """An error of at least one rank, known to all: they end alike, and one of them says why."""
 
@@ -139,12 +153,28 @@ class AgreedError(UserError):
         self.rank = rank
 
 
-def agree(error: UserError | None, name: str) -> None:
-    """Ends a part of the work that may fail on some ranks and not on others.
+def on_all_ranks(name: str, part: Callable[[], R]) -> R:
+    """Runs a part that may fail on some ranks and not on others: then all continue, or none does.
+
+    Args:
+        name: of the exchange; alike on all ranks.
+
+    Returns:
+        What `part` returned here.
 
     Raises:
-        AgreedError: on every rank, if any rank brings an error; the lowest one's counts.
+        AgreedError: on every rank, if `part` raised UserError on any; the lowest one's counts.
     """
+    result, error = None, None
+    try:
+        result = part()
+    except UserError as failure:
+        error = failure
+    _agree(error, name)
+    return result  # type: ignore[return-value]
+
+
+def _agree(error: UserError | None, name: str) -> None:
     failures = sum_(torch.tensor(float(error is not None)), f"{name}.failures")
     if not failures:
         return  # as nearly always; with many ranks each exchange less is time saved

@@ -1,4 +1,4 @@
-"""Starting Horovod, once, and choosing the device and the number of threads."""
+"""Starting Horovod for a generation, and the number of threads of a rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvdtrain.errors import UserError
-from hvdtrain.log import logger
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.topology import Topology
@@ -50,47 +49,26 @@ def _set_threads(cores: int, sharers: int) -> None:
         torch.set_num_threads(max(1, cores // sharers))
 
 
-def choose_device(topology: Topology, device_index: int | None = None) -> torch.device:
-    """A GPU of this rank's own where torch has CUDA and Horovod was built for it, else the CPU.
-
-    Every rank calls it. Launchers either show a host's ranks all of its GPUs, and rank and GPU
-    pair up by number, or show each rank only its own (srun --gpus-per-task=1).
-
-    Args:
-        device_index: this process's GPU on its host, where that is not its local rank: in an
-            elastic run local ranks change, and GPUs do not.
-
-    Raises:
-        UserError: this host has fewer GPUs than ranks.
-    """
-    visible_here = _visible_gpus()
-    visible = gather_json(visible_here, "gpus")
-    if not visible_here:
-        return torch.device("cpu")
-    neighbours = topology.ranks_by_host()[topology.host]
-    # By UUID: under srun each rank calls its own GPU number 0.
-    others = {gpu for rank in neighbours if rank != topology.rank for gpu in visible[rank]}
-    own = others.isdisjoint(visible_here)
-    index = device_index if device_index is not None else 0 if own else topology.local_rank
-    if index >= len(visible_here):
-        ranks = max(topology.local_size, index + 1)
-        raise UserError(
-            f"{topology.host} has {len(others.union(visible_here))} GPUs, but {ranks} "
-            "ranks; start one rank for each GPU"
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
+def shut_down() -> None:
+    """Ends every collective that is under way, and leaves the ranks of this generation."""
+    hvd.shutdown()
 
 
-def _visible_gpus() -> list[str]:
-    """UUIDs of the GPUs that this rank can use, in CUDA's order."""
-    if not torch.cuda.is_available():
-        return []
-    if not (hvd.nccl_built() or hvd.cuda_built()):
-        logger.warning(
-            "CUDA is there, but Horovod was built without it: training on the CPU; "
-            "`hvdtrain horovod build --gpu nccl --install` builds it for GPUs"
-        )
-        return []
-    gpus = range(torch.cuda.device_count())
-    return [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus]
+def abort_collectives() -> None:
+    """Fails the collectives that are under way in this process; safe to call from any thread."""
+    hvd.abort()
+
+
+def controller() -> str:
+    """Through what the ranks coordinate: "mpi" or "gloo"."""
+    return "mpi" if hvd.mpi_enabled() else "gloo"
+
+
+def built_with() -> dict[str, bool]:
+    """What Horovod was built with: mpi, gloo, nccl, cuda."""
+    return {
+        "mpi": bool(hvd.mpi_built()),
+        "gloo": bool(hvd.gloo_built()),
+        "nccl": bool(hvd.nccl_built()),
+        "cuda": bool(hvd.cuda_built()),
+    }

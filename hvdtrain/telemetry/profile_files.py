@@ -33,7 +33,7 @@ class RankProfile:
         steps: first step, and the one after the last
         phases: seconds of each phase; together the wall time
         wall_seconds: from before the first step to after the last one's callbacks
-        inflight_seconds: see GradientExchange
+        inflight_seconds: see Exchange
         host_peak_bytes: of each phase, resident memory; None where it cannot be told
         device_peak_bytes: of each phase, memory of tensors; None without a GPU
         device: "cpu" or "cuda"

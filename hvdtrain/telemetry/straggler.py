@@ -14,7 +14,7 @@ from torch import Tensor
 from hvdtrain.runtime.phases import PHASES
 
 # What a rank tells of the steps since the ranks last told each other: seconds of each phase,
-# and wall_seconds by another clock; see GradientExchange for inflight_seconds and bytes;
+# and wall_seconds by another clock; see Exchange for inflight_seconds and bytes;
 # micro_batches that it computed; bytes of memory now, resident and allocated on its device.
 COLUMNS = (
     *PHASES,

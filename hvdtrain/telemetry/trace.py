@@ -25,7 +25,7 @@ class Trace:
         step: the first one that is recorded.
         device: where the model is.
         timer: of the phases; its listener must call `enter`.
-        inflight: GradientExchange.inflight_seconds, now.
+        inflight: Exchange.inflight_seconds, now.
     """
 
     def __init__(

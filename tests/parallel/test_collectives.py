@@ -8,10 +8,10 @@ import torch
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.collectives import (
     AgreedError,
-    agree,
     broadcast_json,
     broadcast_tensors,
     gather_json,
+    on_all_ranks,
     piece_bytes,
     sum_,
 )
@@ -29,22 +29,25 @@ def test_gather_json_mixes_or_cuts_values_of_different_lengths(topology: Topolog
     assert gathered == [{"rank": r, "text": "é" * 1000 * r} for r in range(topology.world_size)]
 
 
-def test_agree_ends_a_part_that_nobody_failed(topology: Topology) -> None:
-    agree(None, "part")
+def test_a_part_that_nobody_failed_is_ended_or_its_result_lost(topology: Topology) -> None:
+    assert on_all_ranks("part", lambda: topology.rank) == topology.rank
 
 
 @pytest.mark.parametrize("failing", ["first", "last", "all"])
-def test_a_rank_goes_on_after_another_failed_or_another_message_counts(
+def test_a_rank_continues_after_another_failed_or_another_message_counts(
     topology: Topology, failing: str
 ) -> None:
     last = topology.world_size - 1
     ranks = {"first": [0], "last": [last], "all": list(range(last + 1))}[failing]
-    error: UserError | None = None
-    if topology.rank in ranks:
-        error = UserError(f"rank {topology.rank} failed")
-        error.exit_code = 3 if topology.rank == 0 else 2
+
+    def part() -> None:
+        if topology.rank in ranks:
+            error = UserError(f"rank {topology.rank} failed")
+            error.exit_code = 3 if topology.rank == 0 else 2
+            raise error
+
     with pytest.raises(AgreedError, match=f"rank {ranks[0]} failed") as caught:
-        agree(error, "part")
+        on_all_ranks("part", part)
     assert caught.value.rank == ranks[0]
     assert caught.value.exit_code == (3 if ranks[0] == 0 else 2)
 

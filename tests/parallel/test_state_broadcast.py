@@ -11,7 +11,7 @@ from torch import nn
 
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.state import RunState, model_tensors
-from hvdtrain.exchange.dense import GradientExchange
+from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer, state_tensors
 from hvdtrain.runtime.topology import Topology
@@ -25,8 +25,9 @@ def _model(seed: int) -> nn.Module:
 def _state(seed: int, name: str = "adamw") -> RunState:
     model = _model(seed)
     config = OptimConfig(name=name, lr=0.1)  # type: ignore[arg-type]
-    exchange = GradientExchange(build_optimizer(config, model), model)
-    return RunState(model, exchange.optimizer, Progress(), identity={})
+    optimizer = build_optimizer(config, model)
+    DenseExchange(optimizer, model)  # its hooks see what is trained here
+    return RunState(model, optimizer, Progress(), identity={})
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from hvdtrain.data.config import BatchConfig
+from hvdtrain.engine.control import Flags
+from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.step import StepResult, TrainStep
-from hvdtrain.exchange.dense import GradientExchange
+from hvdtrain.engine.update import Update
+from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer, state_tensors
 from hvdtrain.runtime.collectives import gather_json
+from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Heartbeat
+from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets
@@ -51,13 +59,24 @@ def _batch(step: int, number: int) -> Tensor:
     return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def _step(task: _Task, model: nn.Module, name: str, micro_batches: int) -> TrainStep:
-    config = OptimConfig(name=name, weight_decay=0.5)  # type: ignore[arg-type]
+def _step(
+    task: Any, model: nn.Module, optimizer: Optimizer, micro_batches: int, topology: Topology
+) -> TrainStep:
+    context = RankContext(
+        Mesh.replicated(topology), CPU, Heartbeat(), PhaseTimer(time.perf_counter())
+    )
+    exchange = DenseExchange(optimizer, model)
     return TrainStep(
-        task, model, GradientExchange(build_optimizer(config, model), model),
-        micro_batches=micro_batches, micro_size=4, clip_norm=0.1, device=CPU,
-        heartbeat=Heartbeat(), timer=PhaseTimer(time.perf_counter()),
-    )  # fmt: skip
+        Accumulate(task, model, micro_batches, context),
+        exchange,
+        Update(optimizer, exchange, clip_norm=0.1),
+        BatchConfig(global_size=4 * micro_batches, micro_size=4),
+        context,
+    )
+
+
+def _optimizer(model: nn.Module, name: str) -> Optimizer:
+    return build_optimizer(OptimConfig(name=name, weight_decay=0.5), model)  # type: ignore[arg-type]
 
 
 FROZEN = [False, False, True, True, False, True]  # of each step
@@ -73,16 +92,13 @@ def test_a_frozen_parameter_moves_or_the_others_do_not(
     micro_batches = SHARES[share]
     task = _Task(when)
     model, alone = task.model(), task.model()
-    step = _step(task, model, name, micro_batches)
-    optimizer = build_optimizer(OptimConfig(name=name, weight_decay=0.5), alone)  # type: ignore[arg-type]
+    step = _step(task, model, _optimizer(model, name), micro_batches, topology)
+    optimizer = _optimizer(alone, name)
     for number, frozen in enumerate(FROZEN):
         own = range(topology.rank, micro_batches, topology.world_size)
         task.frozen = frozen
         before = [p.detach().clone() for p in model[0].parameters()]
-        step(
-            (_batch(number, j) for j in own), len(own), 0.05,
-            step=number, stop=False, membership_changed=False,
-        )  # fmt: skip
+        step((_batch(number, j) for j in own), len(own), 0.05, Flags(False, False, number))
         # One plain loop over all micro-batches, in which nothing has a gradient but what trains.
         optimizer.zero_grad()
         for j in range(micro_batches):
@@ -117,17 +133,15 @@ def test_a_skipped_step_leaves_something_behind_on_some_rank(topology: Topology)
     task = _Poisoned("")
     model = task.model()
     micro_batches = 2 * topology.world_size
-    step = _step(task, model, "adamw", micro_batches)
-    optimizer = step._exchange.optimizer
+    optimizer = _optimizer(model, "adamw")
+    step = _step(task, model, optimizer, micro_batches, topology)
 
     def run(number: int, poisoned: bool) -> StepResult:
         own = range(topology.rank, micro_batches, topology.world_size)
         batches = [_batch(number, j) for j in own]
         if poisoned and topology.rank == topology.world_size - 1:
             batches[0][0, 0] = float("nan")
-        return step(
-            iter(batches), len(own), 0.05, step=number, stop=False, membership_changed=False
-        )
+        return step(iter(batches), len(own), 0.05, Flags(False, False, number))
 
     assert run(0, poisoned=False).applied
     before = _state(model, optimizer)
@@ -136,3 +150,43 @@ def test_a_skipped_step_leaves_something_behind_on_some_rank(topology: Topology)
     assert run(2, poisoned=False).applied
     after = _state(model, optimizer)
     assert after.keys() == before.keys() and all(after[name] != before[name] for name in before)
+
+
+class _Weighted(_Task):
+    """Rows of a batch have different numbers of valid values: the rest are NaN-free padding."""
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Any]:
+        valid = batch[:, 0] > 0
+        losses = model(batch).square().squeeze(1)[valid]
+        largest = batch.detach().abs().max()
+        return {"loss": (losses.sum(), valid.sum()), "largest": largest}
+
+    metrics = ("largest",)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_weighted_loss_is_averaged_by_micro_batch_and_not_over_the_global_batch(
+    topology: Topology, share: str
+) -> None:
+    micro_batches = SHARES[share]
+    task = _Weighted("")
+    model, alone = task.model(), task.model()
+    step = _step(task, model, _optimizer(model, "sgd"), micro_batches, topology)
+    optimizer = _optimizer(alone, "sgd")
+    for number in range(3):
+        own = range(topology.rank, micro_batches, topology.world_size)
+        result = step((_batch(number, j) for j in own), len(own), 0.05, Flags(False, False, number))
+        batches = [_batch(number, j) for j in range(micro_batches)]
+        rows = torch.cat(batches)
+        optimizer.zero_grad()
+        expected = alone(rows).square().squeeze(1)[rows[:, 0] > 0].mean()
+        expected.backward()
+        torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05
+        optimizer.step()
+        assert result.values["loss"] == pytest.approx(float(expected), rel=1e-9)
+        largest = sum(float(batch.abs().max()) for batch in batches) / micro_batches
+        assert result.values["largest"] == pytest.approx(largest, rel=1e-9)
+        for parameter, other in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(parameter, other, rtol=1e-9, atol=1e-12)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hvdtrain.errors import UserError
-from hvdtrain.runtime import init
+from hvdtrain.runtime import device
 from hvdtrain.runtime.topology import Topology
 
 ALL = ["a", "b"]
@@ -26,15 +26,15 @@ def _choose(
         torch.cuda, "get_device_properties", lambda gpu: SimpleNamespace(uuid=seen[gpu])
     )
     monkeypatch.setattr(torch.cuda, "set_device", lambda gpu: None)
-    monkeypatch.setattr(init.hvd, "nccl_built", lambda: built)
-    monkeypatch.setattr(init.hvd, "cuda_built", lambda: built)
+    monkeypatch.setattr(device.hvd, "nccl_built", lambda: built)
+    monkeypatch.setattr(device.hvd, "cuda_built", lambda: built)
 
     def gather(mine: list[str], name: str) -> list[list[str]]:
         assert mine == (seen if built else [])
         return visible
 
-    monkeypatch.setattr(init, "gather_json", gather)
-    return init.choose_device(Topology(rank, 4, rank % 2, 2, TWO_HOSTS))
+    monkeypatch.setattr(device, "gather_json", gather)
+    return device.choose_device(Topology(rank, 4, rank % 2, 2, TWO_HOSTS))
 
 
 @pytest.mark.parametrize("rank", range(4))

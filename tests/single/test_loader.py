@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hvdtrain.config import Config
+from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.loader import TrainLoader, to_device, validation_batches
 from hvdtrain.data.order import sample_order
 from hvdtrain.errors import UserError
 from hvdtrain.run.build import build_datasets
+from hvdtrain.runtime.mesh import Group
 from hvdtrain.tasks import Datasets
 
 SIZE, SEED = 37, 5
@@ -35,10 +37,8 @@ def _loader(rank: int, world_size: int, micro: int, batches: int, samples: int =
     return TrainLoader(
         _Numbers(),
         samples=samples,
-        global_size=micro * batches,
-        micro_size=micro,
-        rank=rank,
-        world_size=world_size,
+        batch=BatchConfig(global_size=micro * batches, micro_size=micro),
+        group=Group(rank, world_size),
         seed=SEED,
     )
 
@@ -94,7 +94,7 @@ def test_validation_repeats_or_leaves_out_a_sample(
     seen: list[int] = []
     for rank in range(world_size):
         for count, batch in validation_batches(
-            _Numbers(), samples, micro, rank=rank, world_size=world_size, seed=SEED
+            _Numbers(), samples, micro, Group(rank, world_size), SEED
         ):
             assert count == len(batch) <= micro
             seen += batch.tolist()
@@ -111,10 +111,7 @@ class _Noisy(_Numbers):
 @pytest.mark.parametrize("world_size", [2, 3, 7])
 def test_what_a_data_set_draws_depends_on_ranks_or_restarts(world_size: int) -> None:
     def steps(rank: int, world_size: int, first: int) -> dict[tuple[int, int], list[list[float]]]:
-        loader = TrainLoader(
-            _Noisy(), samples=first * 8, global_size=8, micro_size=2, rank=rank,
-            world_size=world_size, seed=SEED,
-        )  # fmt: skip
+        loader = TrainLoader(_Noisy(), first * 8, BatchConfig(8, 2), Group(rank, world_size), SEED)
         seen = {}
         for step in range(first, 4):
             for j, batch in zip(loader.local_micro_batches, loader.next_step(step), strict=True):

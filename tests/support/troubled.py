@@ -63,4 +63,4 @@ def _fail(*_: Any, **__: Any) -> None:
 
 
 if _trouble() == "device":
-    hvdtrain.session.choose_device = lambda *_: torch.device("meta")
+    hvdtrain.run.build.choose_device = lambda *_: torch.device("meta")

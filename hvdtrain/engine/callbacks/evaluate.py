@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import Dataset
 
-from hvdtrain.data.loader import to_device, validation_batches
+from hvdtrain.data.loader import validation_batches
 from hvdtrain.engine.config import EvalConfig
+from hvdtrain.engine.control import mean
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.engine.modes import evaluating
+from hvdtrain.engine.passes import Accumulate, Sums
 from hvdtrain.runtime.collectives import sum_
-from hvdtrain.runtime.heartbeat import Activity, Heartbeat
-from hvdtrain.runtime.phases import PhaseTimer
-from hvdtrain.runtime.topology import Topology
-from hvdtrain.tasks import Task, optional
+from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.heartbeat import Activity
 
 
 class Evaluate:
@@ -25,35 +24,25 @@ class Evaluate:
     def __init__(
         self,
         config: EvalConfig,
-        task: Task,
-        model: nn.Module,
+        passes: Accumulate,
         dataset: Dataset[Any],
-        topology: Topology,
-        device: torch.device,
-        heartbeat: Heartbeat,
-        timer: PhaseTimer,
         seed: int,
+        context: RankContext,
     ) -> None:
         self._config = config
-        self._task = task
-        self._model = model
+        self._passes = passes
         self._dataset = dataset
-        self._topology = topology
-        self._device = device
-        self._heartbeat = heartbeat
-        self._timer = timer
         self._seed = seed
-        self._names = ("loss", *optional(task, "metrics"))
+        self._context = context
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         if loop.preempted:
             return  # the grace period is for the checkpoint
         if loop.ending or loop.progress.step % self._config.every == 0:
-            with self._timer.inside("eval"):
+            with self._context.timer.inside("eval"):
                 values = self.evaluate(loop.batch.global_size, loop.batch.micro_size)
             record.update({f"validation_{name}": value for name, value in values.items()})
 
-    @torch.no_grad()
     def evaluate(self, global_size: int, micro_size: int) -> dict[str, float]:
         """Means over the first samples of the validation data, the same on every rank.
 
@@ -61,26 +50,17 @@ class Evaluate:
         the same for any number of ranks, and in each evaluation, so that evaluating one model
         twice gives one value.
         """
+        names, context = self._passes.names, self._context
         samples = self._config.batches * global_size
-        topology = self._topology
-        total = torch.zeros(1 + len(self._names), dtype=torch.float64, device=self._device)
-        share = validation_batches(
-            self._dataset,
-            samples,
-            micro_size,
-            rank=topology.rank,
-            world_size=topology.world_size,
-            seed=self._seed,
+        batches = validation_batches(
+            self._dataset, samples, micro_size, context.mesh.data, self._seed
         )
-        with evaluating(self._model):
-            for count, batch in share:
-                self._heartbeat.beat(Activity.WORKING)
-                losses = self._task.loss(self._model, to_device(batch, self._device))
-                total[0] += count
-                total[1:] += torch.stack([losses[n].detach() for n in self._names]) * count
-        self._heartbeat.beat(Activity.WAITING)
-        count_all, *sums = sum_(total, "evaluate").tolist()
-        return {name: value / count_all for name, value in zip(self._names, sums, strict=True)}
+        total = torch.zeros(2, len(names), dtype=torch.float64, device=context.device)
+        with evaluating(self._passes.model):
+            self._passes.evaluate(batches, Sums(*total))
+        context.heartbeat.beat(Activity.WAITING)
+        values = map(mean, *sum_(total, "evaluate").tolist())
+        return dict(zip(names, values, strict=True))
 
     def close(self) -> None:
         pass

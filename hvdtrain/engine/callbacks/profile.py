@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import horovod.torch as hvd
 import torch
 
 from hvdtrain.engine.loop import Loop, StepRecord
-from hvdtrain.exchange.dense import GradientExchange
+from hvdtrain.exchange.base import Exchange
 from hvdtrain.log import logger
-from hvdtrain.runtime.collectives import completed
-from hvdtrain.runtime.phases import PhaseTimer
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime import timeline
+from hvdtrain.runtime.collectives import begin_sum, completed
+from hvdtrain.runtime.context import RankContext
 from hvdtrain.telemetry.config import ProfileConfig
 from hvdtrain.telemetry.profile_files import (
     READY,
@@ -44,17 +42,15 @@ class Profile:
         config: ProfileConfig,
         folder: Path,
         step: int,
-        topology: Topology,
-        timer: PhaseTimer,
-        exchange: GradientExchange,
-        device: torch.device,
+        exchange: Exchange,
+        context: RankContext,
     ) -> None:
         self._steps = config.range
         self._folder = folder
-        self._topology = topology
-        self._timer = timer
+        self._topology = topology = context.mesh.topology
+        self._timer = context.timer
         self._exchange = exchange
-        self._device = device
+        self._device = device = context.device
         named = config.named_ranks
         self._mine = named is None or topology.rank in named
         self._failed = False
@@ -104,7 +100,7 @@ class Profile:
         if phase == "comm_exposed":
             # On every rank alike, whatever failed on this one: the backward pass has ended.
             name = f"{READY}{self._next}"
-            self._ready = hvd.allreduce_async_(torch.zeros(1), name=name, op=hvd.Sum)
+            self._ready = begin_sum(torch.zeros(1), name)
         if self._trace is not None:
             trace = self._trace
             self._try(lambda: trace.enter(phase))
@@ -124,21 +120,18 @@ class Profile:
     def _start_timeline(self) -> None:
         if self._topology.world_size == 1:
             return  # nobody to wait for
-        if os.environ.get("HOROVOD_TIMELINE") != "DYNAMIC":
+        if not timeline.can_start():
             logger.warning("profile: HOROVOD_TIMELINE names a file: Horovod's timeline is there")
             return
         assert self._first is not None
-        path = timeline_path(self._folder, self._first)
-        path.touch()  # Horovod would not say that it cannot
-        hvd.start_timeline(str(path))
+        timeline.start(timeline_path(self._folder, self._first))
         self._timeline = True
 
     def _end(self) -> None:
         self._timer.listen(None)
-        if self._timeline:  # also after a failure: Horovod must not write when it is shut down
+        if self._timeline:
             self._timeline = False
-            with suppress(ValueError):
-                hvd.stop_timeline()
+            timeline.stop()
         self._try(self._write_files)
         self._first, self._trace = None, None
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import horovod.torch as hvd
 import psutil
 import torch
 from torch import Tensor
 
 from hvdtrain.engine.loop import Loop, StepRecord
-from hvdtrain.exchange.dense import GradientExchange
+from hvdtrain.exchange.base import Exchange
 from hvdtrain.log import logger
 from hvdtrain.run_files.metrics_file import MetricsFile
-from hvdtrain.runtime.collectives import completed
-from hvdtrain.runtime.phases import PHASES, PhaseTimer
+from hvdtrain.runtime.collectives import begin_gather, completed
+from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.phases import PHASES
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.straggler import COLUMNS, StragglerWatch, Verdict, column, scores
@@ -28,34 +29,45 @@ from hvdtrain.telemetry.straggler import COLUMNS, StragglerWatch, Verdict, colum
 _PROCESS = psutil.Process()
 
 
+@dataclass(frozen=True)
+class Destinations:
+    """Where this rank's findings go.
+
+    Args:
+        exporter: this rank's.
+        file: RUN/ranks.jsonl, on rank 0: a line for each exchange.
+        emit: called with each verdict ("straggler" or "straggler_ended", fields), on rank 0.
+    """
+
+    exporter: Exporter | None
+    file: MetricsFile | None
+    emit: Callable[..., None]
+
+
 class DetectStragglers:
     """Every rank has one in each generation; every rank knows all figures and decides alike.
 
     Args:
         step: steps done when the generation begins.
-        figures: RUN/ranks.jsonl, on rank 0: a line for each exchange.
-        emit: called with each verdict ("straggler" or "straggler_ended", fields), on rank 0.
     """
 
     def __init__(
         self,
         config: TelemetryConfig,
         step: int,
-        timer: PhaseTimer,
-        exchange: GradientExchange,
-        device: torch.device,
-        exporter: Exporter | None,
-        figures: MetricsFile | None,
-        emit: Callable[..., None],
+        exchange: Exchange,
+        destinations: Destinations,
+        context: RankContext,
     ) -> None:
         self._every = config.exchange_every
-        self._watch = StragglerWatch(config.straggler_threshold, hvd.size())
-        self._timer = timer
+        self._ranks = context.mesh.topology.world_size
+        self._watch = StragglerWatch(config.straggler_threshold, self._ranks)
+        self._timer = context.timer
         self._exchange = exchange
-        self._device = device
-        self._exporter = exporter
-        self._figures = figures
-        self._emit = emit
+        self._device = context.device
+        self._exporter = destinations.exporter
+        self._file = destinations.file
+        self._emit = destinations.emit
         self._told_step = step
         self._micro_batches = 0
         self._before = self._totals()
@@ -75,10 +87,10 @@ class DetectStragglers:
         own = self._row()
         self._line = {"step": step, "steps": step - self._told_step, "time": record["time"]}
         self._told_step = step
-        if hvd.size() == 1:
+        if self._ranks == 1:
             self._take(loop, own)
             return
-        self._handle = hvd.allgather_async(own, name="compare")
+        self._handle = begin_gather(own, "stragglers")
         if loop.ending:
             self._take(loop, completed(self._handle))
 
@@ -106,12 +118,12 @@ class DetectStragglers:
         rank = loop.topology.rank
         if self._exporter is not None:
             self._exporter.straggler(float(found[rank]), self._watch.slow.get(rank))
-        if self._figures is None:
+        if self._file is None:
             return
         for verdict in verdicts:
             self._tell(loop, verdict)
-        if self._line["step"] > (self._figures.last_step or 0):
-            self._figures.write({**self._line, **_columns(table), "score": _round(found, 4)})
+        if self._line["step"] > (self._file.last_step or 0):
+            self._file.write({**self._line, **_columns(table), "score": _round(found, 4)})
 
     def _tell(self, loop: Loop, verdict: Verdict) -> None:
         rank, kind, step = verdict.rank, verdict.kind, self._line["step"]

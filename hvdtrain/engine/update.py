@@ -1,0 +1,66 @@
+"""From the gradient of the global batch to the next parameters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.optim import Optimizer
+
+from hvdtrain.exchange.base import Exchange
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What an update did.
+
+    Args:
+        grad_norm: norm of the gradient of the global batch, before clipping
+        applied: False where it was not finite: parameters and optimizer are what they were
+    """
+
+    grad_norm: float
+    applied: bool
+
+
+class Update:
+    """Scales the gradients, checks that they are finite, clips them, and steps.
+
+    Args:
+        optimizer: over the parameters of `exchange`.
+        exchange: has the gradients of the global batch when `apply` is called.
+        clip_norm: gradients are scaled down to this norm; 0 = never.
+    """
+
+    def __init__(self, optimizer: Optimizer, exchange: Exchange, clip_norm: float) -> None:
+        self._optimizer = optimizer
+        self._exchange = exchange
+        self._clip_norm = clip_norm
+
+    def clear(self) -> None:
+        """Takes away the gradients of the step before."""
+        self._optimizer.zero_grad()
+
+    def apply(self, lr: float, gradient_scale: float) -> UpdateResult:
+        """Updates the parameters, unless the gradient is not finite.
+
+        Every rank holds the same bits of the gradient, so all decide alike.
+
+        Args:
+            lr: learning rate.
+            gradient_scale: what gradients are multiplied with first.
+        """
+        parameters = self._exchange.parameters
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradient_scale != 1.0:
+            torch._foreach_mul_(gradients, gradient_scale)
+        norm = get_total_norm(gradients)
+        applied = bool(torch.isfinite(norm))
+        if applied:
+            if self._clip_norm > 0:
+                clip_grads_with_norm_(parameters, self._clip_norm, norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+        return UpdateResult(float(norm), applied)

@@ -1,0 +1,56 @@
+"""What every exchange offers to the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Exchange(Protocol):
+    """Makes the gradients of all ranks of the data axis those of the global batch.
+
+    A step is `begin(passes)`, that many backward passes, `finish()` and `rest(...)`; the
+    optimizer steps then. Every rank takes part in each step, also with no backward pass at all
+    and with parameters that a pass did not reach: these count as zero.
+
+    Attributes:
+        invariant: the gradients have the same bits on any number of ranks.
+        parameters: that are exchanged, in the model's order.
+        inflight_seconds: from the first bucket handed over to the last one's end, summed over
+            the steps so far; an upper bound of what communication took.
+        bytes: of the gradients that were exchanged in them.
+    """
+
+    invariant: bool
+    inflight_seconds: float
+    bytes: int
+
+    @property
+    def parameters(self) -> Sequence[Tensor]: ...
+
+    def begin(self, passes: int) -> None:
+        """Announces the number of backward passes of this step on this rank; may be 0."""
+
+    def finish(self) -> None:
+        """Waits until every gradient is that of the global batch.
+
+        Raises:
+            HorovodInternalError: another rank is gone.
+        """
+
+    def frozen(self) -> list[bool]:
+        """Of each of `parameters`, whether the task has frozen it here.
+
+        Raises:
+            UnsupportedModelError: the task wants to train a parameter that was frozen when it made
+                the model.
+        """
+        ...
+
+    def rest(self, frozen: Sequence[bool]) -> None:
+        """Takes the gradients of frozen parameters away; every rank names the same."""
+
+    def abort(self) -> None:
+        """Clears what a failed step has left, so that the next one can begin."""

@@ -1,0 +1,114 @@
+"""The callbacks of a generation, in the order in which the loop calls them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hvdtrain.config import Config
+from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints
+from hvdtrain.engine.callbacks.evaluate import Evaluate
+from hvdtrain.engine.callbacks.export import Export
+from hvdtrain.engine.callbacks.log import LogMetrics
+from hvdtrain.engine.callbacks.profile import Profile
+from hvdtrain.engine.callbacks.replicas import ReplicaCheck
+from hvdtrain.engine.callbacks.stragglers import Destinations, DetectStragglers
+from hvdtrain.engine.loop import Callback
+from hvdtrain.run.build import RunComponents, build_passes
+from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.runtime.context import RankContext
+from hvdtrain.tasks import optional
+
+
+@dataclass
+class Callbacks:
+    """See the top of this file; None: not configured."""
+
+    replicas: ReplicaCheck | None
+    export: Export | None
+    stragglers: DetectStragglers | None
+    evaluate: Evaluate | None
+    log: LogMetrics
+    checkpoint: SaveCheckpoints
+    profile: Profile | None
+
+    def as_list(self) -> list[Callback]:
+        """Those that there are."""
+        every = (getattr(self, field.name) for field in fields(self))
+        return [callback for callback in every if callback is not None]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where a generation writes.
+
+    Args:
+        folder: RUN.
+        recorder: rank 0's.
+        failed_at: when the failure was that this generation comes after, unix time.
+    """
+
+    folder: RunFolder
+    recorder: RunRecorder | None
+    failed_at: float | None = None
+
+
+def build_callbacks(
+    config: Config, components: RunComponents, outputs: Outputs, context: RankContext
+) -> Callbacks:
+    """The callbacks of one generation."""
+    state, exporter, recorder = components.state, components.exporter, outputs.recorder
+    emit = recorder.events.write if recorder else _nothing
+    return Callbacks(
+        replicas=ReplicaCheck(
+            config.train.replica_check_every, config.checkpoint.every, state, emit
+        )
+        if config.train.replica_check_every
+        else None,
+        export=Export(exporter, outputs.failed_at) if exporter else None,
+        stragglers=DetectStragglers(
+            config.telemetry,
+            state.progress.step,
+            components.exchange,
+            Destinations(exporter, recorder.ranks if recorder else None, emit),
+            context,
+        )
+        if config.telemetry.exchange_every
+        else None,
+        evaluate=Evaluate(
+            config.eval,
+            build_passes(config, components, context),
+            components.datasets.validation,
+            config.seed,
+            context,
+        )
+        if config.eval.every and components.datasets.validation is not None
+        else None,
+        log=LogMetrics(
+            recorder.metrics if recorder else None,
+            recorder.sinks if recorder else (),
+            optional(components.task, "units"),
+        ),
+        checkpoint=SaveCheckpoints(
+            config.checkpoint,
+            config.preempt.grace_seconds,
+            state.capture,
+            recorder.writer if recorder else None,
+            recorder.bring_to_disk if recorder else _nothing,
+            context.timer,
+        ),
+        profile=Profile(
+            config.profile,
+            outputs.folder.profile,
+            state.progress.step,
+            components.exchange,
+            context,
+        )
+        if config.profile.steps is not None
+        else None,
+    )
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass

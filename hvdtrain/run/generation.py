@@ -1,0 +1,300 @@
+"""One generation of a run: the ranks agree whose state counts, take it over, and train.
+
+In a run that is not elastic it is the only one.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+from hvdtrain.config import Settings
+from hvdtrain.elastic.failures import HAND_OVER, TRAINING
+from hvdtrain.elastic.identity import Identity
+from hvdtrain.elastic.membership import Membership
+from hvdtrain.engine.loop import Interruptions
+from hvdtrain.errors import EXIT_PREEMPTED, UserError
+from hvdtrain.log import logger
+from hvdtrain.run.build import RunComponents, build_loop, build_model
+from hvdtrain.run.callbacks import Callbacks, Outputs, build_callbacks
+from hvdtrain.run.held import Held
+from hvdtrain.run.manifest import build_manifest, run_facts
+from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.run.source import RankStatus, all_equal, most_advanced
+from hvdtrain.run.start_checks import crash
+from hvdtrain.run.summary import log_summary
+from hvdtrain.run_files.owner_token import Claim
+from hvdtrain.runtime.collectives import gather_json, on_all_ranks
+from hvdtrain.runtime.heartbeat import Activity
+from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.runtime.topology import Topology
+from hvdtrain.telemetry.exporter import Target, write_targets
+
+
+@dataclass(frozen=True)
+class Launched:
+    """How this process was started.
+
+    Args:
+        digest: of the configuration, to be compared with other ranks'.
+        local_rank: its number on its host, as its launcher had it first.
+        stop: raised when this process is asked to stop.
+        membership: in an elastic run.
+    """
+
+    settings: Settings
+    digest: str
+    local_rank: int
+    stop: StopFlag
+    membership: Membership | None
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a generation begins.
+
+    Args:
+        name: launch, failure, or hosts (processes came or went).
+        since: when that was, unix time.
+    """
+
+    name: str
+    since: float
+
+
+class Generation:
+    """See the top of this file.
+
+    Args:
+        held: the run on disk as this process has it; brought up to date.
+        topology: the ranks of this generation.
+    """
+
+    def __init__(
+        self,
+        launched: Launched,
+        components: RunComponents,
+        held: Held,
+        topology: Topology,
+        cause: Cause,
+    ) -> None:
+        self._launched = launched
+        self._config = launched.settings.config
+        self._components = components
+        self._held = held
+        self._topology = topology
+        self._cause = cause
+        self._context = components.context(Mesh.replicated(topology))
+        self._statuses: list[RankStatus] = []
+
+    def run(self) -> int:
+        """Trains to the run's end; returns the exit code.
+
+        Raises:
+            MembershipChanged, RankLostError: another generation follows.
+            AgreedError: some rank cannot begin, or the run must end.
+        """
+        self._context.heartbeat.beat(Activity.PREPARING)
+        self._held.phase = HAND_OVER
+        source, targets = self._compare_ranks()
+        if self._components.exporter is not None:
+            self._components.exporter.describe(run_facts(self._config))
+        self._take_over(source)
+        on_all_ranks("recorder", lambda: self._open_recorder(targets))
+        self._emit_start(source)
+        return self._train()
+
+    # --- whose state counts ---------------------------------------------------
+
+    def _compare_ranks(self) -> tuple[int | None, list[Target]]:
+        """Learns the status of all ranks: (the rank whose state counts or None, exporters)."""
+        topology, components, held = self._topology, self._components, self._held
+        status = RankStatus(held.trained, components.state.progress.step)
+        port = components.exporter.port if components.exporter else 0
+        own = identity(components, self._launched.digest)
+        facts = gather_json(
+            {
+                "status": asdict(status),
+                "run": held.run_id,
+                "identity": asdict(own),
+                "target": Target(topology.host, self._launched.local_rank, port),
+            },
+            "rendezvous",
+        )
+        self._statuses = [RankStatus(**fact["status"]) for fact in facts]
+        source = most_advanced(self._statuses)
+        theirs = facts[source or 0]
+        if source is None:  # else the launcher has seen to it
+            problem = own.differs_from(Identity(**theirs["identity"]), topology.hosts[0])
+            on_all_ranks("same run", lambda: _refuse(problem))
+        held.take_run_id(theirs["run"])
+        return source, [Target(*fact["target"]) for fact in facts]
+
+    def _take_over(self, source: int | None) -> None:
+        """Every rank holds the state that counts then; all decide alike, by their statuses."""
+        held, state = self._held, self._components.state
+        if source is None:
+            on_all_ranks("resume", self._resume)
+            held.initial = False
+            state.broadcast(root=0)
+        elif not all_equal(self._statuses):
+            # Half a new state is none, should a rank die meanwhile.
+            held.trained = self._statuses[self._topology.rank] == self._statuses[source]
+            held.initial = False
+            state.broadcast(root=source)
+        held.trained = True
+
+    def _resume(self) -> None:
+        """Rank 0 decides and loads; the others get it by broadcast."""
+        held, state = self._held, self._components.state
+        self._open_folder()
+        checkpoint = held.recorder.choose(self._config.run.resume) if held.recorder else None
+        if checkpoint is not None:
+            state.load(checkpoint)
+            logger.info("resumed from the checkpoint of step %d", state.progress.step)
+        elif not held.initial and self._topology.rank == 0:
+            # Half of a state whose source died, or of one that was left behind.
+            components = self._components
+            state.start_over(build_model(components.task, self._config, components.device))
+
+    def _someone_trained(self) -> bool:
+        return any(status.trained for status in self._statuses)
+
+    # --- the run on disk ------------------------------------------------------
+
+    def _open_folder(self) -> None:
+        membership = self._launched.membership
+        claim = Claim(membership.job, membership.generation) if membership else None
+        self._held.open_folder(self._topology, claim, self._someone_trained())
+
+    def _open_recorder(self, targets: list[Target]) -> None:
+        """Rank 0 writes what says how the run was started; nothing is changed before this."""
+        self._open_folder()
+        recorder = self._held.recorder
+        if recorder is None:
+            return
+        folder, components, config = self._held.folder, self._components, self._config
+        step, tolerate_errors = components.state.progress.step, self._someone_trained()
+        resolved = self._launched.settings.resolved
+        recorder.starts.append(
+            {
+                "time": time.time(),
+                "step": step,
+                "cause": self._cause.name,
+                "world_size": self._topology.world_size,
+                "hosts": self._topology.ranks_by_host(),
+                "config": resolved,
+            }
+        )
+        manifest = build_manifest(
+            self._launched.settings,
+            self._topology,
+            components.device,
+            components.datasets.fingerprint,
+            recorder.starts,
+        )
+        files = {
+            folder.config: lambda: folder.write_config(resolved),
+            folder.manifest: lambda: folder.write_manifest(manifest),
+        }
+        if config.telemetry.port:
+            files[folder.targets] = lambda: self._write_targets(targets)
+        else:
+            folder.remove_targets()
+        try:
+            for path, write in files.items():
+                recorder.describe(path, write, tolerate_errors)
+            recorder.open(step, components.exporter, tolerate_errors)
+        except OSError as error:
+            raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from None
+
+    def _write_targets(self, targets: list[Target]) -> None:
+        folder, tls = self._held.folder, bool(self._config.telemetry.tls_cert_file)
+        write_targets(folder.targets, folder.path.name, targets, tls)
+        folder.list_targets()
+
+    def _emit_start(self, source: int | None) -> None:
+        if self._held.recorder is None:
+            return
+        progress, config = self._components.state.progress, self._config
+        datasets, membership = self._components.datasets, self._launched.membership
+        self._held.recorder.emit_start(
+            cause=self._cause.name,
+            step=progress.step,
+            samples=progress.samples,
+            world_size=self._topology.world_size,
+            hosts=self._topology.ranks_by_host(),
+            source="memory" if source is not None else "checkpoint" if progress.step else "new",
+            seconds=time.time() - self._cause.since,
+            silent=membership.silent if membership else [],
+            global_size=config.batch.global_size,
+            micro_size=config.batch.micro_size,
+            seed=config.seed,
+            dataset_size=len(datasets.train),  # type: ignore[arg-type]
+            fingerprint=datasets.fingerprint,
+            total_steps=config.train.steps,
+        )
+
+    # --- training -------------------------------------------------------------
+
+    def _train(self) -> int:
+        held, cause, context = self._held, self._cause, self._context
+        failed_at = cause.since if cause.name == "failure" else None
+        outputs = Outputs(held.folder, held.recorder, failed_at)
+        callbacks = build_callbacks(self._config, self._components, outputs, context)
+        membership = self._launched.membership
+        interruptions = Interruptions(
+            self._launched.stop,
+            lambda: membership is not None and membership.hosts_changed,
+        )
+        loop = build_loop(
+            self._config, self._components, callbacks.as_list(), interruptions, context
+        )
+        if cause.name != "launch" and self._topology.rank == 0:
+            seconds = time.time() - cause.since
+            logger.info("resumed after step %d, %.2f s later", loop.progress.step, seconds)
+        held.phase = TRAINING
+        try:
+            loop.run()
+        finally:
+            for callback in callbacks.as_list():
+                callback.close()
+        context.heartbeat.beat(Activity.PREPARING)
+        on_all_ranks("last checkpoint", lambda: _check_saved(callbacks))
+        if held.recorder is not None and held.recorder.writer is not None:
+            log_summary(loop, callbacks, held.recorder.writer, self._components, held.folder)
+        return self._finish(held.recorder, EXIT_PREEMPTED if loop.preempted else 0)
+
+    def _finish(self, recorder: RunRecorder | None, code: int) -> int:
+        """Waits for those who want to see the end; returns the exit code."""
+        heartbeat, exporter = self._context.heartbeat, self._components.exporter
+        if exporter is not None and code == 0:
+            with heartbeat.waiting():
+                stop = self._launched.stop
+                exporter.linger(self._config.telemetry.linger_seconds, lambda: stop.raised)
+        if recorder is not None:
+            with heartbeat.waiting():
+                recorder.end_sinks(code)
+            self._held.folder.remove_targets()  # a crash leaves them: Prometheus shows the loss
+            recorder.emit_end(self._components.state.progress.step, code)
+        gather_json(None, "done")  # the launcher takes the first end of a rank for the end of all
+        return code
+
+
+def identity(components: RunComponents, digest: str) -> Identity:
+    """What a process would train; those of a run have the same."""
+    datasets = components.datasets
+    samples = len(datasets.train)  # type: ignore[arg-type]
+    return Identity(components.device.type, digest, samples, datasets.fingerprint)
+
+
+def _refuse(problem: str) -> None:
+    if problem:
+        raise UserError(problem)
+
+
+def _check_saved(callbacks: Callbacks) -> None:
+    error = callbacks.checkpoint.error
+    if error is not None:
+        raise crash(f"the last checkpoint could not be written: {error}")

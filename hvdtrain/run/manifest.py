@@ -1,0 +1,68 @@
+"""What RUN/manifest.json says, and the labels of hvdtrain_run_info."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hvdtrain
+from hvdtrain.config import Config, Settings
+from hvdtrain.runtime.init import built_with, controller
+from hvdtrain.runtime.topology import Topology
+
+
+def run_facts(config: Config) -> dict[str, str]:
+    """The labels of hvdtrain_run_info."""
+    return {
+        "task": config.task,
+        "hvdtrain": hvdtrain.__version__,
+        "torch": torch.__version__,
+    }
+
+
+def build_manifest(
+    settings: Settings,
+    topology: Topology,
+    device: torch.device,
+    fingerprint: str | None,
+    starts: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """What RUN/manifest.json says: what ran, where, on which data.
+
+    Args:
+        starts: one entry for each start of the run so far, this one last.
+    """
+    versions = {"hvdtrain": hvdtrain.__version__, "python": platform.python_version()}
+    versions |= {name: metadata.version(name) for name in ("torch", "horovod", "numpy")}
+    return {
+        "versions": versions,
+        "task": settings.config.task,
+        "world_size": topology.world_size,
+        "hosts": topology.ranks_by_host(),
+        "horovod": {"controller": controller(), "built": built_with()},
+        "device": device.type,
+        "threads_per_rank": torch.get_num_threads(),
+        "git_commit": _git_commit(),
+        "data_fingerprint": fingerprint,
+        "seed": settings.config.seed,
+        "restarts": len(starts) - 1,
+        "starts": starts,
+    }
+
+
+@cache
+def _git_commit() -> str | None:
+    """The commit of the working folder, so of the user's own code; None outside a repository."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, cwd=Path.cwd()
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

@@ -1,0 +1,62 @@
+"""What must be right before ranks train with each other."""
+
+from __future__ import annotations
+
+from hvdtrain.config import Config
+from hvdtrain.elastic.identity import other_configuration
+from hvdtrain.elastic.membership import LostError, Membership
+from hvdtrain.errors import EXIT_CRASH, UserError
+from hvdtrain.horovod_wheel import recipe
+from hvdtrain.runtime.collectives import broadcast_json
+from hvdtrain.runtime.topology import Topology
+
+
+def check_elastic(membership: Membership) -> None:
+    """Elastic runs need what the patches of hvdtrain's Horovod bring, and its own driver."""
+    if not recipe.is_ours():
+        raise UserError(
+            "this Horovod was not built by hvdtrain, and an elastic run needs its patches: "
+            "`hvdtrain horovod build --install`"
+        )
+    try:
+        served = membership.served()
+    except LostError as error:
+        raise crash(f"the launcher does not answer ({error})") from None
+    if not served:
+        raise UserError(
+            "horovodrun cannot see that this is hvdtrain: let it start `python -m hvdtrain.train` "
+            "itself, or set HVDTRAIN_ELASTIC=1 where a script starts it"
+        )
+
+
+def crash(message: str) -> UserError:
+    """An error that is reported like a user's mistake, but is none: trying again may help."""
+    error = UserError(message)
+    error.exit_code = EXIT_CRASH
+    return error
+
+
+def check_same_configuration(digest: str, topology: Topology) -> None:
+    """A host with another YAML file or task would run another loop.
+
+    Args:
+        digest: of this rank's configuration.
+
+    Raises:
+        UserError: it is not that of rank 0.
+    """
+    if digest != broadcast_json(digest, "configuration"):
+        raise UserError(other_configuration(topology.hosts[0]))
+
+
+def check_profiled_ranks(config: Config, world_size: int) -> None:
+    """An elastic run may get the rank later, or lose it; any other never will.
+
+    Raises:
+        UserError: profile.ranks names one that there is not.
+    """
+    missing = sorted(rank for rank in config.profile.named_ranks or () if rank >= world_size)
+    if missing:
+        raise UserError(
+            f"profile.ranks names rank {missing[0]}, but the run's ranks are 0 to {world_size - 1}"
+        )

@@ -1,0 +1,56 @@
+"""Rank 0's last lines: what the model learnt, and where everything is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdtrain.checkpoint.writer import CheckpointWriter
+from hvdtrain.engine.loop import Loop
+from hvdtrain.engine.modes import evaluating
+from hvdtrain.log import logger
+from hvdtrain.run.build import RunComponents
+from hvdtrain.run.callbacks import Callbacks
+from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.tasks import optional
+
+
+def log_summary(
+    loop: Loop,
+    callbacks: Callbacks,
+    writer: CheckpointWriter,
+    components: RunComponents,
+    folder: RunFolder,
+) -> None:
+    """Rank 0's last lines: what the model learnt, and where everything is."""
+    if loop.preempted:
+        logger.info("asked to stop after step %d; %s", loop.progress.step, writer.newest())
+    if writer.failures:
+        logger.warning("%d checkpoints could not be written", writer.failures)
+    last: dict[str, Any] = callbacks.log.last
+    if not last:
+        logger.info("step %d of %d was done already", loop.progress.step, loop.train.steps)
+    sample = optional(components.task, "sample")
+    if sample is not None and not loop.preempted:
+        _show_sample(sample, components.state.model)
+    for name, key in (("final train loss", "loss"), ("final validation loss", "validation_loss")):
+        if key in last:
+            logger.info("%s %.4f", name, last[key])
+    if loop.progress.nonfinite:
+        logger.warning("%d steps were skipped: gradient not finite", loop.progress.nonfinite)
+    logger.info("files of this run: %s", folder.path)
+
+
+def _show_sample(sample: Callable[[nn.Module], Any], model: nn.Module) -> None:
+    """Prints what the trained model does. The run is finished, whatever goes wrong here."""
+    try:
+        with evaluating(model), torch.no_grad():
+            text = str(sample(model))
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        print(f"\n{text.encode(encoding, 'replace').decode(encoding)}\n", flush=True)
+    except Exception as error:
+        logger.warning("the sample could not be shown (%s: %s)", type(error).__name__, error)

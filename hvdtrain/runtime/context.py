@@ -1,0 +1,28 @@
+"""What every part of a step needs to know of the process that it runs in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hvdtrain.runtime.heartbeat import Heartbeat
+from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.phases import PhaseTimer
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """This process among the ranks of one generation, and where it reports what it does.
+
+    Args:
+        mesh: who exchanges with whom.
+        device: where this rank's part of the model is.
+        heartbeat: tells the watchdog that this rank makes progress.
+        timer: counts the seconds of each phase.
+    """
+
+    mesh: Mesh
+    device: torch.device
+    heartbeat: Heartbeat
+    timer: PhaseTimer

@@ -1,0 +1,30 @@
+"""Horovod's timeline, which rank 0 writes."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import horovod.torch as hvd
+
+
+def can_start() -> bool:
+    """Whether Horovod lets it be started later: HOROVOD_TIMELINE names no file."""
+    return os.environ.get("HOROVOD_TIMELINE") == "DYNAMIC"
+
+
+def start(path: Path) -> None:
+    """Starts it.
+
+    Raises:
+        OSError: the file cannot be written, which Horovod would not say.
+    """
+    path.touch()
+    hvd.start_timeline(str(path))
+
+
+def stop() -> None:
+    """Stops it, also after a failure: Horovod must not write when it is shut down."""
+    with suppress(ValueError):
+        hvd.stop_timeline()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+_BYTES = 512  # always as many, in place: also a full disk takes that
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,21 @@ def read(path: Path) -> Token | None:
         return None
     except (ValueError, TypeError):
         return None
+
+
+def write(path: Path, token: Token) -> None:
+    """Replaces the token in place.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    content = json.dumps(asdict(token)).ljust(_BYTES - 1) + "\n"
+    # Opened anew each time: what is closed can be seen from other hosts.
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        os.pwrite(file, content.encode(), 0)
+    finally:
+        os.close(file)
 
 
 def boot() -> str:

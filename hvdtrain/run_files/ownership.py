@@ -22,8 +22,6 @@ once, and wakes up after a take-over, does that one write.
 from __future__ import annotations
 
 import errno
-import fcntl
-import json
 import os
 import secrets
 import socket
@@ -31,12 +29,13 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.log import logger
-from hvdtrain.run_files.owner_token import Claim, Token, boot, moved, read, who
+from hvdtrain.run_files.file_lock import FileLock
+from hvdtrain.run_files.owner_token import Claim, Token, boot, moved, read, who, write
 from hvdtrain.runtime import heartbeat
 
 BEAT_SECONDS = 2.0
@@ -48,8 +47,6 @@ SHORT_REST_SECONDS = 5.0
 _SETTLE_SECONDS = 1.0
 _LOOK_SECONDS = 0.2
 _RELEASE_SECONDS = 2.0
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
-_TOKEN_BYTES = 512  # always as many, in place: also a full disk takes that
 
 
 class Ownership:
@@ -74,9 +71,7 @@ class Ownership:
         self._busy = busy
         self.failures = 0
         self._token_path = folder / f"{name}owner"
-        self._lock_path = folder / f"{name}lock"
-        self._lock: int | None = None  # its descriptor
-        self._locked = False
+        self._lock = FileLock(folder / f"{name}lock")
         self._mine: Token | None = None
         self._before: str | None = None  # the owner from whom it was taken over
         self._seen: Token | None = None
@@ -162,40 +157,23 @@ class Ownership:
             token = read(self._token_path)
             if self._mine is not None and (token is None or self._is_mine(token)):
                 self._write(replace(self._mine, ended=True))
-        if self._lock is not None:
-            os.close(self._lock)
+        self._lock.close()
 
     # --- to get it -----------------------------------------------------------
 
     def _prepare(self, _: Token) -> None:
         """Makes the folder, and tries to get the lock."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self._lock is None:
-            self._lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._lock_it()
-
-    def _lock_it(self) -> bool:
-        """Whether it is known who has the lock: False where the file system has none."""
-        if self._lock is None or self._locked:
-            return self._locked
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._locked = True
-        except BlockingIOError:
-            return True
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
-            return False
-        return True
+        self._lock.open()
+        self._lock.attempt()
 
     def _wait_until_free(self, own: Token) -> None:
         began, looked, said = _now(), False, False
         while True:
-            has_locks = self._lock_it()
+            has_locks = self._lock.attempt()
             before, token = self._seen, read(self._token_path)
             self._note(token)
-            if token is None and (self._locked or not has_locks):
+            if token is None and (self._lock.held or not has_locks):
                 return
             if token is not None and token.job == own.job and not token.ended:
                 if token.generation <= own.generation:
@@ -229,8 +207,8 @@ class Ownership:
         """How long the token must have been as it is."""
         if token is not None and token.ended:
             # Who has the lock is dead perhaps, or about to write its token.
-            return SHORT_REST_SECONDS if has_locks and not self._locked else 0.0
-        if token is None or not (self._locked and token.locked):
+            return SHORT_REST_SECONDS if has_locks and not self._lock.held else 0.0
+        if token is None or not (self._lock.held and token.locked):
             return REST_SECONDS
         return 0.0 if token.boot == own.boot else SHORT_REST_SECONDS
 
@@ -239,7 +217,7 @@ class Ownership:
             self._seen, self._seen_at = token, _now()
 
     def _settle(self, own: Token) -> None:
-        if self._locked or (self._seen is not None and self._seen.job == own.job):
+        if self._lock.held or (self._seen is not None and self._seen.job == own.job):
             return
         time.sleep(_SETTLE_SECONDS)
         token = read(self._token_path)
@@ -296,13 +274,7 @@ class Ownership:
         os._exit(EXIT_CRASH)
 
     def _write(self, token: Token) -> None:
-        content = json.dumps(asdict(replace(token, locked=self._locked)))
-        # Opened anew: what is closed can be seen from other hosts.
-        file = os.open(self._token_path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            os.pwrite(file, content.ljust(_TOKEN_BYTES - 1).encode() + b"\n", 0)
-        finally:
-            os.close(file)
+        write(self._token_path, replace(token, locked=self._lock.held))
 
     def _say(self, error: OSError) -> None:
         self.failures += 1

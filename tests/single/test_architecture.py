@@ -1,0 +1,86 @@
+"""The rooms of the code: what imports what, and how large a file may be."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
+# A room imports from itself and from rooms of rows below its own.
+ROWS = [
+    {"train", "cli", "commands"},
+    {"report", "bench", "top"},
+    {"audit"},
+    {"run", "supervise"},
+    {"config"},
+    {"engine"},
+    {"elastic", "exchange"},
+    {"tasks", "horovod_wheel"},
+    {"models", "data", "optim", "checkpoint", "telemetry", "launch"},
+    {"run_files"},
+    {"runtime"},
+    {"log", "files"},
+    {"errors"},
+]
+LEVEL = {room: -number for number, row in enumerate(ROWS) for room in row}
+# `hvdtrain bench` measures whole programs: it drives those of the first row.
+ALLOWED_UPWARDS = {("bench", "train")}
+LARGER_THAN_300_LINES = {"elastic/driver.py"}  # one state machine under one lock
+MAY_IMPORT_HOROVOD_TORCH = {"runtime", "exchange", "horovod_wheel"}
+
+
+def _files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def _room(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else path.stem
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Full names of the modules that a file imports, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def test_every_room_has_a_row_or_a_row_names_a_room_that_there_is_not() -> None:
+    rooms = {_room(path) for path in _files()} - {"__init__"}
+    assert rooms == set(LEVEL)
+
+
+@pytest.mark.parametrize("room", sorted(LEVEL))
+def test_a_room_imports_upwards_or_from_its_own_row(room: str) -> None:
+    wrong = []
+    for path in _files():
+        for name in _imports(path) if _room(path) == room else ():
+            other = name.split(".")[1] if name.startswith("hvdtrain.") else ""
+            if other in (room, "") or other not in LEVEL or (room, other) in ALLOWED_UPWARDS:
+                continue
+            if LEVEL[other] >= LEVEL[room]:
+                wrong.append(f"{path.relative_to(PACKAGE)} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_horovod_is_used_outside_of_runtime_and_exchange() -> None:
+    users = {
+        _room(path)
+        for path in _files()
+        if any(name.startswith("horovod.torch") for name in _imports(path))
+    }
+    assert users <= MAY_IMPORT_HOROVOD_TORCH, users
+
+
+def test_a_file_has_more_lines_than_a_reader_takes_in() -> None:
+    large = {
+        str(path.relative_to(PACKAGE))
+        for path in _files()
+        if len(path.read_text().splitlines()) > 300
+    }
+    assert large == LARGER_THAN_300_LINES

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.worker import MARK
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError
 from hvdtrain.horovod_wheel.process import run_logged
 from hvdtrain.launch.commands import horovodrun, mpirun
 
+MARK = '{"measured": '  # with which the line of a worker begins
 LIMIT_S = 1800.0
 # Not part of a plain step; the exporter, which is, listens on this machine alone.
 QUIET = ("--eval.every=0", "--checkpoint.every=0", "--telemetry.host=127.0.0.1")

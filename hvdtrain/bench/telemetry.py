@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +14,7 @@ from hvdtrain.bench.benchmarks import RANKS
 from hvdtrain.bench.jobs import Job, train
 from hvdtrain.bench.processes import QUIET, measure, worker
 from hvdtrain.bench.report import Figure, Report
+from hvdtrain.bench.scraper import read
 from hvdtrain.bench.turns import median_range, ratios, seconds_a_step, take_turns
 from hvdtrain.launch.commands import horovodrun
 
@@ -102,20 +101,3 @@ def _scraping(targets: Path) -> Iterator[None]:
     finally:
         stop.set()
         thread.join(timeout=10)
-
-
-def read(address: str) -> bytes:
-    """What an exporter answers."""
-    with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as answer:
-        return bytes(answer.read())
-
-
-def main(address: str, count: str) -> None:
-    """Scrapes an exporter so many times; prints nothing."""
-    for _ in range(int(count)):
-        read(address)
-        time.sleep(0.01)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

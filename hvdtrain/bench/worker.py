@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.bench import scraper
 from hvdtrain.config import Settings, parse
 from hvdtrain.errors import UserError
 
-MARK = '{"measured": '
 WARM_UP_STEPS = 3
 IDENTICAL_AFTER = 20  # steps
 IDLE_SECONDS = 2.0
@@ -186,14 +186,13 @@ def _evict_from_page_cache(path: Path) -> None:
 
 def _scrape(settings: Settings, _: int, rounds: int, folder: Path) -> dict[str, Any]:
     """Seconds of CPU time of this process for one scrape; another process scrapes."""
-    from hvdtrain.bench import telemetry
     from hvdtrain.bench.app import AppLoop
 
     settings.config.train.steps = WARM_UP_STEPS
     app = AppLoop(settings, folder)
     app.run(WARM_UP_STEPS)
     address = f"127.0.0.1:{app.exporter.port}" if app.exporter else ""
-    command = [sys.executable, "-m", telemetry.__name__, address, str(SCRAPES)]
+    command = [sys.executable, "-m", scraper.__name__, address, str(SCRAPES)]
     start = time.process_time()
     time.sleep(IDLE_SECONDS)
     idle = (time.process_time() - start) / IDLE_SECONDS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,20 @@ def test_a_file_has_more_lines_than_a_reader_takes_in() -> None:
         if len(path.read_text().splitlines()) > 300
     }
     assert large == LARGER_THAN_300_LINES
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def test_modules_import_each_other_in_a_circle() -> None:
+    modules = {_module(path) for path in _files()}
+    graph: dict[str, set[str]] = {}
+    for path in _files():
+        names = set(_imports(path)) | {name.rpartition(".")[0] for name in _imports(path)}
+        graph[_module(path)] = (names & modules) - {_module(path), "hvdtrain"}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))

@@ -3,6 +3,7 @@
 # make soak    kills for 5 minutes, and 16 ranks on two hosts for as long: not part of make test
 # make chaos   faults of all kinds at random for 5 minutes: not part of make test
 # make images  build the CPU image, train on two containers of it: not part of make test
+# make docs    the configuration reference, from the configuration's dataclasses
 # make lint    ruff and mypy alone
 # make clean   remove what was built here (the cached Horovod wheel stays)
 #
@@ -20,7 +21,7 @@ LOGS := build/tests
 PIP_INSTALL := $(BIN)/python -m pip install --quiet -c .ci/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
-.PHONY: train test test-single test-gloo test-mpi test-cluster soak chaos images lint clean
+.PHONY: train test test-single test-gloo test-mpi test-cluster soak chaos images docs lint clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -56,6 +57,10 @@ chaos: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 # Root, and Debian's docker.io, docker-compose and debootstrap; no registry of images.
 images: $(STAMPS)/train
 	PYTHON=$(BIN)/python timeout -k 90 5400 docker/try-images
+
+docs: $(STAMPS)/train
+	$(BIN)/python docs/generate_configuration.py > docs/configuration.md.new
+	mv docs/configuration.md.new docs/configuration.md
 
 lint: $(STAMPS)/test
 	$(BIN)/python -m pytest -q --color=no tests/single/test_code_style.py

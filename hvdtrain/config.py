@@ -32,19 +32,19 @@ class Config:
     """Everything but the task's own keys.
 
     Args:
-        task: a built-in task's name, or package.module:Class
+        task: a built-in task's name, or `package.module:Class`
         seed: the one seed: of the initial weights, the order of samples and dropout
-        run: where the run's files lie
+        run: the run directory
         batch: the global batch
-        train: the loop
+        train: the training loop
         eval: evaluation
         optim: the optimizer
-        schedule: the learning rate over the steps
+        schedule: the learning-rate schedule
         checkpoint: checkpoints
-        elastic: what happens when ranks die, hang or come back
-        preempt: what is known of whoever asks the run to stop
-        telemetry: what a rank publishes
-        profile: steps that are looked at closely
+        elastic: detection of ranks that died or hang
+        preempt: preemption
+        telemetry: metrics, their exporter and their sinks
+        profile: traces of selected steps
     """
 
     task: str = "language_model"

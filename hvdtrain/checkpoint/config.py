@@ -12,9 +12,10 @@ class CheckpointConfig:
     """Checkpoints.
 
     Args:
-        every: steps between checkpoints; 0 = not by steps
-        every_seconds: seconds between checkpoints, beside every; 0 = not by time
-        keep: the newest that are kept
+        every: steps between checkpoints; the last step is always saved; 0 = not by steps
+        every_seconds: seconds between checkpoints, in addition to `checkpoint.every`; 0 = not by
+            time; no checkpoints are written where both are 0
+        keep: how many of the newest checkpoints are kept
     """
 
     every: int = 100

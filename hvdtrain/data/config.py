@@ -13,11 +13,12 @@ class DataConfig:
     """Text or tokens to train on.
 
     Args:
-        source: text (files of any kind) or tokens (made by `hvdtrain data tokenize`)
-        train: files, folders or globs; default: the Python standard library's own source files
-        validation: the same for validation; default: a fraction of train
-        validation_fraction: that share, taken by file (of a single file: its end)
-        tokenizer: a tokenizer.json of the tokenizers library, for source text; default: bytes
+        source: `text` (files of any kind) or `tokens` (made by `hvdtrain data tokenize`)
+        train: files, folders or globs; empty = the source files of Python's standard library
+        validation: the same for validation; empty = a fraction of `data.train`
+        validation_fraction: that fraction, taken by file (of a single file: its end)
+        tokenizer: a tokenizer.json of the `tokenizers` library, for `data.source text`;
+            null = bytes
     """
 
     source: Literal["text", "tokens"] = "text"
@@ -51,7 +52,7 @@ class BatchConfig:
 
     Args:
         global_size: samples in one optimizer step, over all ranks together
-        micro_size: samples in one forward pass
+        micro_size: samples in one forward pass; divides `batch.global_size`
     """
 
     global_size: int = 32

@@ -9,12 +9,13 @@ from hvdtrain.errors import require
 
 @dataclass
 class RunConfig:
-    """Where the files of this run lie.
+    """The run directory.
 
     Args:
         root: folder that holds the runs
-        id: name of the run, a folder under root; default: date-time-task
-        resume: auto (newest valid checkpoint of this run id), never, or a checkpoint's path
+        id: name of the run, a folder under `run.root`; null = date-time-task
+        resume: `auto` (newest valid checkpoint of this run id), `never`, or a checkpoint's path:
+            of this run to return to it at every start, of another run to begin there
     """
 
     root: str = "runs"
@@ -36,8 +37,8 @@ class TrainConfig:
     Args:
         steps: optimizer steps
         log_every: steps between lines of metrics.jsonl and of the screen
-        max_nonfinite: steps in a row with gradients that are not finite (each is skipped)
-            before the run ends with exit code 3
+        max_nonfinite: skipped steps in a row (gradient not finite) before the run ends with
+            exit code 3
         replica_check_every: steps between comparisons of the ranks' states, which are also
             compared before each checkpoint; 0 = never
     """
@@ -78,10 +79,10 @@ class EvalConfig:
 
 @dataclass
 class PreemptConfig:
-    """What is known of whoever asks the run to stop.
+    """Preemption.
 
     Args:
-        grace_seconds: from SIGTERM or SIGUSR1 until the ranks are killed; 0 = not known
+        grace_seconds: seconds from SIGTERM or SIGUSR1 until the ranks are killed; 0 = not known
     """
 
     grace_seconds: float = 0.0

@@ -16,9 +16,9 @@ class GPTConfig:
         layers: transformer blocks
         heads: attention heads
         width: size of the residual stream
-        context: longest sequence, in tokens
-        vocab_size: rows of the embedding; default: what the data has
-        positions: rotary (RoFormer, arXiv:2104.09864) or learned (GPT-2)
+        context: tokens of a sample, and the longest sequence
+        vocab_size: rows of the embedding; null = as many as the data's vocabulary has
+        positions: `rotary` (RoFormer, arXiv:2104.09864) or `learned` (GPT-2)
         dropout: fraction of activations dropped after embedding, attention and MLP
     """
 

@@ -14,11 +14,11 @@ class OptimConfig:
     """The optimizer.
 
     Args:
-        name: adamw or sgd
+        name: the optimizer
         lr: learning rate at the end of the warm-up
-        betas: AdamW's two decay rates of the moments
-        momentum: momentum of sgd
-        weight_decay: decoupled for adamw; only parameters of 2 or more dimensions decay
+        betas: AdamW's decay rates of the two moments
+        momentum: momentum of SGD
+        weight_decay: of parameters with 2 or more dimensions; decoupled for AdamW
         clip_norm: gradients are scaled down to this global norm; 0 = no clipping
     """
 
@@ -45,9 +45,9 @@ class ScheduleConfig:
     """The learning rate as a function of the step.
 
     Args:
-        name: cosine, linear (both fall to final_ratio at the last step) or constant
-        warmup_steps: steps in which the rate rises linearly from 0 to optim.lr
-        final_ratio: the last step's rate as a fraction of optim.lr
+        name: `cosine` and `linear` decay to `schedule.final_ratio` at the last step
+        warmup_steps: steps in which the rate rises linearly from 0 to `optim.lr`
+        final_ratio: the last step's rate as a fraction of `optim.lr`
     """
 
     name: Literal["cosine", "linear", "constant"] = "cosine"

@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class LanguageModelConfig:
-    """Keys of the task language_model."""
+    """Keys of the task language_model.
+
+    Args:
+        model: the GPT
+        data: text or tokens to train on
+    """
 
     model: GPTConfig = field(default_factory=GPTConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -13,17 +13,19 @@ class TelemetryConfig:
     """The Prometheus exporter of each rank, what the ranks tell each other, and where figures go.
 
     Args:
-        port: a rank serves on port + local rank; a port in use is replaced by a free one; 0 = off
+        port: a rank serves its metrics on this port + its local rank; a port in use is replaced
+            by a free one; 0 = off
         host: address to listen on
-        tls_cert_file: certificate (PEM) for HTTPS; needs tls_key_file
+        tls_cert_file: certificate (PEM) for HTTPS; needs `telemetry.tls_key_file`
         tls_key_file: its private key (PEM)
-        auth_file: file with one line user:password; asked of whoever scrapes
-        linger_seconds: at the end wait so long for one more scrape, if there were any; 0 = never
+        auth_file: a file with one line `user:password`, required of whoever scrapes
+        linger_seconds: how long a rank that was being scraped waits at the end for one more
+            scrape; 0 = never
         exchange_every: steps between two comparisons of all ranks' times; 0 = never
-        straggler_threshold: a rank with a lower score is named as slow
-        tensorboard: figures go to RUN/tensorboard too
-        wandb_project: and to a run in this project of Weights & Biases
-        mlflow_experiment: and to a run in this experiment of MLflow
+        straggler_threshold: a rank whose straggler score is lower is reported as slow
+        tensorboard: also write metrics to RUN/tensorboard
+        wandb_project: also log to a run in this project of Weights & Biases
+        mlflow_experiment: also log to a run in this experiment of MLflow
     """
 
     port: int = 9855
@@ -64,8 +66,9 @@ class ProfileConfig:
     """Traces of some steps.
 
     Args:
-        steps: "10:13" traces steps 10, 11 and 12, as metrics.jsonl numbers them; null = none
-        ranks: ranks that write a trace, such as 0,3; null = all
+        steps: `10:13` traces steps 10, 11 and 12, as metrics.jsonl numbers them (in YAML with
+            quotes); null = none
+        ranks: ranks that write a trace, such as `0,3`; null = all
     """
 
     # YAML reads 10:13 without quotes as the number 613, which must get a word of its own.

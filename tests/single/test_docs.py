@@ -1,0 +1,130 @@
+"""README and docs/ show what runs: the task trains, the keys exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from hvdtrain.config import parse
+from hvdtrain.tasks.language_model import LanguageModel
+from tests.support.runs import REPOSITORY, metrics
+
+DOCS = REPOSITORY / "docs"
+README = REPOSITORY / "README.md"
+CONFIGURATION = DOCS / "configuration.md"
+GUIDES = [README, *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    *(*GUIDES, REPOSITORY / "CONTRIBUTING.md"),
+    *(REPOSITORY / "slurm/README.md", REPOSITORY / "docker/README.md"),
+    REPOSITORY / "docker/prometheus/runbook.md",
+]
+PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+
+
+def tokens(page: Path) -> list[Token]:
+    return MarkdownIt("commonmark").enable("table").parse(page.read_text())
+
+
+def links(page: Path) -> Iterator[str]:
+    """Where a page's links and pictures point to."""
+    for token in tokens(page):
+        for child in token.children or []:
+            target = child.attrGet("src" if child.type == "image" else "href")
+            if target is not None:
+                yield str(target)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    found: set[str] = set()
+    every = tokens(page)
+    for opening, text in pairwise(every):
+        if opening.type == "heading_open":
+            slug = re.sub(r"[^\w\- ]", "", text.content.lower()).replace(" ", "-")
+            assert slug not in found, f"{page}: two headings are called {text.content}"
+            found.add(slug)
+    return found
+
+
+def keys() -> dict[str, object]:
+    """Every key of the configuration of the default task -> its value there."""
+    resolved = yaml.safe_load(parse([]).resolved)
+    return {
+        f"{group}.{key}" if isinstance(content, dict) else group: value
+        for group, content in resolved.items()
+        for key, value in (content.items() if isinstance(content, dict) else [("", content)])
+    }
+
+
+def test_the_custom_task_of_the_docs_does_not_train_as_it_stands_there(tmp_path: Path) -> None:
+    text = (DOCS / "custom-tasks.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 30
+    (tmp_path / "bits.py").write_text(code)
+    flags = ["--task", "bits:Majority", "--hidden", "64", "--run.id", "own", "--telemetry.port=0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain.train", *flags],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    last = metrics(tmp_path / "runs" / "own")[-1]
+    assert last["step"] == 300
+    assert last["validation_accuracy"] > 0.9  # it learns, not only runs
+
+
+def test_the_configuration_reference_is_not_what_the_dataclasses_say() -> None:
+    command = [sys.executable, str(DOCS / "generate_configuration.py")]
+    made = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert made == CONFIGURATION.read_text(), "run `make docs`"
+
+
+def test_the_configuration_reference_lacks_a_key_its_default_or_its_meaning() -> None:
+    row = r"^\| `([\w.]+)` \| (?:.+?) \| `(.*?)`(?:; language_model: `(.*?)`)? \| (.*) \|$"
+    rows = re.findall(row, CONFIGURATION.read_text(), re.MULTILINE)
+    assert {key for key, *_ in rows} == keys().keys() and len(rows) == len(keys())
+    for key, default, of_the_task, meaning in rows:
+        assert yaml.safe_load(of_the_task or default) == keys()[key], key
+        assert bool(of_the_task) == (key in LanguageModel.defaults), key
+        assert len(meaning) > 3, key
+
+
+@PAGE
+def test_a_link_leads_nowhere(page: Path) -> None:
+    broken = []
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and not (
+            target.exists() and (not anchor or anchor in anchors(target))
+        ):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("index", [README, DOCS / "README.md"], ids=["README", "docs"])
+def test_a_page_cannot_be_reached_in_one_click(index: Path) -> None:
+    reached = {(index.parent / link.partition("#")[0]).resolve() for link in links(index)}
+    pages = {page.resolve() for page in PAGES} - {README, DOCS / "README.md"}
+    assert pages - reached == set()
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_the_docs_name_a_key_that_there_is_not(page: Path) -> None:
+    groups = {key.partition(".")[0] for key in keys() if "." in key}
+    text = page.read_text()
+    flags = re.findall(r"--([a-z_]+\.[a-z_]+)", text)
+    words = re.findall(r"`([a-z_]+\.[a-z_]+)`", text)
+    named = [word for word in words if word.partition(".")[0] in groups]
+    assert {*flags, *named} - keys().keys() == set()

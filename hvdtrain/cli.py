@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import EXIT_USER, UserError
 
 # name -> the line of --help. The module is hvdtrain.commands.NAME with HELP,
 # add_arguments(parser) and run(args) -> exit code.
@@ -26,6 +28,34 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """Subcommands get this class too: the innermost one says what was probably meant."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        option = "/".join(action.option_strings)
+        what = f"{option}: unknown value" if option else f"unknown {action.metavar}".lower()
+        self._end(f"{what} {value!r}", str(value), choices, f"choose from {', '.join(choices)}")
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        namespace, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            options = self._option_string_actions if name.startswith("-") else ()
+            see = f"see {self.prog} --help"
+            if "." in name and name.startswith("--"):
+                see = "keys of the configuration stand after `--`, where any are taken"
+            self._end(f"unknown argument {name}", name, options, see)
+        return namespace, unknown
+
+    def _end(self, problem: str, given: str, known: Iterable[str], otherwise: str) -> NoReturn:
+        near = difflib.get_close_matches(given, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else otherwise
+        self.exit(EXIT_USER, f"{self.prog}: error: {problem}; {hint}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -39,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="hvdtrain", description="Training for PyTorch on clusters that run Horovod and MPI."
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from hvdtrain.errors import EXIT_USER, UserError
+from hvdtrain.runtime.environment import process_start
 
 # name -> the line of --help. The module is hvdtrain.commands.NAME with HELP,
 # add_arguments(parser) and run(args) -> exit code.
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        return _dispatch(arguments, is_process=argv is None)
     except UserError as error:
         print(f"hvdtrain: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _dispatch(arguments: list[str]) -> int:
+def _dispatch(arguments: list[str], is_process: bool) -> int:
     parser = _Parser(
         prog="hvdtrain", description="Training for PyTorch on clusters that run Horovod and MPI."
     )
@@ -77,7 +78,8 @@ def _dispatch(arguments: list[str]) -> int:
     if named == "train":
         # It has a command line of its own, made from the configuration.
         train = importlib.import_module("hvdtrain.train")
-        return int(train.main(arguments[1:]) or 0)
+        began = process_start() if is_process else None
+        return int(train.main(arguments[1:], began) or 0)
     for name, line in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=line, description=line)
         if name == named:

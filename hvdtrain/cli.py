@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import EXIT_USER, UserError
+from hvdtrain.runtime.environment import process_start
 
 # name -> the line of --help. The module is hvdtrain.commands.NAME with HELP,
 # add_arguments(parser) and run(args) -> exit code.
@@ -26,11 +29,39 @@ COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """Subcommands get this class too: the innermost one says what was probably meant."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        choices = [str(choice) for choice in action.choices]
+        option = "/".join(action.option_strings)
+        what = f"{option}: unknown value" if option else f"unknown {action.metavar}".lower()
+        self._end(f"{what} {value!r}", str(value), choices, f"choose from {', '.join(choices)}")
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        namespace, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            options = self._option_string_actions if name.startswith("-") else ()
+            see = f"see {self.prog} --help"
+            if "." in name and name.startswith("--"):
+                see = "keys of the configuration stand after `--`, where any are taken"
+            self._end(f"unknown argument {name}", name, options, see)
+        return namespace, unknown
+
+    def _end(self, problem: str, given: str, known: Iterable[str], otherwise: str) -> NoReturn:
+        near = difflib.get_close_matches(given, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else otherwise
+        self.exit(EXIT_USER, f"{self.prog}: error: {problem}; {hint}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        return _dispatch(arguments, is_process=argv is None)
     except UserError as error:
         print(f"hvdtrain: error: {error}", file=sys.stderr)
         return error.exit_code
@@ -38,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _dispatch(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+def _dispatch(arguments: list[str], is_process: bool) -> int:
+    parser = _Parser(
         prog="hvdtrain", description="Training for PyTorch on clusters that run Horovod and MPI."
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -47,7 +78,8 @@ def _dispatch(arguments: list[str]) -> int:
     if named == "train":
         # It has a command line of its own, made from the configuration.
         train = importlib.import_module("hvdtrain.train")
-        return int(train.main(arguments[1:]) or 0)
+        began = process_start() if is_process else None
+        return int(train.main(arguments[1:], began) or 0)
     for name, line in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=line, description=line)
         if name == named:

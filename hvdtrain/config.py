@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import difflib
 import re
+from argparse import SUPPRESS
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.data.config import BatchConfig
@@ -119,18 +120,33 @@ def parse(argv: Sequence[str]) -> Settings:
     return Settings(config, task_class, task_config, parser.dump(namespace, skip_unset=False))
 
 
+class _HelpFormatter(DefaultHelpFormatter):
+    """Most keys on one line with what they mean."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=40)
+
+
 def build_parser(task_class: type) -> ArgumentParser:
     """The parser of all keys, the task's own beside the rest.
 
     Raises:
         UserError: the task's Config has a key that exists already.
     """
+    program = "python -m hvdtrain.train"
     parser = ArgumentParser(
-        prog="python -m hvdtrain.train",
+        prog=program,
+        usage=f"{program} [--config FILE_OR_PRESET] [--section.key VALUE ...]",
         description="Trains a task on one process, or on all that a launcher starts.",
+        formatter_class=_HelpFormatter,
         exit_on_error=False,
     )
-    parser.add_argument("--config", action="config", help="a preset's name or a YAML file")
+    parser.add_argument(
+        "--config",
+        action="config",
+        metavar="FILE_OR_PRESET",
+        help=f"a YAML file, or a preset: {', '.join(presets())}",
+    )
     own = optional(task_class, "Config")
     for owner in filter(None, (Config, own)):
         texts = dict(re.findall(r"^ +(\w+): (.*)$", owner.__doc__ or "", re.MULTILINE))
@@ -144,8 +160,10 @@ def build_parser(task_class: type) -> ArgumentParser:
                 f"--{f.name}",
                 type=get_type_hints(owner)[f.name],
                 default=getattr(instance, f.name),
-                help=texts.get(f.name),
+                help=texts.get(f.name, f.name),
             )
+            if is_dataclass(getattr(instance, f.name)):  # --optim FILE: it would lead each section
+                parser._option_string_actions[f"--{f.name}"].help = SUPPRESS
     parser.set_defaults(optional(task_class, "defaults"))
     return parser
 

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 
 from hvdtrain.config import Settings, parse
 from hvdtrain.errors import UserError
-from hvdtrain.runtime.environment import launched_rank
+from hvdtrain.runtime.environment import launched_rank, process_start
 from hvdtrain.runtime.signals import StopFlag
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs with the given flags (default: those of the process); returns the exit code."""
+def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
+    """Runs with the given flags (default: those of the process); returns the exit code.
+
+    Args:
+        began: when the program was started, unix time; default: now, or with the process where
+            its flags are used.
+    """
+    if began is None:
+        began = process_start() if argv is None else time.time()
     # First of all: importing torch takes seconds, in which a signal would end the process.
     stop = StopFlag()
     stop.install()
@@ -23,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # --help and --print_config print: once.
         with nullcontext() if launched_rank() == 0 else redirect_stdout(StringIO()):
             settings = parse(sys.argv[1:] if argv is None else argv)
-        code = _load_run()(settings, stop)
+        code = _load_run()(settings, stop, began)
         stop.ignore()
         return code
     except UserError as error:
@@ -36,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
 
 
-def _load_run() -> Callable[[Settings, StopFlag], int]:
+def _load_run() -> Callable[[Settings, StopFlag, float], int]:
     """Imports torch and Horovod: only when the configuration is well."""
     try:
         from hvdtrain.run.session import run

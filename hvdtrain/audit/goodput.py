@@ -21,7 +21,11 @@ PARTS = {
 
 @dataclass
 class Goodput:
-    """Seconds of each part of `PARTS`, from the first start to the last sign of life."""
+    """Seconds of each part of `PARTS`.
+
+    The wall time begins with the start of rank 0's first process, before it imports anything, and
+    ends with the run's last sign of life.
+    """
 
     wall: float
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
@@ -35,9 +39,10 @@ class Goodput:
 def measure(ledger: Ledger) -> Goodput:
     """Adds up the time between the signs of life that a run left."""
     generations = ledger.generations
-    begin, end = generations[0].start.time, generations[-1].last_time
-    goodput = Goodput(max(0.0, end - begin))
-    now = begin
+    first, end = generations[0].start, generations[-1].last_time
+    goodput = Goodput(max(0.0, end - ledger.began))
+    goodput.parts["restart"] += first.seconds
+    now = first.time
     for generation, following in zip(generations, [*generations[1:], None], strict=True):
         stop = max(now, following.start.time if following else end)
         now, step = _add_steps(goodput.parts, generation, now, stop)

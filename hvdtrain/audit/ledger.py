@@ -108,6 +108,12 @@ class Ledger:
     saved: list[int]
     older: list[int]
 
+    @property
+    def began(self) -> float:
+        """When rank 0's process was first started, unix time."""
+        first = self.generations[0].start
+        return first.time - first.seconds
+
 
 def read(path: Path) -> Ledger:
     """Reads RUN/.

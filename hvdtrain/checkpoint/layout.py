@@ -45,9 +45,15 @@ def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def named(root: Path) -> list[Path]:
+    """The folders below `root` that have a checkpoint's name, finished or not, oldest first."""
+    folders = (path for path in root.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
+    return sorted(path for path in folders if path.is_dir())
+
+
 def finished(root: Path) -> list[Path]:
-    """The checkpoints below `root` that have their marker, oldest first."""
-    return sorted(path.parent for path in root.glob(f"step_*/{MARKER}"))
+    """Those of them that have their marker."""
+    return [folder for folder in named(root) if (folder / MARKER).exists()]
 
 
 def hidden_name(folder: Path) -> Path:

@@ -15,6 +15,7 @@ from hvdtrain.checkpoint.layout import (
     delete_leftovers,
     finished,
     folder_name,
+    named,
 )
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
@@ -68,7 +69,7 @@ class CheckpointManager:
         They are damaged, or belong to a curve that the run has left: they must neither be
         resumed from nor count as kept.
         """
-        for folder in self.finished():
+        for folder in named(self.root):
             if folder.name > folder_name(after):
                 aside = next(
                     name
@@ -81,15 +82,16 @@ class CheckpointManager:
                 logger.warning("%s is now %s: the run resumes from before it", folder, aside.name)
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole, or None where none was ever finished.
+        """The newest checkpoint that is whole, or None where there is none at all.
 
-        Damaged ones are named in the log and passed over.
+        Damaged ones are named in the log and passed over. One without its marker counts as
+        damaged: a checkpoint gets its name only after its marker.
 
         Raises:
-            UserError: there are finished checkpoints, but every one is damaged.
+            UserError: there are checkpoints, but every one is damaged.
         """
         damaged = []
-        for folder in reversed(self.finished()):
+        for folder in reversed(named(self.root)):
             try:
                 return read(folder)
             except DamagedError as error:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint.export import export
-from hvdtrain.checkpoint.layout import MARKER, DamagedError, finished, verify
+from hvdtrain.checkpoint.layout import MARKER, DamagedError, finished, named, verify
 from hvdtrain.errors import UserError
 
 HELP = "list, verify or export the checkpoints of a run"
@@ -79,8 +80,7 @@ def _reason(error: DamagedError) -> str:
 
 def _verify(args: argparse.Namespace) -> None:
     damaged = []
-    checkpoints = _checkpoints(args.path)
-    for folder in checkpoints:
+    for folder in _checkpoints(args.path, named):
         try:
             size = verify(folder)
             print(f"{folder}: whole, {size} bytes")
@@ -91,10 +91,14 @@ def _verify(args: argparse.Namespace) -> None:
         raise UserError("; ".join(damaged))
 
 
-def _checkpoints(path: Path) -> list[Path]:
-    """The path itself, or the finished checkpoints of the run that lies there, oldest first."""
+def _checkpoints(path: Path, of_run: Callable[[Path], list[Path]]) -> list[Path]:
+    """The path itself, or the checkpoints of the run that lies there, oldest first.
+
+    Args:
+        of_run: which of them: layout.named or layout.finished.
+    """
     if (path / "checkpoints").is_dir():
-        found = finished(path / "checkpoints")
+        found = of_run(path / "checkpoints")
         if not found:
             raise UserError(f"{path}: this run has no finished checkpoint")
         return found
@@ -104,7 +108,7 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def _export(args: argparse.Namespace) -> None:
-    checkpoint = _checkpoints(args.path)[-1]
+    checkpoint = _checkpoints(args.path, finished)[-1]
     export(checkpoint, _model_config(checkpoint), args.out)
     print(f"{args.out}: the weights of {checkpoint}")
 

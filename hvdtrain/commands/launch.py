@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 from hvdtrain.commands.discover import add_host_arguments, seconds
+from hvdtrain.elastic.command import training_command
 from hvdtrain.errors import UserError
 
 HELP = "start training on hosts that answer, and start it again after a failure"
@@ -42,7 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="for hosts with --min-np slots (default: %(default)s)",
     )
     parser.add_argument(
-        "arguments", nargs="*", metavar="-- --key value", help="keys of the configuration"
+        "training",
+        nargs=argparse.REMAINDER,
+        metavar="-- --key value",
+        help="keys of the configuration; a command that starts training may stand before them, "
+        "as for horovodrun: python -m hvdtrain.train --key value",
+    )
+    parser.usage = (
+        f"{parser.prog} (--hosts LIST | --hostfile FILE | --slurm) [options] "
+        "-- [python -m hvdtrain.train] --key value ..."
     )
 
 
@@ -65,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     from hvdtrain.launch.hostfile import read_hosts
     from hvdtrain.supervise.supervisor import Plan, Supervisor
 
+    words = args.training[1:] if args.training[:1] == ["--"] else args.training
+    train, flags = _rank_command(words)
     probe = parse_probe(args.probe)
     hosts = read_hosts(args.hosts, args.hostfile, args.slurm)
     slots = sum(host.slots for host in hosts)
@@ -82,10 +96,54 @@ def run(args: argparse.Namespace) -> int:
             hosts=lambda: read_hosts(args.hosts, args.hostfile, args.slurm),
             discovery=_discovery(args),
             probe=probe,
-            train=[sys.executable, "-m", "hvdtrain.train", *args.arguments],
-            run=_run_folder(args.arguments),
+            train=train,
+            run=_run_folder(flags),
         )
     ).run()
+
+
+def _rank_command(words: list[str]) -> tuple[list[str], list[str]]:
+    """(the argv of a rank, the keys in it) from what stands after the `--`.
+
+    A Python that is named has to be this one, as the ranks' path to it is: a name alone may be
+    another program on each host.
+    """
+    if not words or words[0].startswith("-"):
+        return [sys.executable, "-m", "hvdtrain.train", *words], words
+    command = training_command(words)
+    if command is None:
+        raise UserError(
+            f"`{shlex.join(words)}` does not start training: keys of the configuration are "
+            "expected after the --, alone or as `python -m hvdtrain.train --key value ...` or "
+            "`hvdtrain train --key value ...`"
+        )
+    before, program = words[: command.program], words[command.program]
+    if Path(program).name == "hvdtrain":
+        if program != "hvdtrain" and Path(program).parent != Path(sys.executable).parent:
+            raise UserError(_other(program))
+        return [*before, sys.executable, "-m", "hvdtrain.train", *command.flags], command.flags
+    if _environment(program) != _environment(sys.executable):
+        raise UserError(_other(program))
+    return [*before, sys.executable, *words[command.program + 1 :]], command.flags
+
+
+def _environment(python: str) -> str:
+    """Which installation an interpreter belongs to; "" where it cannot be started."""
+    show = "import sys; print(sys.prefix, sys.version)"
+    try:
+        done = subprocess.run([python, "-c", show], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
+
+
+def _other(program: str) -> str:
+    found = shutil.which(program) or "not on PATH"
+    return (
+        f"`{program}` ({found}) is not of the environment that hvdtrain launch runs in "
+        f"({sys.executable}), whose Python the ranks get: leave the command out and give its keys "
+        "alone, or start hvdtrain launch from the other environment"
+    )
 
 
 def _run_folder(arguments: list[str]) -> Path:

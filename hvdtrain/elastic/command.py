@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import PurePath
+from typing import NamedTuple
 
 _PYTHON = re.compile(r"pythonw?[\d.]*")
 # Options of the interpreter that take a value, where it is not joined to them.
@@ -12,8 +13,25 @@ _VALUED = ("W", "X")
 _VALUED_LONG = ("--check-hash-based-pycs",)
 
 
+class TrainingCommand(NamedTuple):
+    """A command that starts training.
+
+    Args:
+        program: which of its words is the interpreter, or `hvdtrain` itself.
+        flags: the words that training gets.
+    """
+
+    program: int
+    flags: list[str]
+
+
 def starts_training(command: Sequence[str]) -> bool:
-    """Whether it is `hvdtrain train`, or Python with hvdtrain's module, console script or file.
+    """Whether it is `hvdtrain train`, or Python with hvdtrain's module, console script or file."""
+    return training_command(command) is not None
+
+
+def training_command(command: Sequence[str]) -> TrainingCommand | None:
+    """The parts of a command that starts training; None of any other.
 
     What stands before Python (numactl, env NAME=VALUE, a profiler) is passed over; words that
     another program gets as its arguments say nothing.
@@ -21,35 +39,42 @@ def starts_training(command: Sequence[str]) -> bool:
     words = list(command)
     for i, word in enumerate(words):
         if _PYTHON.fullmatch(PurePath(word).name):
-            return _runs_training(words[i + 1 :])
-    return _is_console_script(words)
+            flags = _flags_of_python(words[i + 1 :])
+            return None if flags is None else TrainingCommand(i, flags)
+    flags = _flags_of_console_script(words)
+    return None if flags is None else TrainingCommand(0, flags)
 
 
-def _runs_training(arguments: list[str]) -> bool:
-    """The same for the interpreter's arguments: options, then a module, code or a script."""
+def _flags_of_python(arguments: list[str]) -> list[str] | None:
+    """Of the interpreter's arguments: options, then a module, code or a script."""
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
         if not word.startswith("-") or word == "-":
-            path = PurePath(word)
-            return path.parts[-2:] == ("hvdtrain", "train.py") or _is_console_script([word, *rest])
+            if PurePath(word).parts[-2:] == ("hvdtrain", "train.py"):
+                return rest
+            return _flags_of_console_script([word, *rest])
         if word.startswith("--"):
             del rest[: word in _VALUED_LONG]
             continue
         # Letters may be joined, and a value to the last of them: -um hvdtrain.train, -Wignore.
         at = next((at for at, letter in enumerate(word) if letter in "cmWX"), 0)
         option, value = word[at], word[at + 1 :]
-        if option in "cm":
-            return option == "m" and _is_module([value, *rest] if value else rest)
+        if option == "c":
+            return None
+        if option == "m":
+            return _flags_of_module([value, *rest] if value else rest)
         del rest[: option in _VALUED and not value]
-    return False
+    return None
 
 
-def _is_module(words: list[str]) -> bool:
-    return words[:1] == ["hvdtrain.train"] or words[:2] == ["hvdtrain.cli", "train"]
+def _flags_of_module(words: list[str]) -> list[str] | None:
+    if words[:1] == ["hvdtrain.train"]:
+        return words[1:]
+    return words[2:] if words[:2] == ["hvdtrain.cli", "train"] else None
 
 
-def _is_console_script(words: list[str]) -> bool:
+def _flags_of_console_script(words: list[str]) -> list[str] | None:
     path = PurePath(words[0]) if words else PurePath()
     cli = path.name == "hvdtrain" or path.parts[-2:] == ("hvdtrain", "cli.py")
-    return cli and words[1:2] == ["train"]
+    return words[2:] if cli and words[1:2] == ["train"] else None

@@ -71,7 +71,7 @@ def _progress(run: Run, figures: Figures) -> Plot | None:
     if run.ledger is None or not any(g.lines for g in run.ledger.generations):
         return None
     generations = run.ledger.generations
-    begin = generations[0].start.time
+    begin = run.ledger.began
     scale, unit = _clock(figures["wall_seconds"])
     with canvas(2.0, above=0.5) as (axes, svg):
         for kept, colour, label in ((True, BLUE, "steps that count"), (False, RED, "taken back")):

@@ -111,7 +111,7 @@ def _facts(run: Run, figures: Figures) -> Table:
     manifest = run.manifest
     batch = run.config.get("batch", {})
     horovod = manifest.get("horovod") or {}
-    begin = run.ledger.generations[0].start.time if run.ledger else None
+    begin = run.ledger.began if run.ledger else None
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(begin)) if begin else None
     hosts = ", ".join(f"{h}: {units.ranks(r)}" for h, r in list(figures["hosts"].items())[:_ROWS])
     facts = {

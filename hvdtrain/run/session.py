@@ -49,11 +49,12 @@ _LONGEST_MESSAGE = 1000
 _PATIENCE = (10, 60.0)
 
 
-def run(settings: Settings, stop: StopFlag) -> int:
+def run(settings: Settings, stop: StopFlag, began: float) -> int:
     """Trains as configured.
 
     Args:
         stop: raised when this process is asked to stop.
+        began: when the program was started, unix time.
 
     Returns:
         The exit code, the same on every rank. A crash does not return: it ends the process.
@@ -66,7 +67,7 @@ def run(settings: Settings, stop: StopFlag) -> int:
         timeout_seconds=config.elastic.timeout_seconds, timeline=config.profile.steps is not None
     )
     try:
-        session = Session(settings, stop)
+        session = Session(settings, stop, began)
     except RankLostError as error:
         raise crash(f"Horovod could not be started: {error}") from None
     try:
@@ -103,8 +104,8 @@ class Session:
         held: what this process keeps of the run on disk.
     """
 
-    def __init__(self, settings: Settings, stop: StopFlag) -> None:
-        self._began = time.time()
+    def __init__(self, settings: Settings, stop: StopFlag, began: float) -> None:
+        self._began = began
         self._began_clock = time.perf_counter()
         self._stop = stop
         self._number = environment.launched_rank()

@@ -6,6 +6,7 @@ Imports neither torch nor Horovod.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
@@ -62,6 +63,19 @@ def launched_local_rank(env: Mapping[str, str] = os.environ) -> int:
         )
         or 0
     )  # fmt: skip
+
+
+def process_start() -> float:
+    """When this process was started, unix time; now, where the system does not tell.
+
+    https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html (starttime, in ticks since boot).
+    """
+    try:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+        return time.time() - max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    except (OSError, ValueError, IndexError):
+        return time.time()
 
 
 def answer_seconds(ranks: int) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +20,7 @@ from hvdtrain.audit.order import check_order
 from hvdtrain.audit.report import audit
 from hvdtrain.errors import UserError
 from tests.support.history import SIZE, TOTAL, History
+from tests.support.runs import TINY, start
 
 Lines = list[dict[str, Any]]
 
@@ -202,6 +205,23 @@ def test_time_is_given_to_the_wrong_part(history: History) -> None:
     assert goodput.parts["steps"] == pytest.approx(TOTAL)
     assert goodput.parts["redone"] == pytest.approx(4)
     assert goodput.share == pytest.approx(TOTAL / history.wall)
+
+
+@pytest.mark.parametrize("module", ["hvdtrain.train", "hvdtrain.cli train"])
+def test_the_start_of_the_program_is_left_out_of_the_time(tmp_path: Path, module: str) -> None:
+    flags = [*TINY, "--train.steps", "2", "--run.root", str(tmp_path), "--run.id", "a"]
+    command = [sys.executable, "-m", *module.split()]
+    before = time.time()
+    done = start(tmp_path / "output", flags, command=command).wait(120)
+    after = time.time()
+    assert done.returncode == 0, done
+    goodput = audit(tmp_path / "a").goodput
+    first = _read(tmp_path / "a", "metrics")[0]
+    assert goodput.parts["restart"] == pytest.approx(
+        first["time"] - first["step_seconds"] - before, abs=0.3
+    )
+    assert sum(goodput.parts.values()) == pytest.approx(goodput.wall)
+    assert goodput.wall <= after - before
 
 
 def test_the_table_of_restarts_or_the_samples_are_wrong(

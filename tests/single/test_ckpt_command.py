@@ -66,8 +66,8 @@ def test_a_state_is_missing_in_the_list(run: Path, capsys: pytest.CaptureFixture
     assert hidden == "being written, or a leftover of that"
 
 
-def test_a_flipped_bit_is_not_found_or_does_not_end_with_2(
-    run: Path, capsys: pytest.CaptureFixture[str]
+def test_a_flipped_bit_or_missing_marker_is_not_found_or_does_not_end_with_2(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _ckpt("verify", run) == 0
     assert capsys.readouterr().out.count(": whole, ") == 2
@@ -76,6 +76,10 @@ def test_a_flipped_bit_is_not_found_or_does_not_end_with_2(
     said = capsys.readouterr()
     assert "step_00000002: optimizer.safetensors was altered" in said.err
     assert "step_00000004: whole" in said.out
+    (run / "checkpoints/step_00000004/complete").rename(tmp_path / "complete")
+    assert _ckpt("verify", run) == 2
+    assert "step_00000004: it was never finished (no file 'complete')" in capsys.readouterr().err
+    (tmp_path / "complete").rename(run / "checkpoints/step_00000004/complete")
     assert _ckpt("verify", run / "checkpoints/step_00000004") == 0
     assert _ckpt("verify", run / "checkpoints/step_00000002") == 2
 

@@ -52,11 +52,36 @@ def test_a_subcommand_is_in_the_table_but_not_what_the_table_says(name: str) -> 
     assert callable(module.add_arguments) and callable(module.run)
 
 
-@pytest.mark.parametrize("arguments", [(), ("horovodd",), ("horovod",), ("horovod", "build", "-x")])
-def test_a_wrong_command_line_does_not_end_with_2(arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("arguments", [(), ("horovod",), ("discover", "--hosts")])
+def test_an_incomplete_command_line_does_not_end_with_2(arguments: tuple[str, ...]) -> None:
     done = _hvdtrain(*arguments)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr and done.stderr.startswith("usage:")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("trian", "hvdtrain: error: unknown command 'trian'; did you mean train?"),
+        ("horovodd", "hvdtrain: error: unknown command 'horovodd'; did you mean horovod?"),
+        ("xyzzy", "hvdtrain: error: unknown command 'xyzzy'; choose from train, launch, "),
+        ("ckpt lst", "hvdtrain ckpt: error: unknown action 'lst'; did you mean list?"),
+        ("top --onse x", "hvdtrain top: error: unknown argument --onse; did you mean --once?"),
+        ("ckpt list a b", "hvdtrain ckpt list: error: unknown argument b; see hvdtrain ckpt list"),
+        (
+            "launch --hosts a:1 --controller glo",
+            "hvdtrain launch: error: --controller: unknown value 'glo'; did you mean gloo?",
+        ),
+        (
+            "launch --hosts a:1 --run.id mine",
+            "hvdtrain launch: error: unknown argument --run.id; keys of the configuration stand ",
+        ),
+    ],
+)
+def test_what_was_probably_meant_is_not_said_in_one_line(line: str, message: str) -> None:
+    done = _hvdtrain(*line.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(message) and done.stderr.count("\n") == 1
 
 
 def test_a_user_error_shows_a_traceback_or_loses_its_exit_code(

@@ -222,6 +222,23 @@ def test_help_lacks_a_key_or_takes_a_second_of_the_processor() -> None:
     assert min(took) < 1.0
 
 
+def test_help_begins_with_a_page_of_usage_or_has_sections_without_a_name() -> None:
+    said = _run("--help", COLUMNS="100").stdout
+    usage, description, *_ = said.split("\n\n")
+    assert (
+        usage
+        == "usage: python -m hvdtrain.train [--config FILE_OR_PRESET] [--section.key VALUE ...]"
+    )
+    assert description.startswith("Trains a task")
+    assert "gpt-nano, gpt-small" in said
+    assert "<class" not in said and "Path to a configuration file" not in said
+
+
+def test_a_section_cannot_be_read_from_a_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "optim.yaml").write_text("lr: 0.25\n")
+    assert parse(["--optim", str(tmp_path / "optim.yaml")]).config.optim.lr == 0.25
+
+
 def test_help_imports_torch() -> None:
     done = _run("--help", python=("-X", "importtime"))
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}

@@ -235,7 +235,8 @@ DAMAGES = {
     "no events": (_without_events, ["There is no events.jsonl"], 7),
     "no ranks": (_without_ranks, ["telemetry.exchange_every is 0"], 4),
     "torn": (_torn, [f"torn in {name}.jsonl" for name in ("metrics", "ranks")], 8),
-    "no steps": (_without_steps, ["no step was logged", "no line in ranks.jsonl"], 0),
+    # What is left is the bar of the goodput: all of the time went into the start.
+    "no steps": (_without_steps, ["no step was logged", "no line in ranks.jsonl"], 1),
     "damaged": (_damaged, ["config.yaml is missing", "manifest.json is damaged"], 7),
 }
 

@@ -50,7 +50,7 @@ class History:
         """From the newest checkpoint, or anew."""
         if self.generation >= 0:
             self._pass("down", 30.0)
-            self._pass("restart", STARTING)
+        self._pass("restart", STARTING)
         self.step = max(self.saved, default=0)
         source = "checkpoint" if self.saved else "new"
         self._start("launch", source, ranks, STARTING)

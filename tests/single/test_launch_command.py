@@ -1,0 +1,89 @@
+"""What may stand after the -- of `hvdtrain launch`: keys, or a command as horovodrun takes it."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.elastic import supervisor
+
+KEYS = ["--run.id", "mine", "--train.steps", "7"]
+MODULE = [sys.executable, "-m", "hvdtrain.train"]
+HERE = Path(sys.executable).parent
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[supervisor.Plan]:
+    """The plans of the launches that this test begins; nothing is started."""
+    plans: list[supervisor.Plan] = []
+
+    def run(self: supervisor.Supervisor) -> int:
+        plans.append(self._plan)
+        return 0
+
+    monkeypatch.setattr(supervisor.Supervisor, "run", run)
+    monkeypatch.setenv("PATH", str(HERE), prepend=":")
+    monkeypatch.chdir(tmp_path)
+    return plans
+
+
+@pytest.mark.parametrize(
+    ("command", "argv"),
+    [
+        ("--", MODULE),
+        ("-- python -m hvdtrain.train", MODULE),
+        ("-- python3 -m hvdtrain.train", MODULE),
+        ("python -m hvdtrain.train", MODULE),
+        (f"-- {sys.executable} -m hvdtrain.train", MODULE),
+        ("-- hvdtrain train", MODULE),
+        (f"-- {HERE}/hvdtrain train", MODULE),
+        ("-- python -u -X dev -m hvdtrain.train", [sys.executable, "-u", "-X", "dev", *MODULE[1:]]),
+        ("-- env A=1 python -m hvdtrain.train", ["env", "A=1", *MODULE]),
+    ],
+)
+def test_a_command_as_horovodrun_takes_it_is_refused(
+    planned: list[supervisor.Plan], tmp_path: Path, command: str, argv: list[str]
+) -> None:
+    assert cli.main(["launch", "--hosts", "a:2", *command.split(), *KEYS]) == 0
+    (plan,) = planned
+    assert plan.train == [*argv, *KEYS]
+    assert plan.run == tmp_path / "runs/mine"
+
+
+@pytest.mark.parametrize("command", ["train.py --epochs 3", "python other.py", "mine"])
+def test_another_program_is_started_or_it_is_not_said_what_is_taken(
+    planned: list[supervisor.Plan], capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert cli.main(["launch", "--hosts", "a:2", "--", *shlex.split(command)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"hvdtrain: error: `{command}` does not start training: keys of the ")
+    assert "`python -m hvdtrain.train --key value ...`" in line and not planned
+
+
+def test_the_python_of_another_environment_is_silently_replaced(
+    planned: list[supervisor.Plan], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    base = Path(sys.base_prefix) / "bin" / Path(sys.executable).resolve().name
+    (tmp_path / "hvdtrain").touch()
+    for words in (
+        [str(base), "-m", "hvdtrain.train"],
+        ["python9.9", "-m", "hvdtrain.train"],
+        [str(tmp_path / "hvdtrain"), "train"],
+    ):
+        assert cli.main(["launch", "--hosts", "a:2", "--", *words, *KEYS]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"hvdtrain: error: `{words[0]}` (") and sys.executable in line
+    assert not planned
+
+
+def test_a_mistake_in_the_keys_of_a_command_is_not_found_before_anything_starts(
+    planned: list[supervisor.Plan], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--run.id", "mine", "--train.step", "7"]
+    assert cli.main(["launch", "--hosts", "a:2", "--", *MODULE, *flags]) == 2
+    assert "did you mean train.steps?" in capsys.readouterr().err
+    assert not planned

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.data.loader import Batch, to_device
+from hvdtrain.engine.statistics import BatchStatistics
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.tasks import Task, optional
@@ -43,6 +44,7 @@ class Accumulate:
     Attributes:
         names: "loss" and the task's metrics.
         model: as given.
+        statistics: of its BatchNorm layers.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Accumulate:
     ) -> None:
         self.names: tuple[str, ...] = ("loss", *optional(task, "metrics"))
         self.model = model
+        self.statistics = BatchStatistics(model, micro_batches, context)
         self._task = task
         self._micro_batches = micro_batches
         self._context = context
@@ -72,12 +75,14 @@ class Accumulate:
         """
         heartbeat, enter = self._context.heartbeat, self._context.timer.enter
         heartbeat.beat(Activity.WORKING)
+        self.statistics.begin()
         enter("data")
         for done, batch in enumerate(batches, start=1):
             on_device = to_device(batch, self._context.device)
             enter("forward")
             loss, values, weights = self._forward(on_device)
             _add(sums, values, weights, values / self._micro_batches, 0)
+            self.statistics.collect()
             if done == passes:
                 before_last()
             enter("backward")

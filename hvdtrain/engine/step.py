@@ -114,19 +114,21 @@ class TrainStep:
             parameters=len(self._exchange.parameters),
             context=self._context,
         )
-        self._passes.train(
-            batches,
-            passes,
-            Sums(control.sums, control.weights),
-            # Not earlier: a task freezes parameters in its forward pass.
-            before_last=lambda: control.send(self._exchange.frozen()),
-        )
+        statistics = self._passes.statistics
+
+        def send() -> None:
+            # A task freezes parameters in its forward pass; without one, none is known to be.
+            control.send(self._exchange.frozen() if passes else ())
+            statistics.send()
+
+        self._passes.train(batches, passes, Sums(control.sums, control.weights), before_last=send)
         if passes == 0:
-            control.send()
+            send()
         heartbeat.beat(Activity.WAITING)
         timer.enter("comm_exposed" if self._context.mesh.data.size > 1 else "other")
         self._exchange.finish()
         agreed = control.receive()
+        statistics.apply()
         heartbeat.beat(Activity.WORKING)
         return agreed
 

@@ -53,8 +53,13 @@ class Task(Protocol):
         """The model on the CPU, freshly initialised; the seed is set before the call."""
         ...
 
-    def loss(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """Means over the samples of a micro-batch: "loss", and one for each of `metrics`."""
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        """Of a micro-batch: "loss", and one value for each of `metrics`.
+
+        A value is a scalar tensor, the mean over the samples; or (sum, weight), scalar tensors or
+        numbers: the mean over the global batch is the sum of sums over the sum of weights. The
+        loss comes in the same form each time.
+        """
         ...
 
 

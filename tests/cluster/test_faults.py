@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from tests.support.cluster import Cluster
 from tests.support.faults import PACED, ElasticJob, assert_same_curve, pause
-from tests.support.runs import losses, run
+from tests.support.runs import metrics, run
 
 FOUR = 4
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Losses of the undisturbed run: one process, no launcher."""
     root = tmp_path_factory.mktemp("reference")
     arguments = f"{PACED} --run.root {root} --run.id case".split()
     # The schedule is that of the disturbed runs, so all their steps are done here.
     done = run(root / "output", arguments, env={"HVDTRAIN_TEST_PACE": "0"}, timeout=120)
     assert done.returncode == 0, done
-    return losses(root / "case")
+    return metrics(root / "case")
 
 
 class Case(NamedTuple):
@@ -63,7 +63,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_fault_loses_a_step_or_takes_too_long(
     job: Callable[..., ElasticJob],
-    reference: list[float],
+    reference: list[dict[str, Any]],
     name: str,
     record_property: Callable[[str, object], None],
 ) -> None:
@@ -89,7 +89,7 @@ def test_a_fault_loses_a_step_or_takes_too_long(
 def test_a_link_that_is_cut_stops_training_or_keeps_its_host_out(
     cluster: Cluster,
     job: Callable[..., ElasticJob],
-    reference: list[float],
+    reference: list[dict[str, Any]],
     record_property: Callable[[str, object], None],
 ) -> None:
     discover = "python -m hvdtrain.cli discover --hosts node1:2,node2:2"
@@ -120,7 +120,7 @@ def test_a_link_that_is_cut_stops_training_or_keeps_its_host_out(
 def test_a_link_that_is_cut_stops_training_where_datagrams_do_not_get_through(
     cluster: Cluster,
     job: Callable[..., ElasticJob],
-    reference: list[float],
+    reference: list[dict[str, Any]],
     record_property: Callable[[str, object], None],
 ) -> None:
     cluster.datagrams("node2", leave=False)
@@ -144,7 +144,7 @@ def test_a_link_that_is_cut_stops_training_where_datagrams_do_not_get_through(
 
 
 def test_hosts_that_come_and_go_lose_a_step(
-    job: Callable[..., ElasticJob], reference: list[float]
+    job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:
     running = job(hosts="node1:2", np=2)
     running.wait_for_step(20)
@@ -160,7 +160,7 @@ def test_hosts_that_come_and_go_lose_a_step(
 
 
 def test_fewer_ranks_than_the_least_end_the_run_or_go_on(
-    job: Callable[..., ElasticJob], reference: list[float]
+    job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:
     running = job(np=4, min_np=3)
     running.wait_for_step(20)
@@ -178,7 +178,7 @@ def test_fewer_ranks_than_the_least_end_the_run_or_go_on(
 
 
 def test_a_deadlocked_rank_holds_up_the_others_or_does_not_say_where(
-    job: Callable[..., ElasticJob], reference: list[float]
+    job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:
     running = job(arguments="--elastic.hang_seconds 3", env={"HVDTRAIN_TEST_HANG": "3:20"})
     running.wait_for_step(40)
@@ -190,7 +190,7 @@ def test_a_deadlocked_rank_holds_up_the_others_or_does_not_say_where(
 
 
 def test_a_slow_rank_that_lives_is_killed(
-    job: Callable[..., ElasticJob], reference: list[float]
+    job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:
     running = job(arguments="--elastic.hang_seconds 3", env={"HVDTRAIN_TEST_HANG": "3:20:8"})
     running.wait_for_step(30)

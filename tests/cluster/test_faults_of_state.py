@@ -114,7 +114,7 @@ def test_a_preempted_run_does_not_end_with_75_or_loses_a_step(
     stopped_at = [(event["step"], "checkpoint") for event in running.events("end")]
     assert begun == [(0, "new"), *stopped_at[:-1]]
     assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
-    assert_same_curve(running.lines(), local.losses(undisturbed))
+    assert_same_curve(running.lines(), local.metrics(undisturbed))
 
 
 def _stop(running: TrainingJob, place: str, number: signal.Signals, hold: Path) -> str:
@@ -173,7 +173,7 @@ def test_a_damaged_checkpoint_is_used_or_ends_the_run(
     done = local.run(tmp_path / "output", flags, env=NO_PACE)
     assert done.returncode == 0, done
     assert "resumed from the checkpoint of step 135" in done.stderr, done
-    assert_same_curve(local.metrics(run), local.losses(undisturbed))
+    assert_same_curve(local.metrics(run), local.metrics(undisturbed))
     assert_clean(run)
     _assert_whole_checkpoints(run, newest=150)
 
@@ -204,7 +204,7 @@ def test_a_first_rank_that_dies_in_a_save_leaves_half_a_checkpoint_or_the_last(
     record_property("seconds without a step", round(pause(running.lines(), since), 2))
     running.end()
     assert {line["world_size"] for line in running.lines()} == {3, 4}
-    assert_same_curve(running.lines(), local.losses(undisturbed))
+    assert_same_curve(running.lines(), local.metrics(undisturbed))
     assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
     _assert_whole_checkpoints(running.run, newest=running.last()["step"])
 
@@ -223,7 +223,7 @@ def test_a_rank_that_dies_in_the_last_save_ends_the_run_or_holds_it_up(
     record_property("seconds until they met", round(running.events("start")[-1]["time"] - since, 2))
     hold.unlink()
     running.ended(0)
-    assert_same_curve(running.lines(), local.losses(undisturbed))
+    assert_same_curve(running.lines(), local.metrics(undisturbed))
     _assert_whole_checkpoints(running.run, newest=150)
 
 
@@ -276,7 +276,7 @@ def test_a_disk_that_blocks_or_is_full_stops_training_or_is_not_told(
         assert longest < blocked_seconds / 2, done
         assert done.stderr.count(" could not be written (OSError: ") == 2, done
         assert "2 checkpoints could not be written" in done.stderr, done
-        assert_same_curve(running.lines(), local.losses(undisturbed))
+        assert_same_curve(running.lines(), local.metrics(undisturbed))
         assert {line["world_size"] for line in running.lines()} == {4}
         _assert_whole_checkpoints(running.run, newest=running.last()["step"])
     finally:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def _wait_for_more(running: ElasticJob) -> None:
 
 
 def test_a_full_disk_ends_the_run_when_a_rank_or_rank_0_dies(
-    cluster: Cluster, job: Callable[..., ElasticJob], runs: Path, reference: list[float]
+    cluster: Cluster, job: Callable[..., ElasticJob], runs: Path, reference: list[dict[str, Any]]
 ) -> None:
     with _small_disk(cluster, runs / "case") as run:
         running = job(hosts="node1:2 node2:1", np=3, arguments="--checkpoint.every 15")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from tests.cluster.test_faults import reference as reference  # a fixture
 from tests.support.cluster import Cluster
@@ -13,7 +14,7 @@ DYING = "--task tests.support.handover:DyingSource --checkpoint.every 0"
 
 
 def test_a_run_begins_with_half_of_a_state_whose_source_has_died(
-    job: Callable[..., ElasticJob], reference: list[float]
+    job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:
     running = job(hosts="node1:1", np=1, arguments=DYING)
     running.wait_for_step(20)
@@ -47,7 +48,7 @@ def _slow_network(cluster: Cluster) -> Iterator[None]:
 def test_a_state_larger_than_the_timeout_allows_keeps_a_process_out_or_ends_the_run(
     cluster: Cluster,
     job: Callable[..., ElasticJob],
-    reference: list[float],
+    reference: list[dict[str, Any]],
     record_property: Callable[[str, object], None],
 ) -> None:
     # One tensor takes 3.2 s on the wire; a collective has 2.

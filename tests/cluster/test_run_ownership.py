@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.cluster.test_faults import reference as reference  # a fixture
 from tests.cluster.test_launch import Supervised
@@ -16,7 +17,7 @@ HELPER = "--task tests.support.owners:WithHelper"
 
 def test_a_lock_that_outlives_rank_0_holds_up_the_others_or_loses_their_state(
     job: Callable[..., ElasticJob],
-    reference: list[float],
+    reference: list[dict[str, Any]],
     record_property: Callable[[str, object], None],
 ) -> None:
     running = job(hosts="node1:1 node2:1", np=2, arguments=HELPER)

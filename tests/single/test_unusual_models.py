@@ -59,10 +59,9 @@ def test_weights_with_channels_last_are_trained_otherwise_than_row_major_ones(
             assert done.returncode == 0, done
             assert len(metrics(root / "case")) == 8
             curves.append(losses(root / "case"))
-    alone, both, alone_last, both_last = curves
-    # BatchNorm's statistics are each rank's own: only runs of as many ranks compare.
-    assert alone_last == pytest.approx(alone, rel=1e-4)
-    assert both_last == pytest.approx(both, rel=1e-4)
+    alone, *others = curves
+    for other in others:
+        assert other == pytest.approx(alone, rel=1e-4)
 
 
 def test_float16_weights_are_not_trained_alike_on_one_and_two_ranks(tmp_path: Path) -> None:

@@ -157,3 +157,23 @@ def test_an_error_of_one_rank_leaves_others_or_its_message_unseen(
     assert [line["step"] for line in metrics(tmp_path / "case")] == [1, 2, 3, 4]
     commands = [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]
     assert not [command for command in commands if str(tmp_path) in (command or ())]
+
+
+def test_a_batchnorm_model_is_evaluated_differently_on_another_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    task = ["--task", "tests.support.tasks:Paced", "--train.steps", "12", "--eval.every", "4"]
+    size = ["--batch.global_size", "8", "--batch.micro_size", "2", "--telemetry.port", "0"]
+    curves = {}
+    for launcher in ("", "gloo:2", "mpirun:3"):
+        where = ["--run.root", str(tmp_path), "--run.id", _name(launcher)]
+        pace = {"HVDTRAIN_TEST_PACE": "0"}
+        done = run(tmp_path / "output", [*task, *size, *where], launcher, pace)
+        assert done.returncode == 0, done
+        lines = metrics(tmp_path / _name(launcher))
+        curves[launcher] = [
+            line[name] for line in lines for name in ("loss", "validation_loss") if name in line
+        ]
+    assert len(curves[""]) == 12 + 3
+    for curve in curves.values():
+        assert curve == pytest.approx(curves[""], rel=1e-5)

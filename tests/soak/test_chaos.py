@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ from tests.support.chaos import (
 from tests.support.cluster import Cluster
 from tests.support.faults import PACED, assert_same_curve, pause
 from tests.support.namespaces import why_not
-from tests.support.runs import losses, run
+from tests.support.runs import metrics, run
 
 SECONDS = float(os.environ.get("HVDTRAIN_CHAOS_SECONDS", "300"))
 SEED = int(os.environ.get("HVDTRAIN_CHAOS_SEED") or random.SystemRandom().randrange(1 << 32))
@@ -113,9 +114,9 @@ def _one_fault(job: ChaosJob, draw: Draw, say: Say) -> Outcome:
     return outcome
 
 
-def _undisturbed(root: Path) -> list[float]:
+def _undisturbed(root: Path) -> list[dict[str, Any]]:
     """Losses of the same run on one process, without a launcher."""
     arguments = f"{PACED} --run.root {root} --run.id case --train.steps {STEPS}".split()
     done = run(root / "output", arguments, env={"HVDTRAIN_TEST_PACE": "0"}, timeout=900)
     assert done.returncode == 0, done
-    return losses(root / "case")
+    return metrics(root / "case")

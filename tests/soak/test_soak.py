@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.cluster import Cluster
 from tests.support.faults import PACED, ElasticJob, assert_same_curve
-from tests.support.runs import losses, run
+from tests.support.runs import metrics, run
 
 SECONDS = int(os.environ.get("HVDTRAIN_SOAK_SECONDS", "300"))
 # A step takes 0.1 s on 4 ranks and 0.2 s on 3, while the fourth is being replaced.
@@ -31,17 +31,20 @@ SMALL = "--model.layers=2 --model.width=64 --model.heads=2 --model.context=64 --
 
 
 @pytest.fixture
-def reference(tmp_path: Path) -> list[float]:
+def reference(tmp_path: Path) -> list[dict[str, Any]]:
     """Losses of the same run, undisturbed: one process, no launcher."""
     arguments = f"{PACED} --run.root {tmp_path} --run.id case {ARGUMENTS}".split()
     done = run(tmp_path / "output", arguments, env={"HVDTRAIN_TEST_PACE": "0"}, timeout=300)
     assert done.returncode == 0, done
-    return losses(tmp_path / "case")
+    return metrics(tmp_path / "case")
 
 
 @pytest.mark.timeout(3 * SECONDS + 600)
 def test_kills_every_20_seconds_change_the_result_or_take_most_of_the_time(
-    cluster: Cluster, runs: Path, reference: list[float], capsys: pytest.CaptureFixture[str]
+    cluster: Cluster,
+    runs: Path,
+    reference: list[dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     running = ElasticJob(cluster, runs, arguments=ARGUMENTS)
     try:

@@ -219,12 +219,19 @@ def pause(lines: Sequence[Mapping[str, Any]], since: float) -> float:
     return max(later - max(earlier, since) for earlier, later in pairs if later > since)
 
 
-def assert_same_curve(lines: Sequence[Mapping[str, Any]], reference: Sequence[float]) -> None:
-    """Every step once, and the losses of an undisturbed run to 1e-4."""
+def assert_same_curve(
+    lines: Sequence[Mapping[str, Any]], reference: Sequence[Mapping[str, Any]]
+) -> None:
+    """Every step once, and the losses of an undisturbed run to 1e-4.
+
+    Validation losses too: they follow from BatchNorm's running statistics.
+    """
     steps = [line["step"] for line in lines]
     assert steps == list(range(1, len(steps) + 1)), "a gap or a double line"
     for line, expected in zip(lines, reference, strict=False):
-        assert abs(line["loss"] - expected) <= 1e-4 * abs(expected) + 1e-9, (line, expected)
+        for name in {"loss", "validation_loss"} & expected.keys():
+            wanted = expected[name]
+            assert abs(line[name] - wanted) <= 1e-4 * abs(wanted) + 1e-9, (line, expected)
 
 
 def assert_clean(run: Path) -> str:

@@ -2,7 +2,7 @@
 
 All ranks apply the same update to the same bits, so their parameters and optimizer state
 stay the same bits: a rank that differs has been damaged (a flipped bit of memory, a defect
-of a core or a device). Buffers are not compared: BatchNorm's statistics are each rank's own.
+of a core or a device). Buffers are not compared: a task may keep some that are a rank's own.
 """
 
 from __future__ import annotations

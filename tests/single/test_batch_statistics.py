@@ -1,0 +1,60 @@
+"""BatchNorm's running statistics follow from the global batch, not from who works on it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from hvdtrain.engine.statistics import BatchStatistics
+from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.heartbeat import Heartbeat
+from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.phases import PhaseTimer
+from hvdtrain.runtime.topology import Topology
+
+MICRO_BATCHES, FEATURES = 3, 4
+
+
+def _context() -> RankContext:
+    mesh = Mesh.replicated(Topology(0, 1, 0, 1, ("here",)))
+    return RankContext(mesh, torch.device("cpu"), Heartbeat(), PhaseTimer(time.perf_counter()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_statistics_are_not_the_mean_of_what_micro_batches_give(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = nn.BatchNorm1d(FEATURES, momentum=0.3, dtype=dtype)
+    statistics = BatchStatistics(nn.Sequential(layer), MICRO_BATCHES, _context())
+    expected = layer.running_mean.clone()
+    for step in range(3):
+        batches = [torch.randn(5, FEATURES, dtype=dtype) + step for _ in range(MICRO_BATCHES)]
+        statistics.begin()
+        for batch in batches:
+            loss = layer(batch).square().sum()
+            statistics.collect()
+            loss.backward()
+        statistics.send()
+        statistics.apply()
+        expected = 0.7 * expected + 0.3 * torch.stack([b.mean(0) for b in batches]).mean(0)
+        torch.testing.assert_close(layer.running_mean, expected)
+        assert layer.num_batches_tracked == step + 1
+
+
+def test_a_layer_in_eval_mode_changes_or_cannot_be_differentiated() -> None:
+    torch.manual_seed(0)
+    layer = nn.BatchNorm1d(FEATURES)
+    layer(torch.randn(5, FEATURES))
+    layer.eval()
+    before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    statistics = BatchStatistics(layer, MICRO_BATCHES, _context())
+    statistics.begin()
+    for _ in range(MICRO_BATCHES):
+        loss = layer(torch.randn(5, FEATURES)).square().sum()
+        statistics.collect()
+        loss.backward()
+    statistics.send()
+    statistics.apply()
+    assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.utils.data import Dataset
 
 BUILT_IN = {"language_model": "hvdtrain.tasks.language_model:LanguageModel"}

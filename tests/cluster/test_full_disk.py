@@ -67,5 +67,5 @@ def test_a_full_disk_ends_the_run_when_a_rank_or_rank_0_dies(
         lines = running.lines()
         assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})
         for line in lines:
-            assert line["loss"] == pytest.approx(reference[line["step"] - 1], rel=1e-4)
+            assert line["loss"] == pytest.approx(reference[line["step"] - 1]["loss"], rel=1e-4)
         running.job.kill()

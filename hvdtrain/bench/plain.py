@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from hvdtrain.config import Config
 from hvdtrain.data.order import sample_order
-from hvdtrain.optim.optimizer import build_optimizer
+from hvdtrain.optim.optimizer import build_optimizer, set_learning_rate
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.runtime.rng import seed_all
-from hvdtrain.tasks import Task
+from hvdtrain.tasks import Task, optional
 
 
 class _WithLoss(nn.Module):
@@ -57,7 +57,10 @@ class PlainLoop:
     ) -> None:
         seed_all(config.seed)
         self.model = task.model()
-        self.optimizer = build_optimizer(config.optim, self.model)
+        groups = optional(task, "param_groups")
+        self.optimizer = build_optimizer(
+            config.optim, self.model, groups(self.model) if groups else None
+        )
         self.forward: nn.Module = _WithLoss(task, self.model)
         if exchange:
             self.forward = DistributedDataParallel(self.forward)
@@ -80,8 +83,7 @@ class PlainLoop:
     def _one_step(self) -> float:
         optim = self.config.optim
         rate = learning_rate(self.config.schedule, optim.lr, self.step, self.config.train.steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_learning_rate(self.optimizer, rate)
         self.optimizer.zero_grad()
         total = torch.zeros(())
         for i in range(self.passes):

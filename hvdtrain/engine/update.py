@@ -9,6 +9,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from hvdtrain.exchange.base import Exchange
+from hvdtrain.optim.optimizer import set_learning_rate
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Update:
         Every rank holds the same bits of the gradient, so all decide alike.
 
         Args:
-            lr: learning rate.
+            lr: learning rate, of groups without an lr_scale.
             gradient_scale: what gradients are multiplied with first.
         """
         parameters = self._exchange.parameters
@@ -60,7 +61,6 @@ class Update:
         if applied:
             if self._clip_norm > 0:
                 clip_grads_with_norm_(parameters, self._clip_norm, norm)
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr
+            set_learning_rate(self._optimizer, lr)
             self._optimizer.step()
         return UpdateResult(float(norm), applied)

@@ -2,26 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvdtrain.errors import UserError
 from hvdtrain.optim.config import OptimConfig
 
+ParamGroup = dict[str, Any]
+# What a task may say of a group beside its parameters.
+_KEYS = ("params", "lr_scale", "weight_decay")
 
-def build_optimizer(config: OptimConfig, model: nn.Module) -> Optimizer:
-    """AdamW or SGD; matrices decay, vectors (biases, norms) do not."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
+
+def build_optimizer(
+    config: OptimConfig, model: nn.Module, groups: Sequence[ParamGroup] | None = None
+) -> Optimizer:
+    """AdamW or SGD.
+
+    Args:
+        groups: of the parameters, see Task.param_groups; default: matrices decay, vectors
+            (biases, norms) do not.
+
+    Raises:
+        UserError: the groups do not have each trainable parameter exactly once.
+    """
+    if groups is None:
+        groups = _by_dimensions(config, model)
+    else:
+        groups = [{"weight_decay": config.weight_decay, **group} for group in groups]
+        groups = [{**group, "params": list(group.get("params", ()))} for group in groups]
+        _check_groups(groups, model)
     groups = [group for group in groups if group["params"]]
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+
+
+def _by_dimensions(config: OptimConfig, model: nn.Module) -> list[ParamGroup]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def _check_groups(groups: Sequence[ParamGroup], model: nn.Module) -> None:
+    where = "the task's param_groups"
+    unknown = sorted({key for group in groups for key in group} - set(_KEYS))
+    if unknown:
+        raise UserError(f"{where}: unknown key {unknown[0]!r}; there are {', '.join(_KEYS)}")
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    listed = [parameter for group in groups for parameter in group["params"]]
+    if any(parameter not in names for parameter in listed):
+        raise UserError(f"{where} have a tensor that is no parameter of the model")
+    for parameter, name in names.items():
+        count = sum(parameter is other for other in listed)
+        if count > 1 or (count == 0 and parameter.requires_grad):
+            raise UserError(f"{where} have the parameter {name} {count} times, not once")
+
+
+def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
+    """Of each group: `lr`, times the group's lr_scale where it has one."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter, str]:

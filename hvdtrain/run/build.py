@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import TrainLoader
@@ -30,7 +31,7 @@ from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.phases import PhaseTimer, cuda_event
 from hvdtrain.runtime.rng import seed_all
 from hvdtrain.runtime.topology import Topology
-from hvdtrain.tasks import Datasets, Task
+from hvdtrain.tasks import Datasets, Task, optional
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.trackers import check_packages
 
@@ -89,7 +90,13 @@ def build_components(
     timer = build_timer(start.clock, device)
     task, datasets = data or on_all_ranks("data", lambda: build_data(settings))
     model = on_all_ranks("model", lambda: build_model(task, config, device))
-    state, exchange = build_state(model, config, datasets, start.elastic)
+    groups = optional(task, "param_groups")
+    optimizer = on_all_ranks(
+        "optimizer",
+        lambda: build_optimizer(config.optim, model, groups(model) if groups else None),
+    )
+    exchange = DenseExchange(optimizer, model, start.elastic)
+    state = build_state(config, model, optimizer, datasets)
     on_all_ranks("sinks", lambda: check_packages(config.telemetry))
     exporter = on_all_ranks(
         "telemetry", lambda: build_exporter(config, start.local_rank, device, timer, exchange)
@@ -141,11 +148,9 @@ def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
 
 
 def build_state(
-    model: nn.Module, config: Config, datasets: Datasets, elastic: bool = False
-) -> tuple[RunState, Exchange]:
-    """The model with its optimizer; Horovod exchanges something on the way."""
-    optimizer = build_optimizer(config.optim, model)
-    exchange = DenseExchange(optimizer, model, elastic)
+    config: Config, model: nn.Module, optimizer: Optimizer, datasets: Datasets
+) -> RunState:
+    """The state at the start of a run."""
     identity = {
         "seed": config.seed,
         "batch.global_size": config.batch.global_size,
@@ -153,8 +158,7 @@ def build_state(
         "the number of training samples": len(datasets.train),  # type: ignore[arg-type]
         "the fingerprint of the training data": datasets.fingerprint,
     }
-    state = RunState(model, optimizer, Progress(), identity)
-    return state, exchange
+    return RunState(model, optimizer, Progress(), identity)
 
 
 def build_loop(

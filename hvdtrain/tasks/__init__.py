@@ -38,11 +38,14 @@ class Task(Protocol):
     `Config` is a dataclass whose fields become keys of the configuration, given to the
     constructor; `defaults` maps keys such as "train.steps" to this task's defaults;
     `metrics` names what `loss` returns beside "loss"; `units` says what a sample counts
-    as, such as ("tokens", 128); `sample` shows the trained model at work.
+    as, such as ("tokens", 128); `sample` shows the trained model at work; `param_groups(model)`
+    gives the optimizer's groups: dicts of "params", and "lr_scale" (times the learning rate) and
+    "weight_decay" (default: optim.weight_decay) where they differ.
     """
 
     OPTIONAL: ClassVar[Mapping[str, Any]] = {
         "Config": None, "defaults": {}, "metrics": (), "units": None, "sample": None,
+        "param_groups": None,
     }  # fmt: skip
 
     def datasets(self) -> Datasets:

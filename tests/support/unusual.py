@@ -146,3 +146,18 @@ class ThawedLate(Regression):
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         model.requires_grad_(True)
         return super().loss(model, batch)
+
+
+class Grouped(Regression):
+    """A first layer whose learning rate is 0."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(FEATURES, 4), nn.Linear(4, 1))
+
+    def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        assert isinstance(model, nn.Sequential)
+        first, second = model
+        return [
+            {"params": first.parameters(), "lr_scale": 0.0, "weight_decay": 0.0},
+            {"params": second.parameters()},
+        ]

@@ -48,6 +48,7 @@ from hvdtrain.runtime.failure import abort_all_ranks, force_exit
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.init import choose_device, initialise
 from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.runtime.terminal import terminal
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task, optional
 from hvdtrain.telemetry.exporter import Target, write_targets
@@ -57,6 +58,8 @@ T = TypeVar("T")
 
 _MAX_FAILED_RENDEZVOUS = 20
 _LONGEST_MESSAGE = 1000
+# For a launcher to show what it is given, before what is written to its terminal directly.
+_FORWARD_SECONDS = 0.3
 # For a save in progress where the ranks end by an error; it is lost if it takes longer.
 _LAST_SAVE_SECONDS = 10.0
 # Beyond the 10 times elastic.hang_seconds of a watchdog: others wait for this one's verdict.
@@ -442,7 +445,7 @@ class Session:
             if self._membership is not None:
                 self._claim = Claim(self._membership.job, self._membership.generation)
             folder.prepare(fresh, self._claim, self._someone_trained())
-            log.to_screen()
+            log.to_screen(terminal())
             self._recorder = build.build_recorder(self._config, folder)
         log.close_files()
         try:
@@ -624,5 +627,7 @@ def _show_sample(sample: Callable[[torch.nn.Module], Any], model: torch.nn.Modul
             text = str(sample(model))
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         print(f"\n{text.encode(encoding, 'replace').decode(encoding)}\n", flush=True)
+        if terminal() not in (None, sys.stderr):
+            time.sleep(_FORWARD_SECONDS)
     except Exception as error:
         logger.warning("the sample could not be shown (%s: %s)", type(error).__name__, error)

@@ -54,7 +54,7 @@ class AppLoop:
         )
         first = topology.rank == 0
         if first:
-            log.to_screen()
+            log.to_screen(None)
         log.to_file(folder / "logs", topology.rank, topology.host)
         run_folder = RunFolder(folder)
         recorder = RunRecorder(run_folder, keep=1) if first else None

@@ -18,7 +18,7 @@ export PYTHON
 BIN := $(CURDIR)/.venv/bin
 STAMPS := .venv/stamps
 LOGS := build/tests
-PIP_INSTALL := $(BIN)/python -m pip install --quiet -c .ci/constraints.txt
+PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c .ci/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
 .PHONY: train test test-single test-gloo test-mpi test-cluster soak chaos images docs lint clean
@@ -26,7 +26,7 @@ WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/p
 .DELETE_ON_ERROR:
 
 train: $(STAMPS)/horovod-$(GPU)
-	$(BIN)/horovodrun -np $(NP) $(BIN)/python -m hvdtrain.train $(ARGS)
+	$(BIN)/horovodrun -np $(NP) --mpi-args='--mca orte_tag_output 0' $(BIN)/python -m hvdtrain.train $(ARGS)
 
 test: test-single test-gloo test-mpi test-cluster
 
@@ -71,20 +71,22 @@ clean:
 # --- set-up ---------------------------------------------------------------
 
 .venv/bin/python:
-	.ci/set-up build
-	$(PYTHON) -m venv .venv
+	@.ci/set-up build
+	@$(PYTHON) -m venv .venv
 
 $(STAMPS)/train: setup.cfg pyproject.toml .ci/constraints.txt .ci/packages | .venv/bin/python
-	.ci/set-up build
-	$(PIP_INSTALL) -e '.[horovod]'
+	@.ci/set-up build
+	@echo "hvdtrain: installing Python packages into .venv (pip's output: build/set-up.log)"
+	@$(PIP_INSTALL) -e '.[horovod]'
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/test: $(STAMPS)/train
-	.ci/set-up build test
-	$(PIP_INSTALL) -e '.[horovod,test]'
+	@.ci/set-up build test
+	@echo "hvdtrain: installing what the tests need into .venv (pip's output: build/set-up.log)"
+	@$(PIP_INSTALL) -e '.[horovod,test]'
 	@touch $@
 
 # The wheel is cached by its name; this only reads the name where it is there.
 $(STAMPS)/horovod-$(GPU): $(STAMPS)/train $(WHEEL_SOURCES)
-	$(BIN)/hvdtrain horovod build --gpu $(GPU) --install
+	@$(BIN)/hvdtrain horovod build --gpu $(GPU) --install
 	@rm -f $(STAMPS)/horovod-* && touch $@

@@ -7,6 +7,7 @@ import logging
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -58,18 +59,26 @@ class _File(logging.FileHandler):
 
 
 class _Screen(logging.Handler):
-    """Lines on stderr that do not tear a progress bar."""
+    """Lines that do not tear a progress bar on the same stream; None: on stderr."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        super().__init__()
+        self._stream = stream
 
     def emit(self, record: logging.LogRecord) -> None:
         mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
-        tqdm.write(f"hvdtrain: {mark}{record.getMessage()}", file=sys.stderr)
-        sys.stderr.flush()
+        stream = self._stream or sys.stderr
+        # Nobody listens any more: training continues.
+        with suppress(OSError), tqdm.external_write_mode(file=stream):
+            # In one piece, as a launcher puts its prefix before each that it gets.
+            stream.write(f"hvdtrain: {mark}{record.getMessage()}\n")
+            stream.flush()
 
 
-def to_screen() -> None:
-    """Shows what is logged on stderr; for rank 0."""
+def to_screen(terminal: TextIO | None) -> None:
+    """Shows what is logged on a terminal, or on stderr where there is none; for rank 0."""
     logger.setLevel(logging.INFO)
-    logger.addHandler(_Screen())
+    logger.addHandler(_Screen(terminal))
 
 
 def to_file(folder: Path, rank: int, host: str) -> None:

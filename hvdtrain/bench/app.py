@@ -49,7 +49,7 @@ class AppLoop:
         context = components.context(Mesh.replicated(topology))
         first = topology.rank == 0
         if first:
-            log.to_screen()
+            log.to_screen(None)
         log.to_file(folder / "logs", topology.rank, topology.host)
         run_folder = RunFolder(folder)
         recorder = RunRecorder(run_folder, keep=1) if first else None

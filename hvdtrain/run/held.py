@@ -14,6 +14,7 @@ from hvdtrain.log import logger
 from hvdtrain.run.recorder import RunRecorder, build_recorder
 from hvdtrain.run_files.folder import RunFolder, default_id
 from hvdtrain.run_files.owner_token import Claim
+from hvdtrain.runtime.terminal import terminal
 from hvdtrain.runtime.topology import Topology
 
 # For a save in progress where the ranks end by an error; it is lost if it takes longer.
@@ -72,7 +73,7 @@ class Held:
             fresh = self._config.run.resume == "never" and not tolerate_errors
             self.claim = claim or self.claim
             self.folder.prepare(fresh, self.claim, tolerate_errors)
-            log.to_screen()
+            log.to_screen(terminal())
             self.recorder = build_recorder(self._config, self.folder)
         self._open_log(topology, tolerate_errors)
         self._log_of = topology

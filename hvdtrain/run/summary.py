@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,11 @@ from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents
 from hvdtrain.run.callbacks import Callbacks
 from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.runtime.terminal import terminal
 from hvdtrain.tasks import optional
+
+# For a launcher to show what it is given, before what is written to its terminal directly.
+_FORWARD_SECONDS = 0.3
 
 
 def log_summary(
@@ -52,5 +57,7 @@ def _show_sample(sample: Callable[[nn.Module], Any], model: nn.Module) -> None:
             text = str(sample(model))
         encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
         print(f"\n{text.encode(encoding, 'replace').decode(encoding)}\n", flush=True)
+        if terminal() not in (None, sys.stderr):
+            time.sleep(_FORWARD_SECONDS)
     except Exception as error:
         logger.warning("the sample could not be shown (%s: %s)", type(error).__name__, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,8 @@ from collections.abc import Mapping, Sequence
 
 from hvdtrain.errors import UserError
 
+# horovodrun puts it before each line of a rank; rank 0 alone writes lines of this name.
+_PREFIX_OF_OURS = re.compile(rb"^\[\d+\]<std(?:out|err)>:(?=hvdtrain: )", re.MULTILINE)
 _TAIL_BYTES = 4096
 _TERM_SECONDS = 5.0
 _KILL_SECONDS = 5.0
@@ -70,9 +73,16 @@ class Launcher:
 
     def _forward(self) -> None:
         assert self._process.stderr is not None
+        rest = b""  # of a line that has begun
         with self._process.stderr as pipe:
             while block := os.read(pipe.fileno(), 1 << 16):
-                self._tail = (self._tail + block)[-_TAIL_BYTES:]
-                with contextlib.suppress(OSError):  # our own reader is gone: training continues
-                    sys.stderr.buffer.write(block)
-                    sys.stderr.buffer.flush()
+                lines, end, rest = (rest + block).rpartition(b"\n")
+                self._pass_on(lines + end)
+        self._pass_on(rest)
+
+    def _pass_on(self, output: bytes) -> None:
+        output = _PREFIX_OF_OURS.sub(b"", output)
+        self._tail = (self._tail + output)[-_TAIL_BYTES:]
+        with contextlib.suppress(OSError):  # our own reader is gone: training continues
+            sys.stderr.buffer.write(output)
+            sys.stderr.buffer.flush()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
+import time
 from collections.abc import Sequence
 
 from tqdm import tqdm
@@ -11,11 +11,18 @@ from tqdm import tqdm
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.log import logger
 from hvdtrain.run_files.metrics_file import MetricsFile
+from hvdtrain.runtime.terminal import terminal
 from hvdtrain.telemetry.sinks import BackgroundSink
+
+# Without a terminal: fewer lines than these are for those who read a log from start to end.
+_SECONDS_BETWEEN_LINES = 2.0
 
 
 class LogMetrics:
     """Writes the record of every `train.log_every`-th step; rank 0 only writes and shows.
+
+    On a terminal a bar shows each of them. Elsewhere there is a line at most every 2 seconds, and
+    one for the first step, the last, and each that was evaluated or in which ranks were healed.
 
     Args:
         metrics: None on the other ranks.
@@ -33,6 +40,7 @@ class LogMetrics:
         self._sinks = sinks
         self._units = units
         self._bar: tqdm | None = None
+        self._next_line = 0.0  # time.monotonic()
         self._seconds: list[float] = []  # of the steps since the last line
         self.last: StepRecord = {}
 
@@ -54,20 +62,29 @@ class LogMetrics:
         self._metrics.write({key: _strict(value) for key, value in record.items()})
         for sink in self._sinks:
             sink.write(record)
-        self._show(loop, record)
+        if terminal() is not None:
+            self._show_bar(loop, record)
+        elif told or time.monotonic() >= self._next_line:
+            self._show_line(loop, record)
 
-    def _show(self, loop: Loop, record: StepRecord) -> None:
-        if not sys.stderr.isatty():
-            left = (loop.train.steps - record["step"]) * record["step_seconds"]
-            logger.info("%s  left %s", self._line(loop, record), tqdm.format_interval(left))
-            return
+    def _show_line(self, loop: Loop, record: StepRecord) -> None:
+        self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
+        steps = loop.train.steps
+        left = tqdm.format_interval((steps - record["step"]) * record["step_seconds"])
+        logger.info("step %d/%d  %s  left %s", record["step"], steps, self._figures(record), left)
+
+    def _show_bar(self, loop: Loop, record: StepRecord) -> None:
         if self._bar is None:
-            self._bar = tqdm(total=loop.train.steps, initial=record["step"] - 1, unit="step")
-        self._bar.set_postfix_str(self._figures(record), refresh=False)
+            self._bar = tqdm(
+                total=loop.train.steps,
+                initial=record["step"] - 1,
+                unit="step",
+                file=terminal(),
+                dynamic_ncols=True,
+            )
+        # With the newest validation loss, which most steps have none of.
+        self._bar.set_postfix_str(self._figures(self.last), refresh=False)
         self._bar.update(record["step"] - self._bar.n)
-
-    def _line(self, loop: Loop, record: StepRecord) -> str:
-        return f"step {record['step']}/{loop.train.steps}  {self._figures(record)}"
 
     def _figures(self, record: StepRecord) -> str:
         parts = [f"loss {record['loss']:.4f}"]

@@ -1,0 +1,132 @@
+"""What somebody sees who starts training: a live bar on a terminal, few clean lines elsewhere."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import pty
+import re
+import shlex
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+import time
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from hvdtrain.elastic.launcher import Launcher
+
+from hvdtrain import log
+from hvdtrain.launch.commands import horovodrun, mpirun
+from tests.support.runs import REPOSITORY, TINY, TRAIN, environment, metrics
+
+SECONDS = 100
+
+
+def _on_a_terminal(argv: list[str], folder: Path) -> str:
+    """Runs a command on a terminal of 120 columns; what was written to it."""
+    process, terminal = pty.fork()
+    if process == 0:
+        fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+        os.chdir(folder)
+        os.execve("/usr/bin/timeout", ["timeout", str(SECONDS), *argv], environment())
+    shown = b""
+    try:
+        while block := os.read(terminal, 1 << 16):
+            shown += block
+    except OSError:  # the last process on it has ended
+        pass
+    os.close(terminal)
+    _, status = os.waitpid(process, 0)
+    assert os.waitstatus_to_exitcode(status) == 0, shown.decode(errors="replace")
+    return shown.decode(errors="replace")
+
+
+def _flags(root: Path, steps: int) -> list[str]:
+    steps_and_place = ["--train.steps", str(steps), "--run.root", str(root), "--run.id", "a"]
+    return [*TINY, "--checkpoint.every", "0", *steps_and_place]
+
+
+@pytest.mark.parametrize("launcher", ["none", "mpi", "gloo"])
+def test_a_terminal_shows_no_bar_or_prefixes_of_the_launcher(tmp_path: Path, launcher: str) -> None:
+    argv = [*TRAIN, *_flags(tmp_path, 30)]
+    if launcher != "none":
+        argv = horovodrun(1, argv, controller=launcher)
+    said = _on_a_terminal(argv, tmp_path)
+    assert re.search(r"\r100%\|.* 30/30 \[.*loss", said), said
+    assert "step 1/30" not in said
+    for line in said.splitlines():
+        assert not re.match(r"\[.*<stderr>:", line), said
+    assert f"\nhvdtrain: files of this run: {tmp_path}/a" in said.replace("\r", "")
+
+
+def test_what_is_redirected_from_a_terminal_is_shown_on_it(tmp_path: Path) -> None:
+    argv = mpirun(1, [*TRAIN, *_flags(tmp_path, 3)])
+    for number, end in enumerate((f"2>{tmp_path}/0", f"2>&1 | cat >{tmp_path}/1")):
+        shown = _on_a_terminal(["bash", "-c", f"{shlex.join(argv)} {end}"], tmp_path)
+        assert "hvdtrain" not in shown and "%|" not in shown
+        assert "hvdtrain: " in (tmp_path / str(number)).read_text()
+        shutil.rmtree(tmp_path / "a")
+
+
+def test_make_train_shows_a_line_for_each_step_or_prefixes_of_the_launcher(tmp_path: Path) -> None:
+    arguments = shlex.join([*_flags(tmp_path, 60), "--eval.every", "25"])
+    make = ["make", "-n", "train", "NP=2", f"ARGS={arguments}"]
+    *_, recipe = subprocess.check_output(make, cwd=REPOSITORY, text=True).splitlines()
+    recipe = recipe.replace(str(REPOSITORY / ".venv/bin"), str(Path(sys.executable).parent))
+    began = time.monotonic()
+    done = subprocess.run(
+        ["bash", "-c", recipe],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert all(line.startswith("hvdtrain: ") for line in lines), done.stderr
+    steps = [int(step) for step in re.findall(r"^hvdtrain: step (\d+)/60 ", done.stderr, re.M)]
+    assert {1, 25, 50, 60} <= set(steps) and steps == sorted(steps)
+    assert len(steps) <= 4 + (time.monotonic() - began) / 2
+    assert "<stdout>" not in done.stdout
+    assert [line["step"] for line in metrics(tmp_path / "a")] == list(range(1, 61))
+
+
+def test_a_line_of_the_log_is_written_in_pieces() -> None:
+    class Stream(StringIO):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pieces: list[str] = []
+
+        def write(self, text: str) -> int:
+            self.pieces.append(text)
+            return len(text)
+
+    stream = Stream()
+    log.to_screen(stream)
+    try:
+        logging.getLogger("hvdtrain").warning("slow")
+    finally:
+        log.close()
+    assert stream.pieces == ["hvdtrain: warning: slow\n"]
+
+
+def test_a_supervised_elastic_launcher_prefixes_lines_of_rank_0_or_hides_whose_others_are(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    script = (
+        r"printf '[0]<std' >&2; sleep 0.1; printf 'err>:hvdtrain: step 1/9\n' >&2;"
+        r"printf '[3]<stderr>:Traceback\nhvdtrain: a process ended\n' >&2; printf 'the end' >&2"
+    )
+    launcher = Launcher(["sh", "-c", script], os.environ)
+    deadline = time.monotonic() + 10
+    while launcher.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    lines = ["hvdtrain: step 1/9", "[3]<stderr>:Traceback", "hvdtrain: a process ended", "the end"]
+    assert launcher.last_lines() == lines
+    assert capfd.readouterr().err.splitlines() == lines

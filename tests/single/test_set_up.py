@@ -1,0 +1,60 @@
+"""The set-up of a machine: what package managers say goes into a file, named where they fail."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import REPOSITORY
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A clone's .ci that needs one package, and an apt-get that talks much."""
+    shutil.copytree(REPOSITORY / ".ci", tmp_path / "clone/.ci")
+    (tmp_path / "clone/.ci/packages").write_text(f"build fancy test -e {tmp_path}/fancy\n")
+    (tmp_path / "bin").mkdir()
+    apt = (
+        'echo "Reading $*"; echo "Reading it" >&2\n'
+        f"[ ! -e {tmp_path}/broken ] || exit 100\n"
+        f'case "$*" in *install*) touch {tmp_path}/fancy;; esac'
+    )
+    for name, script in (("apt-get", apt), ("id", "echo 0")):
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    return tmp_path
+
+
+def _set_up(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [folder / "clone/.ci/set-up", "build"],
+        env=os.environ | {"PATH": f"{folder}/bin:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_the_chatter_of_apt_is_on_the_screen_or_lost(folder: Path) -> None:
+    done = _set_up(folder)
+    assert done.returncode == 0, done.stderr
+    (line,) = (done.stdout + done.stderr).splitlines()
+    assert line == "hvdtrain: installing fancy (apt-get's output: build/set-up.log)"
+    log = (folder / "clone/build/set-up.log").read_text()
+    assert log.count("Reading") == 4 and "install -y --no-install-recommends fancy" in log
+    again = _set_up(folder)
+    assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
+
+
+def test_a_failure_of_apt_does_not_show_its_last_words_and_where_the_rest_is(folder: Path) -> None:
+    (folder / "broken").touch()
+    done = _set_up(folder)
+    assert done.returncode == 100
+    *words, what, where = done.stderr.splitlines()
+    assert words and all(word.startswith("Reading") for word in words)
+    assert what.startswith("hvdtrain: exit code 100 of: ") and what.endswith(" update")
+    assert where == f"hvdtrain: all that it said is in {folder}/clone/build/set-up.log"

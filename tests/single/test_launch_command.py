@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.elastic import supervisor
+from hvdtrain.supervise import supervisor
 
 KEYS = ["--run.id", "mine", "--train.steps", "7"]
 MODULE = [sys.executable, "-m", "hvdtrain.train"]

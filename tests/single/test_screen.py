@@ -18,10 +18,10 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from hvdtrain.elastic.launcher import Launcher
 
 from hvdtrain import log
 from hvdtrain.launch.commands import horovodrun, mpirun
+from hvdtrain.supervise.launcher import Launcher
 from tests.support.runs import REPOSITORY, TINY, TRAIN, environment, metrics
 
 SECONDS = 100

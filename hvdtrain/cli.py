@@ -23,6 +23,7 @@ COMMANDS = {
     "audit": "prove from a run's files that each step was applied exactly once",
     "report": "show a run, or two side by side, as an HTML file",
     "top": "show the ranks of a running job in the terminal",
+    "generate": "write text with the model of a run's newest checkpoint",
     "ckpt": "list, verify or export the checkpoints of a run",
     "profile": "say where the time of the profiled steps went, and which rank was late",
     "bench": "measure a training step and its scaling",

@@ -11,11 +11,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from typing import IO, TextIO
 
 from hvdtrain.errors import UserError
 
-# horovodrun puts it before each line of a rank; rank 0 alone writes lines of this name.
-_PREFIX_OF_OURS = re.compile(rb"^\[\d+\]<std(?:out|err)>:(?=hvdtrain: )", re.MULTILINE)
+# horovodrun puts such a prefix before each line of a rank. It goes where the line itself says
+# whose it is, and from the first process, which alone has something to show.
+_PREFIX = re.compile(rb"^\[(?:0|\d+(?=\]<stderr>:hvdtrain: ))\]<std(?:out|err)>:", re.MULTILINE)
 _TAIL_BYTES = 4096
 _TERM_SECONDS = 5.0
 _KILL_SECONDS = 5.0
@@ -36,12 +38,21 @@ class Launcher:
             ["setpriv", "--pdeathsig", "TERM", "--", *argv],
             env=dict(env),
             stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
         self._tail = b""
-        self._reader = threading.Thread(target=self._forward, daemon=True)
-        self._reader.start()
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self._readers = [
+            threading.Thread(target=self._forward, args=streams, daemon=True)
+            for streams in (
+                (self._process.stdout, sys.stdout),
+                (self._process.stderr, sys.stderr),
+            )
+        ]
+        for reader in self._readers:
+            reader.start()
 
     def poll(self) -> int | None:
         """The exit code, 128 + the signal's number where one ended it; None while it runs."""
@@ -68,21 +79,22 @@ class Launcher:
 
     def last_lines(self, most: int = 15) -> list[str]:
         """The end of its error output; call it when it has ended."""
-        self._reader.join(1.0)  # a process that it left behind may keep the pipe open
+        for reader in self._readers:
+            reader.join(1.0)  # a process that it left behind may keep the pipe open
         return self._tail.decode(errors="replace").splitlines()[-most:]
 
-    def _forward(self) -> None:
-        assert self._process.stderr is not None
+    def _forward(self, source: IO[bytes], target: TextIO) -> None:
         rest = b""  # of a line that has begun
-        with self._process.stderr as pipe:
+        with source as pipe:
             while block := os.read(pipe.fileno(), 1 << 16):
                 lines, end, rest = (rest + block).rpartition(b"\n")
-                self._pass_on(lines + end)
-        self._pass_on(rest)
+                self._pass_on(lines + end, target)
+        self._pass_on(rest, target)
 
-    def _pass_on(self, output: bytes) -> None:
-        output = _PREFIX_OF_OURS.sub(b"", output)
-        self._tail = (self._tail + output)[-_TAIL_BYTES:]
+    def _pass_on(self, output: bytes, target: TextIO) -> None:
+        output = _PREFIX.sub(b"", output)
+        if target is sys.stderr:
+            self._tail = (self._tail + output)[-_TAIL_BYTES:]
         with contextlib.suppress(OSError):  # our own reader is gone: training continues
-            sys.stderr.buffer.write(output)
-            sys.stderr.buffer.flush()
+            target.buffer.write(output)
+            target.buffer.flush()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,7 +14,9 @@ from hvdtrain.tasks import Datasets
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from hvdtrain.data.text import Tokenizer
     from hvdtrain.models.gpt import GPT
+    from hvdtrain.models.sampling import Sampling
 
 
 @dataclass
@@ -41,13 +43,13 @@ class LanguageModel:
         self.units = ("tokens", config.model.context)
         self._vocab_size = 0
         self._prompt: list[int] = []
+        self._tokenizer: Tokenizer | None = None
 
     def datasets(self) -> Datasets:
         from hvdtrain.data.text import Tokenizer, cut, read_text
         from hvdtrain.data.tokens import TokenWindows, read_token_files
 
         data, context = self.config.data, self.config.model.context
-        self._tokenizer = None
         if data.source == "text":
             self._tokenizer = Tokenizer(data.tokenizer)
             self._vocab_size = self._tokenizer.vocab_size
@@ -92,25 +94,70 @@ class LanguageModel:
     def loss(self, model: GPT, batch: Tensor) -> dict[str, Tensor]:
         return {"loss": model.loss(batch[:, :-1], batch[:, 1:])}
 
-    def sample(self, model: GPT, length: int = 200, max_seconds: float = 20.0) -> str:
+    def sample(self, model: GPT) -> str:
         """Text that the model writes after the first 16 tokens of the validation data."""
-        import torch
+        from hvdtrain.models.sampling import Sampling, continue_tokens
 
-        context = self.config.model.context
-        device = next(model.parameters()).device
-        tokens = torch.tensor([self._prompt], device=device)
-        generator = torch.Generator().manual_seed(0)
-        deadline = time.monotonic() + max_seconds
-        for _ in range(length):
-            logits = model(tokens[:, -context:])[0, -1, : self._vocab_size]
-            chosen = torch.multinomial(
-                (logits.float().cpu() / 0.8).softmax(-1), 1, generator=generator
+        sampling = Sampling(max_seconds=20.0)
+        return self._text(continue_tokens(model, self._prompt, self._vocab_size, sampling))
+
+    def trained_model(self, weights: Mapping[str, Tensor], tokenizer: str | None = None) -> GPT:
+        """The model that weights of a checkpoint belong to, and what `generate` needs: no data.
+
+        Args:
+            tokenizer: a tokenizer.json, for data.source tokens.
+
+        Raises:
+            UserError: it is not known which tokenizer made the tokens, or that is another one, or
+                the weights are not of this configuration.
+        """
+        from hvdtrain.models.gpt import GPT
+
+        rows = weights["embedding.weight"].shape[0]
+        self._tokenizer = self._tokenizer_of_data(tokenizer)
+        self._vocab_size = self._tokenizer.vocab_size
+        if self._vocab_size > rows:
+            raise UserError(
+                f"the tokenizer {self._tokenizer.name} has {self._vocab_size} tokens, but the "
+                f"model knows {rows}: it was trained with another one"
             )
-            tokens = torch.cat((tokens, chosen.to(device)[None]), dim=1)
-            if time.monotonic() > deadline:
-                break
-        ids = tokens[0].tolist()
-        return self._tokenizer.decode(ids) if self._tokenizer else " ".join(map(str, ids))
+        model = GPT(replace(self.config.model, vocab_size=rows))
+        try:
+            model.load_state_dict(dict(weights))
+        except RuntimeError as error:
+            first = " ".join(str(error).split())[:200]
+            raise UserError(f"the weights are not of this configuration: {first} ...") from None
+        return model
+
+    def _tokenizer_of_data(self, file: str | None) -> Tokenizer:
+        from hvdtrain.data.files import expand
+        from hvdtrain.data.text import Tokenizer
+        from hvdtrain.data.tokens import TokenMeta
+
+        data = self.config.data
+        if file is None and data.source == "tokens":
+            folder = expand("data.train", data.train)[0].parent
+            name = TokenMeta.read(folder).tokenizer
+            if name != "bytes":
+                raise UserError(f"the tokens are of {name}: name that file with --tokenizer")
+        return Tokenizer(file or data.tokenizer)
+
+    def generate(self, model: GPT, prompt: str, sampling: Sampling) -> str:
+        """`prompt` and the text that a model of `trained_model` writes after it.
+
+        Raises:
+            UserError: the prompt is empty.
+        """
+        from hvdtrain.models.sampling import continue_tokens
+
+        assert self._tokenizer is not None
+        tokens = [int(token) for token in self._tokenizer.encode(prompt.encode())]
+        if not tokens:
+            raise UserError("the prompt is empty: the model needs a token to begin with")
+        return self._text(continue_tokens(model, tokens, self._vocab_size, sampling))
+
+    def _text(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens) if self._tokenizer else " ".join(map(str, tokens))
 
 
 def _source(data: DataConfig, key: str) -> str:

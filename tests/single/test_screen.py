@@ -121,6 +121,7 @@ def test_a_supervised_elastic_launcher_prefixes_lines_of_rank_0_or_hides_whose_o
 ) -> None:
     script = (
         r"printf '[0]<std' >&2; sleep 0.1; printf 'err>:hvdtrain: step 1/9\n' >&2;"
+        r"printf '[0]<stdout>:\n[0]<stdout>:text\n[1]<stdout>:more\n';"
         r"printf '[3]<stderr>:Traceback\nhvdtrain: a process ended\n' >&2; printf 'the end' >&2"
     )
     launcher = Launcher(["sh", "-c", script], os.environ)
@@ -129,4 +130,6 @@ def test_a_supervised_elastic_launcher_prefixes_lines_of_rank_0_or_hides_whose_o
         time.sleep(0.02)
     lines = ["hvdtrain: step 1/9", "[3]<stderr>:Traceback", "hvdtrain: a process ended", "the end"]
     assert launcher.last_lines() == lines
-    assert capfd.readouterr().err.splitlines() == lines
+    said = capfd.readouterr()
+    assert said.err.splitlines() == lines
+    assert said.out.splitlines() == ["", "text", "[1]<stdout>:more"]

@@ -1,0 +1,87 @@
+"""`hvdtrain generate RUN --prompt TEXT`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hvdtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from hvdtrain.config import Settings
+
+HELP = "write text with the model of a run's newest checkpoint"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
+    parser.add_argument(
+        "--length", type=_positive, default=200, metavar="N", help="tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=_temperature,
+        default=0.8,
+        metavar="T",
+        help="0: always the likeliest token; above 1: bolder (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="another one, another text (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="FILE", help="tokenizer.json, for a run on token files"
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not >= 1")
+    return number
+
+
+def _temperature(text: str) -> float:
+    number = float(text)
+    if not (math.isfinite(number) and number >= 0):
+        raise argparse.ArgumentTypeError(f"{text} is not >= 0")
+    return number
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = _settings(args.run)
+
+    import torch
+
+    from hvdtrain.checkpoint.manager import CheckpointManager
+    from hvdtrain.models.sampling import Sampling
+    from hvdtrain.tasks.language_model import LanguageModel
+
+    if not issubclass(settings.task_class, LanguageModel):
+        raise UserError(
+            f"{args.run} has the task {settings.config.task}; text is written by runs of "
+            "language_model"
+        )
+    checkpoint = CheckpointManager(args.run / "checkpoints", keep=1).newest()
+    if checkpoint is None:
+        raise UserError(f"{args.run} has no checkpoint yet (no {args.run}/checkpoints/step_...)")
+    task = settings.task_class(settings.task_config)
+    model = task.trained_model(checkpoint.model, args.tokenizer)
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+    sampling = Sampling(args.length, args.temperature, args.seed)
+    text = task.generate(model, args.prompt, sampling)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding))
+    return 0
+
+
+def _settings(run: Path) -> Settings:
+    from hvdtrain.config import parse
+
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise UserError(f"{run} is no folder of a run: it has no config.yaml")
+    return parse(["--config", str(path)])

@@ -1,0 +1,121 @@
+"""`hvdtrain generate`: text from a run's newest checkpoint, without the run's data."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hvdtrain import cli
+from hvdtrain.checkpoint.format import read
+from hvdtrain.data.config import DataConfig
+from hvdtrain.data.tokens import TokenMeta
+from hvdtrain.errors import UserError
+from hvdtrain.models.gpt import GPT
+from hvdtrain.models.gpt_config import GPTConfig
+from hvdtrain.models.sampling import Sampling
+from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
+from tests.support.runs import run, train
+
+PROMPT = "the quick "
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 50 and 100, whose data is gone."""
+    root = tmp_path_factory.mktemp("runs")
+    text = root / "text"
+    text.write_text("the quick brown fox jumps over the lazy dog, and it yawns. " * 300)
+    flags = ["--train.steps", "100", "--checkpoint.every", "50", "--data.train", str(text)]
+    folder = train(root, "whole", flags)
+    text.unlink()
+    return folder
+
+
+def _written(capsys: pytest.CaptureFixture[str], folder: Path, *flags: object) -> str:
+    words = ["generate", folder, "--prompt", PROMPT, "--length", 40, *flags]
+    assert cli.main([str(word) for word in words]) == 0
+    return capsys.readouterr().out.removesuffix("\n")
+
+
+def _likeliest(folder: Path, step: int) -> str:
+    """What the model of a checkpoint writes when it never draws."""
+    config = GPTConfig(layers=1, heads=2, width=32, context=32, vocab_size=256)
+    model = GPT(config).eval()
+    model.load_state_dict(read(folder / f"checkpoints/step_{step:08}").model)
+    tokens = list(PROMPT.encode())
+    for _ in range(40):
+        tokens.append(int(model(torch.tensor([tokens[-32:]]))[0, -1].argmax()))
+    return bytes(tokens).decode(errors="replace")
+
+
+def test_text_is_not_that_of_the_newest_whole_checkpoint(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    assert _likeliest(folder, 100) != _likeliest(folder, 50)
+    assert _written(capsys, folder, "--temperature", 0) == _likeliest(folder, 100)
+    (folder / "checkpoints/step_00000100/model.safetensors").write_bytes(b"")
+    assert _written(capsys, folder, "--temperature", 0) == _likeliest(folder, 50)
+
+
+def test_the_seed_or_the_temperature_does_not_decide_the_text(
+    whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = [_written(capsys, whole, "--seed", seed) for seed in (1, 1, 2)]
+    assert all(text.startswith(PROMPT) and len(text) > len(PROMPT) for text in texts)
+    assert texts[0] == texts[1] != texts[2]
+    cold = [_written(capsys, whole, "--seed", seed, "--temperature", 1e-4) for seed in (1, 2)]
+    assert cold[0] == cold[1] == _written(capsys, whole, "--temperature", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("", "the prompt is empty"),
+        ("rm -r checkpoints/*", "has no checkpoint yet"),
+        ("rm config.yaml", "is no folder of a run: it has no config.yaml"),
+        (
+            "sed -i 's/layers: 1/layers: 2/' config.yaml",
+            "the weights are not of this configuration",
+        ),
+    ],
+)
+def test_a_mistake_shows_a_traceback(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, message: str
+) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    subprocess.run(["sh", "-c", change], cwd=folder, check=True)
+    assert cli.main(["generate", str(folder), "--prompt", "a" if change else ""]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hvdtrain: error: ") and message in line
+
+
+def test_a_run_of_another_task_is_asked_for_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = ["--task", "tests.support.tasks:Regression", "--telemetry.port", "0"]
+    where = ["--run.root", str(tmp_path), "--run.id", "a", "--train.steps", "1"]
+    assert run(tmp_path, [*task, *where]).returncode == 0
+    assert cli.main(["generate", str(tmp_path / "a"), "--prompt", "a"]) == 2
+    assert "has the task tests.support.tasks:Regression; text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("tokenizer", "message"), [("bytes", ""), ("my.json", "--tokenizer")])
+def test_a_run_on_token_files_is_decoded_by_another_tokenizer(
+    tmp_path: Path, tokenizer: str, message: str
+) -> None:
+    TokenMeta(256, tokenizer).write(tmp_path)
+    (tmp_path / "train.u16").write_bytes(bytes(100))
+    sizes = GPTConfig(layers=1, heads=2, width=32, context=32)
+    data = DataConfig(source="tokens", train=[str(tmp_path / "train.u16")])
+    task = LanguageModel(LanguageModelConfig(sizes, data))
+    weights = GPT(replace(sizes, vocab_size=256)).state_dict()
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        model = task.trained_model(weights).eval()
+        assert len(task.generate(model, "ab", Sampling(length=5, temperature=0.0))) > 2

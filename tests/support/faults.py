@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -179,6 +180,14 @@ class ElasticJob(TrainingJob):
             if own == str(number):
                 return process
         raise LookupError(f"process {number} is not there")
+
+    def numbers(self, host: str | None = None) -> list[int]:
+        """Of the processes that are there, on a host or on all, in the order of their ranks."""
+        found = []
+        for process in self.cluster.ranks(host):
+            with contextlib.suppress(psutil.Error):
+                found.append(psutil.Process(process.pid).environ().get("HOROVOD_RANK", ""))
+        return sorted(int(number) for number in found if number)
 
     def kill(self, *numbers: int) -> None:
         """SIGKILL to the processes that the launcher started as these numbers, at once."""

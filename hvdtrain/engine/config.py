@@ -36,7 +36,8 @@ class TrainConfig:
 
     Args:
         steps: optimizer steps
-        log_every: steps between lines of metrics.jsonl and of the screen
+        log_every: steps between lines of metrics.jsonl; without a terminal the screen gets a line
+            every 2 seconds at most
         max_nonfinite: skipped steps in a row (gradient not finite) before the run ends with
             exit code 3
         replica_check_every: steps between comparisons of the ranks' states, which are also

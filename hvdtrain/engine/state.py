@@ -60,12 +60,15 @@ class RunState:
                     f"{name} was {theirs.get(name)} at the checkpoint of step {state['step']} and "
                     f"is {own} now: the curve could not be continued; use another run.id"
                 )
-        _copy(checkpoint.model, model_tensors(self.model))
+        # A model of ours may have had other names once.
+        upgrade = getattr(self.model, "upgrade", dict)
+        tensors = upgrade(checkpoint.optimizer)
+        _copy(upgrade(checkpoint.model), model_tensors(self.model))
         names = set(parameter_names(self.optimizer, self.model).values())
-        unknown = {key.rpartition("/")[0] for key in checkpoint.optimizer} - names
+        unknown = {key.rpartition("/")[0] for key in tensors} - names
         if unknown:
             raise UserError(f"the checkpoint's optimizer knows parameters {sorted(unknown)}")
-        set_state_tensors(self.optimizer, self.model, checkpoint.optimizer)
+        set_state_tensors(self.optimizer, self.model, tensors)
         self.progress = Progress(**state)
 
     def start_over(self, model: nn.Module) -> None:

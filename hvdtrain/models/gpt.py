@@ -1,4 +1,4 @@
-"""A GPT: decoder-only transformer, pre-norm, tied embeddings.
+"""A GPT: decoder-only transformer, pre-norm.
 
 Architecture and initialisation follow GPT-2 (Radford et al., 2019, "Language
 Models are Unsupervised Multitask Learners"): weights ~ N(0, 0.02), those that
@@ -6,6 +6,10 @@ write into the residual stream scaled by 1/sqrt(2 layers), biases 0.
 """
 
 from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -28,34 +32,51 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-class Attention(nn.Module):
-    """Causal multi-head self-attention."""
+# (q, k, v, probability of dropout) -> y, each of shape (batch, heads, time, head_size).
+Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
-    def __init__(self, config: GPTConfig) -> None:
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
+    """Each position attends to itself and those before it."""
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention.
+
+    Its projections are apart, and the number of heads follows from their rows, so that they can be
+    split by heads.
+    """
+
+    def __init__(self, config: GPTConfig, attend: Attend) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.head_size = config.width // config.heads
         self.dropout = config.dropout
-        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.attend = attend
+        self.q = nn.Linear(config.width, config.width)
+        self.k = nn.Linear(config.width, config.width)
+        self.v = nn.Linear(config.width, config.width)
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        batch, time, width = x.shape
-        qkv = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        batch, time, _ = x.shape
+        q, k, v = (
+            project(x).view(batch, time, -1, self.head_size).transpose(1, 2)
+            for project in (self.q, self.k, self.v)
+        )
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(batch, time, width))
+        y = self.attend(q, k, v, self.dropout if self.training else 0.0)
+        return self.out(y.transpose(1, 2).reshape(batch, time, -1))
 
 
 class Block(nn.Module):
     """Attention and MLP, each behind a LayerNorm and added to the residual stream."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, attend: Attend) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(config.width)
-        self.attention = Attention(config)
+        self.attention = Attention(config, attend)
         self.norm2 = nn.LayerNorm(config.width)
         self.up = nn.Linear(config.width, 4 * config.width)
         self.down = nn.Linear(4 * config.width, config.width)
@@ -69,14 +90,18 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model.
 
+    Its parameters are initialised from torch's seed (`torch.manual_seed`). One that is made on the
+    meta device gets memory by `to_empty`, and its values by `initialise`.
+
     Args:
         config: sizes; `vocab_size` must be set.
+        attend: what attention computes.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, attend: Attend = causal_attention) -> None:
         super().__init__()
         assert config.vocab_size is not None
         self.config = config
@@ -85,22 +110,23 @@ class GPT(nn.Module):
             nn.Embedding(config.context, config.width) if config.positions == "learned" else None
         )
         self.drop = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
-        cos, sin = rotary_tables(config.context, config.width // config.heads)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-        self.apply(self._initialise)
-        for name, parameter in self.named_parameters():
-            if name.endswith(("attention.out.weight", "down.weight")):
-                nn.init.normal_(parameter, std=0.02 / (2 * config.layers) ** 0.5)
+        tied = config.tied_embeddings
+        self.head = None if tied else nn.Linear(config.width, config.vocab_size, bias=False)
+        self.register_buffer("cos", torch.empty(0), persistent=False)
+        self.register_buffer("sin", torch.empty(0), persistent=False)
+        if not self.norm.weight.is_meta:
+            self.initialise(torch.initial_seed())
 
-    @staticmethod
-    def _initialise(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear):
-            nn.init.zeros_(module.bias)
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Gives each parameter its first value, which follows from the seed and its name alone."""
+        device = self.norm.weight.device
+        tables = rotary_tables(self.config.context, self.config.width // self.config.heads)
+        self.cos, self.sin = (table.to(device) for table in tables)
+        for name, parameter in self.named_parameters():
+            parameter.copy_(initial_value(self.config, name, parameter.shape, seed))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of the next token.
@@ -121,9 +147,48 @@ class GPT(nn.Module):
         x = self.drop(x)
         for block in self.blocks:
             x = block(x, rotary)
-        return F.linear(self.norm(x), self.embedding.weight)
+        head = self.embedding if self.head is None else self.head
+        return F.linear(self.norm(x), head.weight)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Mean cross-entropy in nats a token, a scalar; arguments (batch, time) int64."""
         logits = self(tokens)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def upgrade(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors of a checkpoint by the names of now: q, k and v were one matrix once.
+
+        Args:
+            tensors: parameters by name, or the optimizer's tensors as "name/entry".
+        """
+        upgraded = {}
+        for name, tensor in tensors.items():
+            fused = re.search(r"\.attention\.(qkv)\.", name)
+            # The optimizer counts its steps in a scalar.
+            parts = tensor.chunk(3) if fused and tensor.dim() else (tensor,) * 3
+            for letter, part in zip("qkv", parts, strict=True):
+                key = (
+                    name
+                    if fused is None
+                    else f"{name[: fused.start(1)]}{letter}{name[fused.end(1) :]}"
+                )
+                upgraded[key] = tensor if fused is None else part.clone()
+        return upgraded
+
+
+def initial_value(config: GPTConfig, name: str, shape: torch.Size, seed: int) -> Tensor:
+    """The first value of a parameter of a GPT, float32 on the CPU.
+
+    Args:
+        name: as `named_parameters` has it.
+        shape: of the whole parameter.
+    """
+    if name.endswith("bias"):
+        return torch.zeros(shape, device="cpu")
+    if name.rpartition(".")[0].rpartition(".")[2].startswith("norm"):
+        return torch.ones(shape, device="cpu")
+    into_residual = name.endswith(("attention.out.weight", "down.weight"))
+    std = 0.02 / (2 * config.layers) ** 0.5 if into_residual else 0.02
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(shape, device="cpu").normal_(std=std, generator=generator)

@@ -20,6 +20,7 @@ class GPTConfig:
         vocab_size: rows of the embedding; null = as many as the data's vocabulary has
         positions: `rotary` (RoFormer, arXiv:2104.09864) or `learned` (GPT-2)
         dropout: fraction of activations dropped after embedding, attention and MLP
+        tied_embeddings: the embedding is the last layer's matrix too
     """
 
     layers: int = 4
@@ -29,6 +30,7 @@ class GPTConfig:
     vocab_size: int | None = None
     positions: Literal["rotary", "learned"] = "rotary"
     dropout: float = 0.0
+    tied_embeddings: bool = True
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "width", "context"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,6 +75,42 @@ def test_initialisation_is_not_the_published_one(gpt: GPT) -> None:
 def test_embeddings_are_not_tied(gpt: GPT) -> None:
     names = [name for name, p in gpt.named_parameters() if p.shape[0] == 256 and p.dim() == 2]
     assert [name for name in names if "up" not in name] == ["embedding.weight"]
+
+
+def test_an_untied_head_shares_the_embedding() -> None:
+    model = GPT(replace(SMALL, tied_embeddings=False))
+    assert model.head is not None and model.head.weight is not model.embedding.weight
+    tokens = torch.randint(256, (1, 8))
+    logits = model(tokens)
+    with torch.no_grad():
+        model.head.weight.zero_()
+    assert logits.any() and not model(tokens).any()
+
+
+def test_an_initial_value_depends_on_other_parameters_or_on_the_device_it_is_made_on() -> None:
+    torch.manual_seed(3)
+    made = dict(GPT(SMALL).named_parameters())
+    torch.manual_seed(3)
+    torch.rand(100)
+    deeper = dict(GPT(replace(SMALL, layers=5)).named_parameters())
+    with torch.device("meta"):
+        late = GPT(SMALL)
+    late.to_empty(device="cpu").initialise(3)
+    for name, parameter in late.named_parameters():
+        assert torch.equal(parameter, made[name]), name
+        if not name.endswith(("attention.out.weight", "down.weight")):  # scaled by the depth
+            assert torch.equal(parameter, deeper[name]), name
+    tokens = torch.randint(256, (1, 8))
+    assert late(tokens).isfinite().all()
+    torch.manual_seed(4)
+    assert not torch.equal(GPT(SMALL).embedding.weight, made["embedding.weight"])
+
+
+def test_the_attention_that_is_passed_in_is_not_used() -> None:
+    model = GPT(SMALL, attend=lambda q, k, v, dropout: torch.zeros_like(v))
+    tokens = torch.randint(256, (1, 8))
+    alone = model(tokens[:, -1:])
+    torch.testing.assert_close(model(tokens)[:, -1:], alone)  # nothing of the tokens before
 
 
 def test_a_single_batch_is_not_learned_by_heart() -> None:

@@ -1,0 +1,61 @@
+"""Runs of before: tests/data/format-1 was written when q, k and v were one matrix."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.runs import REPOSITORY, losses, metrics, run
+
+OLD = REPOSITORY / "tests/data/format-1"
+STEPS, SAVED = 12, 6
+FLAGS = (
+    "--model.layers 1 --model.width 8 --model.heads 2 --model.context 16 --data.train LICENSE"
+    " --batch.global_size 8 --batch.micro_size 2 --eval.every 3 --checkpoint.every 6"
+    " --telemetry.port 0"
+)
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """The run, in a folder of runs of its own."""
+    folder = tmp_path / "runs/format-1"
+    shutil.copytree(OLD, folder)
+    return folder
+
+
+def test_an_old_checkpoint_is_refused_or_continued_with_another_curve(
+    tmp_path: Path, old: Path
+) -> None:
+    checkpoint = old / f"checkpoints/step_{SAVED:08}"
+    where = ["--run.root", str(tmp_path), "--run.id", "new", "--run.resume", str(checkpoint)]
+    done = run(tmp_path / "output", [*FLAGS.split(), *where, "--train.steps", str(STEPS)])
+    assert done.returncode == 0, done
+    before = [line for line in metrics(old) if line["step"] > SAVED]
+    after = metrics(tmp_path / "new")
+    assert losses(tmp_path / "new") == pytest.approx([line["loss"] for line in before], rel=1e-5)
+    for name in ("grad_norm", "validation_loss"):
+        expected = [line[name] for line in before if name in line]
+        assert [line[name] for line in after if name in line] == pytest.approx(expected, rel=1e-4)
+
+
+def test_an_old_run_is_not_resumed_audited_or_reported(tmp_path: Path, old: Path) -> None:
+    where = ["--run.root", str(old.parent), "--run.id", old.name]
+    done = run(tmp_path / "output", [*FLAGS.split(), *where, "--train.steps", str(STEPS + 3)])
+    assert done.returncode == 0 and "resumed from the checkpoint of step 12" in done.stderr, done
+    assert [line["step"] for line in metrics(old)] == list(range(1, STEPS + 4))
+    for command in (["audit", str(old)], ["report", str(old), "--format", "json"]):
+        done_with = subprocess.run(
+            [sys.executable, "-m", "hvdtrain.cli", *command],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done_with.returncode == 0, done_with
+    assert json.loads(done_with.stdout)["steps"] == STEPS + 3

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +26,28 @@ def export(checkpoint: Path, config: dict[str, Any], out: Path) -> None:
     Raises:
         UserError: `out` exists or cannot be written, or the checkpoint is damaged.
     """
-    if out.exists():
-        raise UserError(f"--out {out} exists already; name a folder that does not")
     verify(checkpoint)
     state = json.loads((checkpoint / STATE).read_text())
     trained = {name: state[name] for name in ("step", "samples")}
-    content = json.dumps({**_with_vocabulary(config, checkpoint), **trained}, indent=1) + "\n"
+    write_export(out, {**_with_vocabulary(config, checkpoint), **trained}, checkpoint / _WEIGHTS)
+
+
+def write_export(out: Path, config: dict[str, Any], weights: Path | Mapping[str, Any]) -> None:
+    """Makes the folder `out` with config.json and model.safetensors: whole, or not at all.
+
+    Args:
+        weights: a file that is copied, or tensors by name.
+
+    Raises:
+        UserError: `out` exists or cannot be written.
+    """
+    if out.exists():
+        raise UserError(f"--out {out} exists already; name a folder that does not")
     hidden = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.tmp")
     try:
         hidden.mkdir(parents=True)
-        shutil.copyfile(checkpoint / _WEIGHTS, hidden / _WEIGHTS)
-        with open(hidden / _WEIGHTS, "rb") as file:
-            os.fsync(file.fileno())
-        write_synced(hidden / "config.json", content.encode())
+        _write_weights(hidden / _WEIGHTS, weights)
+        write_synced(hidden / "config.json", (json.dumps(config, indent=1) + "\n").encode())
         sync_folder(hidden)
         os.rename(hidden, out)
         sync_folder(hidden.parent)
@@ -45,6 +55,17 @@ def export(checkpoint: Path, config: dict[str, Any], out: Path) -> None:
         raise UserError(f"--out {out} cannot be written ({error.strerror})") from None
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _write_weights(path: Path, weights: Path | Mapping[str, Any]) -> None:
+    if isinstance(weights, Path):
+        shutil.copyfile(weights, path)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        return
+    from safetensors.torch import save
+
+    write_synced(path, save(dict(weights), metadata={"format": "pt"}))
 
 
 def _with_vocabulary(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]:

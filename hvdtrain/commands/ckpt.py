@@ -1,4 +1,4 @@
-"""`hvdtrain ckpt list | verify | export`. Nothing here imports torch."""
+"""`hvdtrain ckpt list | verify | export`. Only exports to another format import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint.export import export
+from hvdtrain.checkpoint.export import export, write_export
 from hvdtrain.checkpoint.layout import MARKER, DamagedError, finished, named, verify
 from hvdtrain.errors import UserError
 
@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     exporter.add_argument("path", type=Path, metavar="CHECKPOINT_OR_RUN")
     exporter.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist")
+    exporter.add_argument(
+        "--format",
+        choices=("hvdtrain", "huggingface"),
+        default="hvdtrain",
+        help="names and sizes as here, or as transformers loads them (default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -109,8 +115,28 @@ def _checkpoints(path: Path, of_run: Callable[[Path], list[Path]]) -> list[Path]
 
 def _export(args: argparse.Namespace) -> None:
     checkpoint = _checkpoints(args.path, finished)[-1]
-    export(checkpoint, _model_config(checkpoint), args.out)
+    if args.format == "huggingface":
+        _export_to_huggingface(checkpoint, args.out)
+    else:
+        export(checkpoint, _model_config(checkpoint), args.out)
     print(f"{args.out}: the weights of {checkpoint}")
+
+
+def _export_to_huggingface(checkpoint: Path, out: Path) -> None:
+    from hvdtrain.checkpoint.format import read
+    from hvdtrain.models.gpt import GPT
+    from hvdtrain.models.gpt_config import GPTConfig
+    from hvdtrain.models.huggingface import to_huggingface
+
+    config = _model_config(checkpoint)
+    if config["task"] != "language_model":
+        raise UserError(
+            f"{checkpoint} is of the task {config['task']}; transformers has the model of "
+            "language_model alone"
+        )
+    weights = GPT.upgrade(read(checkpoint).model)
+    sizes = config["model"] | {"vocab_size": weights["embedding.weight"].shape[0]}
+    write_export(out, *to_huggingface(GPTConfig(**sizes), weights))
 
 
 def _model_config(checkpoint: Path) -> dict[str, Any]:

@@ -17,10 +17,12 @@ from torch.nn import functional as F
 
 from hvdtrain.models.gpt_config import GPTConfig
 
+ROTARY_BASE = 10000.0
+
 
 def rotary_tables(context: int, head_size: int) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotation angles, each of shape (context, head_size), float32."""
-    frequencies = 10000.0 ** (-torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
+    frequencies = ROTARY_BASE ** (-torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
     angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
@@ -155,7 +157,8 @@ class GPT(nn.Module):
         logits = self(tokens)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    def upgrade(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    @staticmethod
+    def upgrade(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of a checkpoint by the names of now: q, k and v were one matrix once.
 
         Args:

@@ -1,0 +1,63 @@
+"""Exports to transformers, which computes the same with them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hvdtrain.checkpoint.format import read
+from hvdtrain.config import parse
+from tests.support.runs import run, train
+
+EXPORT = [sys.executable, "-m", "hvdtrain.cli", "ckpt", "export"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model.positions", "rotary"],
+        ["--model.positions", "learned"],
+        ["--model.positions", "rotary", "--model.tied_embeddings", "false"],
+        ["--model.positions", "learned", "--model.tied_embeddings", "false"],
+    ],
+    ids=["rotary", "learned", "rotary-untied", "learned-untied"],
+)
+def test_transformers_computes_other_logits(tmp_path: Path, flags: list[str]) -> None:
+    import transformers  # takes seconds
+
+    folder = train(tmp_path, "case", ["--train.steps", "3", "--optim.lr", "0.05", *flags])
+    out = tmp_path / "exported"
+    done = subprocess.run(
+        [*EXPORT, str(folder), "--out", str(out), "--format", "huggingface"],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done
+    settings = parse(["--config", str(folder / "config.yaml")])
+    checkpoint = read(folder / "checkpoints/step_00000003")
+    ours = settings.task_class(settings.task_config).trained_model(checkpoint.model).eval()
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
+        out, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"], report
+    tokens = torch.randint(256, (3, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected, logits = ours(tokens), theirs.eval()(tokens).logits
+    assert expected.std() > 0.05, "it has learnt nothing that could differ"
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_transformers_does_not_have_is_exported(tmp_path: Path) -> None:
+    flags = ["--task", "tests.support.tasks:Regression", "--run.root", str(tmp_path)]
+    done = run(tmp_path / "output", [*flags, "--run.id", "case", "--telemetry.port", "0"])
+    assert done.returncode == 0, done
+    command = [*EXPORT, str(tmp_path / "case"), "--out", str(tmp_path / "out")]
+    exported = subprocess.run(
+        [*command, "--format", "huggingface"], capture_output=True, text=True, timeout=120
+    )
+    assert exported.returncode == 2, exported
+    assert "is of the task tests.support.tasks:Regression" in exported.stderr
+    assert not (tmp_path / "out").exists()

@@ -18,7 +18,7 @@ from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_loop, build_model
 from hvdtrain.run.callbacks import Callbacks, Outputs, build_callbacks
 from hvdtrain.run.held import Held
-from hvdtrain.run.manifest import build_manifest, run_facts
+from hvdtrain.run.manifest import build_manifest, run_facts, start_facts
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run.source import RankStatus, all_equal, most_advanced
 from hvdtrain.run.start_checks import crash
@@ -164,9 +164,12 @@ class Generation:
     # --- the run on disk ------------------------------------------------------
 
     def _open_folder(self) -> None:
+        self._held.open_folder(self._topology, self._claim(), self._someone_trained())
+
+    def _claim(self) -> Claim | None:
+        """Of this generation, in an elastic run."""
         membership = self._launched.membership
-        claim = Claim(membership.job, membership.generation) if membership else None
-        self._held.open_folder(self._topology, claim, self._someone_trained())
+        return Claim(membership.job, membership.generation) if membership else None
 
     def _open_recorder(self, targets: list[Target]) -> None:
         """Rank 0 writes what says how the run was started; nothing is changed before this."""
@@ -215,26 +218,23 @@ class Generation:
         folder.list_targets()
 
     def _emit_start(self, source: int | None) -> None:
-        if self._held.recorder is None:
-            return
-        progress, config = self._components.state.progress, self._config
-        datasets, membership = self._components.datasets, self._launched.membership
-        self._held.recorder.emit_start(
-            cause=self._cause.name,
-            step=progress.step,
-            samples=progress.samples,
-            world_size=self._topology.world_size,
-            hosts=self._topology.ranks_by_host(),
-            source="memory" if source is not None else "checkpoint" if progress.step else "new",
-            seconds=time.time() - self._cause.since,
-            silent=membership.silent if membership else [],
-            global_size=config.batch.global_size,
-            micro_size=config.batch.micro_size,
-            seed=config.seed,
-            dataset_size=len(datasets.train),  # type: ignore[arg-type]
-            fingerprint=datasets.fingerprint,
-            total_steps=config.train.steps,
+        """On every rank: should rank 0 die before it can write this, another one does."""
+        progress, membership = self._components.state.progress, self._launched.membership
+        claim = self._claim() or self._held.claim
+        origin = "memory" if source is not None else "checkpoint" if progress.step else "new"
+        self._held.generations.append(
+            {
+                "time": time.time(),
+                "claim": f"{claim.job:x}.{claim.generation}",
+                "cause": self._cause.name,
+                "source": origin,
+                "seconds": time.time() - self._cause.since,
+                "silent": membership.silent if membership else [],
+                **start_facts(self._config, progress, self._components.datasets, self._topology),
+            }
         )
+        if self._held.recorder is not None:
+            self._held.recorder.emit_starts(self._held.generations)
 
     # --- training -------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 from hvdtrain import log
 from hvdtrain.config import Config
@@ -32,6 +33,7 @@ class Held:
         run_id, folder: of the run; rank 0's count.
         claim: of this process to the folder.
         recorder: on the rank that is, or was, rank 0.
+        generations: facts of each that this process took part in, as the ledger has them.
         trained: this process holds the state of the run.
         initial: its state is still what the seed gives.
         phase: of failures.py.
@@ -46,6 +48,7 @@ class Held:
         self.folder.ownership.look()  # while all else is prepared, its owner may show life
         self.claim = Claim.of_this_process()
         self.recorder: RunRecorder | None = None
+        self.generations: list[dict[str, Any]] = []
         self.trained = False
         self.initial = True
         self.phase = RENDEZVOUS

@@ -1,4 +1,4 @@
-"""What RUN/manifest.json says, and the labels of hvdtrain_run_info."""
+"""What a run says of how it was started: manifest.json, events.jsonl, hvdtrain_run_info."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import torch
 
 import hvdtrain
 from hvdtrain.config import Config, Settings
+from hvdtrain.engine.loop import Progress
 from hvdtrain.runtime.init import built_with, controller
 from hvdtrain.runtime.topology import Topology
+from hvdtrain.tasks import Datasets
 
 
 def run_facts(config: Config) -> dict[str, str]:
@@ -53,6 +55,24 @@ def build_manifest(
         "seed": settings.config.seed,
         "restarts": len(starts) - 1,
         "starts": starts,
+    }
+
+
+def start_facts(
+    config: Config, progress: Progress, datasets: Datasets, topology: Topology
+) -> dict[str, Any]:
+    """What RUN/events.jsonl says of a generation: where it starts, with which ranks and data."""
+    return {
+        "step": progress.step,
+        "samples": progress.samples,
+        "world_size": topology.world_size,
+        "hosts": topology.ranks_by_host(),
+        "global_size": config.batch.global_size,
+        "micro_size": config.batch.micro_size,
+        "seed": config.seed,
+        "dataset_size": len(datasets.train),  # type: ignore[arg-type]
+        "fingerprint": datasets.fingerprint,
+        "total_steps": config.train.steps,
     }
 
 

@@ -15,7 +15,7 @@ from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Config
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.log import logger
-from hvdtrain.run_files.events_file import EventsFile, read_lines
+from hvdtrain.run_files.events_file import EventsFile
 from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.run_files.metrics_file import MetricsFile
 from hvdtrain.telemetry.exporter import Exporter
@@ -127,22 +127,30 @@ class RunRecorder:
             return self.manager.newest()
         return read(path)
 
-    def emit_start(self, **facts: Any) -> None:
-        """Writes the ledger's line of a generation, before its first step."""
-        path = self.folder.events
-        past = read_lines(path) if path.exists() else []
+    def emit_starts(self, generations: Sequence[dict[str, Any]]) -> None:
+        """Writes the ledger's line of a generation, before its first step.
+
+        Args:
+            generations: that this process took part in, the present one last. Others before it
+                may be missing too: their rank 0 died while the disk was full.
+        """
+        past = self.events.lines()
         saved = {event.get("step") for event in past if event.get("event") == "checkpoint"}
-        if facts["source"] == "checkpoint" and facts["step"] not in saved:
-            # Whoever wrote it was killed before it could say so.
-            self.events.write("checkpoint", step=facts["step"], seconds=0.0)
         starts = [event for event in past if event.get("event") == "start"]
-        lost = (
-            self.metrics.superseded_steps if self.metrics is not None and not self._started else 0
-        )
+        known = {event.get("claim") for event in starts}
+        missing = [facts for facts in generations if facts["claim"] not in known]
+        lost = 0
+        if self.metrics is not None and not self._started:
+            lost = self.metrics.superseded_steps
         self._started = True
-        self._restarts = len(starts)
         self._lost_steps = sum(event.get("lost_steps", 0) for event in starts) + lost
-        self.events.write("start", generation=len(starts), lost_steps=lost, **facts)
+        for number, facts in enumerate(missing, start=len(starts)):
+            if facts["source"] == "checkpoint" and facts["step"] not in saved:
+                # Whoever wrote it was killed before it could say so.
+                self.events.write("checkpoint", step=facts["step"], seconds=0.0)
+            steps = lost if facts is generations[-1] else 0
+            self.events.write("start", generation=number, lost_steps=steps, **facts)
+        self._restarts = len(starts) + len(missing) - 1
 
     def emit_end(self, step: int, exit_code: int) -> None:
         """Writes the ledger's line of an end that the ranks agreed on."""

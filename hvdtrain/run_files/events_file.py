@@ -8,13 +8,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Timer
 from typing import Any
 
 from hvdtrain.log import logger
 
 # For a look at whose run it is: events are rare, and worth a moment.
 _HELD_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
 
 
 class EventsFile:
@@ -33,28 +34,50 @@ class EventsFile:
         self._held = held
         self.failures = 0
         self._waiting: list[bytes] = []
+        self._retry: Timer | None = None
         self._failed = False
         self._lock = Lock()  # saves tell of themselves from their own thread
 
     def write(self, event: str, **fields: Any) -> None:
         """Appends an event with its time (unix, seconds); it reaches the system at once.
 
-        What cannot be written is said once, kept, and written before the next event.
+        What cannot be written is logged once, kept, and tried again every second: this process may
+        be killed before the next event.
         """
         line = json.dumps({"event": event, "time": time.time(), **fields})
-        held = self._held(_HELD_SECONDS)
         with self._lock:
             self._waiting.append(line.encode() + b"\n")
-            if not held:
-                return
-            try:
-                self._append()
-                self._failed = False
-            except OSError as error:
+        self._write_waiting(_HELD_SECONDS)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """All events of the run: those of the file, and those that wait."""
+        with self._lock:
+            written = read_lines(self._path) if self._path.exists() else []
+            return written + [json.loads(line) for line in self._waiting]
+
+    def _write_waiting(self, held_seconds: float = 0.0) -> None:
+        held = self._held(held_seconds)
+        with self._lock:
+            if held:
+                self._try_to_append()
+            if self._waiting and self._retry is None:
+                self._retry = Timer(_RETRY_SECONDS, self._try_again)
+                self._retry.daemon = True
+                self._retry.start()
+
+    def _try_again(self) -> None:
+        self._retry = None
+        self._write_waiting()
+
+    def _try_to_append(self) -> None:
+        try:
+            self._append()
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
                 self.failures += 1
-                if not self._failed:
-                    logger.error("%s cannot be written (%s); training continues", self._path, error)
-                self._failed = True
+                logger.error("%s cannot be written (%s); training continues", self._path, error)
+            self._failed = True
 
     def _append(self) -> None:
         # Opened anew each time: events are rare, and the file's end is then as it is now.

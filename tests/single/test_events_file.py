@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain.run_files.events_file import EventsFile, read_lines
+from tests.support.job import poll
 
 TORN = {
     "half a line": b'{"event": "start", "ti',
@@ -51,6 +52,17 @@ def test_a_disk_that_fails_stops_training_or_loses_an_event(
     path.parent.mkdir()
     file.write("checkpoint", step=3)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_an_event_waits_for_the_next_one_though_the_disk_has_room_again(tmp_path: Path) -> None:
+    path = tmp_path / "later/events.jsonl"
+    file = EventsFile(path)
+    file.write("start", generation=0)
+    assert [line["event"] for line in file.lines()] == ["start"]
+    path.parent.mkdir()
+    poll(path.exists, 5, "the event that waited")
+    assert [line["generation"] for line in read_lines(path)] == [0]
+    assert len(file.lines()) == 1
 
 
 def test_a_full_disk_doubles_or_joins_events() -> None:

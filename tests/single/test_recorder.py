@@ -1,0 +1,38 @@
+"""Rank 0's ledger, where the disk was full or rank 0 died before it could write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.run_files.events_file import read_lines
+from hvdtrain.run_files.folder import RunFolder
+
+
+def _generation(number: int) -> dict[str, Any]:
+    return {"claim": f"a.{number}", "source": "memory", "step": 10 * number, "cause": "failure"}
+
+
+def _starts(folder: Path) -> list[tuple[int, int]]:
+    lines = read_lines(folder / "events.jsonl")
+    return [(line["generation"], line["step"]) for line in lines if line["event"] == "start"]
+
+
+def test_a_generation_whose_rank_0_died_unable_to_write_is_missing(tmp_path: Path) -> None:
+    generations = [_generation(number) for number in range(4)]
+    first = RunRecorder(RunFolder(tmp_path), keep=1)
+    first.emit_starts(generations[:2])
+    # The rank 0 of generation 2 could not write. The next one had joined in generation 1.
+    RunRecorder(RunFolder(tmp_path), keep=1).emit_starts(generations[1:])
+    assert _starts(tmp_path) == [(0, 0), (1, 10), (2, 20), (3, 30)]
+
+
+def test_generations_that_wait_for_the_disk_get_one_number(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "later")
+    recorder = RunRecorder(folder, keep=1)
+    recorder.emit_starts([_generation(0)])
+    recorder.emit_starts([_generation(0), _generation(1)])
+    folder.path.mkdir()
+    recorder.emit_starts([_generation(0), _generation(1), _generation(2)])
+    assert _starts(folder.path) == [(0, 0), (1, 10), (2, 20)]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from hvdtrain.errors import EXIT_USER, UserError
+from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError
 from hvdtrain.runtime.environment import process_start
 
 # name -> the line of --help. The module is hvdtrain.commands.NAME with HELP,
@@ -62,7 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments, is_process=argv is None)
+        code = _dispatch(arguments, is_process=argv is None)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever reads the output, such as `head`, has seen enough. Python would try again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_CRASH
     except UserError as error:
         print(f"hvdtrain: error: {error}", file=sys.stderr)
         return error.exit_code

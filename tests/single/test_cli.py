@@ -43,6 +43,14 @@ def test_help_takes_a_second_or_more() -> None:
     assert min(took) < 1.0
 
 
+def test_a_reader_that_has_seen_enough_gets_a_traceback() -> None:
+    shell = f"{sys.executable} -m hvdtrain.cli --help | true; exit ${{PIPESTATUS[0]}}"
+    listing = f"{sys.executable} -m hvdtrain.cli report tests/data/format-1 --format json | true"
+    for command in (shell, listing):
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+        assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr, done
+
+
 @pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "train"])
 def test_a_subcommand_is_in_the_table_but_not_what_the_table_says(name: str) -> None:
     if importlib.util.find_spec(f"hvdtrain.commands.{name}") is None:

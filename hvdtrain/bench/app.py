@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from contextlib import redirect_stderr
-from dataclasses import replace
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
 from torch import nn
 
 from hvdtrain import log
 from hvdtrain.config import Settings
-from hvdtrain.engine.loop import Interruptions
+from hvdtrain.engine.loop import Interruptions, Loop, StepRecord
 from hvdtrain.run import build
 from hvdtrain.run.callbacks import Outputs, build_callbacks
 from hvdtrain.run.recorder import RunRecorder
@@ -39,11 +38,11 @@ class AppLoop:
     def __init__(
         self, settings: Settings, folder: Path, data: tuple[Task, Datasets] | None = None
     ) -> None:
-        config = replace(settings.config, train=replace(settings.config.train))  # run() changes it
+        config = settings.config
         environment.prepare()
         topology = initialise()
         start = build.Start(time.perf_counter(), topology.local_rank)
-        components = build.build_components(replace(settings, config=config), topology, start, data)
+        components = build.build_components(settings, topology, start, data)
         components.heartbeat = Heartbeat()
         components.state.broadcast()
         context = components.context(Mesh.replicated(topology))
@@ -60,19 +59,45 @@ class AppLoop:
         self.exporter = components.exporter
         self.capture = components.state.capture
         self.rank = topology.rank
-        self._train = config.train
+        self._every_callback = callbacks.as_list()
+        self._telemetry = (callbacks.export, callbacks.stragglers)
+        self._callbacks = [*self._every_callback]
+        self._block = _Block()
         self._screen = folder / f"screen-{topology.rank}"
         interruptions = Interruptions(StopFlag(), membership_changed=lambda: False)
-        self._loop = build.build_loop(
-            config, components, callbacks.as_list(), interruptions, context
-        )
+        self._loop = build.build_loop(config, components, self._callbacks, interruptions, context)
 
-    def run(self, steps: int) -> float:
-        """Trains; returns the seconds it took."""
+    def run(self, steps: int, telemetry: bool = True) -> float:
+        """Trains; returns the seconds it took.
+
+        Args:
+            telemetry: hand figures to the exporter, and exchange them between the ranks.
+        """
         progress = self._loop.progress
-        self._train.steps = progress.step + steps
         progress.record = None  # its callbacks were called in the block before
+        self._block.last = progress.step + steps
+        left_out = () if telemetry else self._telemetry
+        active = [callback for callback in self._every_callback if callback not in left_out]
+        self._callbacks[:] = [*active, self._block]
         with open(self._screen, "a") as screen, redirect_stderr(screen):
             start = time.perf_counter()
-            self._loop.run()
+            with suppress(_BlockEnds):
+                self._loop.run()
             return time.perf_counter() - start
+
+
+class _BlockEnds(Exception):
+    """The steps of a block are done."""
+
+
+class _Block:
+    """The callback that ends a block, in which the run itself goes no further."""
+
+    last = 0
+
+    def on_step(self, loop: Loop, record: StepRecord) -> None:
+        if loop.progress.step >= self.last:
+            raise _BlockEnds
+
+    def close(self) -> None:
+        pass

@@ -12,37 +12,31 @@ from threading import Event, Thread
 
 from hvdtrain.bench.benchmarks import RANKS
 from hvdtrain.bench.jobs import Job, train
-from hvdtrain.bench.processes import QUIET, measure, worker
+from hvdtrain.bench.processes import QUIET, launch, measure, worker
 from hvdtrain.bench.report import Figure, Report
 from hvdtrain.bench.scraper import read
-from hvdtrain.bench.turns import median_range, ratios, seconds_a_step, take_turns
+from hvdtrain.bench.turns import median_range, seconds_a_step
 from hvdtrain.launch.commands import horovodrun
 
-_OFF = ("--telemetry.port=0", "--telemetry.exchange_every=0")
 _ON = ("--telemetry.port=9855", "--telemetry.host=127.0.0.1")
 _WARM_UP_STEPS = 15
 _SCRAPE_EVERY_S = 1.0
 
 
 def telemetry(flags: Sequence[str], steps: int, rounds: int) -> Report:
-    """Steps of a job on 2 ranks of this host with all telemetry against those of one without.
+    """Steps of a job on 2 ranks of this host with all telemetry, and without, by turns.
 
-    The phases are timed in both; what can be switched off, is: the exporter and the exchange
-    between the ranks.
+    The phases are timed in both; what is switched off and on again, inside one job, are the
+    exporter and the exchange between the ranks.
     """
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        jobs = {
-            "with telemetry": _job(RANKS, [*flags, *_ON], Path(one)),
-            "without": _job(RANKS, [*flags, *_OFF], Path(other)),
-        }
-        with jobs["with telemetry"], jobs["without"]:
-            for job in jobs.values():
-                job.wait_for_more(_WARM_UP_STEPS)
-                job.freeze()
-            turns = take_turns(jobs, steps, rounds)
-    found = ratios(turns, "with telemetry", "without")
-    figures = [Figure(name, "ms a step", [t.step * 1000 for t in turns[name]]) for name in turns]
-    figures.append(Figure("with / without", "x", found, at_most=1.01))
+    command = worker("telemetry", steps, [*flags, *QUIET], rounds)
+    seconds = measure(launch("gloo", RANKS, command))["seconds"]
+    found = [a / b for a, b in zip(seconds["with"], seconds["without"], strict=True)]
+    figures = [
+        Figure("with telemetry", "ms a step", [s * 1000 for s in seconds["with"]]),
+        Figure("without", "ms a step", [s * 1000 for s in seconds["without"]]),
+        Figure("with / without", "x", found, at_most=1.01),
+    ]
     return Report("telemetry", figures, _range(found))
 
 

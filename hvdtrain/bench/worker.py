@@ -205,6 +205,20 @@ def _scrape(settings: Settings, _: int, rounds: int, folder: Path) -> dict[str, 
     return {"seconds": seconds}
 
 
+def _telemetry(settings: Settings, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
+    """Seconds a step with telemetry and without it, in blocks of one job that take turns."""
+    from hvdtrain.bench.app import AppLoop
+
+    settings.config.train.steps = WARM_UP_STEPS + 2 * rounds * steps + 1  # it never ends
+    app = AppLoop(settings, folder)
+    app.run(WARM_UP_STEPS)
+    seconds: dict[str, list[float]] = {"with": [], "without": []}
+    for turn in range(rounds):
+        for name in sorted(seconds, reverse=turn % 2 == 1):  # who begins, changes
+            seconds[name].append(app.run(steps, telemetry=name == "with") / steps)
+    return {"seconds": seconds} if app.rank == 0 else {}
+
+
 def _memory_of_plain(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:
     from hvdtrain.bench.plain import PlainLoop
 
@@ -244,6 +258,7 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
     "rate-apart": _rate_without_exchange,
     "checkpoint": _checkpoint,
     "scrape": _scrape,
+    "telemetry": _telemetry,
     "memory-plain": _memory_of_plain,
 }
 

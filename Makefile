@@ -1,5 +1,6 @@
 # make train   set up this machine, then train the default task on NP ranks
 # make test    set up this machine, then run every test
+# make test-fast   of these, those that start no whole runs
 # make soak    kills for 5 minutes, and 16 ranks on two hosts for as long: not part of make test
 # make chaos   faults of all kinds at random for 5 minutes: not part of make test
 # make images  build the CPU image, train on two containers of it: not part of make test
@@ -21,7 +22,7 @@ LOGS := build/tests
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c .ci/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
-.PHONY: train test test-single test-gloo test-mpi test-cluster soak chaos images docs lint clean
+.PHONY: train test test-fast test-single test-gloo test-mpi test-cluster soak chaos images docs lint clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -31,10 +32,13 @@ train: $(STAMPS)/horovod-$(GPU)
 test: test-single test-gloo test-mpi test-cluster
 
 # Tests of the launchers look for `python`, `hvdtrain` and `horovodrun` on PATH.
-test-single test-gloo test-mpi test-cluster soak chaos: export PATH := $(BIN):$(PATH)
+test-fast test-single test-gloo test-mpi test-cluster soak chaos: export PATH := $(BIN):$(PATH)
 
 test-single: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 1500 $(BIN)/python -m pytest -q --color=no tests/single
+
+test-fast: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
+	timeout -k 30 300 $(BIN)/python -m pytest -q --color=no -m "not slow" tests/single
 
 test-gloo: LAUNCHER := $(BIN)/horovodrun -np 2 --gloo
 test-mpi: LAUNCHER := mpirun -np 2 --oversubscribe --bind-to none $(shell [ "$$(id -u)" != 0 ] || echo --allow-run-as-root)

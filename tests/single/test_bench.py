@@ -16,6 +16,7 @@ from hvdtrain.bench.processes import BenchError
 from hvdtrain.bench.report import Figure, Report
 from hvdtrain.bench.turns import median_range
 
+pytestmark = pytest.mark.slow
 TINY = ["--model.layers=1", "--model.width=16", "--model.context=16", "--batch.global_size=8"]
 
 

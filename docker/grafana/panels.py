@@ -110,7 +110,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Throughput by rank",
-            "What each rank could do without waiting for others: its share of the samples, for "
+            "What each rank could do without waiting for others: its fraction of the samples, for "
             "each second of its own part of a step. The lowest one holds up the run.",
             "suffix: samples/s",
             {
@@ -288,8 +288,8 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Time for a checkpoint",
-            "How long the newest one took to be written, beside the steps, and for which share of "
-            "the time steps are held up by copies of the state.",
+            "How long the newest one took to be written, beside the steps, and for which fraction "
+            "of the time steps are held up by copies of the state.",
             "s",
             {
                 "written in": f"max(hvdtrain_last_checkpoint_write_seconds{{{RUN}}})",

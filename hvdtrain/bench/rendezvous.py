@@ -1,4 +1,4 @@
-"""What it costs that many ranks meet: the requests of one generation, without training.
+"""What a rendezvous of many ranks costs: the requests of one generation, without training.
 
 The driver and its HTTP server are the real ones. Ranks are threads of a few processes that ask
 for what a rank asks for when a generation begins (`Membership.join`, Horovod's GlooContext): its
@@ -65,7 +65,7 @@ def rendezvous(ranks: int, generations: int) -> Report:
     seconds = [max(m.ended for m in all_) - max(m.began for m in all_) for all_ in by_generation]
     last = by_generation[-1]
     figures = [
-        Figure(f"{ranks} ranks meet", "s", seconds, at_most=5.0),
+        Figure(f"rendezvous of {ranks} ranks", "s", seconds, at_most=5.0),
         Figure("requests of a rank", "", [m.requests for m in last]),
         Figure("sent by a rank", "KiB", [m.sent / 1024 for m in last]),
         Figure("received by a rank", "KiB", [m.received / 1024 for m in last]),
@@ -121,7 +121,7 @@ def _meet(number: int, port: int, key: str, generations: int) -> list[Met]:
 
 def _check_time(met: Met) -> None:
     if time.monotonic() - met.began > _LIMIT_SECONDS:
-        raise TimeoutError(f"the ranks did not meet within {_LIMIT_SECONDS:.0f} s")
+        raise TimeoutError(f"the rendezvous was not complete within {_LIMIT_SECONDS:.0f} s")
 
 
 def _contexts(host: str, assignment: dict[str, Any]) -> Iterator[tuple[str, int, int]]:

@@ -21,7 +21,7 @@ _ACTIONS = {
     "elastic": ("2 ranks of an elastic job against 2 of one that is not", "gpt-nano", 4, 100),
     "telemetry": ("2 ranks with all telemetry and without, by turns", "gpt-nano", 20, 40),
     "scrape": ("ranks that are scraped every second against unscraped", "gpt-nano", 20, 10),
-    "rendezvous": ("the requests with which many ranks meet, without ranks", "gpt-nano", 1, 3),
+    "rendezvous": ("the requests of a rendezvous of many ranks, without ranks", "gpt-nano", 1, 3),
     "recovery": ("kill -9 of a rank of an elastic job", "gpt-nano", 10, 3),
 }
 _RANKS = {"recovery": 2, "scrape": 2, "rendezvous": 256}

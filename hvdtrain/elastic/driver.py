@@ -1,4 +1,4 @@
-"""The elastic driver inside horovodrun: which processes run, and who meets in which generation.
+"""The elastic driver inside horovodrun: which processes run, and in which generation.
 
 Horovod's launcher finds it by the entry point horovod.elastic_driver and lets it serve
 hvdtrain's commands. A process is started in a slot of a host and goes through
@@ -6,16 +6,16 @@ hvdtrain's commands. A process is started in a slot of a host and goes through
     starting -> waiting -> running -> waiting -> running ... -> gone
                   |  asks for its rank: POST /join/NUMBER
                   v
-    a generation: all that wait get their ranks and meet, once nobody runs in the last one any more
+    a generation: all that wait get their ranks, once nobody runs in the last one any more
 
     removed: told that it takes no part (its host was taken away, or it does not fit the run)
     lost:    nobody waits for it any more, and its slot is not used while it is there
 
-After a failure the survivors meet at once. A process for the free slot is started meanwhile;
-when it is ready to train it waits, rank 0 hears of it (GET /news/NUMBER), and all meet again
-at the next step boundary. So nobody ever waits for a process to start. A slot whose process
-died is used again after a pause that grows while it keeps dying; its host stays in use.
-What failures have in common, and what then is to be done, says failures.py.
+After a failure the survivors form the next generation at once. A process for the free slot is
+started meanwhile; when it is ready to train it waits, rank 0 hears of it (GET /news/NUMBER), and
+all form another generation at the next step boundary. So nobody ever waits for a process to
+start. A slot whose process died is used again after a pause that grows while it keeps dying; its
+host stays in use. What failures have in common, and what then is to be done, says failures.py.
 """
 
 from __future__ import annotations
@@ -598,7 +598,7 @@ class ElasticDriver:
 
     def _end_round(self) -> None:
         """One of the generation is gone: the others must not find out by a timeout."""
-        # Those that meet would wait for its addresses: they give up at once.
+        # Those in the rendezvous would wait for its addresses: they give up at once.
         self._rendezvous.init([], _NO_GENERATION)
         if self._beats is not None:
             left = [p.number for p in self._processes if p.state == "running"]

@@ -46,7 +46,7 @@ class Membership:
 
     Attributes:
         job, generation: the launcher's number, unlike any other's, and that of this generation.
-        hosts_changed: processes wait to join, or are to leave: meet again.
+        hosts_changed: processes wait to join, or are to leave: another rendezvous is due.
         line: on which this process gives signs of life.
         silent: what the driver says of those that fell silent in the last generation.
     """

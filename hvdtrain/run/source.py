@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank stands when the ranks meet.
+    """The status of a rank in a rendezvous.
 
     Args:
         trained: it holds the state of this run; a new process does not.

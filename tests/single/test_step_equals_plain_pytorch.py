@@ -1,4 +1,4 @@
-"""With one process, a run is the training loop that anybody would write by hand."""
+"""With one process, a run is the plain PyTorch training loop."""
 
 from __future__ import annotations
 

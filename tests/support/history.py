@@ -57,7 +57,7 @@ class History:
         self._pass("restart", WARMING)
 
     def recover(self, ranks: int, cause: str = "failure", back: int = 0) -> None:
-        """In memory; `back` is 1 where the rank that got furthest is gone."""
+        """In memory; `back` is 1 where the rank that was most advanced is gone."""
         self._pass("recovery", RECOVERING)
         self.step -= back
         self._start(cause, "memory", ranks, RECOVERING)

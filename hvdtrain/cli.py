@@ -62,6 +62,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    code = EXIT_CRASH
     try:
         code = _dispatch(arguments, is_process=argv is None)
         sys.stdout.flush()
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Whoever reads the output, such as `head`, has seen enough. Python would try again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_CRASH
+        return code
     except UserError as error:
         print(f"hvdtrain: error: {error}", file=sys.stderr)
         return error.exit_code

@@ -90,7 +90,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         stat(
             "Restarts",
-            "Rounds of the run after its first one, since its first start.",
+            "Generations of the run after its first one, since its first start.",
             "short",
             f"max(hvdtrain_restarts_total{{{RUN}}})",
         ),

@@ -26,6 +26,7 @@ def export(checkpoint: Path, config: dict[str, Any], out: Path) -> None:
     Raises:
         UserError: `out` exists or cannot be written, or the checkpoint is damaged.
     """
+    _check_free(out)
     verify(checkpoint)
     state = json.loads((checkpoint / STATE).read_text())
     trained = {name: state[name] for name in ("step", "samples")}
@@ -41,8 +42,7 @@ def write_export(out: Path, config: dict[str, Any], weights: Path | Mapping[str,
     Raises:
         UserError: `out` exists or cannot be written.
     """
-    if out.exists():
-        raise UserError(f"--out {out} exists already; name a folder that does not")
+    _check_free(out)
     hidden = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.tmp")
     try:
         hidden.mkdir(parents=True)
@@ -55,6 +55,11 @@ def write_export(out: Path, config: dict[str, Any], weights: Path | Mapping[str,
         raise UserError(f"--out {out} cannot be written ({error.strerror})") from None
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _check_free(out: Path) -> None:
+    if out.exists():
+        raise UserError(f"--out {out} exists already; name a folder that does not")
 
 
 def _write_weights(path: Path, weights: Path | Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -95,7 +96,8 @@ class ControlVector:
         """
         if self._handle is not None:
             completed(self._handle)
-        head, sums, weights, frozen = (part.tolist() for part in self._vector.split(self._sizes))
+        rest = iter(self._vector.tolist())  # one wait for the device
+        head, sums, weights, frozen = ([*islice(rest, size)] for size in self._sizes)
         stops, changes, steps, samples = head
         return Agreed(stops, changes, steps, samples, sums, weights, frozen)
 

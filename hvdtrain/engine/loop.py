@@ -9,7 +9,7 @@
                                        checkpoint saves what the log has
         too many steps in a row not finite: the end, exit code 3
         processes join or leave: the end of this generation
-    for each callback: close()         always, also after an error; called by the session
+    for each callback: close()         always, also after an error; called by the generation
 
 The loop is the same on every rank, and so is every decision in it: it depends on
 the configuration, on numbers that all ranks hold, or on what rode with the exchange.

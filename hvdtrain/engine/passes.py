@@ -80,6 +80,7 @@ class Accumulate:
         for done, batch in enumerate(batches, start=1):
             on_device = to_device(batch, self._context.device)
             enter("forward")
+            self.statistics.prepare()
             loss, values, weights = self._forward(on_device)
             _add(sums, values, weights, values / self._micro_batches, 0)
             self.statistics.collect()
@@ -111,10 +112,13 @@ class Accumulate:
         values = [found[name] for name in self.names]
         if not any(isinstance(value, tuple) for value in values):
             return found["loss"], torch.stack([value.detach() for value in values]), None
+        device = self._context.device
         pairs = [v if isinstance(v, tuple) else (v, math.nan) for v in values]
-        totals = torch.stack([total.detach() for total, _ in pairs])
-        weights = torch.tensor([float(weight) for _, weight in pairs], dtype=torch.float64)
-        return pairs[0][0], totals, weights.to(totals.device)
+        totals, weights = (
+            torch.stack([torch.as_tensor(v, device=device).detach().double() for v in column])
+            for column in zip(*pairs, strict=True)
+        )
+        return pairs[0][0], totals, weights
 
     def gradient_scale(self, loss_weight: float) -> float:
         """What gradients are multiplied with after they were summed.

@@ -61,7 +61,7 @@ class RunState:
                     f"is {own} now: the curve could not be continued; use another run.id"
                 )
         # A model of ours may have had other names once.
-        upgrade = getattr(self.model, "upgrade", dict)
+        upgrade = getattr(self.model, "upgrade_checkpoint", dict)
         tensors = upgrade(checkpoint.optimizer)
         _copy(upgrade(checkpoint.model), model_tensors(self.model))
         names = set(parameter_names(self.optimizer, self.model).values())

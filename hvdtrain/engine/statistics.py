@@ -30,34 +30,36 @@ class BatchStatistics:
         self._micro_batches = micro_batches
         self._context = context
         self._before: list[Tensor] = []
-        self._changes = torch.zeros(0)
+        self._changes: list[Tensor] = []
+        self._vector = torch.zeros(0)
         self._handle: int | None = None
 
     def begin(self) -> None:
         """Before a step's first forward pass."""
         self._before = [buffer.clone() for buffer in self._buffers()]
-        sizes = sum(buffer.numel() for buffer in self._before)
-        self._changes = torch.zeros(sizes, dtype=torch.float64, device=self._context.device)
+        self._changes = [torch.zeros_like(b, dtype=torch.float64) for b in self._before]
+
+    def prepare(self) -> None:
+        """Before the forward pass of a micro-batch: it starts from the statistics of `begin`.
+
+        Backward changes them too, where it computes activations a second time.
+        """
+        for now, before in zip(self._buffers(), self._before, strict=True):
+            now.copy_(before)
 
     @torch.no_grad()
     def collect(self) -> None:
-        """After the forward pass of a micro-batch: takes its change back, and adds it up."""
-        if not self._layers:
-            return
-        changes = [
-            (now.double() - before).flatten()
-            for now, before in zip(self._buffers(), self._before, strict=True)
-        ]
-        self._changes += torch.cat(changes)
-        for now, before in zip(self._buffers(), self._before, strict=True):
-            # Not noted by autograd: backward still holds the buffer, and uses it in eval mode
-            # alone, in which it has not changed.
-            now.data.copy_(before)
+        """After the forward pass of a micro-batch: adds up what it has changed."""
+        for total, now, before in zip(self._changes, self._buffers(), self._before, strict=True):
+            total += now.double() - before
 
     def send(self) -> None:
         """Begins the exchange, after the last forward pass."""
-        if self._layers and self._context.mesh.data.size > 1:
-            self._handle = begin_sum(self._changes, "statistics")
+        if not self._layers:
+            return
+        self._vector = torch.cat([change.flatten() for change in self._changes])
+        if self._context.mesh.data.size > 1:
+            self._handle = begin_sum(self._vector, "statistics")
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -72,7 +74,7 @@ class BatchStatistics:
             handle, self._handle = self._handle, None
             completed(handle)
         # Divided here: a count that all micro-batches raise by one is raised by exactly one.
-        changes = (self._changes / self._micro_batches).split([b.numel() for b in self._before])
+        changes = (self._vector / self._micro_batches).split([b.numel() for b in self._before])
         for now, before, change in zip(self._buffers(), self._before, changes, strict=True):
             now.copy_(before + change.view_as(before))
 

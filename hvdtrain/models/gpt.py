@@ -158,7 +158,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @staticmethod
-    def upgrade(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def upgrade_checkpoint(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Tensors of a checkpoint by the names of now: q, k and v were one matrix once.
 
         Args:

@@ -25,7 +25,7 @@ def to_huggingface(
 
     Args:
         config: `vocab_size` must be set.
-        weights: of a GPT, by the names of now (`GPT.upgrade`).
+        weights: of a GPT, by the names of now (`GPT.upgrade_checkpoint`).
     """
     of = _gpt2 if config.positions == "learned" else _gpt_neox
     facts, tensors = of(config, weights)

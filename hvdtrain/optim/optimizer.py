@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,6 +36,8 @@ def build_optimizer(
         groups = [{"weight_decay": config.weight_decay, **group} for group in groups]
         groups = [{**group, "params": list(group.get("params", ()))} for group in groups]
         _check_groups(groups, model)
+    # Those that the task froze are not trained, whatever group they are in.
+    groups = [{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in groups]
     groups = [group for group in groups if group["params"]]
     if config.name == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
@@ -58,8 +61,9 @@ def _check_groups(groups: Sequence[ParamGroup], model: nn.Module) -> None:
     listed = [parameter for group in groups for parameter in group["params"]]
     if any(parameter not in names for parameter in listed):
         raise UserError(f"{where} have a tensor that is no parameter of the model")
+    counts = Counter(listed)
     for parameter, name in names.items():
-        count = sum(parameter is other for other in listed)
+        count = counts[parameter]
         if count > 1 or (count == 0 and parameter.requires_grad):
             raise UserError(f"{where} have the parameter {name} {count} times, not once")
 
@@ -79,7 +83,7 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter
 def state_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimizer's own tensors (not copies), as "parameter name/entry".
 
-    Empty before the first step: nothing is synthetic to fill it.
+    Empty before the first step: nothing is made up to fill it.
 
     Raises:
         TypeError: the optimizer keeps something that is not a tensor.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -138,7 +139,9 @@ class RunRecorder:
         saved = {event.get("step") for event in past if event.get("event") == "checkpoint"}
         starts = [event for event in past if event.get("event") == "start"]
         known = {event.get("claim") for event in starts}
-        missing = [facts for facts in generations if facts["claim"] not in known]
+        # What lies before a generation that is known did no step with its rank 0.
+        newest_first = takewhile(lambda facts: facts["claim"] not in known, reversed(generations))
+        missing = [*newest_first][::-1]
         lost = 0
         if self.metrics is not None and not self._started:
             lost = self.metrics.superseded_steps
@@ -148,6 +151,7 @@ class RunRecorder:
             if facts["source"] == "checkpoint" and facts["step"] not in saved:
                 # Whoever wrote it was killed before it could say so.
                 self.events.write("checkpoint", step=facts["step"], seconds=0.0)
+                saved.add(facts["step"])
             steps = lost if facts is generations[-1] else 0
             self.events.write("start", generation=number, lost_steps=steps, **facts)
         self._restarts = len(starts) + len(missing) - 1
@@ -185,7 +189,7 @@ class RunRecorder:
 
     def _export_history(self, exporter: Exporter) -> None:
         exporter.watch_total(
-            "restarts", "Rounds of the run after its first one", lambda: self._restarts
+            "restarts", "Generations of the run after its first one", lambda: self._restarts
         )
         exporter.watch_total(
             "lost_steps", "Steps that were done again after a restart", lambda: self._lost_steps

@@ -19,6 +19,7 @@ from hvdtrain.errors import UserError
 # whose it is, and from the first process, which alone has something to show.
 _PREFIX = re.compile(rb"^\[(?:0|\d+(?=\]<stderr>:hvdtrain: ))\]<std(?:out|err)>:", re.MULTILINE)
 _TAIL_BYTES = 4096
+_LONGEST_LINE = 1 << 16  # more of one is passed on before its end
 _TERM_SECONDS = 5.0
 _KILL_SECONDS = 5.0
 
@@ -87,8 +88,12 @@ class Launcher:
         rest = b""  # of a line that has begun
         with source as pipe:
             while block := os.read(pipe.fileno(), 1 << 16):
-                lines, end, rest = (rest + block).rpartition(b"\n")
-                self._pass_on(lines + end, target)
+                whole = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
+                if whole or len(rest) + len(block) > _LONGEST_LINE:
+                    self._pass_on(rest + block[:whole], target)
+                    rest = block[whole:]
+                else:
+                    rest += block
         self._pass_on(rest, target)
 
     def _pass_on(self, output: bytes, target: TextIO) -> None:

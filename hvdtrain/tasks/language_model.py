@@ -123,7 +123,7 @@ class LanguageModel:
             )
         model = GPT(replace(self.config.model, vocab_size=rows))
         try:
-            model.load_state_dict(model.upgrade(weights))
+            model.load_state_dict(GPT.upgrade_checkpoint(weights))
         except RuntimeError as error:
             first = " ".join(str(error).split())[:200]
             raise UserError(f"the weights are not of this configuration: {first} ...") from None

@@ -118,8 +118,9 @@ class MLflow:
         self._client = MlflowClient()
         self._run_id = _read(self._file)
         if self._run_id:
-            run = self._client.get_run(self._run_id)
-            self._last_step = int(run.data.metrics.get("step", 0))
+            # A process that was killed amid a batch has written its first figure, the loss, alone.
+            written = self._client.get_metric_history(self._run_id, "loss")
+            self._last_step = max((metric.step for metric in written), default=0)
             self._client.update_run(self._run_id, status="RUNNING")
             return
         experiment = self._client.get_experiment_by_name(self._experiment)
@@ -137,8 +138,8 @@ class MLflow:
         if step <= self._last_step:
             return
         milliseconds = round(at * 1000)
-        # The step as a figure too: its newest value says where to continue.
-        named = {**figures, "step": float(step)}
+        first = {"loss": figures["loss"]} if "loss" in figures else {}  # see `open`
+        named = {**first, **figures, "step": float(step)}
         metrics = [Metric(key, value, milliseconds, step) for key, value in named.items()]
         self._client.log_batch(self._run_id, metrics=metrics)
         self._last_step = step

@@ -159,9 +159,9 @@ class _Weighted(_Task):
         valid = batch[:, 0] > 0
         losses = model(batch).square().squeeze(1)[valid]
         largest = batch.detach().abs().max()
-        return {"loss": (losses.sum(), valid.sum()), "largest": largest}
+        return {"loss": (losses.sum(), valid.sum()), "largest": largest, "rows": (len(batch), 2)}
 
-    metrics = ("largest",)
+    metrics = ("largest", "rows")
 
 
 @pytest.mark.parametrize("share", SHARES)
@@ -187,6 +187,7 @@ def test_a_weighted_loss_is_averaged_by_micro_batch_and_not_over_the_global_batc
         optimizer.step()
         assert result.values["loss"] == pytest.approx(float(expected), rel=1e-9)
         largest = sum(float(batch.abs().max()) for batch in batches) / micro_batches
+        assert result.values["rows"] == len(batches[0]) / 2
         assert result.values["largest"] == pytest.approx(largest, rel=1e-9)
         for parameter, other in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(parameter, other, rtol=1e-9, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Which GPU a rank takes. CUDA is synthetic here: what a rank sees is given as UUIDs."""
+"""Which GPU a rank takes. CUDA is simulated here: what a rank sees is given as UUIDs."""
 
 from __future__ import annotations
 

@@ -30,6 +30,15 @@ def test_a_group_has_another_learning_rate_or_weight_decay_than_it_says() -> Non
     assert found == [(0.05, 0.1), (0.5, 0.0)]
 
 
+def test_a_frozen_parameter_of_a_group_is_trained_or_refused() -> None:
+    model = _model()
+    model[0].weight.requires_grad_(False)
+    groups = [{"params": layer.parameters()} for layer in model]
+    optimizer = build_optimizer(OptimConfig(), model, groups)
+    listed = [p for group in optimizer.param_groups for p in group["params"]]
+    assert all(p.requires_grad for p in listed) and len(listed) == 3
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -28,6 +28,14 @@ def test_a_generation_whose_rank_0_died_unable_to_write_is_missing(tmp_path: Pat
     assert _starts(tmp_path) == [(0, 0), (1, 10), (2, 20), (3, 30)]
 
 
+def test_a_generation_that_never_did_a_step_is_added_behind_later_ones(tmp_path: Path) -> None:
+    # Its rank 0 was not among those who thought that it had begun.
+    RunRecorder(RunFolder(tmp_path), keep=1).emit_starts([_generation(0)])
+    RunRecorder(RunFolder(tmp_path), keep=1).emit_starts([_generation(0), _generation(2)])
+    RunRecorder(RunFolder(tmp_path), keep=1).emit_starts([_generation(n) for n in range(4)])
+    assert _starts(tmp_path) == [(0, 0), (1, 20), (2, 30)]
+
+
 def test_generations_that_wait_for_the_disk_get_one_number(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "later")
     recorder = RunRecorder(folder, keep=1)

@@ -75,7 +75,7 @@ def test_what_is_redirected_from_a_terminal_is_shown_on_it(tmp_path: Path) -> No
 
 def test_make_train_shows_a_line_for_each_step_or_prefixes_of_the_launcher(tmp_path: Path) -> None:
     arguments = shlex.join([*_flags(tmp_path, 60), "--eval.every", "25"])
-    make = ["make", "-n", "train", "NP=2", f"ARGS={arguments}"]
+    make = ["make", "--no-print-directory", "-n", "train", "NP=2", f"ARGS={arguments}"]
     *_, recipe = subprocess.check_output(make, cwd=REPOSITORY, text=True).splitlines()
     recipe = recipe.replace(str(REPOSITORY / ".venv/bin"), str(Path(sys.executable).parent))
     began = time.monotonic()

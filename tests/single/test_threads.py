@@ -25,7 +25,7 @@ def _threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _initialise(monkeypatch: pytest.MonkeyPatch, ranks: int) -> int:
-    """A generation with `ranks` ranks on this host; their answers are synthetic: one process asks,
+    """A generation with `ranks` ranks on this host; their answers are simulated: one process asks,
     and the tests' machine may have two cores."""
 
     def gather(value: Any, name: str) -> list[Any]:

@@ -35,7 +35,7 @@ test: test-single test-gloo test-mpi test-cluster
 test-fast test-single test-gloo test-mpi test-cluster soak chaos: export PATH := $(BIN):$(PATH)
 
 test-single: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 1500 $(BIN)/python -m pytest -q --color=no tests/single
+	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no tests/single
 
 test-fast: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 300 $(BIN)/python -m pytest -q --color=no -m "not slow" tests/single
@@ -48,7 +48,7 @@ test-gloo test-mpi: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	  || { code=$$?; tail -n 30 $(LOGS)/$@.rank-*.log; exit $$code; }
 
 test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 3600 $(BIN)/python -m pytest -q --color=no tests/cluster
+	timeout -k 30 3900 $(BIN)/python -m pytest -q --color=no tests/cluster
 
 # HVDTRAIN_SOAK_SECONDS: about how long the disturbed run is.
 soak: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)

@@ -19,7 +19,7 @@ _ACTIONS = {
     "memory": ("memory of a rank against a plain PyTorch loop", "gpt-nano", 5, 1),
     "checkpoint": ("a save behind the steps, and its restore", "gpt-small", 50, 2),
     "elastic": ("2 ranks of an elastic job against 2 of one that is not", "gpt-nano", 4, 100),
-    "telemetry": ("2 ranks with all telemetry and without, by turns", "gpt-nano", 20, 40),
+    "telemetry": ("2 ranks with all telemetry and without, by turns", "gpt-nano", 10, 40),
     "scrape": ("ranks that are scraped every second against unscraped", "gpt-nano", 20, 10),
     "rendezvous": ("the requests of a rendezvous of many ranks, without ranks", "gpt-nano", 1, 3),
     "recovery": ("kill -9 of a rank of an elastic job", "gpt-nano", 10, 3),

@@ -38,7 +38,7 @@ test-single: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no tests/single
 
 test-fast: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 300 $(BIN)/python -m pytest -q --color=no -m "not slow" tests/single
+	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no -m "not slow" tests/single
 
 test-gloo: LAUNCHER := $(BIN)/horovodrun -np 2 --gloo
 test-mpi: LAUNCHER := mpirun -np 2 --oversubscribe --bind-to none $(shell [ "$$(id -u)" != 0 ] || echo --allow-run-as-root)

@@ -22,6 +22,8 @@ from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter, Target, write_targets
 from tests.support import runs
 
+pytestmark = pytest.mark.slow
+
 HOST = "127.0.0.1"
 
 

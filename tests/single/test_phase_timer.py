@@ -12,6 +12,8 @@ import pytest
 from hvdtrain.runtime.phases import PHASES, PhaseTimer
 from tests.support import runs
 
+pytestmark = pytest.mark.slow
+
 
 def test_time_is_counted_twice_or_not_at_all() -> None:
     began = time.perf_counter()

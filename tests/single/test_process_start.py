@@ -15,6 +15,8 @@ import pytest
 from horovod.runner.common.util import env
 from horovod.runner.util import guarded_exec
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = SimpleNamespace(prefix_output_with_timestamp=False)
 
 

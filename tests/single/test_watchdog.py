@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # A rank whose watchdog takes it for hung after 2 s; it prints a line before each thing it does.
 RANK = """
 import subprocess, sys, time

@@ -20,7 +20,7 @@ def overhead(flags: Sequence[str], steps: int, rounds: int) -> Report:
     figures = [
         Figure("hvdtrain", "ms a step", [s * 1000 for s in own]),
         Figure("plain PyTorch loop", "ms a step", [s * 1000 for s in plain]),
-        Figure("hvdtrain / plain PyTorch loop", "x", _ratios(own, plain), at_most=1.02),
+        Figure("hvdtrain / plain PyTorch loop", "x", ratios(own, plain), at_most=1.02),
         # It runs beside both loops, so the ratio does not show it.
         Figure("Horovod's threads while idle", "% of a core", [result["idle_share"] * 100]),
     ]
@@ -49,10 +49,10 @@ def scaling(flags: Sequence[str], steps: int, rounds: int) -> Report:
     figures += [Figure(f"2 ranks, {name}", "samples/s", rates[name]) for name in rates]
     for name in rates:
         aim = 1.8 if name in ("horovodrun --gloo", "mpirun") else None
-        figures.append(Figure(f"{name} / 1 rank", "x", _ratios(rates[name], around), aim))
+        figures.append(Figure(f"{name} / 1 rank", "x", ratios(rates[name], around), aim))
     for name in ("horovodrun --gloo", "mpirun"):
-        ratios = _ratios(rates[name], rates["torch DDP on gloo"])
-        figures.append(Figure(f"{name} / torch DDP", "x", ratios, at_least=1.0))
+        of_ddp = ratios(rates[name], rates["torch DDP on gloo"])
+        figures.append(Figure(f"{name} / torch DDP", "x", of_ddp, at_least=1.0))
     return Report("scaling", figures)
 
 
@@ -67,7 +67,7 @@ def memory(flags: Sequence[str], steps: int, rounds: int) -> Report:
     figures = [
         Figure("hvdtrain", "MiB", [value / MIB for value in own]),
         Figure("plain PyTorch loop", "MiB", [value / MIB for value in plain]),
-        Figure("hvdtrain / plain PyTorch loop", "x", _ratios(own, plain), at_most=1.15),
+        Figure("hvdtrain / plain PyTorch loop", "x", ratios(own, plain), at_most=1.15),
     ]
     return Report("memory", figures)
 
@@ -81,11 +81,11 @@ def checkpoint(flags: Sequence[str], steps: int, rounds: int) -> Report:
         Figure("stall of a save", "ms", [s * 1000 for s in result["stall"]]),
         Figure(f"stall, every {steps} steps", "% of the time", stalls, at_most=1.0),
         Figure(f"{steps} steps", "s", without),
-        Figure("saving / not saving", "x", _ratios(saving, without)),
+        Figure("saving / not saving", "x", ratios(saving, without)),
         Figure("writing, beside the steps", "s", result["write"]),
         Figure("restore", "MB/s", [size / s / 1e6 for s in result["restore"]]),
         Figure("plain reading of the files", "MB/s", [size / s / 1e6 for s in result["read"]]),
-        Figure("restore / plain reading", "x", _ratios(result["read"], result["restore"])),
+        Figure("restore / plain reading", "x", ratios(result["read"], result["restore"])),
     ]
     return Report("checkpoint", figures, {"bytes": size})
 
@@ -94,5 +94,5 @@ def _rate(command: Sequence[str]) -> float:
     return float(measure(command, threads=1)["samples_per_second"])
 
 
-def _ratios(own: Sequence[float], theirs: Sequence[float]) -> list[float]:
+def ratios(own: Sequence[float], theirs: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(own, theirs, strict=True)]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 
-from hvdtrain.bench.benchmarks import RANKS
+from hvdtrain.bench.benchmarks import RANKS, ratios
 from hvdtrain.bench.jobs import Job, train
 from hvdtrain.bench.processes import QUIET, launch, measure, worker
 from hvdtrain.bench.report import Figure, Report
@@ -31,7 +31,7 @@ def telemetry(flags: Sequence[str], steps: int, rounds: int) -> Report:
     """
     command = worker("telemetry", steps, [*flags, *QUIET], rounds)
     seconds = measure(launch("gloo", RANKS, command))["seconds"]
-    found = [a / b for a, b in zip(seconds["with"], seconds["without"], strict=True)]
+    found = ratios(seconds["with"], seconds["without"])
     figures = [
         Figure("with telemetry", "ms a step", [s * 1000 for s in seconds["with"]]),
         Figure("without", "ms a step", [s * 1000 for s in seconds["without"]]),
@@ -55,7 +55,7 @@ def scrape(flags: Sequence[str], steps: int, rounds: int, np: int) -> Report:
                         scraped.append(seconds_a_step(job, steps))
                 else:
                     left.append(seconds_a_step(job, steps))
-    found = [a / b for a, b in zip(scraped, left, strict=True)]
+    found = ratios(scraped, left)
     cost = measure(worker("scrape", 1, [*flags, *QUIET], rounds))
     figures = [
         Figure("scraped every second", "ms a step", [s * 1000 for s in scraped]),

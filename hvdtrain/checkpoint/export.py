@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint.layout import STATE, TENSORS, verify
+from hvdtrain.checkpoint.layout import MODEL, STATE, verify
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_folder, write_synced
-
-_WEIGHTS = TENSORS[0]
 
 
 def export(checkpoint: Path, config: dict[str, Any], out: Path) -> None:
@@ -30,7 +28,7 @@ def export(checkpoint: Path, config: dict[str, Any], out: Path) -> None:
     verify(checkpoint)
     state = json.loads((checkpoint / STATE).read_text())
     trained = {name: state[name] for name in ("step", "samples")}
-    write_export(out, {**_with_vocabulary(config, checkpoint), **trained}, checkpoint / _WEIGHTS)
+    write_export(out, {**_with_vocabulary(config, checkpoint), **trained}, checkpoint / MODEL)
 
 
 def write_export(out: Path, config: dict[str, Any], weights: Path | Mapping[str, Any]) -> None:
@@ -46,7 +44,7 @@ def write_export(out: Path, config: dict[str, Any], weights: Path | Mapping[str,
     hidden = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.tmp")
     try:
         hidden.mkdir(parents=True)
-        _write_weights(hidden / _WEIGHTS, weights)
+        _write_weights(hidden / MODEL, weights)
         write_synced(hidden / "config.json", (json.dumps(config, indent=1) + "\n").encode())
         sync_folder(hidden)
         os.rename(hidden, out)
@@ -78,6 +76,6 @@ def _with_vocabulary(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]
     model = config.get("model")
     if not isinstance(model, dict) or model.get("vocab_size", 0) is not None:
         return config
-    with open(checkpoint / _WEIGHTS, "rb") as file:
+    with open(checkpoint / MODEL, "rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     return {**config, "model": {**model, "vocab_size": header["embedding.weight"]["shape"][0]}}

@@ -7,10 +7,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from torch import Tensor
@@ -27,9 +29,32 @@ from hvdtrain.checkpoint.layout import (
     delete,
     folder_name,
     hidden_name,
+    part_and_rank,
+    sha256_of,
 )
 from hvdtrain.checkpoint.tensor_file import read_file, unpack, write_tensors
-from hvdtrain.files import sync_folder, write_synced
+from hvdtrain.files import sync_folder, write_atomic, write_synced
+
+# The longest wait for the files of other ranks: a file system may stand still for a minute.
+_OTHERS_PATIENCE_S = 120.0
+_LOOK_SECONDS = 0.05
+# In the hidden folder alone: size and sha256 of a file that another rank has finished.
+_SUM = ".sum"
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A checkpoint that several ranks write, each its own files into one folder.
+
+    Args:
+        folder: its hidden name, which rank 0 has chosen.
+        others: the files of the other ranks, without their ending; rank 0 waits for them.
+        given_up: set where nobody needs to wait any more: a rank may be gone.
+    """
+
+    folder: str
+    others: tuple[str, ...] = ()
+    given_up: Event = field(default_factory=Event)
 
 
 @dataclass
@@ -37,18 +62,21 @@ class Checkpoint:
     """What is saved.
 
     Args:
-        model: parameters and buffers by name
-        optimizer: as `optim.optimizer.state_tensors` gives them
+        parts: of the state, each its tensors by name; see StatePart. The name of what one rank
+            holds for itself alone is that of `file_of_rank`.
         state: anything JSON can hold; "step" (int) must be there
+        shared: None: rank 0 writes it alone.
+        folder: from which it was read.
     """
 
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    parts: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
+    shared: Shared | None = None
+    folder: Path | None = None
 
 
 def write(root: Path, checkpoint: Checkpoint, confirm: Callable[[], None] = lambda: None) -> Path:
-    """Writes a checkpoint below `root`; a folder of the same step is replaced.
+    """Writes a checkpoint below `root`, on rank 0; a folder of the same step is replaced.
 
     Args:
         confirm: called before it gets its name; raises OSError where it must not.
@@ -61,8 +89,9 @@ def write(root: Path, checkpoint: Checkpoint, confirm: Callable[[], None] = lamb
     """
     root.mkdir(parents=True, exist_ok=True)
     final = root / folder_name(checkpoint.state["step"])
-    hidden = hidden_name(final)
-    hidden.mkdir()
+    shared = checkpoint.shared
+    hidden = hidden_name(final) if shared is None else root / shared.folder
+    hidden.mkdir(exist_ok=shared is not None)
     try:
         _write_files(hidden, checkpoint)
         confirm()
@@ -80,11 +109,12 @@ def write(root: Path, checkpoint: Checkpoint, confirm: Callable[[], None] = lamb
 
 
 def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
-    contents = zip(TENSORS, (checkpoint.model, checkpoint.optimizer), strict=True)
-    sums = {name: write_tensors(folder / name, tensors) for name, tensors in contents}
+    sums = _write_parts(folder, checkpoint)
     state = json.dumps(checkpoint.state, indent=1).encode()
     write_synced(folder / STATE, state)
     sums[STATE] = {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}
+    if checkpoint.shared is not None:
+        sums |= _sums_of_others(folder, checkpoint.shared)
     listed = json.dumps(sums, indent=1).encode()
     write_synced(folder / SUMS, listed)
     sync_folder(folder)
@@ -92,23 +122,103 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
     sync_folder(folder)
 
 
+def _write_parts(folder: Path, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    files = {f"{name}{TENSORS}": tensors for name, tensors in checkpoint.parts.items()}
+    return {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
+
+
+def write_own_files(root: Path, checkpoint: Checkpoint) -> None:
+    """Writes what this rank adds to a shared checkpoint; on every rank but rank 0.
+
+    Raises:
+        OSError: it could not be written, or rank 0 has given the checkpoint up.
+    """
+    assert checkpoint.shared is not None
+    folder = root / checkpoint.shared.folder
+    folder.mkdir(parents=True, exist_ok=True)  # whoever comes first
+    for name, found in _write_parts(folder, checkpoint).items():
+        write_atomic(folder / f"{name}{_SUM}", json.dumps(found).encode())
+
+
+def _sums_of_others(folder: Path, shared: Shared) -> dict[str, dict[str, Any]]:
+    """Waits for the files of the other ranks.
+
+    Raises:
+        OSError: one has not come in time.
+    """
+    deadline = time.monotonic() + _OTHERS_PATIENCE_S
+    sums = {}
+    for name in (f"{other}{TENSORS}" for other in shared.others):
+        found = folder / f"{name}{_SUM}"
+        while not found.exists():
+            if shared.given_up.is_set() or time.monotonic() > deadline:
+                raise TimeoutError(
+                    errno.ETIMEDOUT,
+                    "another rank has not written it: is run.root one folder for all hosts?",
+                    name,
+                )
+            time.sleep(_LOOK_SECONDS)
+        sums[name] = json.loads(found.read_bytes())
+        found.unlink()
+    return sums
+
+
 def read(folder: Path) -> Checkpoint:
-    """Verifies and reads a checkpoint, onto the CPU.
+    """Verifies a checkpoint and reads what rank 0 has saved for all, onto the CPU.
 
     Raises:
         DamagedError: it is not what was written.
     """
+    return _read(folder, lambda rank: rank is None)
+
+
+def read_files_of_ranks(folder: Path, wanted: Callable[[int], bool]) -> Checkpoint:
+    """Verifies a checkpoint and reads what some ranks have saved for themselves, onto the CPU.
+
+    Args:
+        wanted: whether the files of this rank are.
+
+    Raises:
+        DamagedError: it is not what was written.
+    """
+    return _read(folder, lambda rank: rank is not None and wanted(rank), verify_others=False)
+
+
+def _read(
+    folder: Path, wanted: Callable[[int | None], bool], verify_others: bool = True
+) -> Checkpoint:
     check_marker(folder)
     try:
         sums = checked_sums(folder)
-        names = (*TENSORS, STATE)
-        with ThreadPoolExecutor(len(names)) as pool:  # hashing one is slower than a good disk
-            files = list(pool.map(read_file, [folder / name for name in names]))
-        for name, (_, found) in zip(names, files, strict=True):
-            compare(folder, name, sums[name], found["bytes"], found["sha256"])
-        model, optimizer, state = (content for content, _ in files)
-        return Checkpoint(unpack(model), unpack(optimizer), json.loads(state.numpy().tobytes()))
+        content = _Content(folder, sums)
+        names = [file.removesuffix(TENSORS) for file in sums if file.endswith(TENSORS)]
+        own = [name for name in names if wanted(part_and_rank(name)[1])]
+        others = [name for name in names if name not in own] if verify_others else []
+        with ThreadPoolExecutor(4) as pool:  # hashing one is slower than a good disk
+            checks = [pool.submit(content.check, f"{name}{TENSORS}") for name in others]
+            *files, state = pool.map(content.read, [*(f"{name}{TENSORS}" for name in own), STATE])
+            for check in checks:
+                check.result()
+        parts = {name: unpack(file) for name, file in zip(own, files, strict=True)}
+        return Checkpoint(parts, json.loads(state.numpy().tobytes()), folder=folder)
     except OSError as error:
         raise DamagedError(f"checkpoint {folder}: {error.filename}: {error.strerror}") from None
     except (KeyError, ValueError) as error:
         raise DamagedError(f"checkpoint {folder}: {error}") from None
+
+
+@dataclass(frozen=True)
+class _Content:
+    """The files of a checkpoint, each compared with what was written."""
+
+    folder: Path
+    sums: Mapping[str, dict[str, Any]]
+
+    def read(self, name: str) -> Tensor:
+        content, found = read_file(self.folder / name)
+        compare(self.folder, name, self.sums[name], found["bytes"], found["sha256"])
+        return content
+
+    def check(self, name: str) -> None:
+        path = self.folder / name
+        compare(self.folder, name, self.sums[name], path.stat().st_size, sha256_of(path))

@@ -3,6 +3,7 @@
     step_00000100/
         model.safetensors       parameters and buffers, by name
         optimizer.safetensors   "parameter name/entry"
+        NAME.rank_00003.safetensors   what rank 3 alone holds; most runs have no such file
         state.json              step, samples, seed, fingerprint of the data, ...
         files.json              size and sha256 of each file above
         complete                sha256 of files.json; without it this is no checkpoint
@@ -31,10 +32,23 @@ from hvdtrain.errors import UserError
 MARKER = "complete"
 SUMS = "files.json"
 STATE = "state.json"
-TENSORS = ("model.safetensors", "optimizer.safetensors")
+TENSORS = ".safetensors"
+MODEL = "model" + TENSORS
 # A hidden folder of another host, of whose process nothing can be known, is a leftover when
 # nothing was written into it for this long. A writer that wakes up later fails at its rename.
 _STALE_SECONDS = 3600.0
+
+
+def file_of_rank(name: str, rank: int) -> str:
+    """What the file of a part is called, without its ending, that this rank has saved."""
+    return f"{name}.rank_{rank:05d}"
+
+
+def part_and_rank(file: str) -> tuple[str, int | None]:
+    """Of a file, without its ending: the part of the state, and which rank has saved it for
+    itself alone; None: rank 0 for all."""
+    found = re.fullmatch(r"(.+)\.rank_(\d+)", file)
+    return (found[1], int(found[2])) if found else (file, None)
 
 
 class DamagedError(UserError):
@@ -107,7 +121,7 @@ def verify(folder: Path, contents: bool = True) -> int:
             total += size
             compare(folder, name, wanted, size, wanted["sha256"])
             if contents:
-                compare(folder, name, wanted, size, _sha256(folder / name))
+                compare(folder, name, wanted, size, sha256_of(folder / name))
         return total
     except OSError as error:
         raise DamagedError(f"checkpoint {folder}: {error.filename}: {error.strerror}") from None
@@ -119,7 +133,7 @@ def check_marker(folder: Path) -> None:
         raise DamagedError(f"checkpoint {folder}: it was never finished (no file {MARKER!r})")
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(1 << 22):

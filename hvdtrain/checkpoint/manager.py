@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from hvdtrain.checkpoint.format import Checkpoint, read, write
+from hvdtrain.checkpoint.format import Checkpoint, read, write, write_own_files
 from hvdtrain.checkpoint.layout import (
     MARKER,
     DamagedError,
@@ -103,6 +103,29 @@ class CheckpointManager:
                 "use another run.id or move the folder away"
             )
         return None
+
+
+class FilesOfRank:
+    """What a rank other than 0 adds to the checkpoints of a run.
+
+    Args:
+        root: RUN/checkpoints.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def has(self, step: int) -> bool:
+        """Rank 0 knows: it asks for none that there is."""
+        return False
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Writes this rank's files of one that rank 0 is writing.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        write_own_files(self._root, checkpoint)
 
 
 @contextmanager

@@ -7,12 +7,12 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from threading import Thread
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hvdtrain.checkpoint.format import Checkpoint
-from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.log import logger
 
 # The longest wait for a save: a file system may stand still for a minute, and a slow one has
@@ -22,14 +22,27 @@ _SLOWEST = 10e6  # bytes a second
 _QUICKLY_TOUCHED = 64 << 20  # bytes; a save of less need not wait for `prepare`
 
 
+class Store(Protocol):
+    """Where checkpoints go: CheckpointManager on rank 0, FilesOfRank on another rank."""
+
+    def has(self, step: int) -> bool:
+        """The checkpoint of this step is there already."""
+        ...
+
+    def save(self, checkpoint: Checkpoint) -> object:
+        """Writes it; OSError where it cannot be written."""
+        ...
+
+
 class CheckpointWriter:
     """Copies the state into a staging buffer and writes it from there, one save at a time.
 
-    Rank 0 has one for as long as its process trains. The thread is a daemon: one that hangs in
-    a file system does not keep the process from ending.
+    Rank 0 has one for as long as its process trains; another rank, where it has state of its own
+    to save, for a generation. The thread is a daemon: one that hangs in a file system does not
+    keep the process from ending.
 
     Args:
-        manager: writes and deletes.
+        store: writes and deletes.
         saved: step of the newest checkpoint of the run so far; 0 where there is none.
         emit: called with each save: "checkpoint" (step, seconds) or "checkpoint_failed" (step,
             error); from the thread.
@@ -37,11 +50,11 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        manager: CheckpointManager,
-        saved: int,
+        store: Store,
+        saved: int = 0,
         emit: Callable[..., None] = lambda *a, **k: None,
     ) -> None:
-        self._manager = manager
+        self._store = store
         self._emit = emit
         self._staging: Checkpoint | None = None
         self._thread: Thread | None = None
@@ -109,6 +122,11 @@ class CheckpointWriter:
         self.error = None
         self._begin(lambda: self._save(before))
 
+    def give_up_others(self) -> None:
+        """The save in progress waits for no other rank's files any more: a rank may be gone."""
+        if self._staging is not None and self._staging.shared is not None:
+            self._staging.shared.given_up.set()
+
     def patience(self) -> float:
         """The longest that anybody waits for the save in progress, in seconds."""
         return PATIENCE_S + _size(self._staging) / _SLOWEST
@@ -137,8 +155,8 @@ class CheckpointWriter:
         try:
             before()
             # Another rank may have been rank 0 when this step was saved.
-            if not self._manager.has(step):
-                self._manager.save(self._staging)
+            if not self._store.has(step):
+                self._store.save(self._staging)
                 self.seconds = time.monotonic() - begin
                 self._emit("checkpoint", step=step, seconds=self.seconds)
             self.last_saved_step = step
@@ -162,21 +180,20 @@ def _size(checkpoint: Checkpoint | None) -> int:
 
 
 def _tensors(checkpoint: Checkpoint | None) -> Iterable[Tensor]:
-    return (
-        () if checkpoint is None else (*checkpoint.model.values(), *checkpoint.optimizer.values())
-    )
+    parts = () if checkpoint is None else checkpoint.parts.values()
+    return (tensor for tensors in parts for tensor in tensors.values())
 
 
 def _empty_like(checkpoint: Checkpoint) -> Checkpoint:
     """Memory of its own for each tensor, pinned for those that lie on a GPU."""
-    model, optimizer = (
-        {
+    parts = {
+        part: {
             name: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
             for name, t in tensors.items()
         }
-        for tensors in (checkpoint.model, checkpoint.optimizer)
-    )
-    return Checkpoint(model, optimizer, {})
+        for part, tensors in checkpoint.parts.items()
+    }
+    return Checkpoint(parts, {})
 
 
 def _touch(tensors: Iterable[Tensor]) -> None:
@@ -185,21 +202,21 @@ def _touch(tensors: Iterable[Tensor]) -> None:
 
 
 def _fits(staging: Checkpoint, checkpoint: Checkpoint) -> bool:
-    return all(
-        ours.keys() == theirs.keys()
-        and all((ours[k].shape, ours[k].dtype) == (t.shape, t.dtype) for k, t in theirs.items())
-        for ours, theirs in (
-            (staging.model, checkpoint.model),
-            (staging.optimizer, checkpoint.optimizer),
-        )
-    )
+    return _layout(staging) == _layout(checkpoint)
+
+
+def _layout(checkpoint: Checkpoint) -> dict[str, object]:
+    return {
+        part: {name: (t.shape, t.dtype) for name, t in tensors.items()}
+        for part, tensors in checkpoint.parts.items()
+    }
 
 
 @torch.no_grad()
 def _copy(source: Checkpoint, target: Checkpoint) -> None:
-    for tensors, copies in ((source.model, target.model), (source.optimizer, target.optimizer)):
+    for part, tensors in source.parts.items():
         for name, tensor in tensors.items():
-            copies[name].copy_(tensor, non_blocking=True)
+            target.parts[part][name].copy_(tensor, non_blocking=True)
     if any(tensor.is_cuda for tensor in _tensors(source)):
         torch.cuda.synchronize()
-    target.state = dict(source.state)
+    target.state, target.shared = dict(source.state), source.shared

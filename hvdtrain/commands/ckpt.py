@@ -134,7 +134,7 @@ def _export_to_huggingface(checkpoint: Path, out: Path) -> None:
             f"{checkpoint} is of the task {config['task']}; transformers has the model of "
             "language_model alone"
         )
-    weights = GPT.upgrade_checkpoint(read(checkpoint).model)
+    weights = GPT.upgrade_checkpoint(read(checkpoint).parts["model"])
     sizes = config["model"] | {"vocab_size": weights["embedding.weight"].shape[0]}
     write_export(out, *to_huggingface(GPTConfig(**sizes), weights))
 

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if checkpoint is None:
         raise UserError(f"{args.run} has no checkpoint yet (no {args.run}/checkpoints/step_...)")
     task = settings.task_class(settings.task_config)
-    model = task.trained_model(checkpoint.model, args.tokenizer)
+    model = task.trained_model(checkpoint.parts["model"], args.tokenizer)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     sampling = Sampling(args.length, args.temperature, args.seed)
     text = task.generate(model, args.prompt, sampling)

@@ -1,21 +1,89 @@
-"""What a run is made of while it trains, and how it moves: to a checkpoint, to other ranks."""
+"""What a run is made of while it trains, and how it moves: to a checkpoint, to other ranks.
+
+Each part of it is a StatePart; nothing here knows more of one than its name and its scope.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain.checkpoint.format import Checkpoint
+from hvdtrain.checkpoint.format import Checkpoint, Shared, read_files_of_ranks
+from hvdtrain.checkpoint.layout import file_of_rank, part_and_rank
 from hvdtrain.engine.loop import Progress
 from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
 from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
+from hvdtrain.runtime.mesh import Group
+from hvdtrain.runtime.state_part import Scope, StatePart
 
-FORMAT = 1
+# 1 had no files of single ranks, and other names in the GPT; it is still read.
+FORMAT = 2
+_READABLE = (1, 2)
+ALONE = Group(rank=0, size=1)
+
+
+class ModelState:
+    """The replicated part "model": parameters and saved buffers, by name.
+
+    Buffers are not compared: a task may keep some that are a rank's own.
+    """
+
+    name = "model"
+    scope: Scope = "replicated"
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def tensors(self) -> dict[str, Tensor]:
+        return model_tensors(self._model)
+
+    def compared(self) -> dict[str, Tensor]:
+        return {name: p.data for name, p in self._model.named_parameters()}
+
+    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        [tensors] = pieces
+        _copy(_by_names_of_now(self._model)(tensors), self.tensors())
+
+
+class OptimizerState:
+    """The replicated part "optimizer": "parameter name/entry"; empty before the first step."""
+
+    name = "optimizer"
+    scope: Scope = "replicated"
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        self._optimizer = optimizer
+        self._model = model
+
+    def tensors(self) -> dict[str, Tensor]:
+        return state_tensors(self._optimizer, self._model)
+
+    def compared(self) -> dict[str, Tensor]:
+        return self.tensors()
+
+    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        [tensors] = pieces
+        tensors = _by_names_of_now(self._model)(tensors)
+        names = set(parameter_names(self._optimizer, self._model).values())
+        unknown = {key.rpartition("/")[0] for key in tensors} - names
+        if unknown:
+            raise UserError(f"the checkpoint's optimizer knows parameters {sorted(unknown)}")
+        set_state_tensors(self._optimizer, self._model, tensors)
+
+
+def _by_names_of_now(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    """A model of ours may have had other names once."""
+    upgrade: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = getattr(
+        model, "upgrade_checkpoint", dict
+    )
+    return upgrade
 
 
 @dataclass
@@ -25,33 +93,61 @@ class RunState:
     Args:
         identity: what the run's curve follows from, by the name that a message gives it: seed,
             data, global batch, ...; a checkpoint of another identity is refused.
+        further: parts beside the model's and the optimizer's, such as an exchange's own.
+
+    Attributes:
+        parts: all of them.
     """
 
     model: nn.Module
     optimizer: Optimizer
     progress: Progress
     identity: dict[str, Any]
+    further: Sequence[StatePart] = ()
+    parts: tuple[StatePart, ...] = field(init=False)
 
-    def capture(self) -> Checkpoint:
-        """The state now; its tensors are the live ones."""
+    def __post_init__(self) -> None:
+        own = (ModelState(self.model), OptimizerState(self.optimizer, self.model))
+        self.parts = (*own, *self.further)
+
+    def of_scope(self, scope: Scope) -> list[StatePart]:
+        return [part for part in self.parts if part.scope == scope]
+
+    def compared(self) -> dict[str, Tensor]:
+        """What has the same bits on all ranks unless one was damaged."""
+        parts = self.of_scope("replicated")
+        return {f"{p.name}/{key}": t for p in parts for key, t in p.compared().items()}
+
+    def capture(self, group: Group = ALONE, folder: str = "") -> Checkpoint:
+        """What this rank saves now; its tensors are the live ones.
+
+        Args:
+            group: all ranks.
+            folder: where all ranks write, see Shared; only where there are local parts.
+        """
+        local = self.of_scope("local")
+        parts = {file_of_rank(part.name, group.rank): part.tensors() for part in local}
+        if group.rank == 0:
+            parts |= {part.name: part.tensors() for part in self.of_scope("replicated")}
+        others = tuple(file_of_rank(p.name, rank) for p in local for rank in range(1, group.size))
         return Checkpoint(
-            model=model_tensors(self.model),
-            optimizer=state_tensors(self.optimizer, self.model),
-            state={
+            parts,
+            {
                 "format": FORMAT,
                 **self.progress.state_dict(),
                 "identity": self.identity,
             },
+            Shared(folder, others) if folder else None,
         )
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Takes over a checkpoint's content.
+        """Takes over what a checkpoint has of the replicated parts; see `load_local` too.
 
         Raises:
             UserError: it belongs to another model, or another identity.
         """
         state = dict(checkpoint.state)
-        if state.pop("format", None) != FORMAT:
+        if state.pop("format", None) not in _READABLE:
             raise UserError("the checkpoint was written by another version of hvdtrain")
         theirs = state.pop("identity")
         for name, own in self.identity.items():
@@ -60,19 +156,39 @@ class RunState:
                     f"{name} was {theirs.get(name)} at the checkpoint of step {state['step']} and "
                     f"is {own} now: the curve could not be continued; use another run.id"
                 )
-        # A model of ours may have had other names once.
-        upgrade = getattr(self.model, "upgrade_checkpoint", dict)
-        tensors = upgrade(checkpoint.optimizer)
-        _copy(upgrade(checkpoint.model), model_tensors(self.model))
-        names = set(parameter_names(self.optimizer, self.model).values())
-        unknown = {key.rpartition("/")[0] for key in tensors} - names
-        if unknown:
-            raise UserError(f"the checkpoint's optimizer knows parameters {sorted(unknown)}")
-        set_state_tensors(self.optimizer, self.model, tensors)
+        parts = {part.name: part for part in self.of_scope("replicated")}
+        if parts.keys() != checkpoint.parts.keys():
+            raise UserError(
+                f"the checkpoint has the state of {', '.join(checkpoint.parts)}, and this "
+                f"configuration that of {', '.join(parts)}; use the configuration it was made "
+                "with, or another run.id"
+            )
+        for name, part in parts.items():
+            part.load([checkpoint.parts[name]])
         self.progress = Progress(**state)
 
+    def load_local(self, folder: Path | None, group: Group) -> None:
+        """Takes over what single ranks have saved in a checkpoint; every rank reads its pieces.
+
+        Args:
+            folder: None: there is no checkpoint, the run begins.
+            group: all ranks.
+
+        With another number of ranks than then, rank r inherits from those ranks r' for which
+        r' modulo the number of ranks is r: nothing is lost, and nothing counts twice.
+
+        Raises:
+            UserError: a file is damaged, or does not fit.
+        """
+        saved: dict[str, dict[str, Tensor]] = {}
+        if folder is not None:
+            wanted = read_files_of_ranks(folder, lambda rank: rank % group.size == group.rank)
+            saved = dict(sorted(wanted.parts.items()))
+        for part in self.of_scope("local"):
+            part.load([t for file, t in saved.items() if part_and_rank(file)[0] == part.name])
+
     def start_over(self, model: nn.Module) -> None:
-        """Takes over the weights and buffers of a fresh model; nothing else is left.
+        """Takes over the weights and buffers of a fresh model; nothing is left but local parts.
 
         Args:
             model: another one of the same shapes.
@@ -84,28 +200,38 @@ class RunState:
         vars(self.progress).update(vars(Progress()))
 
     def broadcast(self, root: int = 0) -> None:
-        """Gives the state of rank `root` to all ranks, as it is.
+        """Gives the replicated parts of rank `root` to all ranks, as they are.
 
         After HorovodInternalError the state is neither this nor that.
 
         Horovod's own broadcast_optimizer_state fills an empty optimizer by a step with zero
         gradients, whereby weight decay changes the weights; here an empty one stays empty.
         """
-        broadcast_tensors(model_tensors(self.model), "model", root)
-        tensors = state_tensors(self.optimizer, self.model)
-        kept: dict[str, Any] = {
+        parts = self.of_scope("replicated")
+        kept = {
             "progress": asdict(self.progress),
-            "optimizer": {k: [list(t.shape), str(t.dtype)[6:]] for k, t in tensors.items()},
+            "layouts": {part.name: _layout(part.tensors()) for part in parts},
         }
         theirs = broadcast_json(kept, "state", root)
-        if theirs["optimizer"] != kept["optimizer"]:
-            empty = {
-                key: torch.empty(shape, dtype=getattr(torch, dtype))
-                for key, (shape, dtype) in theirs["optimizer"].items()
-            }
-            set_state_tensors(self.optimizer, self.model, empty)
-        broadcast_tensors(state_tensors(self.optimizer, self.model), "optimizer", root)
+        for part in parts:
+            layout = theirs["layouts"][part.name]
+            if layout != kept["layouts"][part.name]:
+                part.load([_empty(layout)])
+            broadcast_tensors(part.tensors(), part.name, root)
         vars(self.progress).update(theirs["progress"])  # the loop holds this object
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {
+        name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()
+    }
+
+
+def _empty(layout: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, dtype))
+        for name, (shape, dtype) in layout.items()
+    }
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -7,6 +7,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from hvdtrain.runtime.state_part import StatePart
+
 
 class Exchange(Protocol):
     """Makes the gradients of all ranks of the data axis those of the global batch.
@@ -51,6 +53,10 @@ class Exchange(Protocol):
 
     def rest(self, frozen: Sequence[bool]) -> None:
         """Takes the gradients of frozen parameters away; every rank names the same."""
+
+    def state_parts(self) -> Sequence[StatePart]:
+        """What the exchange itself carries from step to step."""
+        ...
 
     def abort(self) -> None:
         """Clears what a failed step has left, so that the next one can begin."""

@@ -19,6 +19,7 @@ from hvdtrain.errors import UnsupportedModelError
 from hvdtrain.exchange.buckets import bucket_limit, buckets
 from hvdtrain.optim.optimizer import parameter_names
 from hvdtrain.optim.supported import SPARSE
+from hvdtrain.runtime.state_part import StatePart
 
 
 class _AsInMemory:
@@ -173,6 +174,9 @@ class DenseExchange:
         for parameter, rests in zip(self.parameters, frozen, strict=True):
             if rests:
                 parameter.grad = None
+
+    def state_parts(self) -> Sequence[StatePart]:
+        return ()
 
     def abort(self) -> None:
         """Clears what an exchange that failed has left: handles, counters, half a gradient.

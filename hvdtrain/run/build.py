@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import TrainLoader
@@ -96,7 +96,9 @@ def build_components(
         lambda: build_optimizer(config.optim, model, groups(model) if groups else None),
     )
     exchange = DenseExchange(optimizer, model, start.elastic)
-    state = build_state(config, model, optimizer, datasets)
+    state = RunState(
+        model, optimizer, Progress(), build_identity(config, datasets), exchange.state_parts()
+    )
     on_all_ranks("sinks", lambda: check_packages(config.telemetry))
     exporter = on_all_ranks(
         "telemetry", lambda: build_exporter(config, start.local_rank, device, timer, exchange)
@@ -147,18 +149,15 @@ def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
     return model
 
 
-def build_state(
-    config: Config, model: nn.Module, optimizer: Optimizer, datasets: Datasets
-) -> RunState:
-    """The state at the start of a run."""
-    identity = {
+def build_identity(config: Config, datasets: Datasets) -> dict[str, Any]:
+    """What the run's curve follows from, see RunState."""
+    return {
         "seed": config.seed,
         "batch.global_size": config.batch.global_size,
         "optim.name": config.optim.name,
         "the number of training samples": len(datasets.train),  # type: ignore[arg-type]
         "the fingerprint of the training data": datasets.fingerprint,
     }
-    return RunState(model, optimizer, Progress(), identity)
 
 
 def build_loop(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hvdtrain.checkpoint.manager import FilesOfRank
+from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Config
-from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints
+from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints, Saving
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.callbacks.export import Export
 from hvdtrain.engine.callbacks.log import LogMetrics
@@ -93,9 +95,7 @@ def build_callbacks(
         checkpoint=SaveCheckpoints(
             config.checkpoint,
             config.preempt.grace_seconds,
-            state.capture,
-            recorder.writer if recorder else None,
-            recorder.bring_to_disk if recorder else _nothing,
+            build_saving(components, outputs, context),
             context.timer,
         ),
         profile=Profile(
@@ -108,6 +108,18 @@ def build_callbacks(
         if config.profile.steps is not None
         else None,
     )
+
+
+def build_saving(components: RunComponents, outputs: Outputs, context: RankContext) -> Saving:
+    """With what this rank takes part in saves."""
+    state, recorder, group = components.state, outputs.recorder, context.mesh.data
+    if recorder is not None:
+        return Saving(state, group, recorder.writer, recorder.bring_to_disk)
+    writer = None
+    if state.of_scope("local"):
+        files = FilesOfRank(outputs.folder.checkpoints)
+        writer = CheckpointWriter(files)
+    return Saving(state, group, writer, _nothing)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -15,11 +15,12 @@ from hvdtrain.elastic.membership import Membership
 from hvdtrain.engine.loop import Interruptions
 from hvdtrain.errors import EXIT_PREEMPTED, UserError
 from hvdtrain.log import logger
-from hvdtrain.run.build import RunComponents, build_loop, build_model
+from hvdtrain.run.build import RunComponents, build_loop
 from hvdtrain.run.callbacks import Callbacks, Outputs, build_callbacks
 from hvdtrain.run.held import Held
 from hvdtrain.run.manifest import build_manifest, run_facts, start_facts
 from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.run.resume import resume
 from hvdtrain.run.source import RankStatus, all_equal, most_advanced
 from hvdtrain.run.start_checks import crash
 from hvdtrain.run.summary import log_summary
@@ -135,28 +136,14 @@ class Generation:
         """Every rank holds the state that counts then; all decide alike, by their statuses."""
         held, state = self._held, self._components.state
         if source is None:
-            on_all_ranks("resume", self._resume)
-            held.initial = False
-            state.broadcast(root=0)
+            on_all_ranks("folder", self._open_folder)
+            resume(self._config, self._components, held, self._context.mesh.data)
         elif not all_equal(self._statuses):
             # Half a new state is none, should a rank die meanwhile.
             held.trained = self._statuses[self._topology.rank] == self._statuses[source]
             held.initial = False
             state.broadcast(root=source)
         held.trained = True
-
-    def _resume(self) -> None:
-        """Rank 0 decides and loads; the others get it by broadcast."""
-        held, state = self._held, self._components.state
-        self._open_folder()
-        checkpoint = held.recorder.choose(self._config.run.resume) if held.recorder else None
-        if checkpoint is not None:
-            state.load(checkpoint)
-            logger.info("resumed from the checkpoint of step %d", state.progress.step)
-        elif not held.initial and self._topology.rank == 0:
-            # Half of a state whose source died, or of one that was left behind.
-            components = self._components
-            state.start_over(build_model(components.task, self._config, components.device))
 
     def _someone_trained(self) -> bool:
         return any(status.trained for status in self._statuses)

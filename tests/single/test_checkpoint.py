@@ -28,8 +28,12 @@ FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "files.json
 def _checkpoint(step: int) -> Checkpoint:
     generator = torch.Generator().manual_seed(step)
     return Checkpoint(
-        model={"a.weight": torch.randn(3, 4, generator=generator), "n": torch.tensor(step)},
-        optimizer={"a.weight/exp_avg": torch.randn(3, 4, generator=generator).to(torch.bfloat16)},
+        {
+            "model": {"a.weight": torch.randn(3, 4, generator=generator), "n": torch.tensor(step)},
+            "optimizer": {
+                "a.weight/exp_avg": torch.randn(3, 4, generator=generator).to(torch.bfloat16)
+            },
+        },
         state={"step": step, "seed": 2**63, "fingerprint": None},
     )
 
@@ -38,7 +42,7 @@ def _same(a: Checkpoint, b: Checkpoint) -> bool:
     return a.state == b.state and all(
         x.keys() == y.keys()
         and all(torch.equal(x[k], y[k]) and x[k].dtype == y[k].dtype for k in x)
-        for x, y in ((a.model, b.model), (a.optimizer, b.optimizer))
+        for x, y in ((a.parts[name], b.parts[name]) for name in a.parts.keys() | b.parts.keys())
     )
 
 
@@ -148,7 +152,7 @@ def test_checkpoints_of_a_curve_the_run_left_are_resumed_from_or_push_out_new_on
 
 def test_a_checkpoint_of_the_same_step_cannot_be_replaced(manager: CheckpointManager) -> None:
     other = _checkpoint(20)
-    other.model["a.weight"] += 1
+    other.parts["model"]["a.weight"] += 1
     manager.save(other)
     assert _same(read(manager.finished()[-1]), other)
 
@@ -185,7 +189,7 @@ def test_a_full_disk_leaves_something_or_loses_the_older_one(
         "resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)\n"
         "try:\n"
         "    state = {'step': 30, 'more': 'x' * 4000}\n"
-        "    write(Path(sys.argv[1]), Checkpoint({'a': torch.ones(4)}, {}, state))\n"
+        "    write(Path(sys.argv[1]), Checkpoint({'model': {'a': torch.ones(4)}}, state))\n"
         "except OSError as error:\n"
         "    sys.exit(0)\n"
         "sys.exit(3)\n"
@@ -246,8 +250,8 @@ def test_tied_parameters_or_buffers_do_not_survive(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Tied()
     model(torch.arange(5))
-    folder = write(tmp_path, Checkpoint(model_tensors(model), {}, {"step": 1}))
-    saved = read(folder).model
+    folder = write(tmp_path, Checkpoint({"model": model_tensors(model)}, {"step": 1}))
+    saved = read(folder).parts["model"]
     assert "head.weight" not in saved and int(saved["norm.num_batches_tracked"]) == 1
     torch.manual_seed(1)
     other = Tied()

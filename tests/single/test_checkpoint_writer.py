@@ -25,7 +25,8 @@ from hvdtrain.checkpoint.format import Checkpoint, read
 from hvdtrain.checkpoint.layout import DamagedError, delete_leftovers, finished, hidden_name, verify
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.writer import CheckpointWriter
-from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints
+from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints, Saving
+from hvdtrain.engine.state import ALONE
 from hvdtrain.runtime.init import initialise
 from hvdtrain.runtime.phases import PhaseTimer
 from tests.support.job import Finished
@@ -82,12 +83,12 @@ class Training:
             progress=SimpleNamespace(step=0), preempted=False, asked_to_stop_at=0.0, ending=False
         )
         self._steps = steps
-        self.callback = SaveCheckpoints(
-            config, grace_seconds, self._capture, self.writer, lambda: None, PhaseTimer(0.0)
-        )
+        state: Any = SimpleNamespace(capture=self._capture, of_scope=lambda _: [])
+        saving = Saving(state, ALONE, self.writer, lambda: None)
+        self.callback = SaveCheckpoints(config, grace_seconds, saving, PhaseTimer(0.0))
 
-    def _capture(self) -> Checkpoint:
-        return Checkpoint({"weight": self.weight}, {}, {"step": self.loop.progress.step})
+    def _capture(self, *_: object) -> Checkpoint:
+        return Checkpoint({"model": {"weight": self.weight}}, {"step": self.loop.progress.step})
 
     def step(self, preempted: bool = False) -> None:
         self.weight += 1
@@ -108,7 +109,7 @@ class Training:
 def _saved(root: Path) -> dict[int, float]:
     """Step -> the weight in its checkpoint."""
     return {
-        checkpoint.state["step"]: float(checkpoint.model["weight"])
+        checkpoint.state["step"]: float(checkpoint.parts["model"]["weight"])
         for checkpoint in map(read, finished(root))
     }
 
@@ -259,11 +260,11 @@ def test_tied_or_turned_tensors_are_not_saved_as_they_are(tmp_path: Path) -> Non
     shared = torch.arange(12.0).view(3, 4)
     model = {"a": shared, "tied": shared, "turned": shared.t(), "part": shared[1:, :2]}
     saver = CheckpointWriter(CheckpointManager(tmp_path, 1), saved=0)
-    saver.start(Checkpoint(model, {}, {"step": 1}), before=lambda: None)
+    saver.start(Checkpoint({"model": model}, {"step": 1}), before=lambda: None)
     expected = {name: tensor.clone() for name, tensor in model.items()}
     shared.zero_()
     assert saver.wait(time.monotonic() + LIMIT)
-    found = read(finished(tmp_path)[0]).model
+    found = read(finished(tmp_path)[0]).parts["model"]
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
@@ -271,9 +272,10 @@ def test_a_model_that_grows_does_not_get_into_the_staging_buffer(tmp_path: Path)
     saver = CheckpointWriter(CheckpointManager(tmp_path, 9), saved=0)
     for step in (1, 2):
         tensors = {"weight": torch.full((step,), float(step))}
-        saver.start(Checkpoint(tensors, {}, {"step": step}), before=lambda: None)
+        saver.start(Checkpoint({"model": tensors}, {"step": step}), before=lambda: None)
         assert saver.wait(time.monotonic() + LIMIT)
-    assert [read(path).model["weight"].tolist() for path in finished(tmp_path)] == [[1.0], [2, 2]]
+    found = [read(path).parts["model"]["weight"].tolist() for path in finished(tmp_path)]
+    assert found == [[1.0], [2, 2]]
 
 
 def _one_of_each() -> dict[str, Tensor]:
@@ -335,7 +337,7 @@ def test_two_processes_that_save_the_same_steps_damage_them(tmp_path: Path) -> N
         "for step in range(1, 40):\n"
         "    weight = torch.full((1000,), float(step))\n"
         "    try:\n"
-        "        manager.save(Checkpoint({'weight': weight}, {}, {'step': step // 3}))\n"
+        "        manager.save(Checkpoint({'model': {'weight': weight}}, {'step': step // 3}))\n"
         "    except OSError as error:\n"
         "        print(error)\n"
     )

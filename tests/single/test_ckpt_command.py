@@ -94,7 +94,7 @@ def test_a_stranger_cannot_use_what_was_exported(run: Path, tmp_path: Path) -> N
     model = GPT(GPTConfig(**config["model"]))  # the size of the vocabulary is there too
     weights = load_file(out / "model.safetensors")
     model.load_state_dict(weights)
-    saved = read(run / "checkpoints/step_00000004").model
+    saved = read(run / "checkpoints/step_00000004").parts["model"]
     assert all(torch.equal(weights[name], tensor) for name, tensor in saved.items())
     earlier = run / "checkpoints/step_00000002"
     assert _ckpt("export", earlier, "--out", tmp_path / "earlier") == 0

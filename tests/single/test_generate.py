@@ -47,7 +47,7 @@ def _likeliest(folder: Path, step: int) -> str:
     """What the model of a checkpoint writes when it never draws."""
     config = GPTConfig(layers=1, heads=2, width=32, context=32, vocab_size=256)
     model = GPT(config).eval()
-    model.load_state_dict(read(folder / f"checkpoints/step_{step:08}").model)
+    model.load_state_dict(read(folder / f"checkpoints/step_{step:08}").parts["model"])
     tokens = list(PROMPT.encode())
     for _ in range(40):
         tokens.append(int(model(torch.tensor([tokens[-32:]]))[0, -1].argmax()))

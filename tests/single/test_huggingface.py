@@ -36,7 +36,7 @@ def test_transformers_computes_other_logits(tmp_path: Path, flags: list[str]) ->
     assert done.returncode == 0, done
     settings = parse(["--config", str(folder / "config.yaml")])
     checkpoint = read(folder / "checkpoints/step_00000003")
-    ours = settings.task_class(settings.task_config).trained_model(checkpoint.model).eval()
+    ours = settings.task_class(settings.task_config).trained_model(checkpoint.parts["model"]).eval()
     theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
         out, output_loading_info=True
     )

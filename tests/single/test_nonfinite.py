@@ -58,5 +58,5 @@ def test_a_skipped_step_leaves_nan_in_the_statistics_and_so_in_validation(tmp_pa
     lines = metrics(tmp_path / "case")
     assert sum(line.get("skipped", False) for line in lines) == 1
     assert lines[-1]["validation_loss"] is not None  # null: not finite
-    saved = read(tmp_path / "case/checkpoints/step_00000032").model
+    saved = read(tmp_path / "case/checkpoints/step_00000032").parts["model"]
     assert all(tensor.isfinite().all() for tensor in saved.values())

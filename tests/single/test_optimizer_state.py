@@ -93,8 +93,10 @@ def test_an_optimizer_that_keeps_more_than_tensors_is_saved_in_part() -> None:
 def test_a_captured_run_comes_back_changed() -> None:
     model, optimizer = _trained("adamw", 3)
     checkpoint = copy.deepcopy(_state(model, optimizer).capture())
-    assert "table" not in checkpoint.model and "head.weight" not in checkpoint.model
-    assert {"norm.running_mean", "norm.num_batches_tracked"} <= checkpoint.model.keys()
+    assert (
+        "table" not in checkpoint.parts["model"] and "head.weight" not in checkpoint.parts["model"]
+    )
+    assert {"norm.running_mean", "norm.num_batches_tracked"} <= checkpoint.parts["model"].keys()
     torch.manual_seed(1)
     other = Model()
     state = _state(other, build_optimizer(OptimConfig(), other))
@@ -113,7 +115,7 @@ def test_a_checkpoint_of_another_run_is_taken_over(change: str) -> None:
     model, optimizer = _trained("adamw", 1)
     checkpoint = copy.deepcopy(_state(model, optimizer).capture())
     if change == "model":
-        checkpoint.model["convolution.bias"] = torch.zeros(5)
+        checkpoint.parts["model"]["convolution.bias"] = torch.zeros(5)
     elif change == "format":
         checkpoint.state["format"] = "another"
     else:

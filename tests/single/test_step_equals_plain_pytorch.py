@@ -65,7 +65,7 @@ def test_a_run_gives_other_weights_than_plain_pytorch(tmp_path: Path) -> None:
         model, losses, norms = _by_hand()
     finally:
         torch.set_num_threads(threads)
-    saved = read(folder / f"checkpoints/step_{STEPS:08}").model
+    saved = read(folder / f"checkpoints/step_{STEPS:08}").parts["model"]
     parameters = dict(model.named_parameters())
     assert saved.keys() == parameters.keys()
     for name, parameter in parameters.items():

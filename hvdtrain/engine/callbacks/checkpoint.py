@@ -3,6 +3,9 @@
 Nobody waits for one but the run's end: there all ranks wait in turns for rank 0's writer. While
 one is being written, the next that is due is taken after the first step at which the writer is
 free, with the state of that step.
+
+Rank 0 decides. Where ranks have state of their own to save (local parts), they take it after the
+same step, and write into one folder.
 """
 
 from __future__ import annotations
@@ -10,20 +13,49 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from hvdtrain.checkpoint.config import CheckpointConfig
-from hvdtrain.checkpoint.format import Checkpoint
+from hvdtrain.checkpoint.layout import folder_name, hidden_name
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.engine.loop import Loop, StepRecord
+from hvdtrain.engine.state import RunState
 from hvdtrain.log import logger
-from hvdtrain.runtime.collectives import sum_
+from hvdtrain.runtime.collectives import broadcast_json, sum_
+from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.phases import PhaseTimer
 
 # At the run's end the ranks tell each other so often that rank 0 still saves: a collective that
 # lasts as long as a slow disk would be taken for a rank that takes no part.
 _TURN_SECONDS = 1.0
+# What it tells them.
+_DONE, _WAIT, _BEGIN = 0.0, 1.0, 2.0
+
+
+@dataclass(frozen=True)
+class Saving:
+    """With what a rank takes part in saves.
+
+    Args:
+        state: of the run.
+        group: all ranks.
+        writer: None on a rank that has nothing to save.
+        before: called before each save, in the background, to bring to disk what the
+            checkpoint relies on.
+    """
+
+    state: RunState
+    group: Group
+    writer: CheckpointWriter | None
+    before: Callable[[], None]
+
+    @property
+    def shared(self) -> bool:
+        """Every rank has something to save."""
+        return bool(self.state.of_scope("local"))
 
 
 class SaveCheckpoints:
@@ -31,10 +63,6 @@ class SaveCheckpoints:
 
     Args:
         grace_seconds: from being asked to stop until being killed; 0 = not known.
-        capture: the run's state now.
-        writer: None on ranks that do not save.
-        before: called before each save, in the background, to bring to disk what the
-            checkpoint relies on.
         timer: told of the time that it takes here.
     """
 
@@ -42,17 +70,15 @@ class SaveCheckpoints:
         self,
         config: CheckpointConfig,
         grace_seconds: float,
-        capture: Callable[[], Checkpoint],
-        writer: CheckpointWriter | None,
-        before: Callable[[], None],
+        saving: Saving,
         timer: PhaseTimer,
     ) -> None:
         self._timer = timer
         self._config = config
         self._grace = grace_seconds
-        self._capture = capture
-        self._writer = writer
-        self._before = before
+        self._saving = saving
+        self._writer = saving.writer
+        self._decides = saving.group.rank == 0
         self._warned_of = -1  # the step whose save was in the way of the next
         self.error: Exception | None = None  # why the run's last state is not saved
 
@@ -65,20 +91,39 @@ class SaveCheckpoints:
                 self._look(self._writer, loop.progress.step)
 
     def _look(self, writer: CheckpointWriter, step: int) -> None:
-        if self._due(writer, step) and not writer.holds(step):
-            self._save(writer, step)
+        begin = self._decides and self._due(writer, step) and not writer.holds(step)
+        if self._saving.shared:
+            # Each rank's writer must be free.
+            votes = torch.tensor([float(begin), float(writer.busy)])
+            wanted, busy = sum_(votes, "checkpoint.begin").tolist()
+            if wanted and not busy:
+                self._begin(step)
+                return
+        elif begin and not writer.busy:
+            self._begin(step)
+            return
+        if begin:
+            self._warn(writer, step)
         elif not writer.prepared and not writer.busy:
-            writer.prepare(self._capture())
+            writer.prepare(self._saving.state.capture(self._saving.group))
 
     def _due(self, writer: CheckpointWriter, step: int) -> bool:
         every, seconds = self._config.every, self._config.every_seconds
         by_steps = every > 0 and step // every > writer.taken_step // every
         return by_steps or (seconds > 0 and time.monotonic() - writer.taken_at >= seconds)
 
-    def _save(self, writer: CheckpointWriter, step: int) -> None:
-        if not writer.busy:
-            writer.start(self._capture(), self._before)
-        elif self._warned_of != writer.taken_step:
+    def _begin(self, step: int) -> None:
+        """Begins a save: on rank 0, and where all have something to save on every rank."""
+        folder = ""
+        if self._saving.shared:
+            folder = broadcast_json(hidden_name(Path(folder_name(step))).name, "checkpoint.folder")
+        writer = self._writer
+        if writer is not None and not writer.busy:
+            state, group = self._saving.state, self._saving.group
+            writer.start(state.capture(group, folder), self._saving.before)
+
+    def _warn(self, writer: CheckpointWriter, step: int) -> None:
+        if self._warned_of != writer.taken_step:
             self._warned_of = writer.taken_step
             logger.warning(
                 "a checkpoint is due at step %d, but that of step %d is still being written, for "
@@ -90,24 +135,26 @@ class SaveCheckpoints:
 
     def _save_last_together(self, loop: Loop) -> None:
         """Every rank calls it, and none returns before rank 0 has saved or given up."""
-        turns: Iterator[bool] = iter(())
-        if self._writer is not None:
+        step = loop.progress.step
+        turns: Iterator[float] = iter(())
+        if self._writer is not None and self._decides:
             limit = loop.asked_to_stop_at + self._grace if self._grace else math.inf
             deadline = limit if loop.preempted else math.inf
-            turns = self._save_last(self._writer, loop.progress.step, deadline)
-        while sum_(torch.tensor(float(next(turns, False))), "checkpoint.saving"):
-            pass
+            turns = self._save_last(self._writer, step, deadline)
+        while turn := float(sum_(torch.tensor(next(turns, _DONE)), "checkpoint.saving")):
+            if turn == _BEGIN:
+                self._begin(step)
 
-    def _save_last(self, writer: CheckpointWriter, step: int, deadline: float) -> Iterator[bool]:
+    def _save_last(self, writer: CheckpointWriter, step: int, deadline: float) -> Iterator[float]:
         """Saves the run's last state if there is time to, and waits until it is on disk.
 
-        Yields True after each turn in which it is not.
+        Yields _WAIT after each turn in which it is not, and _BEGIN for the save to begin.
         """
         in_time = writer.expected_seconds() <= deadline - time.monotonic()
         if not writer.holds(step) and in_time:
             yield from _turns(writer, deadline)
             if not writer.busy:
-                writer.start(self._capture(), self._before)
+                yield _BEGIN
         yield from _turns(writer, deadline)
         if writer.last_saved_step == step:
             return
@@ -128,13 +175,14 @@ class SaveCheckpoints:
             )
 
     def close(self) -> None:
-        pass
+        if self._writer is not None:
+            self._writer.give_up_others()
 
 
-def _turns(writer: CheckpointWriter, deadline: float) -> Iterator[bool]:
-    """Waits for the save in progress, not beyond `deadline`; yields True after each turn."""
+def _turns(writer: CheckpointWriter, deadline: float) -> Iterator[float]:
+    """Waits for the save in progress, not beyond `deadline`; yields _WAIT after each turn."""
     limit = min(deadline, time.monotonic() + writer.patience())
     while not writer.wait(min(limit, time.monotonic() + _TURN_SECONDS)):
         if time.monotonic() >= limit:
             return
-        yield True
+        yield _WAIT

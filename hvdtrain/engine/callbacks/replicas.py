@@ -14,7 +14,6 @@ from hvdtrain.engine.state import RunState
 from hvdtrain.engine.tensor_hash import TensorHash
 from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.log import logger
-from hvdtrain.optim.optimizer import state_tensors
 from hvdtrain.runtime.collectives import AgreedError, gather_bytes
 from hvdtrain.runtime.topology import Topology
 
@@ -81,10 +80,7 @@ class ReplicaCheck:
         return step % self._every == 0 or saved or loop.preempted
 
     def _digest(self) -> bytes:
-        model, optimizer = self._state.model, self._state.optimizer
-        parameters = {f"model/{name}": p.data for name, p in model.named_parameters()}
-        state = {f"optimizer/{key}": t for key, t in state_tensors(optimizer, model).items()}
-        return self._hash(parameters | state)
+        return self._hash(self._state.compared())
 
     def _heal(self, root: int, keep_buffers: bool) -> None:
         """Gives `root`'s state to all. A rank that was well keeps its own buffers."""

@@ -1,0 +1,46 @@
+"""Where a run continues that no rank holds in memory: at a checkpoint, or at its beginning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hvdtrain.config import Config
+from hvdtrain.log import logger
+from hvdtrain.run.build import RunComponents, build_model
+from hvdtrain.run.held import Held
+from hvdtrain.runtime.collectives import broadcast_json, on_all_ranks
+from hvdtrain.runtime.mesh import Group
+
+
+def resume(config: Config, components: RunComponents, held: Held, group: Group) -> None:
+    """Gives all ranks the state of the checkpoint that `run.resume` means, or the initial one.
+
+    Args:
+        held: its folder is open; rank 0's recorder has the checkpoints.
+        group: all ranks.
+
+    Raises:
+        AgreedError: there is no such checkpoint, or it does not fit.
+    """
+    state = components.state
+    folder = on_all_ranks("resume", lambda: _load(config, components, held, group))
+    held.initial = False
+    state.broadcast(root=0)
+    if state.of_scope("local"):
+        name = broadcast_json(str(folder.absolute()) if folder else "", "resume.folder")
+        own = Path(name) if name else None
+        on_all_ranks("resume.local", lambda: state.load_local(own, group))
+
+
+def _load(config: Config, components: RunComponents, held: Held, group: Group) -> Path | None:
+    """On rank 0: loads the replicated parts; returns the checkpoint's folder, if there is one."""
+    checkpoint = held.recorder.choose(config.run.resume) if held.recorder else None
+    if checkpoint is not None:
+        components.state.load(checkpoint)
+        logger.info("resumed from the checkpoint of step %d", components.state.progress.step)
+        return checkpoint.folder
+    if not held.initial and group.rank == 0:
+        # Half of a state whose source died, or of one that was left behind.
+        model = build_model(components.task, config, components.device)
+        components.state.start_over(model)
+    return None

@@ -1,0 +1,131 @@
+"""Checkpoints that several ranks write: state of a rank's own is saved and inherited."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from hvdtrain.checkpoint.format import Checkpoint, read
+from hvdtrain.checkpoint.layout import DamagedError, verify
+from hvdtrain.checkpoint.manager import CheckpointManager, FilesOfRank
+from hvdtrain.engine.loop import Progress
+from hvdtrain.engine.state import RunState
+from hvdtrain.runtime.mesh import Group
+from tests.support.counted import Counter
+from tests.support.runs import run
+
+LIMIT = 30.0
+
+
+def _state(steps: int) -> RunState:
+    model = nn.Linear(2, 1)
+    counter = Counter()
+    counter.steps += steps
+    optimizer = torch.optim.SGD(model.parameters())
+    return RunState(model, optimizer, Progress(step=4), {}, (counter,))
+
+
+def _steps(state: RunState) -> int:
+    [part] = state.of_scope("local")
+    return int(part.tensors()["steps"])
+
+
+def _save(root: Path, captured: Sequence[Checkpoint]) -> Path:
+    """Rank 0 and the others of those that are given, each in a thread of its own."""
+    others = [threading.Thread(target=FilesOfRank(root).save, args=[c]) for c in captured[1:]]
+    for thread in others:
+        thread.start()
+    try:
+        return CheckpointManager(root, keep=2).save(captured[0])
+    finally:
+        for thread in others:
+            thread.join(LIMIT)
+
+
+def _captured(ranks: int) -> list[Checkpoint]:
+    """Rank r has done 10**r steps."""
+    return [
+        _state(10**rank).capture(Group(rank, ranks), ".step_00000004.here.1.0.tmp")
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [(3, [1, 10, 100]), (2, [101, 10]), (1, [111]), (4, [1, 10, 100, 0])]
+)
+def test_state_of_a_rank_is_lost_or_counts_twice_on_another_number_of_ranks(
+    tmp_path: Path, ranks: int, expected: list[int]
+) -> None:
+    folder = _save(tmp_path, _captured(3))
+    verify(folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [folder.name]
+    found = []
+    for rank in range(ranks):
+        state = _state(7)
+        state.load(read(folder))
+        state.load_local(folder, Group(rank, ranks))
+        assert state.progress.step == 4
+        found.append(_steps(state))
+    assert found == expected
+
+
+def test_a_run_that_begins_keeps_state_of_a_run_before(tmp_path: Path) -> None:
+    state = _state(7)
+    state.load_local(None, Group(0, 1))
+    assert _steps(state) == 0
+
+
+def test_a_rank_that_is_gone_leaves_half_a_checkpoint_or_is_waited_for(tmp_path: Path) -> None:
+    captured = _captured(3)
+    shared = captured[0].shared
+    assert shared is not None
+    threading.Timer(0.5, shared.given_up.set).start()
+    with pytest.raises(TimeoutError, match="another rank") as error:
+        _save(tmp_path, captured[:2])
+    assert error.value.filename == "counter.rank_00002.safetensors"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_file_of_another_rank_is_resumed_from(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good = _save(tmp_path, _captured(3))
+    later = _captured(3)
+    for checkpoint in later:
+        checkpoint.state["step"] = 5
+    damaged = _save(tmp_path, later) / "counter.rank_00002.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    newest = CheckpointManager(tmp_path, keep=2).newest()
+    assert newest is not None and newest.folder == good
+    assert damaged.name in caplog.text
+    with pytest.raises(DamagedError, match=damaged.name):
+        _state(0).load_local(damaged.parent, Group(2, 3))
+
+
+def _counted(folder: Path, step: int) -> list[int]:
+    files = sorted((folder / f"checkpoints/step_{step:08}").glob("counter.rank_*"))
+    return [int(load_file(file)["steps"]) for file in files]
+
+
+@pytest.mark.parametrize("first", ["gloo:3", "mpirun:3"])
+def test_a_run_whose_ranks_have_state_of_their_own_resumes_without_it(
+    tmp_path: Path, first: str
+) -> None:
+    argv = [
+        *("--task", "tests.support.counted:Counted", "--run.root", str(tmp_path)),
+        *("--run.id", "case", "--batch.global_size", "12", "--batch.micro_size", "2"),
+        *("--checkpoint.every", "3", "--telemetry.port", "0", "--eval.every", "0"),
+    ]
+    folder = tmp_path / "case"
+    done = run(tmp_path / "output", [*argv, "--train.steps", "8"], first)
+    assert done.returncode == 0, done
+    assert _counted(folder, 6) == [6] * 3 and _counted(folder, 8) == [8] * 3
+    done = run(tmp_path / "output", [*argv, "--train.steps", "10"], first.replace("3", "2"))
+    assert done.returncode == 0, done
+    assert _counted(folder, 10) == [18, 10]

@@ -111,7 +111,7 @@ def verify(folder: Path, contents: bool = True) -> int:
         bytes of all files together.
 
     Raises:
-        DamagedError: what differs, by name, or the checkpoint was never finished.
+        DamagedError: what differs, by name, or the checkpoint has no marker.
     """
     check_marker(folder)
     total = 0
@@ -128,9 +128,9 @@ def verify(folder: Path, contents: bool = True) -> int:
 
 
 def check_marker(folder: Path) -> None:
-    """Raises DamagedError where the checkpoint was never finished."""
+    """Raises DamagedError where the checkpoint has no marker."""
     if not (folder / MARKER).exists():
-        raise DamagedError(f"checkpoint {folder}: it was never finished (no file {MARKER!r})")
+        raise DamagedError(f"checkpoint {folder}: it has no marker (the file {MARKER!r})")
 
 
 def sha256_of(path: Path) -> str:

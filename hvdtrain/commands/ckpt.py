@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint.export import export, write_export
-from hvdtrain.checkpoint.layout import MARKER, DamagedError, finished, named, verify
+from hvdtrain.checkpoint.layout import DamagedError, finished, named, verify
 from hvdtrain.errors import UserError
 
 HELP = "list, verify or export the checkpoints of a run"
@@ -70,8 +70,7 @@ def _state(folder: Path) -> str:
     try:
         verify(folder, contents=False)
     except DamagedError as error:
-        known = (folder / MARKER).exists()
-        return f"damaged: {_reason(error)}" if known else "not finished"
+        return f"damaged: {_reason(error)}"
     return (
         "superseded: the run resumed from before it"
         if folder.name.startswith("left_")

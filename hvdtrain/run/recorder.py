@@ -11,6 +11,7 @@ from threading import Lock
 from typing import Any
 
 from hvdtrain.checkpoint.format import Checkpoint, read
+from hvdtrain.checkpoint.layout import named
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Config
@@ -123,8 +124,9 @@ class RunRecorder:
                 f"run.resume {resume}: auto, never or the folder of a checkpoint is expected"
             )
         of_this_run = path.resolve().parent == self.manager.root.resolve()
-        if resume == "auto" or (self.manager.finished() and not of_this_run):
-            # A checkpoint of another run is where this one began; it has continued since.
+        if resume == "auto" or (named(self.manager.root) and not of_this_run):
+            # A checkpoint of another run is where this one began; it has continued since, also
+            # where its own checkpoints were damaged.
             return self.manager.newest()
         return read(path)
 

@@ -62,7 +62,8 @@ def test_a_state_is_missing_in_the_list(run: Path, capsys: pytest.CaptureFixture
     first, left, fourth, fifth, hidden = states.values()
     assert first.startswith("damaged: state.json has 2 bytes instead of")
     assert left == "superseded: the run resumed from before it"
-    assert (fourth, fifth) == ("finished", "not finished")
+    # It has got its name, so it had its marker once.
+    assert (fourth, fifth) == ("finished", "damaged: it has no marker (the file 'complete')")
     assert hidden == "being written, or a leftover of that"
 
 
@@ -78,7 +79,7 @@ def test_a_flipped_bit_or_missing_marker_is_not_found_or_does_not_end_with_2(
     assert "step_00000004: whole" in said.out
     (run / "checkpoints/step_00000004/complete").rename(tmp_path / "complete")
     assert _ckpt("verify", run) == 2
-    assert "step_00000004: it was never finished (no file 'complete')" in capsys.readouterr().err
+    assert "step_00000004: it has no marker (the file 'complete')" in capsys.readouterr().err
     (tmp_path / "complete").rename(run / "checkpoints/step_00000004/complete")
     assert _ckpt("verify", run / "checkpoints/step_00000004") == 0
     assert _ckpt("verify", run / "checkpoints/step_00000002") == 2

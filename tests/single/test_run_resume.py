@@ -107,6 +107,17 @@ def test_a_damaged_checkpoint_is_not_named_or_ends_the_run(root: Path) -> None:
     _assert_whole(root, "damaged")
 
 
+def test_a_branch_whose_checkpoint_lost_its_marker_starts_anew_from_the_other_run(
+    root: Path,
+) -> None:
+    other = root / "whole/checkpoints/step_00000010"
+    shutil.copytree(root / "whole", root / "unmarked")
+    for folder in (root / "unmarked/checkpoints").iterdir():
+        (folder / "complete").unlink()
+    done = _run(root, "unmarked", "--run.resume", str(other))
+    assert done.returncode == 2 and "is whole (step_00000020, step_00000010)" in done.stderr, done
+
+
 REFUSED = {
     "never": (["--run.resume", "never"], "holds a run already"),
     "seed": (["--seed", "5"], "seed was 1234"),

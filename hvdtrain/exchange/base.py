@@ -18,14 +18,12 @@ class Exchange(Protocol):
     and with parameters that a pass did not reach: these count as zero.
 
     Attributes:
-        invariant: the gradients have the same bits on any number of ranks.
         parameters: that are exchanged, in the model's order.
         inflight_seconds: from the first bucket handed over to the last one's end, summed over
             the steps so far; an upper bound of what communication took.
         bytes: of the gradients that were exchanged in them.
     """
 
-    invariant: bool
     inflight_seconds: float
     bytes: int
 

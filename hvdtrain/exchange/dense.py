@@ -60,8 +60,6 @@ class DenseExchange:
 
     """
 
-    invariant = False  # a ring adds in an order that depends on the number of ranks
-
     def __init__(self, optimizer: Optimizer, model: nn.Module, elastic: bool = False) -> None:
         names = parameter_names(optimizer, model)
         # In the model's order: that is what backward runs through from the end.

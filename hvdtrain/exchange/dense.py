@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 import horovod.torch as hvd
 import torch
-from horovod.common.exceptions import HorovodInternalError
-from horovod.torch import mpi_ops
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
@@ -181,14 +178,7 @@ class DenseExchange:
 
         Call it after `hvd.shutdown()`, which ends every exchange that was under way.
         """
-        for handle in list(mpi_ops._handle_map):
-            # ValueError: it was waited for already, and failed.
-            with suppress(HorovodInternalError, ValueError):
-                hvd.synchronize(handle)
-        mpi_ops._handle_map.clear()
-        self._horovod._handles.clear()
-        for group in self._horovod._group_counts:
-            self._horovod._group_counts[group] = 0
+        self._horovod.abandon_step()
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -1,4 +1,4 @@
-"""hvd.abort(), which patch 0010 brings: an exchange fails when it is told to."""
+"""hvd.abort(), which patch 0011 brings: an exchange fails when it is told to."""
 
 from __future__ import annotations
 

@@ -105,6 +105,22 @@ def test_the_gradient_is_not_the_sum_over_all_micro_batches(topology: Topology, 
     assert model.frozen.grad is None
 
 
+def test_a_step_that_was_interrupted_spoils_the_next_one(topology: Topology) -> None:
+    expected = _alone(SHARES["even"], 1, topology.world_size)[0]
+    model = _model()
+    exchange = DenseExchange(build_optimizer(OptimConfig(lr=0.05), model), model)
+    exchange.begin(1)
+    model.last(torch.ones(WIDTH, dtype=torch.float64)).sum().backward()  # no further
+    exchange.abort()
+    own = SHARES["even"](0, topology.rank)
+    exchange.begin(len(own))
+    for number in own:
+        _loss(model, 0, number).backward()
+    exchange.finish()
+    for parameter, gradient in zip(_trained(model), expected, strict=True):
+        torch.testing.assert_close(_gradient(parameter), gradient, rtol=1e-12, atol=1e-14)
+
+
 def test_ranks_that_step_alike_drift_apart(topology: Topology) -> None:
     from hvdtrain.runtime.collectives import gather_json
 

@@ -7,10 +7,12 @@ checkpoint, no metrics, no other number of ranks. It imports no Horovod.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -31,8 +33,10 @@ class _WithLoss(nn.Module):
         self.task = task
         self.model = model
 
-    def forward(self, batch: Any) -> Tensor:
-        return self.task.loss(self.model, batch)["loss"]
+    def forward(self, batch: Any) -> tuple[Tensor, Any]:
+        """(loss, None) for a mean, else (sum, weight)."""
+        loss = self.task.loss(self.model, batch)["loss"]
+        return loss if isinstance(loss, tuple) else (loss, None)
 
 
 class PlainLoop:
@@ -85,18 +89,34 @@ class PlainLoop:
         rate = learning_rate(self.config.schedule, optim.lr, self.step, self.config.train.steps)
         set_learning_rate(self.optimizer, rate)
         self.optimizer.zero_grad()
-        total = torch.zeros(())
+        total, weights = torch.zeros(()), []
         for i in range(self.passes):
             last = i == self.passes - 1
             with nullcontext() if last else self._no_exchange():
-                loss = self.forward(next(self.batches)) / self.passes
+                loss, weight = self.forward(next(self.batches))
+                loss = loss / self.passes
                 loss.backward()
             total += loss.detach()
+            if weight is not None:
+                weights.append(weight)
+        if weights:
+            total *= self._divide_by(weights)
         if optim.clip_norm > 0:
             nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip_norm)
         self.optimizer.step()
         self.step += 1
         return float(total)
+
+    def _divide_by(self, weights: Sequence[Any]) -> float:
+        """Makes gradients of sums those of their mean; returns what it multiplied them with."""
+        total = torch.stack([torch.as_tensor(w).detach().double() for w in weights]).sum()
+        batches = len(weights)
+        if isinstance(self.forward, DistributedDataParallel):  # gradients are averages already
+            dist.all_reduce(total)
+            batches *= dist.get_world_size()
+        scale = batches / float(total) if total else 1.0
+        torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], scale)
+        return scale
 
     def _no_exchange(self) -> AbstractContextManager[None]:
         if isinstance(self.forward, DistributedDataParallel):

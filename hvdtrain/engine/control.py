@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from itertools import islice
 
 import torch
+from torch import Tensor
 
-from hvdtrain.runtime.collectives import begin_sum, completed
+from hvdtrain.errors import EXIT_USER
+from hvdtrain.runtime.collectives import AgreedError, begin_sum, completed
 from hvdtrain.runtime.context import RankContext
 
 
@@ -28,6 +30,40 @@ class Flags:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """How many there are of each in a control vector; alike on all ranks.
+
+    Args:
+        values: the loss and the metrics.
+        parameters: that are exchanged.
+        statistics: numbers of BatchNorm's running statistics.
+    """
+
+    values: int
+    parameters: int
+    statistics: int
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Where the loss and the metrics of micro-batches are added up; a value has a column.
+
+    A value that a task gives as a mean over the samples of a micro-batch is added as its part of
+    the mean over the global batch, and in training it has no weight. One that it gives as
+    (sum, weight), such as a loss summed over tokens and their number, is added as it is: the mean
+    over the global batch is the sum of the sums over the sum of the weights.
+
+    Args:
+        sums, weights: float64, one for each value.
+        pairs: float64; micro-batches in which it was given as (sum, weight).
+    """
+
+    sums: Tensor
+    weights: Tensor
+    pairs: Tensor
+
+
+@dataclass(frozen=True)
 class Agreed:
     """The sums over all ranks.
 
@@ -35,17 +71,18 @@ class Agreed:
         stops, changes: ranks whose flag is raised.
         steps: of all ranks' `step`.
         samples: that all ranks used.
-        sums, weights: of the loss and each metric, see Sums.
+        sums: of the loss and the metrics: the three rows of Sums.
         frozen: of each parameter, how many ranks have frozen it.
+        statistics: what their micro-batches changed; on the device.
     """
 
     stops: float
     changes: float
     steps: float
     samples: float
-    sums: list[float]
-    weights: list[float]
+    sums: list[list[float]]
     frozen: list[float]
+    statistics: Tensor
 
 
 class ControlVector:
@@ -55,30 +92,25 @@ class ControlVector:
 
     Args:
         samples: that this rank uses.
-        values: how many there are of the loss and the metrics.
-        parameters: how many are exchanged.
+
+    Attributes:
+        sums, statistics: to be added to before it is sent.
     """
 
-    def __init__(
-        self,
-        flags: Flags,
-        samples: int,
-        values: int,
-        parameters: int,
-        context: RankContext,
-    ) -> None:
-        head = [flags.stop, flags.membership_changed, flags.step, samples]
-        self._sizes = [len(head), values, values, parameters]
-        empty = [0.0] * sum(self._sizes[1:])
-        self._vector = torch.tensor([*map(float, head), *empty], dtype=torch.float64).to(
-            context.device
+    def __init__(self, flags: Flags, samples: int, sizes: Sizes, context: RankContext) -> None:
+        head = torch.tensor(
+            [flags.stop, flags.membership_changed, flags.step, samples], dtype=torch.float64
         )
-        _, self.sums, self.weights, self._frozen = self._vector.split(self._sizes)
+        self._lengths = [len(head), 3 * sizes.values, sizes.parameters, sizes.statistics]
+        self._vector = torch.zeros(sum(self._lengths), dtype=torch.float64, device=context.device)
+        own, sums, self._frozen, self.statistics = self._vector.split(self._lengths)
+        own.copy_(head)
+        self.sums = Sums(*sums.view(3, sizes.values))
         self._alone = context.mesh.data.size == 1
         self._handle: int | None = None
 
     def send(self, frozen: Sequence[bool] = ()) -> None:
-        """Begins the exchange; `sums` and `weights` are complete.
+        """Begins the exchange; `sums` and `statistics` are complete.
 
         Args:
             frozen: of each parameter; empty where none is known to be.
@@ -96,12 +128,36 @@ class ControlVector:
         """
         if self._handle is not None:
             completed(self._handle)
-        rest = iter(self._vector.tolist())  # one wait for the device
-        head, sums, weights, frozen = ([*islice(rest, size)] for size in self._sizes)
+        first = sum(self._lengths[:3])
+        rest = iter(self._vector[:first].tolist())  # one wait for the device
+        head, sums, frozen = ([*islice(rest, length)] for length in self._lengths[:3])
         stops, changes, steps, samples = head
-        return Agreed(stops, changes, steps, samples, sums, weights, frozen)
+        values = len(sums) // 3
+        rows = [sums[row * values : (row + 1) * values] for row in range(3)]
+        return Agreed(stops, changes, steps, samples, rows, frozen, self.statistics)
 
 
-def mean(total: float, weight: float) -> float:
-    """Of a value over the global batch: see Sums for what a weight of 0 means."""
-    return total / weight if weight else total
+def means(names: Sequence[str], sums: Sequence[Sequence[float]], batches: int) -> dict[str, float]:
+    """Of each value over all micro-batches.
+
+    Args:
+        names: of the values.
+        sums: the rows of Sums, over all ranks.
+        batches: how many micro-batches that were.
+
+    Raises:
+        AgreedError: some were given as (sum, weight), others as a mean; every rank raises it.
+    """
+    found = {}
+    for name, total, weight, pairs in zip(names, *sums, strict=True):
+        if 0 < pairs < batches:
+            raise AgreedError(
+                f"the task's loss() returned {name!r} as (sum, weight) for {pairs:.0f} and as a "
+                f"mean for {batches - pairs:.0f} of {batches} micro-batches whose average is "
+                "taken: return it in the same form for each",
+                EXIT_USER,
+                rank=0,
+            )
+        # Means of a step have no weight: these sums are means already.
+        found[name] = total / weight if weight else total
+    return found

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from hvdtrain.data.loader import Batch, to_device
+from hvdtrain.engine.buffers import SavedBuffers
+from hvdtrain.engine.control import ControlVector, Sums
 from hvdtrain.engine.statistics import BatchStatistics
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.tasks import Task, optional
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Where the passes add up the loss and the metrics, in the order of `Accumulate.names`.
-
-    A value that a task gives as a mean over the samples of a micro-batch is added as its part of
-    the mean over the global batch, and has no weight. One that it gives as (sum, weight), such as
-    a loss summed over tokens and their number, is added as it is: the mean over the global batch
-    is the sum of the sums over the sum of the weights.
-
-    Args:
-        sums, weights: float64, one for each name.
-    """
-
-    sums: Tensor
-    weights: Tensor
 
 
 class Accumulate:
@@ -44,7 +27,7 @@ class Accumulate:
     Attributes:
         names: "loss" and the task's metrics.
         model: as given.
-        statistics: of its BatchNorm layers.
+        buffers, statistics: what it saves of its batches, and BatchNorm's part of that.
     """
 
     def __init__(
@@ -52,13 +35,18 @@ class Accumulate:
     ) -> None:
         self.names: tuple[str, ...] = ("loss", *optional(task, "metrics"))
         self.model = model
-        self.statistics = BatchStatistics(model, micro_batches, context)
+        self.buffers = SavedBuffers(model)
+        self.statistics = BatchStatistics(self.buffers, micro_batches)
         self._task = task
         self._micro_batches = micro_batches
         self._context = context
 
     def train(
-        self, batches: Iterator[Batch], passes: int, sums: Sums, before_last: Callable[[], None]
+        self,
+        batches: Iterator[Batch],
+        passes: int,
+        control: ControlVector,
+        before_last: Callable[[], None],
     ) -> None:
         """Forward and backward for each micro-batch of this rank; gradients are added up.
 
@@ -70,8 +58,8 @@ class Accumulate:
             batches: this rank's micro-batches; the random numbers that a forward pass draws
                 follow from the seeding that goes with each.
             passes: how many these are; may be 0.
-            sums: added to.
-            before_last: called before the last backward pass, when `sums` is complete.
+            control: what the forward passes give is added to its sums and statistics.
+            before_last: called before the last backward pass, when these are complete.
         """
         heartbeat, enter = self._context.heartbeat, self._context.timer.enter
         heartbeat.beat(Activity.WORKING)
@@ -81,9 +69,9 @@ class Accumulate:
             on_device = to_device(batch, self._context.device)
             enter("forward")
             self.statistics.prepare()
-            loss, values, weights = self._forward(on_device)
-            _add(sums, values, weights, values / self._micro_batches, 0)
-            self.statistics.collect()
+            loss, values, pairs = self._forward(on_device)
+            _add(control.sums, values, pairs, values / self._micro_batches, 0)
+            self.statistics.collect(control.statistics)
             if done == passes:
                 before_last()
             enter("backward")
@@ -100,25 +88,26 @@ class Accumulate:
         """
         for samples, batch in batches:
             self._context.heartbeat.beat(Activity.WORKING)
-            _, values, weights = self._forward(to_device(batch, self._context.device))
-            _add(sums, values, weights, values * samples, samples)
+            _, values, pairs = self._forward(to_device(batch, self._context.device))
+            _add(sums, values, pairs, values * samples, samples)
 
-    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(loss to differentiate, all values, their weights: NaN where one is a mean).
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
+        """(loss to differentiate, all values, which are pairs and their weights).
 
-        The weights are None where all values are means.
+        The last is None where all values are means.
         """
         found = self._task.loss(self.model, batch)
         values = [found[name] for name in self.names]
-        if not any(isinstance(value, tuple) for value in values):
+        is_pair = [isinstance(value, tuple) for value in values]
+        if not any(is_pair):
             return found["loss"], torch.stack([value.detach() for value in values]), None
         device = self._context.device
-        pairs = [v if isinstance(v, tuple) else (v, math.nan) for v in values]
+        columns = [v if isinstance(v, tuple) else (v, 0.0) for v in values]
         totals, weights = (
             torch.stack([torch.as_tensor(v, device=device).detach().double() for v in column])
-            for column in zip(*pairs, strict=True)
+            for column in zip(*columns, strict=True)
         )
-        return pairs[0][0], totals, weights
+        return columns[0][0], totals, (torch.tensor(is_pair, device=device), weights)
 
     def gradient_scale(self, loss_weight: float) -> float:
         """What gradients are multiplied with after they were summed.
@@ -129,12 +118,16 @@ class Accumulate:
         return self._micro_batches / loss_weight if loss_weight else 1.0
 
 
-def _add(sums: Sums, values: Tensor, weights: Tensor | None, parts: Tensor, weight: float) -> None:
+def _add(
+    sums: Sums, values: Tensor, pairs: tuple[Tensor, Tensor] | None, parts: Tensor, weight: float
+) -> None:
     """Adds the values of a micro-batch: `parts`, each of `weight`, for those that are means."""
-    if weights is None:
+    if pairs is None:
         sums.sums.add_(parts)
-        sums.weights.add_(weight)
+        if weight:
+            sums.weights.add_(weight)
         return
-    is_mean = weights.isnan()
-    sums.sums.add_(torch.where(is_mean, parts, values))
-    sums.weights.add_(torch.where(is_mean, weight, weights))
+    is_pair, weights = pairs
+    sums.sums.add_(torch.where(is_pair, values, parts))
+    sums.weights.add_(torch.where(is_pair, weights, weight))
+    sums.pairs.add_(is_pair)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from hvdtrain.runtime.collectives import begin_sum, completed
-from hvdtrain.runtime.context import RankContext
+from hvdtrain.engine.buffers import SavedBuffers
 
 
 class BatchStatistics:
@@ -21,63 +20,73 @@ class BatchStatistics:
     A layer in eval mode keeps its statistics to the last bit.
 
     Args:
+        saved: of the model; it has kept the values of before the step when a step begins.
         micro_batches: in one step, over all ranks together.
+
+    Attributes:
+        numel: of all statistics together.
     """
 
-    def __init__(self, model: nn.Module, micro_batches: int, context: RankContext) -> None:
-        layers = [layer for layer in model.modules() if isinstance(layer, _NormBase)]
-        self._layers = [layer for layer in layers if layer.running_mean is not None]
+    def __init__(self, saved: SavedBuffers, micro_batches: int) -> None:
+        self._saved = saved
+        self._numbers = [
+            number for number, (m, _) in enumerate(saved.places) if isinstance(m, _NormBase)
+        ]
         self._micro_batches = micro_batches
-        self._context = context
+        buffers = self._buffers()
+        self.numel = sum(buffer.numel() for buffer in buffers)
+        # All of them as one vector, float64, and a view of it for each buffer.
+        self._start, self._start_of = _vector(buffers)
+        self._now, self._now_of = _vector(buffers)
         self._before: list[Tensor] = []
-        self._changes: list[Tensor] = []
-        self._vector = torch.zeros(0)
-        self._handle: int | None = None
 
     def begin(self) -> None:
         """Before a step's first forward pass."""
-        self._before = [buffer.clone() for buffer in self._buffers()]
-        self._changes = [torch.zeros_like(b, dtype=torch.float64) for b in self._before]
+        if not self.numel:
+            return
+        self._before = [self._saved.values[number] for number in self._numbers]
+        torch._foreach_copy_(self._start_of, self._before)
 
     def prepare(self) -> None:
         """Before the forward pass of a micro-batch: it starts from the statistics of `begin`.
 
         Backward changes them too, where it computes activations a second time.
         """
-        for now, before in zip(self._buffers(), self._before, strict=True):
-            now.copy_(before)
+        if self.numel:
+            torch._foreach_copy_(self._buffers(), self._before)
 
     @torch.no_grad()
-    def collect(self) -> None:
-        """After the forward pass of a micro-batch: adds up what it has changed."""
-        for total, now, before in zip(self._changes, self._buffers(), self._before, strict=True):
-            total += now.double() - before
+    def collect(self, changes: Tensor) -> None:
+        """After the forward pass of a micro-batch.
 
-    def send(self) -> None:
-        """Begins the exchange, after the last forward pass."""
-        if not self._layers:
-            return
-        self._vector = torch.cat([change.flatten() for change in self._changes])
-        if self._context.mesh.data.size > 1:
-            self._handle = begin_sum(self._vector, "statistics")
-
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Waits for the exchange, and makes the change.
-
-        Raises:
-            RankLostError: another rank is gone.
+        Args:
+            changes: float64, `numel` of them: what it has changed is added.
         """
-        if not self._layers:
-            return
-        if self._handle is not None:
-            handle, self._handle = self._handle, None
-            completed(handle)
-        # Divided here: a count that all micro-batches raise by one is raised by exactly one.
-        changes = (self._vector / self._micro_batches).split([b.numel() for b in self._before])
-        for now, before, change in zip(self._buffers(), self._before, changes, strict=True):
-            now.copy_(before + change.view_as(before))
+        if self.numel:
+            torch._foreach_copy_(self._now_of, self._buffers())
+            changes.add_(self._now.sub_(self._start))
+
+    @torch.no_grad()
+    def apply(self, changes: Tensor) -> None:
+        """Makes the change.
+
+        Args:
+            changes: summed over all micro-batches of the global batch.
+        """
+        if self.numel:
+            # Divided here: a count that all micro-batches raise by one is raised by exactly one.
+            torch.add(self._start, changes / self._micro_batches, out=self._now)
+            torch._foreach_copy_(self._buffers(), self._now_of)
 
     def _buffers(self) -> list[Tensor]:
         # Looked up anew: a forward pass may put a new tensor in a buffer's place.
-        return [buffer for layer in self._layers for buffer in layer.buffers(recurse=False)]
+        places = self._saved.places
+        return [getattr(*places[number]) for number in self._numbers]
+
+
+def _vector(buffers: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    sizes = [buffer.numel() for buffer in buffers]
+    device = buffers[0].device if buffers else None
+    vector = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+    parts = vector.split(sizes) if sizes else ()
+    return vector, [p.view_as(b) for p, b in zip(parts, buffers, strict=True)]

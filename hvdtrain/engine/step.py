@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.loader import Batch
-from hvdtrain.engine.buffers import SavedBuffers
-from hvdtrain.engine.control import Agreed, ControlVector, Flags, mean
-from hvdtrain.engine.passes import Accumulate, Sums
+from hvdtrain.engine.control import Agreed, ControlVector, Flags, Sizes, means
+from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.update import Update
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.runtime.collectives import RankLostError
@@ -60,7 +59,8 @@ class TrainStep:
         self._update = update
         self._batch = batch
         self._context = context
-        self._buffers = SavedBuffers(passes.model)
+        self._buffers = passes.buffers
+        self._sizes = Sizes(len(passes.names), len(exchange.parameters), passes.statistics.numel)
 
     def __call__(
         self, batches: Iterator[Batch], passes: int, lr: float, flags: Flags
@@ -75,6 +75,7 @@ class TrainStep:
 
         Raises:
             RankLostError: another rank is gone.
+            AgreedError: the task's values cannot be averaged, see means.
             RuntimeError: the ranks are at different steps, or lack a part of the global batch.
         """
         timer = self._context.timer
@@ -88,14 +89,14 @@ class TrainStep:
         finally:
             timer.enter("other")
         self._check(agreed, flags.step)
+        values = means(self._passes.names, agreed.sums, self._batch.micro_batches)
         self._exchange.rest([ranks > 0 for ranks in agreed.frozen])
         with timer.inside("optimizer"):
-            result = self._update.apply(lr, self._passes.gradient_scale(agreed.weights[0]))
+            result = self._update.apply(lr, self._passes.gradient_scale(agreed.sums[1][0]))
             if not result.applied:
                 self._buffers.restore()
-        values = map(mean, agreed.sums, agreed.weights)
         return StepResult(
-            values=dict(zip(self._passes.names, values, strict=True)),
+            values=values,
             grad_norm=result.grad_norm,
             applied=result.applied,
             stop=agreed.stops > 0,
@@ -107,28 +108,21 @@ class TrainStep:
         timer, heartbeat = self._context.timer, self._context.heartbeat
         self._update.clear()
         self._exchange.begin(passes)
-        control = ControlVector(
-            flags,
-            samples=passes * self._batch.micro_size,
-            values=len(self._passes.names),
-            parameters=len(self._exchange.parameters),
-            context=self._context,
-        )
-        statistics = self._passes.statistics
+        samples = passes * self._batch.micro_size
+        control = ControlVector(flags, samples, self._sizes, self._context)
 
         def send() -> None:
             # A task freezes parameters in its forward pass; without one, none is known to be.
             control.send(self._exchange.frozen() if passes else ())
-            statistics.send()
 
-        self._passes.train(batches, passes, Sums(control.sums, control.weights), before_last=send)
+        self._passes.train(batches, passes, control, before_last=send)
         if passes == 0:
             send()
         heartbeat.beat(Activity.WAITING)
         timer.enter("comm_exposed" if self._context.mesh.data.size > 1 else "other")
         self._exchange.finish()
         agreed = control.receive()
-        statistics.apply()
+        self._passes.statistics.apply(agreed.statistics)
         heartbeat.beat(Activity.WORKING)
         return agreed
 

@@ -60,8 +60,8 @@ class Task(Protocol):
         """Of a micro-batch: "loss", and one value for each of `metrics`.
 
         A value is a scalar tensor, the mean over the samples; or (sum, weight), scalar tensors or
-        numbers: the mean over the global batch is the sum of sums over the sum of weights. The
-        loss comes in the same form each time.
+        numbers: the mean over the global batch is the sum of sums over the sum of weights. A
+        value comes in the same form from all micro-batches.
         """
         ...
 

@@ -18,7 +18,7 @@ from hvdtrain.engine.update import Update
 from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer, state_tensors
-from hvdtrain.runtime.collectives import gather_json
+from hvdtrain.runtime.collectives import AgreedError, gather_json
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.mesh import Mesh
@@ -191,3 +191,27 @@ def test_a_weighted_loss_is_averaged_by_micro_batch_and_not_over_the_global_batc
         assert result.values["largest"] == pytest.approx(largest, rel=1e-9)
         for parameter, other in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(parameter, other, rtol=1e-9, atol=1e-12)
+
+
+class _SometimesWeighted(_Weighted):
+    """One micro-batch of a step gives a mean, on one rank."""
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Any]:
+        found = super().loss(model, batch)
+        if batch[0, 0] == 0:
+            found["loss"] = found["loss"][0] / found["loss"][1]
+        return found
+
+
+def test_a_mean_among_losses_with_weights_is_not_heard_of_on_each_rank(topology: Topology) -> None:
+    task = _SometimesWeighted("")
+    model = task.model()
+    micro_batches = 2 * topology.world_size
+    step = _step(task, model, _optimizer(model, "sgd"), micro_batches, topology)
+    own = range(topology.rank, micro_batches, topology.world_size)
+    batches = [_batch(0, j) for j in own]
+    if topology.rank == topology.world_size - 1:
+        batches[0][0, 0] = 0
+    message = f"'loss' as .sum, weight. for {micro_batches - 1} and as a mean for 1 of"
+    with pytest.raises(AgreedError, match=message):
+        step(iter(batches), len(own), 0.05, Flags(False, False, 0))

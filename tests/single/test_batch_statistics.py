@@ -2,45 +2,36 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hvdtrain.engine.buffers import SavedBuffers
 from hvdtrain.engine.statistics import BatchStatistics
-from hvdtrain.runtime.context import RankContext
-from hvdtrain.runtime.heartbeat import Heartbeat
-from hvdtrain.runtime.mesh import Mesh
-from hvdtrain.runtime.phases import PhaseTimer
-from hvdtrain.runtime.topology import Topology
 
 MICRO_BATCHES, FEATURES = 3, 4
-
-
-def _context() -> RankContext:
-    mesh = Mesh.replicated(Topology(0, 1, 0, 1, ("here",)))
-    return RankContext(mesh, torch.device("cpu"), Heartbeat(), PhaseTimer(time.perf_counter()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_statistics_are_not_the_mean_of_what_micro_batches_give(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     layer = nn.BatchNorm1d(FEATURES, momentum=0.3, dtype=dtype)
-    statistics = BatchStatistics(nn.Sequential(layer), MICRO_BATCHES, _context())
+    saved = SavedBuffers(nn.Sequential(layer))
+    statistics = BatchStatistics(saved, MICRO_BATCHES)
     expected = layer.running_mean.clone()
     for step in range(3):
         batches = [torch.randn(5, FEATURES, dtype=dtype) + step for _ in range(MICRO_BATCHES)]
+        changes = torch.zeros(statistics.numel, dtype=torch.float64)
+        saved.keep()
         statistics.begin()
         for batch in batches:
             statistics.prepare()
             # Backward runs it a second time.
             loss = checkpoint(layer, batch.requires_grad_(), use_reentrant=False).square().sum()
-            statistics.collect()
+            statistics.collect(changes)
             loss.backward()
-        statistics.send()
-        statistics.apply()
+        statistics.apply(changes)
         means = torch.stack([batch.detach().mean(0) for batch in batches])
         expected = 0.7 * expected + 0.3 * means.mean(0)
         torch.testing.assert_close(layer.running_mean, expected)
@@ -53,13 +44,15 @@ def test_a_layer_in_eval_mode_changes_or_cannot_be_differentiated() -> None:
     layer(torch.randn(5, FEATURES))
     layer.eval()
     before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
-    statistics = BatchStatistics(layer, MICRO_BATCHES, _context())
+    saved = SavedBuffers(layer)
+    statistics = BatchStatistics(saved, MICRO_BATCHES)
+    changes = torch.zeros(statistics.numel, dtype=torch.float64)
+    saved.keep()
     statistics.begin()
     for _ in range(MICRO_BATCHES):
         statistics.prepare()
         loss = layer(torch.randn(5, FEATURES)).square().sum()
-        statistics.collect()
+        statistics.collect(changes)
         loss.backward()
-    statistics.send()
-    statistics.apply()
+    statistics.apply(changes)
     assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())

@@ -51,6 +51,15 @@ def test_weights_differ_from_those_of_the_loop_by_hand() -> None:
     assert figures["hvdtrain / plain PyTorch loop"]["aim"] == "<= 1.02"
 
 
+def test_a_loss_with_a_weight_is_not_compared(tmp_path: Path) -> None:
+    preset = tmp_path / "weighted.yaml"
+    preset.write_text("task: tests.support.unusual:Weighted\nbatch: {global_size: 8}\n")
+    arguments = ("--preset", str(preset), "--steps", "1", "--rounds", "2", "--format", "json")
+    done = _bench("overhead", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["bit_identical"] is True
+
+
 def test_a_contender_of_scaling_is_missing() -> None:
     _, figures = _figures("scaling", "--rounds", "1")
     for name in ("horovodrun --gloo", "mpirun"):

@@ -26,6 +26,7 @@ REFUSED = {
     "SparseGradient": "parameter table gets sparse gradients",
     "Reentrant": "got its gradient more than once in a backward pass",
     "ThawedLate": "parameter bias was frozen when the task made the model",
+    "SometimesWeighted": "loss() returned 'loss' as (sum, weight) for ",
 }
 
 

@@ -161,3 +161,20 @@ class Grouped(Regression):
             {"params": first.parameters(), "lr_scale": 0.0, "weight_decay": 0.0},
             {"params": second.parameters()},
         ]
+
+
+class Weighted(Regression):
+    """A loss that is a sum over some of the rows, and their number."""
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Any]:
+        rows = batch[batch[:, 0] > -1]
+        errors = model(rows[:, :-1]) - rows[:, -1:]
+        return {"loss": (errors.square().sum(), len(rows))}
+
+
+class SometimesWeighted(Weighted):
+    """In a micro-batch that has all of its rows it is a mean."""
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Any]:
+        total, rows = super().loss(model, batch)["loss"]
+        return {"loss": total / rows if rows == len(batch) else (total, rows)}

@@ -9,10 +9,10 @@ from torch.utils.data import Dataset
 
 from hvdtrain.data.loader import validation_batches
 from hvdtrain.engine.config import EvalConfig
-from hvdtrain.engine.control import mean
+from hvdtrain.engine.control import Sums, means
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.engine.modes import evaluating
-from hvdtrain.engine.passes import Accumulate, Sums
+from hvdtrain.engine.passes import Accumulate
 from hvdtrain.runtime.collectives import sum_
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
@@ -51,16 +51,16 @@ class Evaluate:
         twice gives one value.
         """
         names, context = self._passes.names, self._context
-        samples = self._config.batches * global_size
+        size = len(self._dataset)  # type: ignore[arg-type]
+        samples = min(self._config.batches * global_size, size)
         batches = validation_batches(
             self._dataset, samples, micro_size, context.mesh.data, self._seed
         )
-        total = torch.zeros(2, len(names), dtype=torch.float64, device=context.device)
+        total = torch.zeros(3, len(names), dtype=torch.float64, device=context.device)
         with evaluating(self._passes.model):
             self._passes.evaluate(batches, Sums(*total))
         context.heartbeat.beat(Activity.WAITING)
-        values = map(mean, *sum_(total, "evaluate").tolist())
-        return dict(zip(names, values, strict=True))
+        return means(names, sum_(total, "evaluate").tolist(), -(-samples // micro_size))
 
     def close(self) -> None:
         pass

@@ -22,8 +22,8 @@ class UserError(Exception):
     exit_code = EXIT_USER
 
 
-class UnsupportedModelError(UserError):
-    """A model that cannot be trained, found in a backward pass: by every rank, told by rank 0."""
+class UnsupportedTaskError(UserError):
+    """A model or data that cannot be used, found in a step: by every rank, told by rank 0."""
 
 
 def require(condition: bool, message: str) -> None:

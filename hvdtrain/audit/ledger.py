@@ -26,7 +26,11 @@ from hvdtrain.run_files.folder import RunFolder
 
 @dataclass(frozen=True)
 class Start:
-    """A start event; step and samples are those of the state from which the run continues."""
+    """A start event; step and samples are those of the state from which the run continues.
+
+    Args:
+        own_order: the data set has an order of its own, which only it knows.
+    """
 
     time: float
     generation: int
@@ -42,6 +46,7 @@ class Start:
     dataset_size: int
     fingerprint: str | None
     total_steps: int
+    own_order: bool = False
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,7 @@ def _generations(events: list[dict[str, Any]]) -> list[Generation]:
     for event in events:
         kind = event.get("event")
         if kind == "start":
-            start = Start(**{f.name: event[f.name] for f in fields(Start)})
+            start = Start(**{f.name: event[f.name] for f in fields(Start) if f.name in event})
             generations.append(Generation(start))
         elif not generations:
             continue

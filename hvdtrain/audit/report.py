@@ -59,7 +59,11 @@ def audit(path: Path) -> Audit:
     first = ledger.generations[0].start
     stops = [segment.sample_stop for segment in lineage.segments]
     begin = first.step * first.global_size
-    order = check_order(begin, max([begin, *stops]), first.dataset_size, first.seed)
+    end, size = max([begin, *stops]), first.dataset_size
+    if first.own_order:
+        order = OrderCheck(begin, end, size, checked=0, repeated=[])
+    else:
+        order = check_order(begin, end, size, first.seed)
     if order.repeated:
         lineage.wrong("samples", f"epochs {order.repeated} use a sample more than once")
     return Audit(ledger, lineage, order, measure(ledger))
@@ -148,13 +152,16 @@ def _samples(audit: Audit) -> list[str]:
         for s in audit.lineage.segments
     ]
     order = audit.order
+    epochs = f"{order.epochs:.2f} epochs of {order.size} samples"
+    if audit.ledger.generations[0].start.own_order:
+        return [*lines, f"{epochs}, in the order of the data set itself"]
     if order.all_checked:
         looked = "at every position"
     else:
         looked = f"at {order.checked} of {order.stop - order.start} positions, evenly spaced,"
     return [
         *lines,
-        f"{order.epochs:.2f} epochs of {order.size} samples; {looked} the order was computed, and "
+        f"{epochs}; {looked} the order was computed, and "
         + ("a sample comes TWICE in an epoch" if order.repeated else "no epoch has a sample twice"),
     ]
 

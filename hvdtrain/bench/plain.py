@@ -18,7 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from hvdtrain.config import Config
+from hvdtrain.data.iterable import has_own_order
 from hvdtrain.data.order import sample_order
+from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import build_optimizer, set_learning_rate
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.runtime.rng import seed_all
@@ -48,6 +50,9 @@ class PlainLoop:
             must be a multiple of world_size.
         exchange: average gradients over the ranks with DistributedDataParallel;
             torch.distributed is up already.
+
+    Raises:
+        UserError: the data set has no index.
     """
 
     def __init__(
@@ -72,6 +77,8 @@ class PlainLoop:
         self.passes = config.batch.micro_batches // world_size
         self.step = 0
         self.losses: list[float] = []
+        if has_own_order(dataset):
+            raise UserError("hvdtrain bench: the plain PyTorch loop wants a data set with an index")
         size, steps = len(dataset), config.train.steps  # type: ignore[arg-type]
         order = sample_order(0, steps * config.batch.global_size, size, config.seed)
         micro_batches = order.reshape(-1, config.batch.micro_size)[rank::world_size]

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.iterable import IterableBatches, has_own_order, take
 from hvdtrain.data.order import sample_order
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.rng import seed_all
@@ -28,7 +29,7 @@ class TrainLoader:
     the step goes to rank j % world_size. A rank may have fewer than another, or none.
 
     Args:
-        dataset: map-style, at least one sample.
+        dataset: at least one sample; map-style, or iterable, whose order is its own.
         samples: position in the order to start at, in samples since the run's first.
         batch: samples of a step and of a micro-batch.
         group: the data axis; who works on which micro-batch.
@@ -51,13 +52,17 @@ class TrainLoader:
         self._micro_size = batch.micro_size
         self._seed = seed
         self.local_micro_batches = range(group.rank, batch.micro_batches, group.size)
-        self._batches: Iterator[Batch] = iter(
-            DataLoader(
-                dataset,
-                batch_sampler=self._batch_sampler(),
-                pin_memory=pin_memory,
-            )
-        )
+        self._read = self.local_micro_batches
+        loader: DataLoader[Any]
+        if has_own_order(dataset):
+            # Who reads it comes by the others' micro-batches too.
+            self._read = range(batch.micro_batches)
+            batches = IterableBatches(dataset, samples, batch, self.local_micro_batches, seed)
+            loader = DataLoader(batches, batch_size=None, pin_memory=pin_memory)
+        else:
+            sampler = self._batch_sampler()
+            loader = DataLoader(dataset, batch_sampler=sampler, pin_memory=pin_memory)
+        self._batches: Iterator[Batch] = iter(loader)
 
     def _batch_sampler(self) -> Iterator[list[int]]:
         size = len(self._dataset)  # type: ignore[arg-type]
@@ -77,10 +82,15 @@ class TrainLoader:
 
         Args:
             step: its number in the run, from 0.
+
+        Raises:
+            UnsupportedTaskError: on each rank, an iterable data set is shorter than its length.
         """
-        for j in self.local_micro_batches:
+        for j in self._read:
             seed_all(self._seed, step, j)
-            yield next(self._batches)
+            batch = next(self._batches)
+            if j in self.local_micro_batches:
+                yield batch
 
 
 def validation_batches(
@@ -94,14 +104,23 @@ def validation_batches(
 
     Random numbers are seeded before each batch is loaded, from the run's seed and the batch's
     place in the data alone: neither the number of ranks nor the step changes what is drawn.
+
+    Raises:
+        UnsupportedTaskError: on each rank, an iterable data set is shorter than its length.
     """
-    samples = min(samples, len(dataset))  # type: ignore[arg-type]
     batches = range(-(-samples // micro_size))
-    for number in batches[group.rank :: group.size]:
-        start = number * micro_size
-        stop = min(start + micro_size, samples)
+    own = batches[group.rank :: group.size]
+    rest: Iterator[Any] = iter(())
+    for number in batches if has_own_order(dataset) else own:
+        place = range(number * micro_size, min((number + 1) * micro_size, samples))
         seed_all(seed, 0, number, _EVALUATION)
-        yield stop - start, default_collate([dataset[i] for i in range(start, stop)])
+        if has_own_order(dataset):
+            rest = rest if number else iter(dataset)
+            batch = [take(rest, i, dataset) for i in place]
+        else:
+            batch = [dataset[i] for i in place]
+        if number in own:
+            yield len(place), default_collate(batch)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

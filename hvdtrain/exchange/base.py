@@ -44,7 +44,7 @@ class Exchange(Protocol):
         """Of each of `parameters`, whether the task has frozen it here.
 
         Raises:
-            UnsupportedModelError: the task wants to train a parameter that was frozen when it made
+            UnsupportedTaskError: the task wants to train a parameter that was frozen when it made
                 the model.
         """
         ...

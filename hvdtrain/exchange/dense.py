@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
-from hvdtrain.errors import UnsupportedModelError
+from hvdtrain.errors import UnsupportedTaskError
 from hvdtrain.exchange.buckets import bucket_limit, buckets
 from hvdtrain.optim.optimizer import parameter_names
 from hvdtrain.optim.supported import SPARSE
@@ -93,10 +93,10 @@ class DenseExchange:
         """A backward pass is about to add to the gradient of `parameter`."""
         gradient = gradients[0]
         if gradient is not None and gradient.layout != torch.strided:
-            raise UnsupportedModelError(f"the model's parameter {self._names[parameter]} {SPARSE}")
+            raise UnsupportedTaskError(f"the model's parameter {self._names[parameter]} {SPARSE}")
         self._reached[parameter] = reached = self._reached.get(parameter, 0) + 1
         if reached > self._passes:
-            raise UnsupportedModelError(
+            raise UnsupportedTaskError(
                 f"the model's parameter {self._names[parameter]} got its gradient more than once "
                 "in a backward pass, as reentrant checkpointing of a layer that is used twice "
                 "does: give torch.utils.checkpoint use_reentrant=False"
@@ -152,12 +152,12 @@ class DenseExchange:
         """Of each of `parameters`, whether the task has frozen it here.
 
         Raises:
-            UnsupportedModelError: the task wants to train a parameter that was frozen when it made
+            UnsupportedTaskError: the task wants to train a parameter that was frozen when it made
                 the model.
         """
         for name, parameter in self._unknown:
             if parameter.requires_grad:
-                raise UnsupportedModelError(
+                raise UnsupportedTaskError(
                     f"the model's parameter {name} was frozen when the task made the model, so "
                     "the optimizer does not know it: let model() return it trainable, and freeze "
                     "it in loss() until it is to be trained"

@@ -126,11 +126,20 @@ def build_datasets(task: Task, config: Config) -> Datasets:
     """The task's data.
 
     Raises:
-        UserError: no samples.
+        UserError: no samples, or nobody knows how many.
     """
     datasets = task.datasets()
     for name, dataset in (("training", datasets.train), ("validation", datasets.validation)):
-        if dataset is not None and len(dataset) == 0:  # type: ignore[arg-type]
+        if dataset is None:
+            continue
+        try:
+            size = len(dataset)  # type: ignore[arg-type]
+        except TypeError:
+            raise UserError(
+                f"task {config.task}: the {name} data has no length: {type(dataset).__name__} "
+                "needs __len__, the number of samples of an epoch"
+            ) from None
+        if size == 0:
             raise UserError(f"task {config.task}: the {name} data has no samples")
     return datasets
 

@@ -13,6 +13,7 @@ import torch
 
 import hvdtrain
 from hvdtrain.config import Config, Settings
+from hvdtrain.data.iterable import has_own_order
 from hvdtrain.engine.loop import Progress
 from hvdtrain.runtime.init import built_with, controller
 from hvdtrain.runtime.topology import Topology
@@ -71,6 +72,7 @@ def start_facts(
         "micro_size": config.batch.micro_size,
         "seed": config.seed,
         "dataset_size": len(datasets.train),  # type: ignore[arg-type]
+        "own_order": has_own_order(datasets.train),
         "fingerprint": datasets.fingerprint,
         "total_steps": config.train.steps,
     }

@@ -21,7 +21,7 @@ from typing import NoReturn
 import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
 
-from hvdtrain.errors import EXIT_CRASH, UnsupportedModelError, UserError
+from hvdtrain.errors import EXIT_CRASH, UnsupportedTaskError, UserError
 from hvdtrain.log import logger
 from hvdtrain.runtime.topology import Topology
 
@@ -60,7 +60,7 @@ def abort_all_ranks(error: BaseException, topology: Topology) -> NoReturn:
             _say("hvdtrain: interrupted")
     elif isinstance(error, UserError):
         code = error.exit_code
-        if isinstance(error, UnsupportedModelError) and topology.rank > 0:
+        if isinstance(error, UnsupportedTaskError) and topology.rank > 0:
             time.sleep(_QUIET_SECONDS)  # rank 0 says the same, and ends this rank
         _say(f"hvdtrain: error: {where}{error}")
     else:

@@ -21,7 +21,11 @@ BUILT_IN = {"language_model": "hvdtrain.tasks.language_model:LanguageModel"}
 
 
 class Datasets(NamedTuple):
-    """Map-style data sets: `len(d)` samples, `d[i]` is one; `validation` may be None.
+    """Data sets of known length; `validation` may be None.
+
+    Map-style: `len(d)` samples, `d[i]` is one. Or torch's IterableDataset, whose order is its own:
+    `iter(d)` gives `len(d)` samples, the same on every rank; its `set_epoch(epoch)`, if it has
+    one, is called before each pass over the training data.
 
     `fingerprint` changes when the training data does; a resumed run refuses other data.
     """

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from hvdtrain.config import Config
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.loader import TrainLoader, to_device, validation_batches
 from hvdtrain.data.order import sample_order
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UnsupportedTaskError, UserError
 from hvdtrain.run.build import build_datasets
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.tasks import Datasets
@@ -87,7 +89,7 @@ def test_a_loader_started_in_the_middle_does_not_go_on_where_the_other_was() -> 
 
 
 @settings(deadline=None, max_examples=40)
-@given(world_size=st.integers(1, 9), micro=st.integers(1, 6), samples=st.integers(1, 60))
+@given(world_size=st.integers(1, 9), micro=st.integers(1, 6), samples=st.integers(1, SIZE))
 def test_validation_repeats_or_leaves_out_a_sample(
     world_size: int, micro: int, samples: int
 ) -> None:
@@ -98,7 +100,7 @@ def test_validation_repeats_or_leaves_out_a_sample(
         ):
             assert count == len(batch) <= micro
             seen += batch.tolist()
-    assert sorted(seen) == list(range(min(samples, SIZE)))
+    assert sorted(seen) == list(range(samples))
 
 
 class _Noisy(_Numbers):
@@ -108,12 +110,33 @@ class _Noisy(_Numbers):
         return torch.tensor([index, torch.rand(()), np.random.rand(), random.random()])
 
 
+class _Stream(IterableDataset[Tensor]):
+    """Draws too, has another order in each epoch, and gives more samples than it says."""
+
+    epoch = -1
+
+    def __len__(self) -> int:
+        return 13  # epochs begin within micro-batches
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in torch.randperm(len(self) + 1).tolist():
+            yield torch.tensor(
+                [100 * self.epoch + index, torch.rand(()), np.random.rand(), random.random()]
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("data", [_Noisy, _Stream])
 @pytest.mark.parametrize("world_size", [2, 3, 7])
-def test_what_a_data_set_draws_depends_on_ranks_or_restarts(world_size: int) -> None:
+def test_what_a_data_set_draws_depends_on_ranks_or_restarts(
+    world_size: int, data: type[Dataset[Any]]
+) -> None:
     def steps(rank: int, world_size: int, first: int) -> dict[tuple[int, int], list[list[float]]]:
-        loader = TrainLoader(_Noisy(), first * 8, BatchConfig(8, 2), Group(rank, world_size), SEED)
+        loader = TrainLoader(data(), first * 8, BatchConfig(8, 2), Group(rank, world_size), SEED)
         seen = {}
-        for step in range(first, 4):
+        for step in range(first, 6):
             for j, batch in zip(loader.local_micro_batches, loader.next_step(step), strict=True):
                 seen[step, j] = batch.tolist()
                 torch.rand(3)  # as a forward pass with dropout
@@ -122,7 +145,62 @@ def test_what_a_data_set_draws_depends_on_ranks_or_restarts(world_size: int) -> 
     alone = steps(0, 1, 0)
     together = {k: v for rank in range(world_size) for k, v in steps(rank, world_size, 0).items()}
     assert together == alone
-    assert steps(0, 1, 2) == {key: v for key, v in alone.items() if key[0] >= 2}
+    for first in range(1, 6):
+        assert steps(0, 1, first) == {key: v for key, v in alone.items() if key[0] >= first}
+
+
+def test_an_iterable_data_set_is_not_read_epoch_by_epoch() -> None:
+    loader = TrainLoader(_Stream(), 0, BatchConfig(8, 2), Group(0, 1), SEED)
+    seen = [int(row[0]) for step in range(5) for batch in loader.next_step(step) for row in batch]
+    assert [number // 100 for number in seen] == [0] * 13 + [1] * 13 + [2] * 13 + [3]
+    epochs = [[n % 100 for n in seen[start : start + 13]] for start in (0, 13)]
+    assert all(len(set(epoch)) == 13 for epoch in epochs) and epochs[0] != epochs[1]
+
+
+def test_validation_on_an_iterable_data_set_depends_on_the_number_of_ranks() -> None:
+    def batches(rank: int, world_size: int) -> list[tuple[int, list[list[float]]]]:
+        share = validation_batches(_Stream(), 11, 2, Group(rank, world_size), SEED)
+        return [(count, batch.tolist()) for count, batch in share]
+
+    alone = batches(0, 1)
+    assert sum(count for count, _ in alone) == 11
+    for world_size in (2, 3, 7):
+        parts = [batches(rank, world_size) for rank in range(world_size)]
+        for number, expected in enumerate(alone):
+            assert parts[number % world_size].pop(0) == expected
+
+
+class _Short(_Stream):
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return islice(super().__iter__(), 18)
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_some_ranks_do_not_hear_that_an_iterable_data_set_is_too_short(rank: int) -> None:
+    message = "the data set _Short ended after 18 samples, but its __len__.* says 20"
+    loader = TrainLoader(_Short(), 0, BatchConfig(8, 2), Group(rank, 6), SEED)
+    for step in range(2):
+        list(loader.next_step(step))
+    with pytest.raises(UnsupportedTaskError, match=message):
+        list(loader.next_step(2))
+    with pytest.raises(UnsupportedTaskError, match=message):
+        list(validation_batches(_Short(), 20, 2, Group(rank, 6), SEED))
+
+
+def test_data_without_a_length_is_not_named() -> None:
+    class Endless(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    class Task:
+        def datasets(self) -> Datasets:
+            return Datasets(Endless())
+
+    with pytest.raises(UserError, match="the training data has no length: Endless needs __len__"):
+        build_datasets(Task(), Config())  # type: ignore[arg-type]
 
 
 def test_a_rank_without_micro_batches_loads_data() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from hvdtrain import cli
 from hvdtrain.errors import UserError
 from hvdtrain.optim.supported import check_device, check_model
 from tests.support.job import Finished
@@ -27,6 +28,7 @@ REFUSED = {
     "Reentrant": "got its gradient more than once in a backward pass",
     "ThawedLate": "parameter bias was frozen when the task made the model",
     "SometimesWeighted": "loss() returned 'loss' as (sum, weight) for ",
+    "StreamedShort": "the data set _Rows ended after 35 samples, but its __len__() says 37",
 }
 
 
@@ -73,6 +75,27 @@ def test_float16_weights_are_not_trained_alike_on_one_and_two_ranks(tmp_path: Pa
         assert done.returncode == 0, done
         found.append(losses(root / "case"))
     assert found[1] == pytest.approx(found[0], rel=1e-2)
+
+
+def test_data_without_an_index_has_another_curve_on_two_ranks_or_after_a_restart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curves = []
+    for launcher, parts in (("", ["7"]), ("mpirun:2", ["4", "7"])):
+        root = tmp_path / (launcher[:3] or "one")
+        for steps in parts:
+            done = _run(
+                root, "Streamed", launcher, "--train.steps", steps, "--schedule.name=constant"
+            )
+            assert done.returncode == 0, done
+        lines = metrics(root / "case")
+        assert len(lines) == 7
+        curves.append([m[key] for m in lines for key in ("loss", "validation_loss") if key in m])
+    assert len(curves[0]) == 7 + 4
+    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
+    assert cli.main(["audit", str(tmp_path / "mpi/case")]) == 0
+    said = capsys.readouterr().out
+    assert "1.51 epochs of 37 samples, in the order of the data set itself" in said
 
 
 def _embedding(**flags: bool) -> nn.Module:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import IterableDataset
 
 from hvdtrain.tasks import Datasets
 from tests.support.tasks import FEATURES, Regression
@@ -178,3 +180,35 @@ class SometimesWeighted(Weighted):
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Any]:
         total, rows = super().loss(model, batch)["loss"]
         return {"loss": total / rows if rows == len(batch) else (total, rows)}
+
+
+class _Rows(IterableDataset[Tensor]):
+    """Rows in an order of their own, which is another in each epoch."""
+
+    def __init__(self, rows: Tensor, missing: int = 0) -> None:
+        self._rows = rows
+        self._missing = missing
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index in torch.randperm(len(self) - self._missing).tolist():
+            yield self._rows[index]
+
+
+class Streamed(Regression):
+    """Data without an index; an epoch ends within a micro-batch."""
+
+    MISSING = 0
+
+    def datasets(self) -> Datasets:
+        rows = super().datasets().train
+        assert isinstance(rows, Tensor)
+        return Datasets(_Rows(rows[:37], self.MISSING), _Rows(rows[:32]))
+
+
+class StreamedShort(Streamed):
+    """The last two of its samples are not there."""
+
+    MISSING = 2

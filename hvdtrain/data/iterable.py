@@ -1,0 +1,101 @@
+"""Data sets without an index: read from beginning to end, in an order of their own.
+
+Each rank reads all samples and keeps those of its micro-batches, so that the global batch is the
+same on any number of ranks. What a data set draws from torch, numpy or random follows from the
+place in the run, too: the generators are seeded at the start of each epoch and of each
+micro-batch, whichever rank works on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+from itertools import count, islice
+from typing import Any, TypeGuard
+
+from torch.utils.data import IterableDataset, default_collate
+
+from hvdtrain.data.config import BatchConfig
+from hvdtrain.errors import UnsupportedTaskError
+from hvdtrain.runtime import heartbeat
+from hvdtrain.runtime.heartbeat import Activity
+from hvdtrain.runtime.rng import seed_all
+
+# Tells the seeding of an epoch's start from that of micro-batches, whose keys have no such part.
+_EPOCH = 2
+
+
+def has_own_order(dataset: object) -> TypeGuard[IterableDataset[Any]]:
+    """Whether it is iterable: there is no sample by number."""
+    return isinstance(dataset, IterableDataset)
+
+
+class IterableBatches(IterableDataset[Any]):
+    """Micro-batches of a run from a position on, without end: None for those of other ranks.
+
+    Args:
+        samples: position to start at, in samples since the run's first; a step begins there.
+        own: numbers of this rank's micro-batches in a step.
+        seed: the run's seed.
+
+    Iterating raises UnsupportedTaskError where the data set has fewer samples than its length.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        samples: int,
+        batch: BatchConfig,
+        own: Container[int],
+        seed: int,
+    ) -> None:
+        self._dataset = dataset
+        self._start = samples
+        self._batch = batch
+        self._own = own
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = self._samples()
+        while True:
+            for j in range(self._batch.micro_batches):
+                micro_batch = list(islice(samples, self._batch.micro_size))
+                yield default_collate(micro_batch) if j in self._own else None
+
+    def _samples(self) -> Iterator[Any]:
+        """From the start on; those of the epoch before it are read and dropped.
+
+        Whoever takes a later sample has seeded the generators for its micro-batch.
+        """
+        size = len(self._dataset)  # type: ignore[arg-type]
+        micro_size, micro_batches = self._batch.micro_size, self._batch.micro_batches
+        samples: Iterator[Any] = iter(())
+        for position in count(self._start - self._start % size):
+            if position <= self._start and position % micro_size == 0:
+                seed_all(self._seed, *divmod(position // micro_size, micro_batches))
+                heartbeat.OWN.beat(Activity.WORKING)
+            if position % size == 0:
+                samples = self._begin(position // size)
+            sample = take(samples, position % size, self._dataset)
+            if position >= self._start:
+                yield sample
+
+    def _begin(self, epoch: int) -> Iterator[Any]:
+        set_epoch = getattr(self._dataset, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        seed_all(self._seed, epoch, 0, _EPOCH)
+        return iter(self._dataset)
+
+
+def take(samples: Iterator[Any], number: int, dataset: IterableDataset[Any]) -> Any:
+    """The next sample of an iteration over `dataset`, which has given `number` so far.
+
+    Raises:
+        UnsupportedTaskError: there is none, although its length says so.
+    """
+    for sample in samples:
+        return sample
+    raise UnsupportedTaskError(
+        f"the data set {type(dataset).__name__} ended after {number} samples, but its __len__() "
+        f"says {len(dataset)}: it must be the number of samples of each iteration"  # type: ignore[arg-type]
+    )

@@ -19,7 +19,8 @@ from hvdtrain.errors import UserError
 from hvdtrain.horovod_wheel import build
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-KIT = REPOSITORY / "build" / "gpu-check" / "kit"
+WORK = REPOSITORY / "build" / "gpu-check"
+KIT = WORK / "kit"
 DOWNLOAD_SECONDS = 600
 # Large, and of the machine: its torch fits its driver, its NumPy its torch.
 _LEFT_OUT = ("torch", "numpy")
@@ -43,12 +44,14 @@ def gather(python: str, machine: str) -> None:
     command += ["--only-binary=:all:", "--implementation", "cp", "--python-version", python]
     for name in _PLATFORMS:
         command += ["--platform", f"{name}_{machine}"]
-    if subprocess.run([*command, *_requirements()], timeout=DOWNLOAD_SECONDS).returncode:
+    # torch's extensions do not build with a newer one.
+    wanted = [*requirements(), "setuptools<82"]
+    if subprocess.run([*command, *wanted], timeout=DOWNLOAD_SECONDS).returncode:
         raise UserError(f"not all packages are there for Python {python} on {machine}")
 
 
-def _requirements() -> list[str]:
-    """Of hvdtrain and of Horovod's build, as setup.cfg has them."""
+def requirements() -> list[str]:
+    """Of hvdtrain and of Horovod's build, as setup.cfg has them, but for `_LEFT_OUT`."""
     config = configparser.ConfigParser()
     config.read(REPOSITORY / "setup.cfg")
     lines = config["options"]["install_requires"] + config["options.extras_require"]["horovod"]

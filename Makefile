@@ -69,8 +69,8 @@ gpu-check:
 	$(PYTHON) -m tests.gpu.check $(ARGS)
 
 # ARGS='--python 3.12': of the machine that has the GPUs, where it is not this one's.
-gpu-kit:
-	$(PYTHON) -m tests.gpu.kit $(ARGS)
+gpu-kit: $(STAMPS)/train
+	$(BIN)/python -m tests.gpu.kit $(ARGS)
 
 docs: $(STAMPS)/train
 	$(BIN)/python docs/generate_configuration.py > docs/configuration.md.new

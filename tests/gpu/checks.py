@@ -112,10 +112,12 @@ def memory(machine: Machine) -> str:
 
 def profile(machine: Machine) -> str:
     said = machine.run([*HVDTRAIN, "profile", "summary", str(machine.work / "one")], 60)
-    found = re.search(r"^rank 0 .*$", said, re.MULTILINE)
+    found = re.search(r"^time +(.+)\nrank 0 on \S+ +(.+)$", said, re.MULTILINE)
     assert found, said
-    assert ("device" in said) == bool(machine.gpus), said
-    return re.sub(r" +", " ", found.group())
+    for words in ("peak device memory", "kernel"):
+        assert (words in said) == bool(machine.gpus), f"{words!r}: {said}"
+    columns = zip(*(re.split(r" {2,}", line.strip()) for line in found.groups()), strict=True)
+    return ", ".join(" ".join(column) for column in columns)
 
 
 def resume(machine: Machine) -> str:

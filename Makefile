@@ -4,6 +4,8 @@
 # make soak    kills for 5 minutes, and 16 ranks on two hosts for as long: not part of make test
 # make chaos   faults of all kinds at random for 5 minutes: not part of make test
 # make images  build the CPU image, train on two containers of it: not part of make test
+# make gpu-check   what this machine's GPUs do with hvdtrain, as a table: not part of make test
+# make gpu-kit     what gpu-check needs on a machine without network: build/gpu-check/kit
 # make docs    the configuration reference, from the configuration's dataclasses
 # make lint    ruff and mypy alone
 # make clean   remove what was built here (the cached Horovod wheel stays)
@@ -22,7 +24,7 @@ LOGS := build/tests
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c .ci/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
-.PHONY: train test test-fast test-single test-gloo test-mpi test-cluster soak chaos images docs lint clean
+.PHONY: train test test-fast test-single test-gloo test-mpi test-cluster soak chaos images gpu-check gpu-kit docs lint clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -61,6 +63,14 @@ chaos: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 # Root, and Debian's docker.io, docker-compose and debootstrap; no registry of images.
 images: $(STAMPS)/train
 	PYTHON=$(BIN)/python timeout -k 90 5400 docker/try-images
+
+# PYTHON has torch with CUDA; ARGS='--out FOLDER': where the table and the log go.
+gpu-check:
+	$(PYTHON) -m tests.gpu.check $(ARGS)
+
+# ARGS='--python 3.12': of the machine that has the GPUs, where it is not this one's.
+gpu-kit: $(STAMPS)/train
+	$(BIN)/python -m tests.gpu.kit $(ARGS)
 
 docs: $(STAMPS)/train
 	$(BIN)/python docs/generate_configuration.py > docs/configuration.md.new

@@ -20,6 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what moves GPU tensors: nccl, mpi (CUDA-aware), or none (default: %(default)s)",
     )
     builder.add_argument(
+        "--without-mpi",
+        action="store_true",
+        help="for a machine without MPI: ranks are started with horovodrun --gloo alone",
+    )
+    builder.add_argument(
         "--wheel-dir",
         type=Path,
         default=None,
@@ -33,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.action == "check":
         return check.run()
-    wheel = build.build(gpu=args.gpu, wheel_dir=args.wheel_dir, verbose=args.verbose)
+    wheel = build.build(args.gpu, not args.without_mpi, args.wheel_dir, args.verbose)
     if args.install:
         build.install(wheel)
     # The path alone on stdout, so that scripts and Dockerfiles can use it.

@@ -12,12 +12,13 @@ import importlib.metadata
 import os
 import shutil
 import sys
+import sysconfig
 import tarfile
 import tempfile
 from pathlib import Path
 
 from hvdtrain.errors import EXIT_CRASH, UserError
-from hvdtrain.horovod_wheel import prerequisites, recipe
+from hvdtrain.horovod_wheel import cuda, prerequisites, recipe
 from hvdtrain.horovod_wheel.diagnose import diagnose
 from hvdtrain.horovod_wheel.process import run_logged
 
@@ -40,13 +41,15 @@ def default_wheel_dir() -> Path:
     return Path(cache).expanduser() / "hvdtrain" / "wheels"
 
 
-def build(gpu: str = "none", wheel_dir: Path | None = None, verbose: bool = False) -> Path:
+def build(
+    gpu: str = "none", mpi: bool = True, wheel_dir: Path | None = None, verbose: bool = False
+) -> Path:
     """Return the path of the wheel for this environment; compile it if it is not there.
 
     Raises UserError where something is missing, BuildError where a step fails.
     """
-    prerequisites.check(gpu)
-    made = recipe.detect(gpu)
+    prerequisites.check(gpu, mpi)
+    made = recipe.detect(gpu, mpi)
     folder = (wheel_dir or default_wheel_dir()).expanduser().absolute()
     cached = _find(folder, made)
     if cached:
@@ -135,9 +138,13 @@ def _make(made: recipe.Recipe, scratch: Path, folder: Path, verbose: bool) -> Pa
     _say(f"compiling on {_jobs()} cores: this takes a few minutes, once")
     log = scratch / "compile.log"
     out = scratch / "out"
-    # Error messages name source files: without the folder, which is gone by then.
-    flags = f"{os.environ.get('CXXFLAGS', '')} -ffile-prefix-map={source}/="
+    # Error messages name source files: without the folder, which is gone by then. Horovod asks
+    # distutils for Python's headers, which Python 3.12 has no more.
+    headers = sysconfig.get_path("include")
+    flags = f"{os.environ.get('CXXFLAGS', '')} -I{headers} -ffile-prefix-map={source}/="
     environment = {**os.environ, **made.environment, "MAKEFLAGS": _makeflags(), "CXXFLAGS": flags}
+    if made.gpu != "none":
+        environment |= cuda.environment(scratch)
     command = [*_pip("wheel"), "-v", "--no-build-isolation", "-w", str(out), str(source)]
     code = run_logged(command, log, COMPILE_TIMEOUT_S, environment, verbose=verbose, progress=True)
     wheel = _find(out, made)

@@ -37,7 +37,7 @@ _MPI_BANNERS = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what comes out of the compiler."""
+    """Everything that decides what comes out of the compiler; mpi "": built without MPI."""
 
     torch: str
     mpi: str
@@ -50,16 +50,18 @@ class Recipe:
 
     @property
     def local_version(self) -> str:
-        operations = ["gloo", "mpi"]
-        if self.gpu != "none":
-            operations.append(f"gpu{self.gpu}")
-        parts = [f"torch{self.torch}", self.mpi, *operations, f"p{self._digest()}"]
+        mpi = [self.mpi, "gloo", "mpi"] if self.mpi else ["gloo"]
+        gpu = [f"gpu{self.gpu}"] if self.gpu != "none" else []
+        parts = [f"torch{self.torch}", *mpi, *gpu, f"p{self._digest()}"]
         return re.sub(r"[^a-z0-9]+", ".", ".".join(parts).lower())
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables Horovod's setup.py reads."""
         variables = {**_ENVIRONMENT, "HOROVOD_LOCAL_VERSION": self.local_version}
+        if not self.mpi:
+            del variables["HOROVOD_WITH_MPI"]
+            variables["HOROVOD_WITHOUT_MPI"] = "1"
         if self.gpu != "none":
             variables["HOROVOD_GPU_OPERATIONS"] = self.gpu.upper()
         return variables
@@ -91,12 +93,13 @@ def patches() -> list[Path]:
     return sorted(PATCHES.glob("*.patch"))
 
 
-def detect(gpu: str = "none") -> Recipe:
-    """Return the recipe for the torch and the MPI of this environment.
+def detect(gpu: str = "none", mpi: bool = True) -> Recipe:
+    """Return the recipe for the torch and the MPI (unless `mpi` is off) of this environment.
 
     Raises UserError where either is missing or MPI's version cannot be told.
     """
-    return Recipe(torch=importlib.metadata.version("torch"), mpi=_detect_mpi(), gpu=gpu)
+    version = importlib.metadata.version("torch")
+    return Recipe(torch=version, mpi=_detect_mpi() if mpi else "", gpu=gpu)
 
 
 def parse_mpi(banner: str) -> str | None:

@@ -13,7 +13,7 @@ import pytest
 from packaging.version import Version
 
 from hvdtrain.errors import UserError
-from hvdtrain.horovod_wheel import build, check, prerequisites, recipe
+from hvdtrain.horovod_wheel import build, check, cuda, prerequisites, recipe
 from hvdtrain.horovod_wheel.diagnose import diagnose
 from hvdtrain.horovod_wheel.process import TimedOutError, run_logged
 from hvdtrain.launch.commands import horovodrun
@@ -84,6 +84,7 @@ def test_two_different_builds_share_a_name_or_the_name_is_no_version() -> None:
         recipe.Recipe("2.13.0+cu130", "openmpi4.1.4"),
         recipe.Recipe("2.13.0+cpu", "openmpi4.1.5"),
         recipe.Recipe("2.13.0+cpu", "openmpi4.1.4", gpu="nccl"),
+        recipe.Recipe("2.13.0+cpu", ""),
     ]
     assert len({one.version for one in made}) == len(made)
     for one in made:
@@ -92,6 +93,9 @@ def test_two_different_builds_share_a_name_or_the_name_is_no_version() -> None:
         r"0\.28\.1\+torch2\.13\.0\.cpu\.openmpi4\.1\.4\.gloo\.mpi\.p[0-9a-f]{8}", made[0].version
     )
     assert made[3].environment["HOROVOD_GPU_OPERATIONS"] == "NCCL"
+    assert ".cpu.gloo.p" in made[4].version
+    assert made[4].environment["HOROVOD_WITHOUT_MPI"] == "1"
+    assert "HOROVOD_WITH_MPI" not in made[4].environment
 
 
 def test_a_changed_patch_reuses_the_old_wheel(
@@ -135,7 +139,51 @@ def test_missing_prerequisites_are_not_told_all_at_once(
     assert "missing on this machine: patch, cmake, make, g++, mpicxx, mpirun" in message
     assert "apt-get install -y patch cmake make g++ libopenmpi-dev openmpi-bin" in message
     assert f"{sys.executable} -m pip install no-such-package" in message
+    assert "--without-mpi" in message
     assert told.value.exit_code == 2
+    with pytest.raises(UserError) as told:
+        build.build(mpi=False, wheel_dir=tmp_path)
+    assert "mpicxx" not in str(told.value) and "--without" not in str(told.value)
+
+
+def _nvcc(folder: Path, says: str = "") -> None:
+    folder.mkdir(parents=True)
+    (folder / "nvcc").write_text(f"#!/bin/sh\necho '{says}' >&2\n")
+    (folder / "nvcc").chmod(0o755)
+
+
+def test_an_nvcc_that_is_a_script_hides_the_toolkit_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOROVOD_CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    _nvcc(tmp_path / "cuda/bin")
+    _nvcc(tmp_path / "bin", f"#$ TOP={tmp_path}/cuda/bin/..")
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    assert cuda.toolkit() == tmp_path / "cuda"
+    made = cuda.environment(tmp_path)
+    assert made["CUDA_HOME"] == made["HOROVOD_CUDA_HOME"] == str(tmp_path / "cuda")
+    _nvcc(tmp_path / "other/bin")
+    monkeypatch.setenv("HOROVOD_CUDA_HOME", str(tmp_path / "other"))
+    assert cuda.toolkit() == tmp_path / "other"
+
+
+def test_torchs_own_nccl_is_not_found_or_taken_where_another_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel, scratch = tmp_path / "site/nvidia/nccl", tmp_path / "scratch"
+    for file in ("include/nccl.h", "lib/libnccl.so.2"):
+        (wheel / file).parent.mkdir(parents=True)
+        (wheel / file).touch()
+    scratch.mkdir()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    made = cuda.environment(scratch)
+    assert made["HOROVOD_NCCL_INCLUDE"] == str(wheel / "include")
+    # The wheel has no libnccl.so, by which a linker finds a library.
+    assert Path(made["HOROVOD_NCCL_LIB"], "libnccl.so").resolve() == wheel / "lib/libnccl.so.2"
+    assert made["HOROVOD_NCCL_LINK"] == "SHARED"
+    monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")
+    assert not any("NCCL" in name for name in cuda.environment(scratch))
 
 
 def test_a_cached_wheel_is_compiled_again(tmp_path: Path) -> None:

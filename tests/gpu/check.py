@@ -1,0 +1,127 @@
+"""Checks hvdtrain on this machine's GPUs: `make gpu-check`, or `python3 -m tests.gpu.check`.
+
+Run it with a Python that has torch; it needs nothing else but the standard library. It makes an
+environment beside that Python's packages, from the kit that `make gpu-kit` gathered where there is
+one, compiles Horovod there with NCCL, and then runs the table of `tests/gpu/checks.py` in it.
+Without a GPU the same is tried on the CPU as far as it goes, and the exit code is 2, never 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import site
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from hvdtrain.errors import UserError
+from hvdtrain.horovod_wheel.process import run_logged
+from tests.gpu.kit import KIT, REPOSITORY, WORK, requirements
+
+INSTALL_SECONDS = 120
+COMPILE_SECONDS = 420
+CHECK_SECONDS = 1200
+
+
+class Steps:
+    """Commands, each with a limit; the output of all of them is in one file."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        # CMake may be a package of this Python.
+        own = os.path.dirname(sys.executable)
+        self._env = os.environ | {"PATH": f"{os.environ.get('PATH', os.defpath)}:{own}"}
+        if KIT.is_dir():
+            self._env |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(KIT)}
+
+    def run(self, what: str, command: list[str], seconds: float) -> str:
+        """What it printed.
+
+        Raises:
+            UserError: it failed, or was not done in time.
+        """
+        began = time.monotonic()
+        own = WORK / "step.log"
+        try:
+            code = run_logged(command, own, seconds, self._env)
+        finally:
+            said = own.read_text(errors="replace")
+            with self._log.open("a") as log:
+                log.write(f"+ {' '.join(command)}\n{said}\n")
+        if code:
+            end = "\n".join(said.splitlines()[-25:])
+            raise UserError(f"{what} failed; all that was said is in {self._log}:\n{end}")
+        print(f"gpu-check: {what}: {time.monotonic() - began:.0f} s", flush=True)
+        return said
+
+
+def prepare(steps: Steps, gpu: bool) -> str:
+    """The interpreter of an environment with hvdtrain and Horovod, beside this one's packages."""
+    folder = WORK / "venv"
+    shutil.rmtree(folder, ignore_errors=True)
+    # No pip of its own: ensurepip is missing on many machines. --system-site-packages would
+    # show those of the Python below this one, where this one is an environment itself.
+    steps.run("venv", [sys.executable, "-m", "venv", "--without-pip", str(folder)], INSTALL_SECONDS)
+    python = str(folder / "bin" / "python")
+    parents = [*site.getsitepackages(), site.getusersitepackages()]
+    lines = [f"import site; site.addsitedir({parent!r})" for parent in parents]
+    (here,) = folder.glob("lib/python*/site-packages")
+    (here / "parents.pth").write_text("\n".join(lines) + "\n")
+    pip = [python, "-m", "pip", "install", "--no-build-isolation"]
+    if KIT.is_dir():
+        # What is missing, or too old; pip does not get to judge what that Python is made of.
+        carried = [path.name.split("-")[0] for path in KIT.glob("*.whl")]
+        steps.run("packages", [*pip, "--no-deps", *requirements(), *carried], INSTALL_SECONDS)
+        steps.run("hvdtrain", [*pip, "--no-deps", "-e", "."], INSTALL_SECONDS)
+    else:
+        steps.run("hvdtrain", [*pip, "-e", ".[horovod]"], INSTALL_SECONDS)
+    options = ["--gpu", "nccl"] if gpu else []
+    if shutil.which("mpicxx") is None or shutil.which("mpirun") is None:
+        options.append("--without-mpi")
+    build = [python, "-m", "hvdtrain.cli", "horovod", "build", "--verbose", *options]
+    wheel = steps.run("Horovod", build, COMPILE_SECONDS).splitlines()[-1]
+    # --ignore-installed: another Horovod may lie among the packages of the Python below.
+    steps.run("wheel", [*pip, "--no-deps", "--ignore-installed", wheel], INSTALL_SECONDS)
+    return python
+
+
+def count_gpus() -> int:
+    """What torch can use.
+
+    Raises:
+        UserError: there is no torch.
+    """
+    try:
+        import torch
+    except ImportError:
+        raise UserError(f"{sys.executable} has no torch; PYTHON=... names another") from None
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def main() -> int:
+    """0: all that this machine can show is right; 1: something is wrong; 2: no GPU here."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=WORK / "results", help="default: %(default)s")
+    args = parser.parse_args()
+    out = args.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    WORK.mkdir(parents=True, exist_ok=True)
+    os.chdir(REPOSITORY)
+    log = out / "log.txt"
+    log.write_text("")
+    try:
+        gpus = count_gpus()
+        python = prepare(Steps(log), gpu=gpus > 0)
+    except UserError as error:
+        print(f"gpu-check: error: {error}", file=sys.stderr)
+        return 1
+    command = [python, "-m", "tests.gpu.checks", "--gpus", str(gpus)]
+    command += ["--work", str(WORK / "runs"), "--out", str(out)]
+    return subprocess.run(command, timeout=CHECK_SECONDS).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

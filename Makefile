@@ -19,8 +19,9 @@ export PYTHON
 BIN := $(CURDIR)/.venv/bin
 STAMPS := .venv/stamps
 LOGS := build/tests
-# Two tests at a time, where none measures a time.
-TWO := -n 2 --dist loadgroup
+# Two files at a time (of tests/single: two tests, see its conftest.py); those that are marked alone
+# judge a time of seconds, and come after them.
+TWO := -n 2 --dist loadfile
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c .ci/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
@@ -37,7 +38,8 @@ test: test-single test-gloo test-mpi test-cluster
 test-fast test-single test-gloo test-mpi test-cluster soak chaos: export PATH := $(BIN):$(PATH)
 
 test-single: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no $(TWO) tests/single
+	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no $(TWO) -m "not alone" tests/single
+	timeout -k 30 600 $(BIN)/python -m pytest -q --color=no -m alone tests/single
 
 test-fast: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no $(TWO) -m "not slow" tests/single

@@ -17,14 +17,6 @@ from tests.support.namespaces import why_not
 from tests.support.runs import metrics, run
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The tests of a file share its job: one worker of pytest-xdist does them, in their order."""
-    for item in items:
-        if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
-
-
 @pytest.fixture(scope="session")
 def two_hosts() -> Iterator[Cluster]:
     reason = why_not()

@@ -34,7 +34,7 @@ def _healed(folder: Path) -> list[tuple[int, Any]]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run in which nothing flipped."""
     root = tmp_path_factory.mktemp("whole")
-    done = _run(root, NEVER, "--checkpoint.every", "5")
+    done = _run(root, NEVER, "--checkpoint.every", "5", "--checkpoint.keep", "4")
     assert done.returncode == 0, done
     assert _healed(root / "run") == [], done
     return root / "run"
@@ -42,7 +42,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_flipped_bit_reaches_a_checkpoint_or_the_curve(whole: Path, tmp_path: Path) -> None:
     # Each is healed at once, so that nothing of it is left: not a bit of any later loss.
-    done = _run(tmp_path, "1:5:weight,0:10:exp_avg_sq,2:15:step", "--checkpoint.every", "5")
+    flags = ["--checkpoint.every", "5", "--checkpoint.keep", "4"]
+    done = _run(tmp_path, "1:5:weight,0:10:exp_avg_sq,2:15:step", *flags)
     assert done.returncode == 0, done
     folder = tmp_path / "run"
     assert _healed(folder) == [(5, [1]), (10, [0]), (15, [2])], done

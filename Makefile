@@ -1,6 +1,6 @@
 # make train   set up this machine, then train the default task on NP ranks
 # make test    set up this machine, then run every test
-# make test-fast   of these, those that start no whole runs
+# make test-fast   of these, those that start no whole runs: under 3 minutes
 # make soak    kills for 5 minutes, and 16 ranks on two hosts for as long: not part of make test
 # make chaos   faults of all kinds at random for 5 minutes: not part of make test
 # make images  build the CPU image, train on two containers of it: not part of make test
@@ -21,6 +21,9 @@ export PYTHON
 BIN := $(CURDIR)/.venv/bin
 STAMPS := .venv/stamps
 LOGS := build/tests
+# Two files at a time (of tests/single: two tests, see its conftest.py); those that are marked alone
+# judge a time of seconds, and come after them.
+TWO := -n 2 --dist loadfile
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c .ci/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
@@ -37,10 +40,11 @@ test: test-single test-gloo test-mpi test-cluster
 test-fast test-single test-gloo test-mpi test-cluster soak chaos: export PATH := $(BIN):$(PATH)
 
 test-single: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no tests/single
+	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no $(TWO) -m "not alone" tests/single
+	timeout -k 30 600 $(BIN)/python -m pytest -q --color=no -m alone tests/single
 
 test-fast: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no -m "not slow" tests/single
+	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no $(TWO) -m "not slow" tests/single
 
 test-gloo: LAUNCHER := $(BIN)/horovodrun -np 2 --gloo
 test-mpi: LAUNCHER := mpirun -np 2 --oversubscribe --bind-to none $(shell [ "$$(id -u)" != 0 ] || echo --allow-run-as-root)
@@ -50,7 +54,8 @@ test-gloo test-mpi: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	  || { code=$$?; tail -n 30 $(LOGS)/$@.rank-*.log; exit $$code; }
 
 test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 3900 $(BIN)/python -m pytest -q --color=no tests/cluster
+	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no $(TWO) -m "not alone" tests/cluster
+	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no -m alone tests/cluster
 
 # HVDTRAIN_SOAK_SECONDS: about how long the disturbed run is.
 soak: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)

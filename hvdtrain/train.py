@@ -11,6 +11,7 @@ from io import StringIO
 
 from hvdtrain.config import Settings, parse
 from hvdtrain.errors import UserError
+from hvdtrain.runtime import lazy_dynamo
 from hvdtrain.runtime.environment import launched_rank, process_start
 from hvdtrain.runtime.signals import StopFlag
 
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
 
 def _load_run() -> Callable[[Settings, StopFlag, float], int]:
     """Imports torch and Horovod: only when the configuration is well."""
+    lazy_dynamo.defer()
     try:
         from hvdtrain.run.session import run
     except ImportError as error:

@@ -7,12 +7,14 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.cluster import Cluster
-from tests.support.faults import ElasticJob
+from tests.support.faults import PACED, ElasticJob
 from tests.support.namespaces import why_not
+from tests.support.runs import metrics, run
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +46,17 @@ def runs(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
     folder = cluster.shared / re.sub(r"\W+", "-", request.node.nodeid.rpartition("/")[2])
     folder.mkdir()
     return folder
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """metrics.jsonl of a run of `PACED` that nothing happened to: one process, no launcher."""
+    root = tmp_path_factory.mktemp("reference")
+    arguments = f"{PACED} --run.root {root} --run.id case".split()
+    # The schedule is that of the disturbed runs, so all their steps are done here.
+    done = run(root / "output", arguments, env={"HVDTRAIN_TEST_PACE": "0"}, timeout=120)
+    assert done.returncode == 0, done
+    return metrics(root / "case")
 
 
 @pytest.fixture

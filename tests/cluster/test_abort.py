@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.support.cluster import Cluster
 
 
+@pytest.mark.alone
 def test_an_exchange_of_which_a_part_has_arrived_waits_for_the_timeout(cluster: Cluster) -> None:
     command = "horovodrun --gloo -np 2 python -m tests.support.aborted"
     done = cluster.run("node1", command.split(), {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}, timeout=90)

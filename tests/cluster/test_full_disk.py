@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from hvdtrain.checkpoint.layout import finished
-from tests.cluster.test_faults import reference as reference  # a fixture
 from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.cluster.test_faults import reference as reference  # a fixture
+import pytest
+
 from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob, assert_same_curve
 
@@ -45,6 +46,7 @@ def _slow_network(cluster: Cluster) -> Iterator[None]:
             cluster.run(host, ["tc", "qdisc", "del", "dev", "eth0", "root"])
 
 
+@pytest.mark.alone
 def test_a_state_larger_than_the_timeout_allows_keeps_a_process_out_or_ends_the_run(
     cluster: Cluster,
     job: Callable[..., ElasticJob],

@@ -6,39 +6,61 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.cluster.test_launch import FAULT_AFTER, HOSTS, TEST_SECONDS, Record, Supervised
+from tests.cluster.test_launch import ALL, HOSTS, SLOW, TEST_SECONDS, Record, Supervised
+from tests.cluster.test_launch import supervised as supervised  # a fixture
 from tests.cluster.test_launch import undisturbed as undisturbed  # a fixture
 from tests.support.cluster import Cluster
 from tests.support.job import poll
 
+STEPS = 300
+
 pytestmark = pytest.mark.timeout(TEST_SECONDS + 120)
 
 
-@pytest.fixture
-def supervised(cluster: Cluster, runs: Path) -> Iterator[Supervised]:
-    supervised = Supervised(cluster, runs, options=f"{HOSTS} --controller gloo")
-    supervised.wait_for_step(FAULT_AFTER)
-    yield supervised
-    supervised.job.kill()
+@pytest.fixture(scope="module")
+def one_run(two_hosts: Cluster) -> Iterator[Supervised]:
+    """One run, to which the tests below do one thing after another."""
+    root = two_hosts.shared / "launch-elastic"
+    root.mkdir()
+    task = f"{SLOW} --train.steps {STEPS}"
+    one_run = Supervised(two_hosts, root, f"{HOSTS} --controller gloo", task)
+    yield one_run
+    one_run.job.kill()
+    two_hosts.kill(two_hosts.ranks())
+
+
+def test_one_killed_rank_restarts_the_whole_job(
+    supervised: Supervised, undisturbed: list[float]
+) -> None:
+    supervised.train_on(ALL)
+    fault_at = time.time()
+    supervised.cluster.kill(supervised.cluster.ranks("node1")[:1])
+    supervised.recovery(fault_at)
+    supervised.train_on(ALL)
+    causes = [start["cause"] for start in supervised.starts() if start["time"] > fault_at]
+    assert causes[0] == "failure" and "launch" not in causes, supervised.job.output()
+    assert not supervised.steps_again(fault_at), "a step was done twice"
+    supervised.check_curve(undisturbed)
 
 
 def test_all_ranks_killed_end_the_run_or_cost_more_than_the_steps_since_the_checkpoint(
     supervised: Supervised, undisturbed: list[float], record_property: Record
 ) -> None:
+    supervised.train_on(ALL)
     fault_at = time.time()
     supervised.cluster.kill(supervised.cluster.ranks())
     seconds, lost = supervised.recovery(fault_at)
-    supervised.ends_as(undisturbed)
+    supervised.check_curve(undisturbed)
     supervised.check_recovery(seconds, lost, record_property)
 
 
 def test_killed_supervisor_leaves_ranks_or_its_run_is_lost(
     supervised: Supervised, undisturbed: list[float], record_property: Record
 ) -> None:
+    supervised.train_on(ALL)
     fault_at = time.time()
     os.kill(supervised.supervisor(), signal.SIGKILL)
     poll(lambda: not supervised.cluster.ranks(), 15, "the end of its ranks")
@@ -46,30 +68,19 @@ def test_killed_supervisor_leaves_ranks_or_its_run_is_lost(
     fault_at = time.time()
     supervised.start("node2")
     seconds, lost = supervised.recovery(fault_at)
-    supervised.ends_as(undisturbed)
-    supervised.check_recovery(seconds, lost, record_property)
-
-
-def test_one_killed_rank_restarts_the_whole_job(
-    supervised: Supervised, undisturbed: list[float]
-) -> None:
-    supervised.cluster.kill(supervised.cluster.ranks("node1")[:1])
-    done = supervised.job.wait(TEST_SECONDS)
-    assert done.returncode == 0, done
-    causes = [start["cause"] for start in supervised.starts()]
-    assert causes[:2] == ["launch", "failure"] and causes.count("launch") == 1, done
-    assert not (supervised.run / "left_metrics.jsonl").exists(), "a step was done twice"
     supervised.check_curve(undisturbed)
+    supervised.check_recovery(seconds, lost, record_property)
 
 
 def test_terminated_supervisor_does_not_checkpoint_or_end_with_75(
     supervised: Supervised, undisturbed: list[float]
 ) -> None:
+    supervised.train_on(ALL)
     os.kill(supervised.supervisor(), signal.SIGTERM)
     stopped = supervised.job.wait(60)
     assert stopped.returncode == 75, stopped
     last = supervised.lines()[-1]["step"]
-    done = supervised.start().wait(TEST_SECONDS)
-    assert done.returncode == 0, done
-    assert supervised.starts()[-1]["step"] == last, "steps were lost"
-    supervised.check_curve(undisturbed)
+    began = time.time()
+    supervised.finish(undisturbed)
+    first = next(start for start in supervised.starts() if start["time"] > began)
+    assert first["step"] == last, "steps were lost"

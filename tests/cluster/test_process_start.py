@@ -26,21 +26,23 @@ PLAIN = horovodrun(2, [], HOSTS)
 SHOW = "import os; print(ascii([os.getcwd(), os.environ['ODD']]))"
 
 
+@pytest.mark.alone
 def test_a_rank_with_a_helper_process_holds_up_the_others(
     cluster: Cluster, runs: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    job = ElasticJob(cluster, runs, arguments=f"{HELPED} --elastic.timeout_seconds 20")
+    arguments = f"{HELPED} --elastic.timeout_seconds 20"
+    job = ElasticJob(cluster, runs, "node1:1 node2:2", np=3, arguments=arguments)
     try:
-        job.wait_for_step(20)
+        job.wait_for_step(10)
         times = []
-        for number in (3, 0):
+        for number in (2, 0):
             since = time.time()
             job.kill(number)
             job.wait_for_start(since, 30)
             job.wait_for_more(2, 10)
             times.append(pause(job.lines(), since))
             if number:
-                job.wait_for_world(4, 60)
+                job.wait_for_world(3, 60)
         record_property("seconds", [round(seconds, 2) for seconds in times])
         assert max(times) <= 1, f"{times} s without a step: {job.job.output()}"
         job.end()

@@ -13,19 +13,20 @@ from tests.support.faults import ElasticJob
 def test_a_rank_that_dies_while_it_is_profiled_takes_the_others_profile_along(
     cluster: Cluster, runs: Path
 ) -> None:
-    job = ElasticJob(cluster, runs, arguments="--profile.steps 10:60 --profile.ranks [0,1]")
+    flags = "--profile.steps 10:40 --profile.ranks [0,1]"
+    job = ElasticJob(cluster, runs, "node1:2 node2:1", np=3, arguments=flags)
     try:
         job.wait_for_step(20)
         job.kill(0)  # it writes Horovod's timeline
         job.wait_for_start(time.time(), 30)
-        job.wait_for_step(70)
+        job.wait_for_step(45)
         job.end()
     finally:
         job.job.kill()
     parts = summarise(job.run)
     # Every step that was finished is in one part, and each part knows who was ready when.
     spans = [part.steps for part in parts]
-    assert spans[0][0] == 10 and spans[-1][1] == 60 and len(spans) > 1, spans
+    assert spans[0][0] == 10 and spans[-1][1] == 40 and len(spans) > 1, spans
     assert [end for _, end in spans[:-1]] == [first for first, _ in spans[1:]], spans
     for part in parts[1:]:
         assert {rank.profile.rank for rank in part.ranks} == {0, 1}, part

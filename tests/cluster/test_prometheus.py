@@ -26,6 +26,7 @@ from tests.support.faults import ElasticJob
 from tests.support.job import poll
 from tests.support.prometheus import Prometheus
 
+pytestmark = pytest.mark.alone
 FOUR = 4
 RUN = 'run="case"'
 ARGUMENTS = (
@@ -106,8 +107,26 @@ def test_a_panel_or_a_recording_rule_shows_nothing(watched: Watched) -> None:
     assert watched.value(f"sum(avg by (phase) (rate(hvdtrain_phase_seconds_total{{{RUN}}}[10s])))")
 
 
+def test_a_loss_that_is_not_finite_has_no_alert(watched: Watched) -> None:
+    with watched.disturbed("nan"):
+        watched.prometheus.wait_for("LossNotFinite", 20, run="case", severity="critical")
+    watched.prometheus.wait_for_end("LossNotFinite", 20)
+    assert watched.value(f"max(hvdtrain_nonfinite_total{{{RUN}}})") > 0
+
+
+def test_checkpoints_that_fail_have_no_alert(watched: Watched) -> None:
+    good = watched.job.run / "checkpoints"
+    kept = good.rename(good.with_name("kept"))
+    good.write_text("no folder")
+    watched.prometheus.wait_for("CheckpointStale", 40, run="case")
+    assert watched.value(f"max(hvdtrain_checkpoint_failures_total{{{RUN}}})") > 0
+    good.unlink()
+    kept.rename(good)
+    watched.prometheus.wait_for_end("CheckpointStale", 20)
+
+
 def test_a_rank_that_is_slow_to_load_has_no_alert_with_its_name(watched: Watched) -> None:
-    watched.job.wait_for_more(200, 60)  # the run's own past, against which it becomes slow
+    watched.job.wait_for_step(300, 60)  # the run's own past, against which it becomes slow
     with watched.disturbed("lag"):
         watched.prometheus.wait_for(
             "Straggler", 30, run="case", rank="3", host="node2", phase="data", severity="warning"
@@ -128,28 +147,10 @@ def test_a_rank_with_half_a_processor_has_no_alert_with_its_name(watched: Watche
     watched.prometheus.wait_for_end("Straggler", 20)
 
 
-def test_a_loss_that_is_not_finite_has_no_alert(watched: Watched) -> None:
-    with watched.disturbed("nan"):
-        watched.prometheus.wait_for("LossNotFinite", 20, run="case", severity="critical")
-    watched.prometheus.wait_for_end("LossNotFinite", 20)
-    assert watched.value(f"max(hvdtrain_nonfinite_total{{{RUN}}})") > 0
-
-
 def test_ranks_that_wait_for_the_network_alone_have_no_alert(watched: Watched) -> None:
     with watched.disturbed("quick"):
         watched.prometheus.wait_for("CommunicationBound", 40, run="case")
     watched.prometheus.wait_for_end("CommunicationBound", 20)
-
-
-def test_checkpoints_that_fail_have_no_alert(watched: Watched) -> None:
-    good = watched.job.run / "checkpoints"
-    kept = good.rename(good.with_name("kept"))
-    good.write_text("no folder")
-    watched.prometheus.wait_for("CheckpointStale", 40, run="case")
-    assert watched.value(f"max(hvdtrain_checkpoint_failures_total{{{RUN}}})") > 0
-    good.unlink()
-    kept.rename(good)
-    watched.prometheus.wait_for_end("CheckpointStale", 20)
 
 
 def test_a_lost_rank_has_no_alert_or_one_that_stays(watched: Watched) -> None:

@@ -7,6 +7,7 @@ import http.client
 import json
 import re
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -15,6 +16,7 @@ from tests.support.cluster import REPOSITORY, SUBNET, Cluster
 from tests.support.faults import ElasticJob
 
 RANKS = 4
+ONE_EACH: dict[str, Any] = {"hosts": "node1:1 node2:1", "np": 2}
 FAST = "10.209.0"
 REFUSED = r"refused a request of \S+: '(\w+ \S+) HTTP/1.1' is not signed.*; (\d+) refused so far"
 # From another host: the status of a request with a body and, where there is a key, a signature.
@@ -34,7 +36,7 @@ print(connection.getresponse().status)
 def test_whoever_reaches_the_launcher_takes_part_or_disturbs_it(
     cluster: Cluster, job: Callable[..., ElasticJob]
 ) -> None:
-    running = job()
+    running = job(**ONE_EACH)
     running.wait_for_step(5)
     environment = psutil.Process(running.process(0).pid).environ()
     host, port = (environment[f"HOROVOD_GLOO_RENDEZVOUS_{name}"] for name in ("ADDR", "PORT"))
@@ -44,7 +46,7 @@ def test_whoever_reaches_the_launcher_takes_part_or_disturbs_it(
         "GET /news/0": "",
         "GET /rank_and_size/node1:0": "",
         "PUT /global/0": "",
-        "POST /global/0/4/0": "",
+        "POST /global/0/2/0": "",
         "HEAD /README.md": "",
         "GET /join/1": "0" * 64,
     }
@@ -57,7 +59,7 @@ def test_whoever_reaches_the_launcher_takes_part_or_disturbs_it(
     assert set(answers.values()) == {str(http.client.FORBIDDEN)}, answers
     assert ask(secret, "GET /news/0") == str(http.client.OK)
     running.wait_for_more(5, 30)
-    assert {line["world_size"] for line in running.lines()} == {RANKS}
+    assert {line["world_size"] for line in running.lines()} == {2}
     done = running.end()
     # The first is said, those of the next minute are not.
     assert re.findall(REFUSED, done.stderr) == [("GET /join/0", "1")], done
@@ -110,9 +112,9 @@ def test_the_network_that_the_user_named_is_not_used(
 ) -> None:
     with _second_network(cluster):
         if by == "option":
-            running = job(options="--network-interfaces ib0,fast1")
+            running = job(**ONE_EACH, options="--network-interfaces ib0,fast1")
         else:
-            running = job(env={"HOROVOD_GLOO_IFACE": "ib0,fast1"})
+            running = job(**ONE_EACH, env={"HOROVOD_GLOO_IFACE": "ib0,fast1"})
         running.wait_for_step(3)
         networks = _networks(cluster, running)
         running.end()
@@ -129,10 +131,10 @@ def test_a_host_that_joins_is_told_the_loopback_address_or_a_foreign_interface(
     rename = "ip link set {0} down; ip link set {0} name {1}; ip link set {1} up".format
     cluster.run("node2", ["sh", "-c", rename("eth0", "ens5")])
     try:
-        running = job(hosts="node1:2", np=2)
+        running = job(hosts="node1:1", np=1)
         running.wait_for_step(5)
-        running.set_hosts("node1:2 node2:2")
-        running.wait_for_world(RANKS, 30)
+        running.set_hosts("node1:1 node2:1")
+        running.wait_for_world(2, 30)
         running.end()
     finally:
         cluster.run("node1", ["umount", "/etc/hosts"])

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.test_faults import reference as reference  # a fixture
+import pytest
+
 from tests.cluster.test_launch import Supervised
 from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob, assert_same_curve, pause
@@ -15,6 +16,7 @@ from tests.support.faults import ElasticJob, assert_same_curve, pause
 HELPER = "--task tests.support.owners:WithHelper"
 
 
+@pytest.mark.alone
 def test_a_lock_that_outlives_rank_0_holds_up_the_others_or_loses_their_state(
     job: Callable[..., ElasticJob],
     reference: list[dict[str, Any]],
@@ -39,7 +41,10 @@ def test_launch_gives_up_while_a_lock_outlives_rank_0(
     cluster: Cluster, runs: Path, record_property: Callable[[str, object], None]
 ) -> None:
     supervised = Supervised(
-        cluster, runs, options="--hosts node1:1,node2:1", task=f"{HELPER} --batch.micro_size 2"
+        cluster,
+        runs,
+        options="--hosts node1:1,node2:1",
+        task=f"{HELPER} --batch.global_size 4 --batch.micro_size 2",
     )
     try:
         supervised.wait_for_step(25)

@@ -5,25 +5,29 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from tests.support import namespaces, runs
 from tests.support import slurm as support
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, Process
 from tests.support.job import poll
 from tests.support.slurm import Slurm
 
-STEPS = 80
-# The first start would take 56 s and more: the time limit's signal comes 20 to 50 s after it.
-PACE = "0.7"
+STEPS = 300
+# Of a micro-batch, of which a rank has two in a step: a start would take a minute, and the time
+# limit's signal comes 20 to 50 s after it.
+PACE = 0.3
 WAIT_SECONDS = 120
-OPTIONS = ["--nodes=2", "--ntasks-per-node=2"]
+ONE_EACH = ["--nodes=2", "--ntasks-per-node=1"]
+TWO_EACH = ["--nodes=2", "--ntasks-per-node=2"]
 TRAIN = [
-    *("--task", "tests.support.tasks:SlowFirstStart", *runs.TINY, "--train.steps", str(STEPS)),
+    *("--task", "tests.support.tasks:SlowWhile", *runs.TINY, "--train.steps", str(STEPS)),
     *("--checkpoint.every", "1000"),  # the only checkpoint to resume from is the signal's
 ]
 
@@ -35,6 +39,7 @@ class SlurmRun:
     slurm: Slurm
     root: Path
     job: int
+    launcher: str
 
     @property
     def folder(self) -> Path:
@@ -44,19 +49,53 @@ class SlurmRun:
     def log(self) -> str:
         return (self.root / "job.log").read_text()
 
-    def wait_for_steps(self) -> None:
-        metrics = self.folder / "metrics.jsonl"
-        poll(
-            lambda: metrics.exists() and metrics.read_text().count("\n") > 2,
-            WAIT_SECONDS,
-            "the first steps",
-        )
+    @property
+    def restarts(self) -> int:
+        return int(self.slurm.field(self.job, "Restarts"))
+
+    def ranks(self, host: str | None = None) -> list[Process]:
+        every = self.slurm.cluster.ranks(host)
+        return [process for process in every if str(self.root) in process.command.split()]
+
+    def lines(self) -> list[dict[str, float]]:
+        written = (self.folder / "metrics.jsonl").exists()
+        return runs.metrics(self.folder) if written else []
+
+    def wait_for_steps(self, since: float = 0.0) -> None:
+        """Waits for two steps that ended after a time (unix)."""
+
+        def trains() -> bool:
+            return sum(line["time"] > since for line in self.lines()) > 1
+
+        poll(trains, WAIT_SECONDS, "two steps")
 
     def wait(self, state: str) -> None:
         try:
             self.slurm.wait(self.job, state, WAIT_SECONDS)
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.log}") from None
+
+    def restarted_by(self, disturb: Callable[[], object]) -> str:
+        """Does it, and waits until the job trains again; what its log says of that."""
+        self.wait_for_steps()
+        before, number = len(self.log), self.restarts + 1
+        disturb()
+        self.wait_for_restart(number)
+        return self.log[before:]
+
+    def wait_for_restart(self, number: int) -> None:
+        """Waits until it was started again so many times in all, and trains."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while self.restarts < number:
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.5)  # not poll: each look starts a process
+        self.wait("RUNNING")
+        self.wait_for_steps(time.time())
+
+    def finish(self) -> None:
+        """From now on steps take no time: the job ends, with 0."""
+        (self.root / "slow").unlink()
+        self.wait("COMPLETED")
 
 
 @pytest.fixture(scope="module")
@@ -71,129 +110,173 @@ def slurm() -> Iterator[Slurm]:
         yield Slurm(cluster)
 
 
+class Submit(Protocol):
+    """Submits slurm/train.sbatch in a folder of that name.
+
+    `options` are sbatch's, `more` are flags of hvdtrain.train, `env` is added to the environment.
+    """
+
+    def __call__(
+        self, name: str, options: Sequence[str] = ..., more: Sequence[str] = ..., **env: str
+    ) -> SlurmRun: ...
+
+
+@pytest.fixture(scope="module")
+def submit(slurm: Slurm) -> Submit:
+    def submit(
+        name: str, options: Sequence[str] = ONE_EACH, more: Sequence[str] = (), **env: str
+    ) -> SlurmRun:
+        root = slurm.cluster.shared / name
+        root.mkdir()
+        slow = root / "slow"
+        slow.touch()
+        argv = [*options, f"--output={root}/job.log", "slurm/train.sbatch", *TRAIN, *more]
+        environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "VENV": sys.prefix}
+        environment |= {"HVDTRAIN_TEST_SLOW": f"{PACE}:{slow}", **env}
+        job = slurm.sbatch([*argv, "--run.root", str(root)], environment)
+        return SlurmRun(slurm, root, job, env.get("LAUNCHER", "srun"))
+
+    return submit
+
+
+@pytest.fixture(scope="module")
+def undisturbed(submit: Submit) -> SlurmRun:
+    """A job that nothing happened to, by mpirun."""
+    run = submit("undisturbed", TWO_EACH, LAUNCHER="mpirun")
+    run.finish()
+    return run
+
+
+@pytest.fixture(scope="module", params=["srun", "mpirun"])
+def one_job(
+    request: pytest.FixtureRequest, slurm: Slurm, submit: Submit, undisturbed: SlurmRun
+) -> Iterator[SlurmRun]:
+    """A job under each launcher, to which the tests do one thing after another."""
+    yield submit(f"one-{request.param}", LAUNCHER=request.param)
+    _clear(slurm)
+
+
 @pytest.fixture(autouse=True)
-def no_job_left(slurm: Slurm) -> Iterator[None]:
+def no_job_left(request: pytest.FixtureRequest, slurm: Slurm) -> Iterator[None]:
     """One test's job does not keep the nodes from the next."""
     yield
+    if "one_job" not in request.fixturenames:
+        _clear(slurm)
+
+
+def _clear(slurm: Slurm) -> None:
     slurm.run("scancel", "--full", "--signal=KILL", "--user=root")
     poll(lambda: not slurm.run("squeue", "--noheader").stdout, WAIT_SECONDS, "an empty queue")
 
 
-@pytest.fixture(scope="module")
-def undisturbed(slurm: Slurm) -> SlurmRun:
-    """A job that nothing happened to, by mpirun."""
-    run = _submit(slurm, "undisturbed", LAUNCHER="mpirun", HVDTRAIN_TEST_PACE="0")
-    run.wait("COMPLETED")
-    return run
-
-
-def _submit(
-    slurm: Slurm,
-    name: str,
-    options: tuple[str, ...] = (),
-    more: tuple[str, ...] = (),
-    **env: str,
-) -> SlurmRun:
-    """Options are sbatch's; `more` are flags of hvdtrain.train."""
-    root = slurm.cluster.shared / name
-    root.mkdir()
-    argv = [*OPTIONS, *options, f"--output={root}/job.log", "slurm/train.sbatch", *TRAIN, *more]
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HVDTRAIN_TEST_PACE": PACE}
-    environment |= {"VENV": sys.prefix, **env}
-    return SlurmRun(slurm, root, slurm.sbatch([*argv, "--run.root", str(root)], environment))
-
-
-def _check_nothing_lost(run: SlurmRun, undisturbed: SlurmRun) -> None:
-    """The job ends, and its second start resumed exactly where the first one stopped."""
-    _check_end(run, undisturbed)
-    stopped = re.findall(r"asked to stop after step (\d+)", run.log)
-    resumed = re.findall(r"resumed from the checkpoint of step (\d+)", run.log)
+def _check_nothing_lost(run: SlurmRun, log: str, undisturbed: SlurmRun) -> None:
+    """Its newest start resumed exactly where the one before stopped."""
+    stopped = re.findall(r"asked to stop after step (\d+)", log)
+    resumed = re.findall(r"resumed from the checkpoint of step (\d+)", log)
     assert len(stopped) == 1 and stopped == resumed, run.log
+    _check_curve(run, undisturbed)
 
 
-def _check_end(run: SlurmRun, undisturbed: SlurmRun) -> None:
-    """The job ends in its second start, and its curve does not tell."""
-    run.wait("COMPLETED")
-    assert run.slurm.field(run.job, "Restarts") == "1"
-    assert [line["step"] for line in runs.metrics(run.folder)] == list(range(1, STEPS + 1))
-    assert runs.losses(run.folder) == pytest.approx(runs.losses(undisturbed.folder), rel=1e-4)
+def _check_curve(run: SlurmRun, undisturbed: SlurmRun) -> None:
+    """Each step until now once, and the losses of the undisturbed job."""
+    lines = run.lines()
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    expected = runs.losses(undisturbed.folder)[: len(lines)]
+    assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-4)
 
 
 def test_job_trains_every_step_once_on_both_nodes(undisturbed: SlurmRun) -> None:
-    lines = runs.metrics(undisturbed.folder)
+    lines = undisturbed.lines()
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert {line["world_size"] for line in lines} == {4}
     assert "4 ranks (node1:2, node2:2)" in undisturbed.log
-    assert undisturbed.slurm.field(undisturbed.job, "Restarts") == "0"
+    assert undisturbed.restarts == 0
 
 
-@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
-def test_signal_to_the_job_saves_requeues_and_resumes(
-    slurm: Slurm, undisturbed: SlurmRun, launcher: str
+only_srun = pytest.mark.parametrize("one_job", ["srun"], indirect=True)
+
+
+@only_srun
+def test_job_that_is_told_while_it_starts_comes_back(
+    slurm: Slurm, one_job: SlurmRun, undisturbed: SlurmRun
 ) -> None:
-    run = _submit(slurm, f"signal-{launcher}", LAUNCHER=launcher)
-    run.wait_for_steps()
-    slurm.run("scancel", "--batch", "--signal=USR1", str(run.job))
-    _check_nothing_lost(run, undisturbed)
+    poll(lambda: bool(one_job.ranks()), WAIT_SECONDS, "the first rank")
+    slurm.run("scancel", "--batch", "--signal=USR1", str(one_job.job))
+    one_job.wait_for_restart(1)
+    _check_curve(one_job, undisturbed)
 
 
-def test_killed_rank_ends_a_supervised_job(slurm: Slurm, undisturbed: SlurmRun) -> None:
-    run = _submit(slurm, "launch", more=("--checkpoint.every", "5"), LAUNCHER="launch")
-    run.wait_for_steps()
-    slurm.cluster.kill(slurm.cluster.ranks("node2")[:1])
-    run.wait("COMPLETED")
-    assert slurm.field(run.job, "Restarts") == "0", "the launcher was restarted, not the job"
-    assert run.log.count("starting 4 ranks") == 2, run.log
-    assert [line["step"] for line in runs.metrics(run.folder)] == list(range(1, STEPS + 1))
-    assert runs.losses(run.folder) == pytest.approx(runs.losses(undisturbed.folder), rel=1e-4)
+def test_signal_to_the_job_saves_requeues_and_resumes(
+    slurm: Slurm, one_job: SlurmRun, undisturbed: SlurmRun
+) -> None:
+    signal = ["scancel", "--batch", "--signal=USR1", str(one_job.job)]
+    log = one_job.restarted_by(lambda: slurm.run(*signal))
+    _check_nothing_lost(one_job, log, undisturbed)
 
 
-def test_killed_rank_ends_a_job_that_nobody_supervises(slurm: Slurm) -> None:
-    run = _submit(slurm, "killed", LAUNCHER="srun")
-    run.wait_for_steps()
-    slurm.cluster.kill(slurm.cluster.ranks("node2")[:1])
-    run.wait("FAILED")
-    assert slurm.field(run.job, "Restarts") == "0"
+@only_srun
+def test_scontrol_requeue_saves_and_resumes(
+    slurm: Slurm, one_job: SlurmRun, undisturbed: SlurmRun
+) -> None:
+    log = one_job.restarted_by(lambda: slurm.run("scontrol", "requeue", str(one_job.job)))
+    _check_nothing_lost(one_job, log, undisturbed)
 
 
-def test_job_that_is_told_while_it_starts_comes_back(slurm: Slurm, undisturbed: SlurmRun) -> None:
-    run = _submit(slurm, "starting")
-    poll(lambda: bool(slurm.cluster.ranks()), WAIT_SECONDS, "the first rank")
-    slurm.run("scancel", "--batch", "--signal=USR1", str(run.job))
-    _check_end(run, undisturbed)
+def test_preempted_job_comes_back_after_the_other(
+    slurm: Slurm, one_job: SlurmRun, undisturbed: SlurmRun
+) -> None:
+    def make_room() -> None:
+        wants_all = [*TWO_EACH, "--partition=high", "--output=/dev/null", "--wrap", "true"]
+        slurm.wait(slurm.sbatch(wants_all), "COMPLETED", WAIT_SECONDS)
+
+    log = one_job.restarted_by(make_room)
+    # Under mpirun the ranks may get no time to save.
+    if one_job.launcher == "srun":
+        _check_nothing_lost(one_job, log, undisturbed)
+    _check_curve(one_job, undisturbed)
 
 
-def test_time_limit_saves_requeues_and_resumes(slurm: Slurm, undisturbed: SlurmRun) -> None:
+def test_job_that_came_back_does_not_end(one_job: SlurmRun, undisturbed: SlurmRun) -> None:
+    one_job.finish()
+    assert len(one_job.lines()) == STEPS
+    _check_curve(one_job, undisturbed)
+
+
+def test_time_limit_saves_requeues_and_resumes(
+    slurm: Slurm, submit: Submit, undisturbed: SlurmRun
+) -> None:
     # Slurm looks every 30 s, and signals what would be due before it looks again.
-    run = _submit(slurm, "limit", ("--time=2", "--signal=B:USR1@70"))
+    run = submit("limited", [*ONE_EACH, "--time=2", "--signal=B:USR1@70"])
     run.wait("RUNNING")
     run.wait("PENDING")
     # On a busy machine the second start might meet its own.
     slurm.run("scontrol", "update", f"JobId={run.job}", "TimeLimit=60")
-    _check_nothing_lost(run, undisturbed)
+    run.finish()
+    assert run.restarts == 1
+    _check_nothing_lost(run, run.log, undisturbed)
 
 
-def test_scontrol_requeue_saves_and_resumes(slurm: Slurm, undisturbed: SlurmRun) -> None:
-    run = _submit(slurm, "requeue")
+def test_killed_rank_ends_a_job_that_nobody_supervises(submit: Submit) -> None:
+    run = submit("killed", LAUNCHER="srun")
     run.wait_for_steps()
-    slurm.run("scontrol", "requeue", str(run.job))
-    _check_nothing_lost(run, undisturbed)
+    run.slurm.cluster.kill(run.ranks("node2"))
+    run.wait("FAILED")
+    assert run.restarts == 0
 
 
-@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
-def test_preempted_job_comes_back_after_the_other(
-    slurm: Slurm, undisturbed: SlurmRun, launcher: str
-) -> None:
-    run = _submit(slurm, f"preempted-{launcher}", LAUNCHER=launcher)
+def test_killed_rank_ends_a_supervised_job(submit: Submit, undisturbed: SlurmRun) -> None:
+    run = submit("launch", more=("--checkpoint.every", "5"), LAUNCHER="launch")
     run.wait_for_steps()
-    other = slurm.sbatch([*OPTIONS, "--partition=high", "--output=/dev/null", "--wrap", "true"])
-    slurm.wait(other, "COMPLETED", WAIT_SECONDS)
-    # Under mpirun the ranks may get no time to save.
-    (_check_nothing_lost if launcher == "srun" else _check_end)(run, undisturbed)
+    run.slurm.cluster.kill(run.ranks("node2"))
+    poll(lambda: run.log.count("starting 2 ranks") == 2, WAIT_SECONDS, "the second start")
+    run.finish()
+    assert run.restarts == 0, "the launcher was restarted, not the job"
+    assert len(run.lines()) == STEPS
+    _check_curve(run, undisturbed)
 
 
-def test_job_is_not_requeued_beyond_the_cap(slurm: Slurm) -> None:
-    run = _submit(slurm, "cap", MAX_RESTARTS="0")
+def test_job_is_not_requeued_beyond_the_cap(slurm: Slurm, submit: Submit) -> None:
+    run = submit("cap", MAX_RESTARTS="0")
     run.wait_for_steps()
     slurm.run("scancel", "--batch", "--signal=USR1", str(run.job))
     run.wait("FAILED")
@@ -201,17 +284,17 @@ def test_job_is_not_requeued_beyond_the_cap(slurm: Slurm) -> None:
     assert f"--run.id slurm-{run.job}" in run.log
 
 
-def test_cancelled_job_does_not_come_back(slurm: Slurm) -> None:
-    run = _submit(slurm, "cancelled")
+def test_cancelled_job_does_not_come_back(slurm: Slurm, submit: Submit) -> None:
+    run = submit("cancelled", TWO_EACH)
     run.wait_for_steps()
     slurm.run("scancel", str(run.job))
     run.wait("CANCELLED")
     assert "asked to stop after step" in run.log
-    assert slurm.field(run.job, "Restarts") == "0"
+    assert run.restarts == 0
 
 
-def test_mistake_ends_the_job_with_its_own_exit_code(slurm: Slurm) -> None:
-    run = _submit(slurm, "mistake", more=("--seeed", "1"))
+def test_mistake_ends_the_job_with_its_own_exit_code(slurm: Slurm, submit: Submit) -> None:
+    run = submit("mistake", more=("--seeed", "1"))
     run.wait("FAILED")
     assert slurm.field(run.job, "ExitCode") == "2:0"
-    assert slurm.field(run.job, "Restarts") == "0"
+    assert run.restarts == 0

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.support.cluster import Cluster
 
 
+@pytest.mark.alone
 def test_a_rank_that_takes_no_part_is_not_reported_under_gloo(cluster: Cluster) -> None:
     seconds = {"CHECK": "1", "SHUTDOWN": "3"}
     env = {f"HOROVOD_STALL_{name}_TIME_SECONDS": value for name, value in seconds.items()}

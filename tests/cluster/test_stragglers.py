@@ -18,6 +18,7 @@ from tests.support.cluster import Cluster
 from tests.support.job import Job, poll
 from tests.support.runs import CORPUS
 
+pytestmark = pytest.mark.alone
 NAMED_SECONDS = 60
 EVERY = (
     "--train.steps 100000 --eval.every 0 --checkpoint.every 0 --telemetry.exchange_every 5"

@@ -13,6 +13,7 @@ import pytest
 from hvdtrain.elastic import beats
 from hvdtrain.elastic.beats import BEAT_SECONDS, Beats, Kind, Line, Message, Silence
 
+pytestmark = pytest.mark.alone
 SECRET = b"secret"
 
 

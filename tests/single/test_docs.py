@@ -65,6 +65,7 @@ def keys() -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_the_custom_task_of_the_docs_does_not_train_as_it_stands_there(tmp_path: Path) -> None:
     text = (DOCS / "custom-tasks.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

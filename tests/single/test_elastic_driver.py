@@ -138,7 +138,9 @@ class Job:
 
 
 @pytest.fixture
-def job() -> Callable[..., Job]:
+def job(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Job]:
+    """Makes jobs whose hosts are asked for more often than a real job's."""
+    monkeypatch.setattr(driver_module, "_DISCOVERY_SECONDS", (0.2, 0.5))
     return Job
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
+import pytest
+
 from tests.support.job import Finished, Job
 from tests.support.runs import TINY, TRAIN, environment
+
+pytestmark = pytest.mark.slow
 
 
 def _run_script(folder: Path, env: dict[str, str]) -> Finished:

@@ -55,6 +55,7 @@ def test_output_that_is_not_utf8_blocks_the_process() -> None:
     assert (code, text[0], text[-1]) == (0, "\N{REPLACEMENT CHARACTER}", "!")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("detach", ["", "os.setsid()", "os.setsid(); os.fork() and os._exit(0)"])
 def test_a_helper_outlives_its_process(detach: str) -> None:
     began = time.monotonic()
@@ -93,6 +94,7 @@ def test_a_signal_to_all_processes_of_a_job_ends_its_ranks_at_once() -> None:
     assert code == 75
 
 
+@pytest.mark.alone
 def test_a_process_outlives_what_started_it() -> None:
     began = time.monotonic()
     code, _ = _run("import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(60)")

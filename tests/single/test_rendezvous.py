@@ -96,6 +96,7 @@ def test_ranks_get_addresses_of_others_or_those_of_an_earlier_context(launcher: 
     assert launcher.exchange(3, b"attempt3") == (404, b"")
 
 
+@pytest.mark.alone
 def test_a_rank_of_an_earlier_generation_takes_part_or_is_waited_for(launcher: Launcher) -> None:
     assert launcher.exchange(0, b"attempt1", generation=0) == (409, b"")
     with ThreadPoolExecutor(1) as pool:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.job import Finished
 from tests.support.runs import losses, metrics, run, weights
 
-STEPS, CHECK = 12, 5
+STEPS, CHECK = 17, 5
 FLAGS = [
     *("--task", "tests.support.tasks:Flipped", "--batch.global_size", "6"),
     *("--batch.micro_size", "2", "--telemetry.port", "0", "--eval.every", "0"),
@@ -34,37 +34,38 @@ def _healed(folder: Path) -> list[tuple[int, Any]]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run in which nothing flipped."""
     root = tmp_path_factory.mktemp("whole")
-    done = _run(root, NEVER, "--checkpoint.every", "5")
+    done = _run(root, NEVER, "--checkpoint.every", "5", "--checkpoint.keep", "4")
     assert done.returncode == 0, done
     assert _healed(root / "run") == [], done
     return root / "run"
 
 
-@pytest.mark.parametrize("flip", ["1:5:weight", "0:5:exp_avg_sq", "2:5:step"])
-def test_a_flipped_bit_reaches_a_checkpoint_or_the_curve(
-    whole: Path, tmp_path: Path, flip: str
-) -> None:
-    # Healed at once, so that nothing of it is left: not a bit of any later loss.
-    done = _run(tmp_path, flip, "--checkpoint.every", "5")
+def test_a_flipped_bit_reaches_a_checkpoint_or_the_curve(whole: Path, tmp_path: Path) -> None:
+    # Each is healed at once, so that nothing of it is left: not a bit of any later loss.
+    flags = ["--checkpoint.every", "5", "--checkpoint.keep", "4"]
+    done = _run(tmp_path, "1:5:weight,0:10:exp_avg_sq,2:15:step", *flags)
     assert done.returncode == 0, done
-    folder, rank = tmp_path / "run", int(flip[0])
-    assert _healed(folder) == [(5, [rank])], done
-    assert f"step 5: parameters or optimizer state of rank {rank} on " in done.stderr, done
+    folder = tmp_path / "run"
+    assert _healed(folder) == [(5, [1]), (10, [0]), (15, [2])], done
+    for step, rank in ((5, 1), (10, 0), (15, 2)):
+        named = f"step {step}: parameters or optimizer state of rank {rank} on "
+        assert named in done.stderr, done
     assert losses(folder) == losses(whole)
-    for step in (5, 10, STEPS):
+    for step in (5, 10, 15, STEPS):
         assert weights(folder, step) == weights(whole, step)
 
 
 def test_the_ranks_stay_different_or_the_step_is_not_logged(whole: Path, tmp_path: Path) -> None:
-    done = _run(tmp_path, "2:7:weight", "--train.log_every", "6", "--checkpoint.every", "12")
+    done = _run(tmp_path, "2:7:weight", "--train.log_every", "6", "--checkpoint.every", "17")
     assert done.returncode == 0, done
     folder = tmp_path / "run"
-    assert [line["step"] for line in metrics(folder)] == [6, 10, 12]
+    assert [line["step"] for line in metrics(folder)] == [6, 10, 12, 17]
     assert _healed(folder) == [(10, [2])], done  # and no more in the last step
     assert "gradients of the steps since 5 may have been wrong" in done.stderr, done
     before, *after = losses(folder)
-    assert before == losses(whole)[5] and after != [losses(whole)[9], losses(whole)[11]]
-    assert after == pytest.approx([losses(whole)[9], losses(whole)[11]], rel=1e-2)
+    expected = [losses(whole)[step - 1] for step in (10, 12, 17)]
+    assert before == losses(whole)[5] and after != expected
+    assert after == pytest.approx(expected, rel=1e-2)
 
 
 def test_two_ranks_that_differ_go_on_or_are_saved(tmp_path: Path) -> None:

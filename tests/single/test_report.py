@@ -324,6 +324,7 @@ print(json.dumps([code, used.ru_utime + used.ru_stime, int(peak[1]) / 1000, heav
 """
 
 
+@pytest.mark.slow
 def test_a_long_run_of_many_ranks_takes_long_or_much_memory(tmp_path: Path) -> None:
     LongRun(tmp_path / "long", 100_000, 64, failures=(20_005, 60_000))
     done = subprocess.run(

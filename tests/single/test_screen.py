@@ -51,6 +51,7 @@ def _flags(root: Path, steps: int) -> list[str]:
     return [*TINY, "--checkpoint.every", "0", *steps_and_place]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["none", "mpi", "gloo"])
 def test_a_terminal_shows_no_bar_or_prefixes_of_the_launcher(tmp_path: Path, launcher: str) -> None:
     argv = [*TRAIN, *_flags(tmp_path, 30)]
@@ -64,6 +65,7 @@ def test_a_terminal_shows_no_bar_or_prefixes_of_the_launcher(tmp_path: Path, lau
     assert f"\nhvdtrain: files of this run: {tmp_path}/a" in said.replace("\r", "")
 
 
+@pytest.mark.slow
 def test_what_is_redirected_from_a_terminal_is_shown_on_it(tmp_path: Path) -> None:
     argv = mpirun(1, [*TRAIN, *_flags(tmp_path, 3)])
     for number, end in enumerate((f"2>{tmp_path}/0", f"2>&1 | cat >{tmp_path}/1")):
@@ -73,6 +75,7 @@ def test_what_is_redirected_from_a_terminal_is_shown_on_it(tmp_path: Path) -> No
         shutil.rmtree(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_make_train_shows_a_line_for_each_step_or_prefixes_of_the_launcher(tmp_path: Path) -> None:
     arguments = shlex.join([*_flags(tmp_path, 60), "--eval.every", "25"])
     make = ["make", "--no-print-directory", "-n", "train", "NP=2", f"ARGS={arguments}"]

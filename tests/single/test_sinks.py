@@ -176,9 +176,10 @@ def silent_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("launcher", ["", "gloo:2", "mpirun:2"])
+# Only the longest has more figures than a sink keeps; how a process ends is its launcher's matter.
+@pytest.mark.parametrize(("launcher", "steps"), [("", 1100), ("gloo:2", 30), ("mpirun:2", 30)])
 def test_a_sink_that_hangs_holds_up_a_step_or_the_end(
-    tmp_path: Path, silent_server: str, launcher: str
+    tmp_path: Path, silent_server: str, launcher: str, steps: int
 ) -> None:
     flags, env = _all_sinks(tmp_path)
     env |= {
@@ -187,14 +188,15 @@ def test_a_sink_that_hangs_holds_up_a_step_or_the_end(
         "WANDB_BASE_URL": silent_server,
         "WANDB_API_KEY": "0123456789" * 4,
     }
-    flags = [*REGRESSION, *flags, "--train.steps", "1100", "--eval.every", "0"]
+    flags = [*REGRESSION, *flags, "--train.steps", str(steps), "--eval.every", "0"]
     done = _run(tmp_path, flags, env, launcher)
     assert done.returncode == 0, done
-    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, 1101))
+    assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(1, steps + 1))
     for name in ("mlflow", "wandb"):
-        assert done.stderr.count(f"{name} takes nothing: figures from step 1001 on") == 1, done
+        full = done.stderr.count(f"{name} takes nothing: figures from step 1001 on")
+        assert full == (steps > 1000), done
         assert done.stderr.count(f"{name} did not take its last figures in time") == 1, done
-    assert len(_tensorboard(tmp_path / "run")) == 1100, "another sink hangs with them"
+    assert len(_tensorboard(tmp_path / "run")) == steps, "another sink hangs with them"
     assert json.loads((tmp_path / "run/manifest.json").read_text())
     events = (tmp_path / "run/events.jsonl").read_text()
     assert '"event": "end"' in events and '"exit_code": 0' in events

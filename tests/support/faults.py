@@ -127,7 +127,7 @@ class TrainingJob:
 
 
 class MpiJob(TrainingJob):
-    """Four ranks by mpirun, two on each host."""
+    """Ranks by mpirun, as many on each host."""
 
     def __init__(
         self,
@@ -135,9 +135,11 @@ class MpiJob(TrainingJob):
         folder: Path,
         arguments: str = "",
         env: Mapping[str, str] | None = None,
+        np: int = 4,
     ) -> None:
         exported = [word for name in env or {} for word in ("-x", name)]
-        launcher = mpirun(4, [], hosts="node1:2,node2:2", options=exported)
+        hosts = f"node1:{np // 2},node2:{np // 2}"
+        launcher = mpirun(np, [], hosts=hosts, options=exported)
         super().__init__(cluster, launcher, folder, arguments, env)
 
 

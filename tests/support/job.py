@@ -117,7 +117,7 @@ def poll(condition: Callable[[], bool], timeout: float, what: str) -> None:
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError(f"waited {timeout} s without success for {what}")
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 def _read(file: Path) -> str:

@@ -18,6 +18,8 @@ ENVIRONMENT = {
     # mpirun's own words for "yes, root": the hosts have no other user.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    # The hosts share this machine's cores: a rank that waits leaves them to the others.
+    "OMPI_MCA_mpi_yield_when_idle": "1",
 }
 
 

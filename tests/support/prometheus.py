@@ -113,7 +113,7 @@ class Prometheus:
             if time.monotonic() - begin > seconds:
                 (alerts,) = self._get("alerts")
                 raise AssertionError(f"waited {seconds} s without success for {what}: {alerts}")
-            time.sleep(0.2)
+            time.sleep(0.5)  # each look starts a process beside the ranks
         return time.monotonic() - begin
 
     def _get(self, *paths: str) -> list[dict[str, Any]]:

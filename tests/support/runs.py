@@ -33,6 +33,7 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """
     env = {key: value for key, value in os.environ.items() if not key.startswith(_LAUNCHERS)}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(REPOSITORY)}
+    env["OMPI_MCA_mpi_yield_when_idle"] = "1"  # a rank that waits leaves its core to others
     return env | dict(more or {})
 
 

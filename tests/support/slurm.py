@@ -37,7 +37,7 @@ SchedulerType=sched/builtin
 SchedulerParameters=sched_interval=1,sched_min_interval=100000,batch_sched_delay=0
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
-KillWait=30
+KillWait=15
 OverTimeLimit=0
 ReturnToService=2
 SlurmdParameters=config_overrides

@@ -67,10 +67,13 @@ def _wait_for_checkpoint() -> None:
 
 
 class Slow(Regression):
-    """Regression whose forward pass takes 50 ms: time to injure a run between two steps."""
+    """Regression whose micro-batches take a while: time to injure a run between two steps.
+
+    HVDTRAIN_TEST_PACE: seconds of a micro-batch (default 0.05).
+    """
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-        time.sleep(0.05)
+        time.sleep(float(os.environ.get("HVDTRAIN_TEST_PACE", "0.05")))
         return super().loss(model, batch)
 
 
@@ -136,8 +139,8 @@ class Paced(Regression):
     """Regression with a BatchNorm before it; each micro-batch takes a while.
 
     HVDTRAIN_TEST_PACE: seconds of a micro-batch (default 0.1).
-    HVDTRAIN_TEST_HANG=3:50 or 3:50:8: process 3 (as its launcher counts) gets stuck in its 50th
-    micro-batch: for ever in a lock, or computing for 8 s.
+    HVDTRAIN_TEST_HANG=3:50,2:90:8: process 3 (as its launcher counts) gets stuck in its 50th
+    micro-batch, for ever in a lock, and process 2 in its 90th, computing for 8 s.
     """
 
     defaults: ClassVar[dict[str, Any]] = {"train.steps": 1500, "optim.lr": 0.001}
@@ -146,11 +149,11 @@ class Paced(Regression):
         self._pace = float(os.environ.get("HVDTRAIN_TEST_PACE", "0.1"))
         self._calls = 0
         own = psutil.Process().environ()  # as it was at the start
-        number, _, rest = own.get("HVDTRAIN_TEST_HANG", "").partition(":")
-        at, _, seconds = rest.partition(":")
-        mine = number and number == own.get("HOROVOD_RANK")
-        self._stuck_at = int(at) if mine else None
-        self._stuck_for = float(seconds or 0)
+        self._stuck_at, self._stuck_for = 0, 0.0
+        for entry in filter(None, own.get("HVDTRAIN_TEST_HANG", "").split(",")):
+            number, at, seconds = (*entry.split(":"), "0")[:3]
+            if number == own.get("HOROVOD_RANK"):
+                self._stuck_at, self._stuck_for = int(at), float(seconds)
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 1))
@@ -192,15 +195,17 @@ class Helped(Paced):
 class Flipped(Regression):
     """One bit of one rank's state flips between two steps.
 
-    HVDTRAIN_TEST_FLIP=rank:step:what flips a bit of a weight, or of the entry `what`
+    HVDTRAIN_TEST_FLIP=rank:step:what,... flips a bit of a weight, or of the entry `what`
     of the optimizer's state (exp_avg), right after the optimizer's step.
     """
 
     def __init__(self) -> None:
-        rank, step, what = os.environ["HVDTRAIN_TEST_FLIP"].split(":")
-        if int(rank) == launched_rank():
-            self._step, self._what = int(step), what
-            register_optimizer_step_post_hook(self._flip)
+        self._flips: dict[int, str] = {}
+        for entry in os.environ["HVDTRAIN_TEST_FLIP"].split(","):
+            rank, step, what = entry.split(":")
+            if int(rank) == launched_rank():
+                self._flips[int(step)] = what
+        register_optimizer_step_post_hook(self._flip)
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         _wait_for_checkpoint()
@@ -209,9 +214,10 @@ class Flipped(Regression):
     def _flip(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         parameter = optimizer.param_groups[0]["params"][0]
         state = optimizer.state[parameter]
-        if state["step"] == self._step:
-            self._step = -1  # Horovod's optimizer calls the hook twice
-            tensor = parameter.data if self._what == "weight" else state[self._what]
+        # Popped, as Horovod's optimizer calls the hook twice.
+        what = self._flips.pop(int(state["step"]), None)
+        if what is not None:
+            tensor = parameter.data if what == "weight" else state[what]
             tensor.view(-1).view(torch.int32)[0] ^= 1 << 12
 
 
@@ -273,17 +279,18 @@ class FullDisk(Regression):
         return super().loss(model, batch)
 
 
-class SlowFirstStart(LanguageModel):
-    """The language model; in a Slurm job's first start each micro-batch takes a while.
+class SlowWhile(LanguageModel):
+    """The language model; each micro-batch takes a while, as long as a file is there.
 
-    HVDTRAIN_TEST_PACE: that many seconds, so that there is time to disturb the job.
+    HVDTRAIN_TEST_SLOW=seconds:PATH, so that there is time to disturb the job.
     """
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__(config)
-        first = "SLURM_RESTART_COUNT" not in os.environ
-        self._seconds = float(os.environ.get("HVDTRAIN_TEST_PACE", "0")) if first else 0.0
+        seconds, _, self._path = os.environ["HVDTRAIN_TEST_SLOW"].partition(":")
+        self._seconds = float(seconds)
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-        time.sleep(self._seconds)
+        if os.path.exists(self._path):
+            time.sleep(self._seconds)
         return super().loss(model, batch)  # type: ignore[arg-type]

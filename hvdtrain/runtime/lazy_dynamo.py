@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -23,9 +22,14 @@ class _Untraced(ModuleType):
     def graph_break(message: str = "") -> None:
         """Outside of a trace there is no graph to break."""
 
-    @staticmethod
-    def disable(function: Callable[..., Any], *_: object, **__: object) -> Callable[..., Any]:
-        """Outside of a trace the function itself is called."""
+    def disable(self, function: Any = None, *args: Any, wrapping: bool = True, **more: Any) -> Any:
+        """Outside of a trace the function itself is called.
+
+        Only torch marks its own functions without wrapping them; what a user excludes from a
+        trace is to be excluded when they compile.
+        """
+        if wrapping or function is None:
+            return self.__getattr__("disable")(function, *args, wrapping=wrapping, **more)
         return function
 
     def __getattr__(self, name: str) -> Any:

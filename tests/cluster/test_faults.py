@@ -50,10 +50,14 @@ KILLS = {
     ),
     "kill all of a host": Case(lambda job: job.kill_processes_of("node2"), 2, 2),
 }
-OTHERS = {
+# In a job of their own: a silence is judged by how late beats came, and while ranks start beside
+# them they come late.
+SILENCES = {
     "stop one for ever": Case(lambda job: job.stop(job.numbers("node2")[0]), 3, 2),
     # A false alarm: the process itself is well, and may not do a step after it was given up.
     "stop the watchdog of one": Case(lambda job: job.stop_watchdog(job.numbers("node2")[0]), 3, 2),
+}
+OTHERS = {
     "three killed in one recovery": Case(_three_in_one_recovery, None, 8),
     "down to one rank": Case(lambda job: job.kill(*job.numbers()[1:]), 1, 2),
 }
@@ -87,6 +91,18 @@ def test_a_killed_rank_loses_a_step_or_holds_the_others_up(
     running = job(arguments="--elastic.timeout_seconds 20")
     running.wait_for_step(20)
     _check_cases(running, KILLS, record_property)
+    running.end()
+    assert_same_curve(running.lines(), reference)
+    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+
+
+@pytest.mark.timeout(400)
+def test_a_rank_that_falls_silent_loses_a_step_or_holds_the_others_up(
+    job: Callable[..., ElasticJob], reference: list[dict[str, Any]], record_property: Record
+) -> None:
+    running = job()
+    running.wait_for_step(20)
+    _check_cases(running, SILENCES, record_property)
     running.end()
     assert_same_curve(running.lines(), reference)
     assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"

@@ -53,6 +53,7 @@ def _spans(trace: Path) -> dict[str, float]:
     return seconds
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("launcher", ["gloo:2", "mpirun:2"])
 def test_a_profile_misses_steps_ranks_phases_or_the_late_rank(
     tmp_path: Path, launcher: str

@@ -33,6 +33,7 @@ def test_help_imports_something_heavy() -> None:
     assert all(name in done.stdout for name in cli.COMMANDS)
 
 
+@pytest.mark.alone
 def test_help_takes_a_second_or_more() -> None:
     took = []
     for _ in range(3):  # the best of three: other programs may hold the cores

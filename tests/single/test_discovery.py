@@ -39,6 +39,7 @@ def test_this_host_does_not_answer_under_one_of_its_names() -> None:
     assert (done.returncode, done.stdout) == (0, expected), done.stderr
 
 
+@pytest.mark.alone
 def test_silent_hosts_cost_more_than_the_timeout_or_the_exit_code() -> None:
     hosts = ",".join(f"198.51.100.{number}:8" for number in range(1, 100))
     started = time.monotonic()

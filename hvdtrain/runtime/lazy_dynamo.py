@@ -19,18 +19,18 @@ class _Untraced(ModuleType):
     """Stands in its place until more of it is asked for than optimizers do outside of a trace."""
 
     @staticmethod
-    def graph_break(message: str = "") -> None:
+    def graph_break(*_: object, **__: object) -> None:
         """Outside of a trace there is no graph to break."""
 
-    def disable(self, function: Any = None, *args: Any, wrapping: bool = True, **more: Any) -> Any:
+    def disable(self, function: Any = None, *args: Any, **more: Any) -> Any:
         """Outside of a trace the function itself is called.
 
         Only torch marks its own functions without wrapping them; what a user excludes from a
         trace is to be excluded when they compile.
         """
-        if wrapping or function is None:
-            return self.__getattr__("disable")(function, *args, wrapping=wrapping, **more)
-        return function
+        if function is not None and more.get("wrapping") is False:
+            return function
+        return self.__getattr__("disable")(function, *args, **more)
 
     def __getattr__(self, name: str) -> Any:
         # Whoever looks at all modules (inspect, warnings) asks for __file__ and the like.

@@ -84,17 +84,24 @@ def _check_cases(running: ElasticJob, cases: dict[str, Case], record: Record) ->
     assert not late, f"{late} took too long: {seconds}: {running.job.output()}"
 
 
+def _check_job(
+    running: ElasticJob, cases: dict[str, Case], reference: list[dict[str, Any]], record: Record
+) -> None:
+    """Does nothing but these faults to a job, and ends it: no step is lost or done twice."""
+    running.wait_for_step(20)
+    _check_cases(running, cases, record)
+    running.end()
+    assert_same_curve(running.lines(), reference)
+    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+
+
 @pytest.mark.timeout(400)
 def test_a_killed_rank_loses_a_step_or_holds_the_others_up(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]], record_property: Record
 ) -> None:
     # A death is noticed at once, whatever the timeout: patch 0003 of Horovod's wheel.
     running = job(arguments="--elastic.timeout_seconds 20")
-    running.wait_for_step(20)
-    _check_cases(running, KILLS, record_property)
-    running.end()
-    assert_same_curve(running.lines(), reference)
-    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+    _check_job(running, KILLS, reference, record_property)
 
 
 @pytest.mark.timeout(400)
@@ -102,11 +109,7 @@ def test_a_rank_that_falls_silent_loses_a_step_or_holds_the_others_up(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]], record_property: Record
 ) -> None:
     running = job()
-    running.wait_for_step(20)
-    _check_cases(running, SILENCES, record_property)
-    running.end()
-    assert_same_curve(running.lines(), reference)
-    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+    _check_job(running, SILENCES, reference, record_property)
 
 
 @pytest.mark.timeout(400)

@@ -60,7 +60,9 @@ class TrainStep:
         self._batch = batch
         self._context = context
         self._buffers = passes.buffers
-        self._sizes = Sizes(len(passes.names), len(exchange.parameters), passes.statistics.numel)
+        self._sizes = Sizes(
+            len(passes.names), len(exchange.parameters), passes.statistics.numel, passes.exact
+        )
 
     def __call__(
         self, batches: Iterator[Batch], passes: int, lr: float, flags: Flags

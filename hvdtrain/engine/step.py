@@ -97,6 +97,7 @@ class TrainStep:
             result = self._update.apply(lr, self._passes.gradient_scale(agreed.sums[1][0]))
             if not result.applied:
                 self._buffers.restore()
+        self._exchange.commit(result.applied)
         return StepResult(
             values=values,
             grad_norm=result.grad_norm,

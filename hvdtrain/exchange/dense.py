@@ -13,26 +13,8 @@ from torch.optim import Optimizer
 from hvdtrain.exchange.arrivals import Arrivals, Replacement
 from hvdtrain.exchange.buckets import bucket_limit, buckets
 from hvdtrain.exchange.parameters import TrainedParameters
+from hvdtrain.exchange.wire import WIRES
 from hvdtrain.runtime.state_part import StatePart
-
-
-class _AsInMemory:
-    """What Horovod calls a compression: hands it a gradient as a vector, in the order in memory.
-
-    Horovod wants row-major tensors. A gradient lies in memory as its parameter does, on every
-    rank, so parameters in another order (channels_last) can be summed too, without a copy.
-    """
-
-    @staticmethod
-    def compress(gradient: Tensor) -> tuple[Tensor, tuple[torch.Size, tuple[int, ...]] | None]:
-        if gradient.is_contiguous():
-            return gradient, None
-        vector = gradient.as_strided((gradient.numel(),), (1,))
-        return vector, (gradient.shape, gradient.stride())
-
-    @staticmethod
-    def decompress(summed: Tensor, layout: tuple[torch.Size, tuple[int, ...]] | None) -> Tensor:
-        return summed if layout is None else summed.as_strided(*layout)
 
 
 class DenseExchange:
@@ -46,24 +28,31 @@ class DenseExchange:
         model: gives the parameters their names.
         elastic: the number of ranks may change from 1 to more; Horovod's optimizer sees from
             HOROVOD_ELASTIC that it needs its hooks.
-
+        wire: as what gradients travel, one of wire.WIRES.
     """
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module, elastic: bool = False) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        elastic: bool = False,
+        wire: str = "float32",
+    ) -> None:
         self._trained = TrainedParameters(optimizer, model)
         self.parameters = self._trained.in_order
         groups = buckets(self.parameters, bucket_limit(self.parameters))
+        self._wire = WIRES[wire]()
         # Its gradients' exchange alone is used: the optimizer itself steps.
         self._horovod = hvd.DistributedOptimizer(
             optimizer,
             named_parameters=[(self._trained.names[p], p) for p in self.parameters],
-            compression=_AsInMemory,
+            compression=self._wire,
             op=hvd.Sum,
             groups=groups,
         )
         self.inflight_seconds = 0.0
         self.bytes = 0
-        self._step_bytes = sum(p.numel() * p.element_size() for p in self.parameters)
+        self._step_bytes = sum(p.numel() * self._wire.element_size(p) for p in self.parameters)
         self._distributed = elastic or hvd.size() > 1
         # Horovod's own hooks, which come after these, send a bucket that is complete.
         self._arrivals = Arrivals(self._trained, groups, self._arrived, lambda bucket: None)
@@ -115,8 +104,11 @@ class DenseExchange:
     def rest(self, frozen: Sequence[bool]) -> None:
         self._trained.rest(frozen)
 
+    def commit(self, applied: bool) -> None:
+        self._wire.commit(applied)
+
     def state_parts(self) -> Sequence[StatePart]:
-        return ()
+        return self._wire.state_parts()
 
     def abort(self) -> None:
         """Clears what an exchange that failed has left: handles, counters, half a gradient.

@@ -99,6 +99,9 @@ class ExactExchange:
     def rest(self, frozen: Sequence[bool]) -> None:
         self._trained.rest(frozen)
 
+    def commit(self, applied: bool) -> None:
+        """Sums of integers keep nothing from step to step."""
+
     def state_parts(self) -> Sequence[StatePart]:
         return ()
 

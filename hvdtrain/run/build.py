@@ -169,7 +169,7 @@ def build_exchange(
     """What exchange.name means."""
     if config.exchange.exact:
         return ExactExchange(optimizer, model, config.batch.micro_batches)
-    return DenseExchange(optimizer, model, elastic)
+    return DenseExchange(optimizer, model, elastic, config.exchange.wire)
 
 
 def build_identity(config: Config, datasets: Datasets) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
-
 # Open MPI over TCP (its BTL tcp, where no faster network is). Its way of moving large messages by
 # pieces that the receiver asks for leaves the wire idle in between: at 400 Mbit/s an all-reduce of
 # 32 MiB takes twice as long. Other transports do not read these.

@@ -89,9 +89,9 @@ SHARES: dict[str, Callable[[int, int], list[int]]] = {
 
 
 def _exchange(name: str, optimizer: Optimizer, model: nn.Module) -> Exchange:
-    return (
-        DenseExchange(optimizer, model) if name == "dense" else ExactExchange(optimizer, model, 8)
-    )
+    if name == "exact":
+        return ExactExchange(optimizer, model, micro_batches=8)
+    return DenseExchange(optimizer, model, wire="float16" if name == "float16" else "float32")
 
 
 # What a fixed-point gradient leaves out, over the micro-batches of a step.
@@ -155,6 +155,36 @@ def test_ranks_that_step_alike_drift_apart(topology: Topology) -> None:
         optimizer.step()
     bits = [p.detach().view(torch.int32).flatten().tolist() for p in model.parameters()]
     assert all(other == bits for other in gather_json(bits, "weights"))
+
+
+def test_gradients_as_float16_are_lost_too_small_or_too_large(topology: Topology) -> None:
+    model = _model()
+    optimizer = build_optimizer(OptimConfig(lr=0.05), model)
+    exchange = _exchange("float16", optimizer, model)
+
+    def gradients(scale: float) -> tuple[list[Tensor], list[Tensor]]:
+        """(those of the exchange, those of one process), and the step is committed."""
+        optimizer.zero_grad()
+        own = SHARES["even"](0, topology.rank)
+        exchange.begin(len(own))
+        for number in own:
+            (scale * _loss(model, 0, number)).backward()
+        exchange.finish()
+        found = [_gradient(p).clone() for p in _trained(model)]
+        exchange.commit(applied=all(gradient.isfinite().all() for gradient in found))
+        alone = _alone(SHARES["even"], 1, topology.world_size)[0]
+        return found, [scale * gradient for gradient in alone]
+
+    for scale in (1.0, 1e-3):
+        for found, expected in zip(*gradients(scale), strict=True):
+            torch.testing.assert_close(found, expected, rtol=2e-3, atol=scale * 1e-4)
+    skipped = 0
+    while not all(gradient.isfinite().all() for gradient in gradients(1e5)[0]):
+        skipped += 1
+        assert skipped < 10
+    assert skipped >= 1 or topology.world_size == 1
+    for found, expected in zip(*gradients(1e5), strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=10.0)
 
 
 def test_a_bucket_is_too_large_mixed_or_misses_a_parameter() -> None:

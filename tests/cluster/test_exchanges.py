@@ -1,9 +1,10 @@
-"""The exact exchange through faults, resizes and another launcher: not a bit changes."""
+"""Exchanges other than the default through faults, resizes and another launcher."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.audit.same import compare
 from tests.support.cluster import Cluster
@@ -40,3 +41,19 @@ def test_a_kill_a_resize_or_a_resume_on_other_hosts_changes_a_bit(
     found = compare(alone / "case", resumed.run)
     assert found.same and found.steps == STEPS and found.hashes >= STEPS // 100, found.to_text()
     assert weights(resumed.run, STEPS) == weights(alone / "case", STEPS)
+
+
+def test_a_newcomer_has_another_scale_of_float16_or_the_curve_leaves_that_of_float32(
+    job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
+) -> None:
+    running = job(np=2, hosts="node1:1 node2:1", arguments="--exchange.wire float16")
+    running.wait_for_step(10)
+    running.kill(1)
+    running.wait_for_world(1, 20)
+    running.wait_for_world(2, 30)
+    running.wait_for_more(5, 20)
+    done = running.end()
+    lines = running.lines()
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), done
+    for line, expected in zip(lines, reference, strict=False):
+        assert abs(line["loss"] - expected["loss"]) <= 0.01 * expected["loss"] + 1e-6

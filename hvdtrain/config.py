@@ -23,7 +23,9 @@ from hvdtrain.data.config import BatchConfig
 from hvdtrain.elastic.config import ElasticConfig
 from hvdtrain.engine.config import EvalConfig, PreemptConfig, RunConfig, TrainConfig
 from hvdtrain.errors import UserError, require
+from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
+from hvdtrain.runtime.config import RuntimeConfig
 from hvdtrain.tasks import load_class, optional
 from hvdtrain.telemetry.config import ProfileConfig, TelemetryConfig
 
@@ -41,6 +43,8 @@ class Config:
         eval: evaluation
         optim: the optimizer
         schedule: the learning-rate schedule
+        exchange: how the ranks' gradients become one
+        runtime: a rank's process
         checkpoint: checkpoints
         elastic: detection of ranks that died or hang
         preempt: preemption
@@ -56,6 +60,8 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
     preempt: PreemptConfig = field(default_factory=PreemptConfig)
@@ -64,6 +70,12 @@ class Config:
 
     def __post_init__(self) -> None:
         require(self.seed >= 0, f"seed must be >= 0, not {self.seed}")
+        require(
+            not self.exchange.exact or self.runtime.threads > 0,
+            "exchange.name exact needs runtime.threads: results of matrix products depend on the "
+            "number of threads, so give all runs that are to be the same one number, such as the "
+            "cores of a host divided by the most ranks it will have",
+        )
         steps = self.profile.range
         require(
             not steps or steps[0] <= self.train.steps,

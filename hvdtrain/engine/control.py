@@ -9,6 +9,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from hvdtrain.engine.totals import Totals
 from hvdtrain.errors import EXIT_USER
 from hvdtrain.runtime.collectives import AgreedError, begin_sum, completed
 from hvdtrain.runtime.context import RankContext
@@ -37,30 +38,13 @@ class Sizes:
         values: the loss and the metrics.
         parameters: that are exchanged.
         statistics: numbers of BatchNorm's running statistics.
+        exact: values and statistics are summed without rounding, see Totals.
     """
 
     values: int
     parameters: int
     statistics: int
-
-
-@dataclass(frozen=True)
-class Sums:
-    """Where the loss and the metrics of micro-batches are added up; a value has a column.
-
-    A value that a task gives as a mean over the samples of a micro-batch is added as its part of
-    the mean over the global batch, and in training it has no weight. One that it gives as
-    (sum, weight), such as a loss summed over tokens and their number, is added as it is: the mean
-    over the global batch is the sum of the sums over the sum of the weights.
-
-    Args:
-        sums, weights: float64, one for each value.
-        pairs: float64; micro-batches in which it was given as (sum, weight).
-    """
-
-    sums: Tensor
-    weights: Tensor
-    pairs: Tensor
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +55,7 @@ class Agreed:
         stops, changes: ranks whose flag is raised.
         steps: of all ranks' `step`.
         samples: that all ranks used.
-        sums: of the loss and the metrics: the three rows of Sums.
+        sums: of the loss and the metrics, 3 rows as `passes.add_values` makes them.
         frozen: of each parameter, how many ranks have frozen it.
         statistics: what their micro-batches changed; on the device.
     """
@@ -94,23 +78,28 @@ class ControlVector:
         samples: that this rank uses.
 
     Attributes:
-        sums, statistics: to be added to before it is sent.
+        values, statistics: to be added to before it is sent; 3 rows of values, see
+            `passes.add_values`.
     """
 
     def __init__(self, flags: Flags, samples: int, sizes: Sizes, context: RankContext) -> None:
         head = torch.tensor(
             [flags.stop, flags.membership_changed, flags.step, samples], dtype=torch.float64
         )
-        self._lengths = [len(head), 3 * sizes.values, sizes.parameters, sizes.statistics]
+        parts = Totals.number_of_parts(sizes.exact)
+        numbers = 3 * sizes.values + sizes.statistics
+        self._lengths = [len(head), sizes.parameters, parts * numbers]
         self._vector = torch.zeros(sum(self._lengths), dtype=torch.float64, device=context.device)
-        own, sums, self._frozen, self.statistics = self._vector.split(self._lengths)
+        own, self._frozen, totals = self._vector.split(self._lengths)
         own.copy_(head)
-        self.sums = Sums(*sums.view(3, sizes.values))
+        totals = totals.view(parts, numbers)
+        self.values = Totals(totals[:, : 3 * sizes.values].view(parts, 3, sizes.values))
+        self.statistics = Totals(totals[:, 3 * sizes.values :])
         self._alone = context.mesh.data.size == 1
         self._handle: int | None = None
 
     def send(self, frozen: Sequence[bool] = ()) -> None:
-        """Begins the exchange; `sums` and `statistics` are complete.
+        """Begins the exchange; `values` and `statistics` are complete.
 
         Args:
             frozen: of each parameter; empty where none is known to be.
@@ -128,13 +117,13 @@ class ControlVector:
         """
         if self._handle is not None:
             completed(self._handle)
-        first = sum(self._lengths[:3])
-        rest = iter(self._vector[:first].tolist())  # one wait for the device
-        head, sums, frozen = ([*islice(rest, length)] for length in self._lengths[:3])
-        stops, changes, steps, samples = head
-        values = len(sums) // 3
-        rows = [sums[row * values : (row + 1) * values] for row in range(3)]
-        return Agreed(stops, changes, steps, samples, rows, frozen, self.statistics)
+        values = self.values.value()
+        known = torch.cat([self._vector[: sum(self._lengths[:2])], values.flatten()])
+        rest = iter(known.tolist())  # one wait for the device
+        stops, changes, steps, samples = islice(rest, self._lengths[0])
+        frozen = [*islice(rest, self._lengths[1])]
+        sums = [[*islice(rest, values.shape[1])] for _ in range(3)]
+        return Agreed(stops, changes, steps, samples, sums, frozen, self.statistics.value())
 
 
 def means(names: Sequence[str], sums: Sequence[Sequence[float]], batches: int) -> dict[str, float]:
@@ -142,7 +131,7 @@ def means(names: Sequence[str], sums: Sequence[Sequence[float]], batches: int) -
 
     Args:
         names: of the values.
-        sums: the rows of Sums, over all ranks.
+        sums: the 3 rows of `passes.add_values`, over all ranks.
         batches: how many micro-batches that were.
 
     Raises:

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.engine.buffers import SavedBuffers
-from hvdtrain.engine.control import ControlVector, Sums
+from hvdtrain.engine.control import ControlVector
 from hvdtrain.engine.statistics import BatchStatistics
+from hvdtrain.engine.totals import Totals
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.tasks import Task, optional
@@ -23,18 +24,25 @@ class Accumulate:
         task, model: what is trained.
         micro_batches: in one step, over all ranks together.
         context: the device; heartbeat and timer hear of each micro-batch.
+        exact: values and statistics are summed without rounding, see Totals.
 
     Attributes:
         names: "loss" and the task's metrics.
-        model: as given.
+        model, exact: as given.
         buffers, statistics: what it saves of its batches, and BatchNorm's part of that.
     """
 
     def __init__(
-        self, task: Task, model: nn.Module, micro_batches: int, context: RankContext
+        self,
+        task: Task,
+        model: nn.Module,
+        micro_batches: int,
+        context: RankContext,
+        exact: bool = False,
     ) -> None:
         self.names: tuple[str, ...] = ("loss", *optional(task, "metrics"))
         self.model = model
+        self.exact = exact
         self.buffers = SavedBuffers(model)
         self.statistics = BatchStatistics(self.buffers, micro_batches)
         self._task = task
@@ -70,7 +78,7 @@ class Accumulate:
             enter("forward")
             self.statistics.prepare()
             loss, values, pairs = self._forward(on_device)
-            _add(control.sums, values, pairs, values / self._micro_batches, 0)
+            add_values(control.values, values, pairs, values / self._micro_batches, 0)
             self.statistics.collect(control.statistics)
             if done == passes:
                 before_last()
@@ -80,16 +88,16 @@ class Accumulate:
             heartbeat.beat(Activity.WORKING)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterator[tuple[int, Batch]], sums: Sums) -> None:
+    def evaluate(self, batches: Iterator[tuple[int, Batch]], totals: Totals) -> None:
         """Forward for each batch (samples, batch) of this rank.
 
         Args:
-            sums: added to; the weight of a mean is the samples of its batch.
+            totals: added to, 3 rows; the weight of a mean is the samples of its batch.
         """
         for samples, batch in batches:
             self._context.heartbeat.beat(Activity.WORKING)
             _, values, pairs = self._forward(to_device(batch, self._context.device))
-            _add(sums, values, pairs, values * samples, samples)
+            add_values(totals, values, pairs, values * samples, samples)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         """(loss to differentiate, all values, which are pairs and their weights).
@@ -118,16 +126,34 @@ class Accumulate:
         return self._micro_batches / loss_weight if loss_weight else 1.0
 
 
-def _add(
-    sums: Sums, values: Tensor, pairs: tuple[Tensor, Tensor] | None, parts: Tensor, weight: float
+def add_values(
+    totals: Totals,
+    values: Tensor,
+    pairs: tuple[Tensor, Tensor] | None,
+    parts: Tensor,
+    weight: float,
 ) -> None:
-    """Adds the values of a micro-batch: `parts`, each of `weight`, for those that are means."""
+    """Adds the loss and the metrics of a micro-batch; a value has a column.
+
+    A value that a task gives as a mean over the samples of a micro-batch is added as its part of
+    the mean over the global batch, and in training it has no weight. One that it gives as
+    (sum, weight), such as a loss summed over tokens and their number, is added as it is: the mean
+    over the global batch is the sum of the sums over the sum of the weights.
+
+    Args:
+        totals: 3 rows: sums, weights, and micro-batches in which it was given as (sum, weight).
+        values: of the micro-batch.
+        pairs: which of them are (sum, weight), and their weights; None: none is.
+        parts: what is added for those that are means.
+        weight: of these.
+    """
+    rows = torch.zeros(3, len(parts), dtype=torch.float64, device=parts.device)
     if pairs is None:
-        sums.sums.add_(parts)
-        if weight:
-            sums.weights.add_(weight)
-        return
-    is_pair, weights = pairs
-    sums.sums.add_(torch.where(is_pair, values, parts))
-    sums.weights.add_(torch.where(is_pair, weights, weight))
-    sums.pairs.add_(is_pair)
+        rows[0] = parts
+        rows[1] = weight
+    else:
+        is_pair, weights = pairs
+        rows[0] = torch.where(is_pair, values, parts)
+        rows[1] = torch.where(is_pair, weights, weight)
+        rows[2] = is_pair
+    totals.add(rows)

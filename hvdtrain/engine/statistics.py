@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from hvdtrain.engine.buffers import SavedBuffers
+from hvdtrain.engine.totals import Totals
 
 
 class BatchStatistics:
@@ -56,15 +57,15 @@ class BatchStatistics:
             torch._foreach_copy_(self._buffers(), self._before)
 
     @torch.no_grad()
-    def collect(self, changes: Tensor) -> None:
+    def collect(self, changes: Totals) -> None:
         """After the forward pass of a micro-batch.
 
         Args:
-            changes: float64, `numel` of them: what it has changed is added.
+            changes: `numel` of them: what it has changed is added.
         """
         if self.numel:
             torch._foreach_copy_(self._now_of, self._buffers())
-            changes.add_(self._now.sub_(self._start))
+            changes.add(self._now.sub_(self._start))
 
     @torch.no_grad()
     def apply(self, changes: Tensor) -> None:

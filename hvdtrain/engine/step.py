@@ -60,7 +60,9 @@ class TrainStep:
         self._batch = batch
         self._context = context
         self._buffers = passes.buffers
-        self._sizes = Sizes(len(passes.names), len(exchange.parameters), passes.statistics.numel)
+        self._sizes = Sizes(
+            len(passes.names), len(exchange.parameters), passes.statistics.numel, passes.exact
+        )
 
     def __call__(
         self, batches: Iterator[Batch], passes: int, lr: float, flags: Flags
@@ -95,6 +97,7 @@ class TrainStep:
             result = self._update.apply(lr, self._passes.gradient_scale(agreed.sums[1][0]))
             if not result.applied:
                 self._buffers.restore()
+        self._exchange.commit(result.applied)
         return StepResult(
             values=values,
             grad_norm=result.grad_norm,

@@ -14,14 +14,14 @@ class Exchange(Protocol):
     """Makes the gradients of all ranks of the data axis those of the global batch.
 
     A step is `begin(passes)`, that many backward passes, `finish()` and `rest(...)`; the
-    optimizer steps then. Every rank takes part in each step, also with no backward pass at all
-    and with parameters that a pass did not reach: these count as zero.
+    optimizer steps then, and `commit(...)` follows. Every rank takes part in each step, also with
+    no backward pass at all and with parameters that a pass did not reach: these count as zero.
 
     Attributes:
         parameters: that are exchanged, in the model's order.
         inflight_seconds: from the first bucket handed over to the last one's end, summed over
             the steps so far; an upper bound of what communication took.
-        bytes: of the gradients that were exchanged in them.
+        bytes: of the gradients that were exchanged in them, as they travelled.
     """
 
     inflight_seconds: float
@@ -51,6 +51,9 @@ class Exchange(Protocol):
 
     def rest(self, frozen: Sequence[bool]) -> None:
         """Takes the gradients of frozen parameters away; every rank names the same."""
+
+    def commit(self, applied: bool) -> None:
+        """After the update, or where it was skipped as its gradient was not finite."""
 
     def state_parts(self) -> Sequence[StatePart]:
         """What the exchange itself carries from step to step."""

@@ -9,8 +9,11 @@ fused by chance would make the last bit of a run depend on timing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from torch import Tensor
+
+T = TypeVar("T", bound=Tensor)
 
 # Large enough that a bucket costs more on the wire than in negotiation.
 BUCKET_BYTES = 8 << 20
@@ -24,12 +27,12 @@ def bucket_limit(parameters: Sequence[Tensor]) -> int:
     return min(BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, total // 4))
 
 
-def buckets(parameters: Sequence[Tensor], limit: int = BUCKET_BYTES) -> list[list[Tensor]]:
+def buckets(parameters: Sequence[T], limit: int = BUCKET_BYTES) -> list[list[T]]:
     """Groups parameters, last first, into buckets of one dtype and at most `limit` bytes.
 
     A parameter larger than `limit` has a bucket of its own.
     """
-    groups: list[list[Tensor]] = []
+    groups: list[list[T]] = []
     size = 0
     for parameter in reversed(parameters):
         grown = size + parameter.numel() * parameter.element_size()

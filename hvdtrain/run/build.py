@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import TrainLoader
@@ -19,12 +20,14 @@ from hvdtrain.engine.update import Update
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.dense import DenseExchange
+from hvdtrain.exchange.exact import ExactExchange
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.optim.supported import check_device, check_model
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.determinism import use_deterministic_kernels
 from hvdtrain.runtime.device import choose_device
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.mesh import Mesh
@@ -84,6 +87,8 @@ def build_components(
         AgreedError: some rank cannot.
     """
     config = settings.config
+    if config.exchange.exact:
+        use_deterministic_kernels()
     # In an elastic run local ranks change, and GPUs do not.
     device_index = start.local_rank if start.elastic else None
     device = on_all_ranks("device", lambda: choose_device(topology, device_index))
@@ -95,7 +100,7 @@ def build_components(
         "optimizer",
         lambda: build_optimizer(config.optim, model, groups(model) if groups else None),
     )
-    exchange = DenseExchange(optimizer, model, start.elastic)
+    exchange = build_exchange(config, optimizer, model, start.elastic)
     state = RunState(
         model, optimizer, Progress(), build_identity(config, datasets), exchange.state_parts()
     )
@@ -158,6 +163,15 @@ def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
     return model
 
 
+def build_exchange(
+    config: Config, optimizer: Optimizer, model: nn.Module, elastic: bool
+) -> Exchange:
+    """What exchange.name means."""
+    if config.exchange.exact:
+        return ExactExchange(optimizer, model, config.batch.micro_batches)
+    return DenseExchange(optimizer, model, elastic, config.exchange.wire)
+
+
 def build_identity(config: Config, datasets: Datasets) -> dict[str, Any]:
     """What the run's curve follows from, see RunState."""
     return {
@@ -202,7 +216,13 @@ def build_loop(
 
 def build_passes(config: Config, components: RunComponents, context: RankContext) -> Accumulate:
     """Forward and backward of one generation, for training and for evaluation."""
-    return Accumulate(components.task, components.state.model, config.batch.micro_batches, context)
+    return Accumulate(
+        components.task,
+        components.state.model,
+        config.batch.micro_batches,
+        context,
+        exact=config.exchange.exact,
+    )
 
 
 def build_timer(began: float, device: torch.device) -> PhaseTimer:

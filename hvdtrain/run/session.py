@@ -119,7 +119,8 @@ class Session:
             self._membership,
         )
         self.held = Held(settings.config, self._start_watchdog(settings), self._local_rank)
-        self.topology = initialise()
+        self._threads = settings.config.runtime.threads
+        self.topology = initialise(self._threads)
 
     def _start_watchdog(self, settings: Settings) -> KeptWatchdog | None:
         if environment.launched_size() in (None, 1) and not environment.elastic():
@@ -241,7 +242,7 @@ class Session:
             self.held.phase = RENDEZVOUS
             try:
                 with heartbeat.OWN.waiting():
-                    self.topology = initialise()
+                    self.topology = initialise(self._threads)
             except RankLostError as error:
                 logger.warning("a rank died during the rendezvous, or cannot be reached: %s", error)
                 failure = _Failure(RENDEZVOUS, str(error))

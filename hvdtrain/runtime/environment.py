@@ -11,6 +11,16 @@ from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
+# Open MPI over TCP (its BTL tcp, where no faster network is). Its way of moving large messages by
+# pieces that the receiver asks for leaves the wire idle in between: at 400 Mbit/s an all-reduce of
+# 32 MiB takes twice as long. Other transports do not read these.
+_MPI_OVER_TCP = {
+    "btl_tcp_flags": "1",  # send, neither put nor get
+    "btl_tcp_eager_limit": "262144",
+    "btl_tcp_max_send_size": "262144",
+}
+_MPI_PARAMETER_FILES = ("~/.openmpi/mca-params.conf", "/etc/openmpi/openmpi-mca-params.conf")
+
 
 def _first(env: Mapping[str, str], *names: str) -> int | None:
     for name in names:
@@ -139,6 +149,16 @@ def _quota(folder: Path) -> list[float]:
     return []
 
 
+def _in_parameter_files() -> set[str]:
+    """Names that the user or the administrator has set there; the environment would win."""
+    found = set()
+    for path in _MPI_PARAMETER_FILES:
+        with suppress(OSError, UnicodeDecodeError):
+            lines = Path(path).expanduser().read_text().splitlines()
+            found |= {line.partition("=")[0].strip() for line in lines}
+    return found
+
+
 def prepare(
     env: MutableMapping[str, str] = os.environ,
     host_cores: int | None = None,
@@ -173,6 +193,8 @@ def prepare(
     if timeline and launched_size(env) is not None:
         # Must be there when Horovod starts, on every rank; the file is named later.
         env.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
+    for name in _MPI_OVER_TCP.keys() - _in_parameter_files():
+        env.setdefault(f"OMPI_MCA_{name}", _MPI_OVER_TCP[name])
     if launched_local_size(env) >= host_cores:
         # Open MPI spins while it waits and takes the processor from the model.
         env.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")

@@ -15,8 +15,11 @@ from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.topology import Topology
 
 
-def initialise() -> Topology:
+def initialise(threads: int = 0) -> Topology:
     """Starts Horovod and finds out who takes part; `environment.prepare` comes before.
+
+    Args:
+        threads: of this rank's computations; 0 = by cores and ranks.
 
     Raises:
         UserError: Horovod does not fit the launcher.
@@ -34,7 +37,10 @@ def initialise() -> Topology:
             "or srun needs --mpi=pmix"
         )
     facts = gather_json([socket.gethostname(), sorted(os.sched_getaffinity(0))], "topology")
-    _set_threads(environment.cores(), sharers=facts.count(facts[hvd.rank()]))
+    if threads:
+        torch.set_num_threads(threads)
+    else:
+        _set_threads(environment.cores(), sharers=facts.count(facts[hvd.rank()]))
     hosts = tuple(host for host, _ in facts)
     return Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hosts)
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.audit.same import compare
 from tests.support.cluster import REPOSITORY, Cluster
 from tests.support.job import poll
+from tests.support.runs import run
 from tests.support.tasks import INJECTED
 
 STEPS = 5
@@ -20,6 +22,7 @@ SMALL = (
     "--model.layers 2 --model.width 64 --model.heads 2 --model.context 64"
     f" --train.steps {STEPS} --eval.every 0 --checkpoint.every 0"
 )
+EXACT = "--exchange.name exact --runtime.threads 1"
 SIXTEEN = {
     "horovodrun-gloo": "horovodrun --gloo -np 16 -H node1:8,node2:8",
     "mpirun": "mpirun -np 16 --hostfile hostfiles/two-nodes",
@@ -40,13 +43,11 @@ THREE = {
     ("launcher", "batch"),
     [("horovodrun-gloo", "idle-ranks"), ("mpirun", "two-each")],
 )
-def test_sixteen_ranks_on_two_hosts_train_every_step_once(
+def test_sixteen_ranks_on_two_hosts_differ_in_a_bit_from_one_process_or_repeat_a_step(
     cluster: Cluster, runs: Path, launcher: str, batch: str
 ) -> None:
-    command = (
-        f"{SIXTEEN[launcher]} python -m hvdtrain.train"
-        f" --run.root {runs} --run.id case {SMALL} {BATCHES[batch]}"
-    )
+    flags = f"{SMALL} {EXACT} {BATCHES[batch]} --run.root {runs}"
+    command = f"{SIXTEEN[launcher]} python -m hvdtrain.train {flags} --run.id case"
     done = cluster.run("node1", command.split(), timeout=LAUNCH_SECONDS)
     assert done.returncode == 0, done
     lines = [json.loads(line) for line in (runs / "case/metrics.jsonl").read_text().splitlines()]
@@ -55,6 +56,10 @@ def test_sixteen_ranks_on_two_hosts_train_every_step_once(
     assert all(math.isfinite(line["loss"]) for line in lines)
     hosts = json.loads((runs / "case/manifest.json").read_text())["hosts"]
     assert hosts == {"node1": list(range(8)), "node2": list(range(8, 16))}
+    alone = run(runs / "alone", [*flags.split(), "--run.id", "alone", "--telemetry.port", "0"])
+    assert alone.returncode == 0, alone
+    found = compare(runs / "alone", runs / "case")
+    assert found.same and (found.steps, found.hashes) == (STEPS, 1), found.to_text()
 
 
 @pytest.mark.parametrize(("launcher", "rank"), [("gloo", 2), ("mpi", 0), ("mpirun", 2)])

@@ -9,12 +9,20 @@ from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.engine.buffers import SavedBuffers
 from hvdtrain.engine.statistics import BatchStatistics
+from hvdtrain.engine.totals import Totals
 
 MICRO_BATCHES, FEATURES = 3, 4
 
 
+def _totals(numel: int, exact: bool) -> Totals:
+    return Totals(torch.zeros(Totals.number_of_parts(exact), numel, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_statistics_are_not_the_mean_of_what_micro_batches_give(dtype: torch.dtype) -> None:
+def test_statistics_are_not_the_mean_of_what_micro_batches_give(
+    dtype: torch.dtype, exact: bool
+) -> None:
     torch.manual_seed(0)
     layer = nn.BatchNorm1d(FEATURES, momentum=0.3, dtype=dtype)
     saved = SavedBuffers(nn.Sequential(layer))
@@ -22,7 +30,7 @@ def test_statistics_are_not_the_mean_of_what_micro_batches_give(dtype: torch.dty
     expected = layer.running_mean.clone()
     for step in range(3):
         batches = [torch.randn(5, FEATURES, dtype=dtype) + step for _ in range(MICRO_BATCHES)]
-        changes = torch.zeros(statistics.numel, dtype=torch.float64)
+        changes = _totals(statistics.numel, exact)
         saved.keep()
         statistics.begin()
         for batch in batches:
@@ -31,7 +39,7 @@ def test_statistics_are_not_the_mean_of_what_micro_batches_give(dtype: torch.dty
             loss = checkpoint(layer, batch.requires_grad_(), use_reentrant=False).square().sum()
             statistics.collect(changes)
             loss.backward()
-        statistics.apply(changes)
+        statistics.apply(changes.value())
         means = torch.stack([batch.detach().mean(0) for batch in batches])
         expected = 0.7 * expected + 0.3 * means.mean(0)
         torch.testing.assert_close(layer.running_mean, expected)
@@ -46,7 +54,7 @@ def test_a_layer_in_eval_mode_changes_or_cannot_be_differentiated() -> None:
     before = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     saved = SavedBuffers(layer)
     statistics = BatchStatistics(saved, MICRO_BATCHES)
-    changes = torch.zeros(statistics.numel, dtype=torch.float64)
+    changes = _totals(statistics.numel, exact=True)
     saved.keep()
     statistics.begin()
     for _ in range(MICRO_BATCHES):
@@ -54,5 +62,5 @@ def test_a_layer_in_eval_mode_changes_or_cannot_be_differentiated() -> None:
         loss = layer(torch.randn(5, FEATURES)).square().sum()
         statistics.collect(changes)
         loss.backward()
-    statistics.apply(changes)
+    statistics.apply(changes.value())
     assert all(torch.equal(buffer, before[name]) for name, buffer in layer.named_buffers())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,19 @@ def test_what_the_user_set_is_overwritten(launcher: str | None) -> None:
     kept = dict(users)
     prepare(users, host_cores=1)
     assert users == kept and "the user's" in kept.values()
+
+
+def test_what_the_user_set_in_a_file_of_open_mpi_is_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file = tmp_path / ".openmpi/mca-params.conf"
+    file.parent.mkdir()
+    file.write_text("# mine\nbtl_tcp_flags = 3\n")
+    env: dict[str, str] = {}
+    prepare(env, host_cores=1)
+    assert "OMPI_MCA_btl_tcp_flags" not in env
+    assert env["OMPI_MCA_btl_tcp_eager_limit"] == "262144"
 
 
 def test_one_process_starts_mpi() -> None:

@@ -94,8 +94,8 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in metrics(folder)]
 
 
-def weights(folder: Path, step: int) -> dict[str, str]:
-    """File -> sha256 of the tensors in the checkpoint of a step."""
-    files = sorted((folder / f"checkpoints/step_{step:08}").glob("*.safetensors"))
-    assert len(files) == 2, f"no checkpoint of step {step} in {folder}"
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+def weights(folder: Path, step: int, files: int = 2) -> dict[str, str]:
+    """File -> sha256 of the tensors in the checkpoint of a step, which has so many of them."""
+    paths = sorted((folder / f"checkpoints/step_{step:08}").glob("*.safetensors"))
+    assert len(paths) == files, f"no checkpoint of step {step} in {folder}"
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}

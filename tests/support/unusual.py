@@ -174,6 +174,18 @@ class Weighted(Regression):
         return {"loss": (errors.square().sum(), len(rows))}
 
 
+class WeightedAndPoisoned(Poisoned):
+    """BatchNorm, a step that is skipped, and weights that are no whole numbers."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 1))
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Any]:
+        weights = batch[:, 0].square()
+        errors = model(batch[:, :-1]) - batch[:, -1:]
+        return {"loss": ((weights * errors.squeeze(1).square()).sum(), weights.sum())}
+
+
 class SometimesWeighted(Weighted):
     """In a micro-batch that has all of its rows it is a mean."""
 

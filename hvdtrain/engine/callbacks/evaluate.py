@@ -9,10 +9,11 @@ from torch.utils.data import Dataset
 
 from hvdtrain.data.loader import validation_batches
 from hvdtrain.engine.config import EvalConfig
-from hvdtrain.engine.control import Sums, means
+from hvdtrain.engine.control import means
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.engine.modes import evaluating
 from hvdtrain.engine.passes import Accumulate
+from hvdtrain.engine.totals import Totals
 from hvdtrain.runtime.collectives import sum_
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
@@ -56,11 +57,14 @@ class Evaluate:
         batches = validation_batches(
             self._dataset, samples, micro_size, context.mesh.data, self._seed
         )
-        total = torch.zeros(3, len(names), dtype=torch.float64, device=context.device)
+        parts = Totals.number_of_parts(self._passes.exact)
+        zeros = torch.zeros(parts, 3, len(names), dtype=torch.float64, device=context.device)
+        totals = Totals(zeros)
         with evaluating(self._passes.model):
-            self._passes.evaluate(batches, Sums(*total))
+            self._passes.evaluate(batches, totals)
         context.heartbeat.beat(Activity.WAITING)
-        return means(names, sum_(total, "evaluate").tolist(), -(-samples // micro_size))
+        sums = Totals(sum_(totals.parts, "evaluate")).value()
+        return means(names, sums.tolist(), -(-samples // micro_size))
 
     def close(self) -> None:
         pass

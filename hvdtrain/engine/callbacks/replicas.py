@@ -21,7 +21,8 @@ from hvdtrain.runtime.topology import Topology
 class ReplicaCheck:
     """Comes before all callbacks that use the state: what is damaged is not saved.
 
-    Adds "healed" (ranks) to the record of a step after which it healed some.
+    Adds "state_hash" to the record of a step after which it compared, on one rank too: what
+    `hvdtrain audit --same` compares; and "healed" (ranks) where it healed some.
 
     Args:
         every: steps between checks.
@@ -50,7 +51,7 @@ class ReplicaCheck:
         Raises:
             AgreedError: no group of ranks is larger than all others: nobody knows who is right.
         """
-        if loop.topology.world_size == 1 or not self._due(loop):
+        if not self._due(loop):
             return
         step = loop.progress.step
         digests = gather_bytes(self._digest(), "replicas")
@@ -73,11 +74,12 @@ class ReplicaCheck:
             )
             self._emit("healed", step=step, ranks=damaged)
         self._alike = step
+        record["state_hash"] = digests[majority[0]].hex()
 
     def _due(self, loop: Loop) -> bool:
         step = loop.progress.step
-        saved = self._save_every > 0 and (loop.ending or step % self._save_every == 0)
-        return step % self._every == 0 or saved or loop.preempted
+        saved = self._save_every > 0 and step % self._save_every == 0
+        return step % self._every == 0 or saved or loop.ending
 
     def _digest(self) -> bytes:
         return self._hash(self._state.compared())

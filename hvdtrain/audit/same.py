@@ -1,0 +1,103 @@
+"""`hvdtrain audit --same A B`: whether two runs are one and the same, bit by bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import UserError
+from hvdtrain.run_files.events_file import each_line
+from hvdtrain.run_files.folder import RunFolder
+
+# How a step was computed and how long it took, not what came out of it.
+_CIRCUMSTANCES = {"world_size", "time", "healed"}
+_TIMES = ("_seconds", "_per_second")
+HASH = "state_hash"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs, step by step as far as both have gone.
+
+    Args:
+        runs: their folders
+        steps: compared: those that both have logged
+        last_step: the last of these
+        hashes: steps after which the hash of parameters and optimizer state was compared
+        first_step: the first whose figures differ; None: none does
+        differing: name of a figure of that step -> what each run has
+    """
+
+    runs: tuple[str, str]
+    steps: int
+    last_step: int
+    hashes: int
+    first_step: int | None
+    differing: dict[str, tuple[Any, Any]]
+
+    @property
+    def same(self) -> bool:
+        return self.first_step is None
+
+    def to_json(self) -> str:
+        return json.dumps({"same": self.same, **asdict(self)}, indent=1)
+
+    def to_text(self) -> str:
+        both = f"{self.runs[0]} and {self.runs[1]}"
+        compared = f"{self.steps} steps up to {self.last_step} compared"
+        if self.first_step is not None:
+            figures = [f"  {n}: {a} and {b}" for n, (a, b) in self.differing.items()]
+            head = f"{both}: NOT the same; the first step that differs is {self.first_step}"
+            return "\n".join([f"{head} ({compared})", *figures])
+        if not self.hashes:
+            return (
+                f"{both}: no figure of a step differs ({compared}), but no state was: no step has "
+                f"a {HASH} in both (train.replica_check_every, checkpoint.every)"
+            )
+        return (
+            f"{both}: the same, bit by bit ({compared}; hashes of parameters and optimizer state "
+            f"after {self.hashes} of them)"
+        )
+
+
+def compare(a: Path, b: Path) -> Comparison:
+    """Compares what two runs have logged of the same steps.
+
+    Raises:
+        UserError: a folder is no run, or there is no step that both have logged.
+    """
+    ours, theirs = _steps(a), _steps(b)
+    common = sorted(ours.keys() & theirs.keys())
+    if not common:
+        raise UserError(f"{a} and {b} have no step in common: nothing can be compared")
+    hashes, first_step, differing = 0, None, {}
+    for step in common:
+        one, other = ours[step], theirs[step]
+        # What was logged of a step also depends on checkpoint.every, eval.every and the like.
+        names = [name for name in one if name in other]
+        differing = {n: (one[n], other[n]) for n in names if not _equal(one[n], other[n])}
+        if differing:
+            first_step = step
+            break
+        hashes += HASH in names
+    return Comparison((str(a), str(b)), len(common), common[-1], hashes, first_step, differing)
+
+
+def _steps(path: Path) -> dict[int, dict[str, Any]]:
+    """The figures of each step that a run has kept."""
+    metrics = RunFolder(path).metrics
+    try:
+        lines = [line for line in each_line(metrics) if line and isinstance(line.get("step"), int)]
+    except OSError as error:
+        raise UserError(f"{metrics}: cannot be read ({error.strerror}); is it a run?") from None
+    return {line["step"]: {n: v for n, v in line.items() if _counts(n)} for line in lines}
+
+
+def _counts(name: str) -> bool:
+    return name not in _CIRCUMSTANCES and not name.endswith(_TIMES)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(a == b) or (a != a and b != b)  # NaN is the same as NaN

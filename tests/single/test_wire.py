@@ -1,0 +1,64 @@
+"""Gradients that travel as float16: nearly the same curve in half of the bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hvdtrain.exchange.wire import Float16
+from tests.support.runs import TINY, losses, run, train, weights
+
+STEPS, HALF = 60, 30
+FLAGS = ["--train.steps", str(STEPS), "--checkpoint.every", str(HALF)]
+HALVED = [*FLAGS, "--exchange.wire", "float16"]
+
+
+@pytest.mark.parametrize("launcher", ["mpirun:2", "gloo:2"])
+def test_float16_changes_the_curve_or_does_not_halve_the_bytes_or_resumes_elsewhere(
+    tmp_path: Path, launcher: str
+) -> None:
+    dense = train(tmp_path, "dense", FLAGS, launcher)
+    halved = train(tmp_path, "halved", HALVED, launcher)
+    assert losses(halved) == pytest.approx(losses(dense), rel=0.01)
+    assert losses(halved) != losses(dense)
+    assert 2 * _bytes(halved) == _bytes(dense) > 0
+    checkpoint = halved / f"checkpoints/step_{HALF:08}"
+    assert {path.name for path in checkpoint.glob("*.safetensors")} >= {"wire.safetensors"}
+    resumed = train(tmp_path, "resumed", [*HALVED, "--run.resume", str(checkpoint)], launcher)
+    assert losses(resumed) == losses(halved)[HALF:]
+    assert weights(resumed, STEPS, files=3) == weights(halved, STEPS, files=3)
+
+
+def _bytes(folder: Path) -> int:
+    """Of the gradients that rank 0 has exchanged in all steps."""
+    lines = [json.loads(line) for line in (folder / "ranks.jsonl").read_text().splitlines()]
+    return sum(line["bytes"][0] for line in lines)
+
+
+def test_the_scale_does_not_shrink_after_an_overflow_or_never_grows_again() -> None:
+    wire = Float16()
+    first = wire.tensors()["scale"].item()
+    wire.commit(applied=False)
+    assert wire.tensors()["scale"].item() == first / 4
+    for _ in range(1000):
+        wire.commit(applied=True)
+    assert wire.tensors()["scale"].item() == first
+    other = Float16()
+    other.load([{name: tensor.clone() for name, tensor in wire.tensors().items()}])
+    assert other.tensors() == wire.tensors()
+    compressed, context = wire.compress(torch.tensor([1e-6, -3.0]))
+    assert compressed.dtype == torch.float16
+    torch.testing.assert_close(
+        wire.decompress(compressed, context), torch.tensor([1e-6, -3.0]), rtol=1e-3, atol=0
+    )
+
+
+def test_exact_sums_with_a_float16_wire_are_not_one_sentence(tmp_path: Path) -> None:
+    flags = ["--exchange.name", "exact", "--runtime.threads", "1", "--exchange.wire", "float16"]
+    done = run(tmp_path, [*TINY, *flags])
+    assert done.returncode == 2, done
+    assert "exchange.wire float16 excludes exchange.name exact" in done.stderr, done
+    assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done

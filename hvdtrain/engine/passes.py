@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from hvdtrain import comm
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.engine.buffers import SavedBuffers
 from hvdtrain.engine.control import ControlVector, Sums
@@ -39,6 +40,7 @@ class Accumulate:
         self.statistics = BatchStatistics(self.buffers, micro_batches)
         self._task = task
         self._micro_batches = micro_batches
+        self._in_common = micro_batches // context.mesh.data.size  # every rank has so many
         self._context = context
 
     def train(
@@ -69,7 +71,8 @@ class Accumulate:
             on_device = to_device(batch, self._context.device)
             enter("forward")
             self.statistics.prepare()
-            loss, values, pairs = self._forward(on_device)
+            with comm.OWN.micro_batch(done, self._in_common):
+                loss, values, pairs = self._forward(on_device)
             _add(control.sums, values, pairs, values / self._micro_batches, 0)
             self.statistics.collect(control.statistics)
             if done == passes:
@@ -80,15 +83,17 @@ class Accumulate:
             heartbeat.beat(Activity.WORKING)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterator[tuple[int, Batch]], sums: Sums) -> None:
+    def evaluate(self, batches: Iterator[tuple[int, Batch]], in_common: int, sums: Sums) -> None:
         """Forward for each batch (samples, batch) of this rank.
 
         Args:
+            in_common: batches that every rank has; a rank may have more.
             sums: added to; the weight of a mean is the samples of its batch.
         """
-        for samples, batch in batches:
+        for done, (samples, batch) in enumerate(batches, start=1):
             self._context.heartbeat.beat(Activity.WORKING)
-            _, values, pairs = self._forward(to_device(batch, self._context.device))
+            with comm.OWN.micro_batch(done, in_common):
+                _, values, pairs = self._forward(to_device(batch, self._context.device))
             _add(sums, values, pairs, values * samples, samples)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:

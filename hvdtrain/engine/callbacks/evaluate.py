@@ -53,14 +53,15 @@ class Evaluate:
         names, context = self._passes.names, self._context
         size = len(self._dataset)  # type: ignore[arg-type]
         samples = min(self._config.batches * global_size, size)
+        micro_batches = -(-samples // micro_size)
         batches = validation_batches(
             self._dataset, samples, micro_size, context.mesh.data, self._seed
         )
         total = torch.zeros(3, len(names), dtype=torch.float64, device=context.device)
         with evaluating(self._passes.model):
-            self._passes.evaluate(batches, Sums(*total))
+            self._passes.evaluate(batches, micro_batches // context.mesh.data.size, Sums(*total))
         context.heartbeat.beat(Activity.WAITING)
-        return means(names, sum_(total, "evaluate").tolist(), -(-samples // micro_size))
+        return means(names, sum_(total, "evaluate").tolist(), micro_batches)
 
     def close(self) -> None:
         pass

@@ -80,7 +80,8 @@ def all_reduce(tensor: Tensor, op: str = "sum", name: str = "") -> Tensor:
     Args:
         tensor: any shape; float32, float64, int32 or int64, or float16 or bfloat16, which are
             combined in float32; the same shape and dtype on all ranks.
-        op: "sum", "mean" (not of integers), "min" or "max".
+        op: "sum", "mean" (not of integers), "min" or "max"; these may lose a NaN that only some
+            ranks have.
 
     Returns:
         Of the shape and dtype of `tensor`, alike on all ranks.

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
 
 from hvdtrain.errors import CollectiveError
 from hvdtrain.runtime import environment
@@ -18,6 +19,8 @@ from hvdtrain.runtime.phases import PhaseTimer
 OPERATIONS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "barrier")
 # What Horovod says on all ranks where their calls do not fit together; nobody is lost then.
 _MISTAKES = ("Mismatched", "same name as another tensor")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -78,23 +81,22 @@ class Process:
         if self._beyond:
             raise CollectiveError(f"comm.{operation}: {self._beyond}")
 
-    @contextmanager
-    def micro_batch(self, number: int, in_common: int) -> Iterator[None]:
-        """Around the task's loss.
+    def micro_batches(self, batches: Iterator[T], in_common: int) -> Iterator[T]:
+        """Passes on this rank's micro-batches of a step or an evaluation.
 
         Args:
-            number: of the micro-batch among this rank's in a step or an evaluation, from 1.
             in_common: how many every rank has; beyond them a collective would wait for ever.
         """
-        if number > in_common:
-            self._beyond = (
-                f"called for this rank's micro-batch {number}, where another rank has "
-                f"{in_common}: it would never come; choose batch.global_size / batch.micro_size "
-                "(in evaluation: the micro-batches of the validation data) as a multiple of the "
-                "number of ranks"
-            )
+        beyond = (
+            f"where another rank has {in_common}: it would never come; choose batch.global_size / "
+            "batch.micro_size (in evaluation: the micro-batches of the validation data) as a "
+            "multiple of the number of ranks"
+        )
         try:
-            yield
+            for number, batch in enumerate(batches, start=1):
+                called = f"called for this rank's micro-batch {number}, {beyond}"
+                self._beyond = called if number > in_common else ""
+                yield batch
         finally:
             self._beyond = ""
 

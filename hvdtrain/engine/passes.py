@@ -67,12 +67,12 @@ class Accumulate:
         heartbeat.beat(Activity.WORKING)
         self.statistics.begin()
         enter("data")
-        for done, batch in enumerate(batches, start=1):
+        own = comm.OWN.micro_batches(batches, self._in_common)
+        for done, batch in enumerate(own, start=1):
             on_device = to_device(batch, self._context.device)
             enter("forward")
             self.statistics.prepare()
-            with comm.OWN.micro_batch(done, self._in_common):
-                loss, values, pairs = self._forward(on_device)
+            loss, values, pairs = self._forward(on_device)
             _add(control.sums, values, pairs, values / self._micro_batches, 0)
             self.statistics.collect(control.statistics)
             if done == passes:
@@ -83,17 +83,15 @@ class Accumulate:
             heartbeat.beat(Activity.WORKING)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterator[tuple[int, Batch]], in_common: int, sums: Sums) -> None:
+    def evaluate(self, batches: Iterator[tuple[int, Batch]], sums: Sums) -> None:
         """Forward for each batch (samples, batch) of this rank.
 
         Args:
-            in_common: batches that every rank has; a rank may have more.
             sums: added to; the weight of a mean is the samples of its batch.
         """
-        for done, (samples, batch) in enumerate(batches, start=1):
+        for samples, batch in batches:
             self._context.heartbeat.beat(Activity.WORKING)
-            with comm.OWN.micro_batch(done, in_common):
-                _, values, pairs = self._forward(to_device(batch, self._context.device))
+            _, values, pairs = self._forward(to_device(batch, self._context.device))
             _add(sums, values, pairs, values * samples, samples)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:

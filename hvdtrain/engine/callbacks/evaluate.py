@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from hvdtrain import comm
 from hvdtrain.data.loader import validation_batches
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.engine.control import Sums, means
@@ -53,15 +54,16 @@ class Evaluate:
         names, context = self._passes.names, self._context
         size = len(self._dataset)  # type: ignore[arg-type]
         samples = min(self._config.batches * global_size, size)
-        micro_batches = -(-samples // micro_size)
         batches = validation_batches(
             self._dataset, samples, micro_size, context.mesh.data, self._seed
         )
         total = torch.zeros(3, len(names), dtype=torch.float64, device=context.device)
         with evaluating(self._passes.model):
-            self._passes.evaluate(batches, micro_batches // context.mesh.data.size, Sums(*total))
+            # Where some ranks have a micro-batch more, collectives of the task are refused.
+            in_common = -(-samples // micro_size) // context.mesh.data.size
+            self._passes.evaluate(comm.OWN.micro_batches(batches, in_common), Sums(*total))
         context.heartbeat.beat(Activity.WAITING)
-        return means(names, sum_(total, "evaluate").tolist(), micro_batches)
+        return means(names, sum_(total, "evaluate").tolist(), -(-samples // micro_size))
 
     def close(self) -> None:
         pass

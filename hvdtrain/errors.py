@@ -26,6 +26,10 @@ class UnsupportedTaskError(UserError):
     """A model or data that cannot be used, found in a step: by every rank, told by rank 0."""
 
 
+class CollectiveError(UnsupportedTaskError, ValueError):
+    """A collective of hvdtrain.comm that was asked for in a way in which it cannot be done."""
+
+
 def require(condition: bool, message: str) -> None:
     """Raises ValueError with `message`: for dataclasses of configuration that check themselves."""
     if not condition:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from hvdtrain import comm
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.engine.buffers import SavedBuffers
 from hvdtrain.engine.control import ControlVector
@@ -47,6 +48,7 @@ class Accumulate:
         self.statistics = BatchStatistics(self.buffers, micro_batches)
         self._task = task
         self._micro_batches = micro_batches
+        self._in_common = micro_batches // context.mesh.data.size  # every rank has so many
         self._context = context
 
     def train(
@@ -73,7 +75,8 @@ class Accumulate:
         heartbeat.beat(Activity.WORKING)
         self.statistics.begin()
         enter("data")
-        for done, batch in enumerate(batches, start=1):
+        own = comm.OWN.micro_batches(batches, self._in_common)
+        for done, batch in enumerate(own, start=1):
             on_device = to_device(batch, self._context.device)
             enter("forward")
             self.statistics.prepare()

@@ -24,6 +24,7 @@ def figures(run: Run) -> Figures:
         **_progress(run),
         **_speed(run),
         **_communication(run.ranks),
+        "collectives": _collectives(run.ranks),
         **_memory(run),
         "stragglers": stragglers(run),
         **_slowest(run),
@@ -93,6 +94,22 @@ def _communication(ranks: Ranks | None) -> Figures:
         # In-flight is more than the communication itself: the true bandwidth is higher.
         found["bus_bandwidth_bytes_per_second"] = float(moved) / inflight
     return {key: _plain(value) for key, value in found.items()}
+
+
+def _collectives(ranks: Ranks | None) -> list[Figures] | None:
+    """Those of hvdtrain.comm that rank 0 took part in; bandwidth as nccl-tests' "algbw"."""
+    if ranks is None:
+        return None
+    return [
+        {
+            "operation": operation,
+            **called,
+            "bandwidth_bytes_per_second": called["bytes"] / called["seconds"]
+            if called["bytes"] and called["seconds"]
+            else None,
+        }
+        for operation, called in ranks.collectives.items()
+    ]
 
 
 def _memory(run: Run) -> Figures:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,7 @@ class Ranks:
         seconds: of each phase in the window (P x L x R)
         figures: name -> (L x R): wall_seconds, inflight_seconds, bytes, host_memory_bytes,
             device_memory_bytes, score
+        collectives: operation of hvdtrain.comm -> calls, bytes, seconds of rank 0; {} without any
     """
 
     step: Column
@@ -59,6 +61,7 @@ class Ranks:
     phases: tuple[str, ...]
     seconds: Column
     figures: dict[str, Column]
+    collectives: dict[str, Counter[str]]
 
     @property
     def totals(self) -> Column:
@@ -198,6 +201,7 @@ def _steps(folder: RunFolder, missing: list[str]) -> dict[str, Column]:
 
 def _ranks(folder: RunFolder, config: dict[str, Any], missing: list[str]) -> Ranks | None:
     heads, tables = [], []
+    collectives: dict[str, Counter[str]] = {}
     phases: tuple[str, ...] = ()
     for line in _told(folder.ranks, missing):
         try:
@@ -207,6 +211,8 @@ def _ranks(folder: RunFolder, config: dict[str, Any], missing: list[str]) -> Ran
         except (KeyError, TypeError, ValueError):
             continue
         tables.append(table)
+        for operation, called in line.get("collectives", {}).items():
+            collectives.setdefault(operation, Counter()).update(called)
     if not tables:
         off = config.get("telemetry", {}).get("exchange_every") == 0
         missing.append(
@@ -221,7 +227,7 @@ def _ranks(folder: RunFolder, config: dict[str, Any], missing: list[str]) -> Ran
         cube[:, number, : table.shape[1]] = table
     count = len(phases)
     figures = dict(zip(_RANK_FIGURES, cube[count:], strict=True))
-    return Ranks(step, steps, world_size, phases, cube[:count], figures)
+    return Ranks(step, steps, world_size, phases, cube[:count], figures, collectives)
 
 
 def _table(line: dict[str, Any], phases: tuple[str, ...]) -> Column:

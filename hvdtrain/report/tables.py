@@ -42,7 +42,8 @@ def first(figures: Figures) -> list[Table]:
 
 def last(run: Run, figures: Figures) -> list[Table]:
     """What the time went to, and facts; empty tables are left out."""
-    return [t for t in (_lost(figures), _phases(figures), _facts(run, figures)) if t.rows]
+    every = _lost(figures), _phases(figures), _collectives(figures), _facts(run, figures)
+    return [t for t in every if t.rows]
 
 
 def _restart_table(figures: Figures) -> Table:
@@ -105,6 +106,22 @@ def _phases(figures: Figures) -> Table:
     shares, each = figures["phase_shares"] or {}, figures["phase_seconds_per_step"] or {}
     rows = [[p, units.seconds(each[p]), units.percent(share)] for p, share in shares.items()]
     return Table("Phases, mean of all ranks", ["phase", "time per step", "share"], rows)
+
+
+def _collectives(figures: Figures) -> Table:
+    rows = [
+        [
+            entry["operation"],
+            f"{entry['calls']:,}",
+            units.size(entry["bytes"]),
+            units.seconds(entry["seconds"]),
+            units.bandwidth(entry["bandwidth_bytes_per_second"]),
+        ]
+        for entry in figures["collectives"] or []
+    ]
+    note = "The time includes waiting for other ranks; bandwidth is bytes / time." if rows else ""
+    head = ["operation", "calls", "bytes", "time", "bandwidth"]
+    return Table("Collectives of hvdtrain.comm, on rank 0", head, rows, note)
 
 
 def _facts(run: Run, figures: Figures) -> Table:

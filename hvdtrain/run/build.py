@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from hvdtrain import comm
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan, Progress
@@ -92,7 +93,7 @@ def build_components(
     # In an elastic run local ranks change, and GPUs do not.
     device_index = start.local_rank if start.elastic else None
     device = on_all_ranks("device", lambda: choose_device(topology, device_index))
-    timer = build_timer(start.clock, device)
+    timer = comm.OWN.timer = build_timer(start.clock, device)
     task, datasets = data or on_all_ranks("data", lambda: build_data(settings))
     model = on_all_ranks("model", lambda: build_model(task, config, device))
     groups = optional(task, "param_groups")
@@ -259,6 +260,12 @@ def build_exporter(
     exporter.watch_total(
         "comm_bytes", "Bytes of the gradients that were exchanged", lambda: exchange.bytes
     )
+    for name, figure, text in (
+        ("collective", "calls", "Collectives of hvdtrain.comm"),
+        ("collective_bytes", "bytes", "Bytes of the tensors of these"),
+        ("collective_seconds", "seconds", "Seconds in these, waiting for other ranks included"),
+    ):
+        exporter.watch_totals(name, text, "operation", partial(comm.OWN.figure, figure))
     exporter.watch(
         "device_memory_bytes",
         "Memory of the device that tensors take up; 0 without a device of its own",

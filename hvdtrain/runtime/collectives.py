@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Callable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -18,6 +19,8 @@ from hvdtrain.runtime import heartbeat
 
 # Another rank is gone, or cannot be reached: no rank starts a collective in this generation.
 RankLostError = HorovodInternalError
+
+_OPS = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max}
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -126,6 +129,41 @@ def _ranks_of_a_host(name: str) -> int:
 def sum_(values: Tensor, name: str) -> Tensor:
     """The sum over the ranks."""
     return values if hvd.size() == 1 else hvd.allreduce(values, op=hvd.Sum, name=name)
+
+
+@_waits
+def reduce(values: Tensor, op: str, name: str) -> Tensor:
+    """The sum, mean, min or max over the ranks, element by element."""
+    return hvd.allreduce(values, op=_OPS[op], name=name)
+
+
+@_waits
+def gather_rows(rows: Tensor, name: str) -> Tensor:
+    """The rows (N, ...) of all ranks, in the order of the ranks; N may differ."""
+    return hvd.allgather(rows, name=name)
+
+
+@_waits
+def reduce_scatter(values: Tensor, op: str, name: str) -> Tensor:
+    """This rank's part, along the first dimension, of the sum or mean over the ranks."""
+    return hvd.reducescatter(values, op=_OPS[op], name=name)
+
+
+@_waits
+def check_same_shape(tensor: Tensor, name: str) -> None:
+    """Before something that travels in pieces: their numbers would differ with the shapes.
+
+    Raises:
+        RankLostError: on all ranks, with Horovod's word for it, where shapes or dtypes differ.
+    """
+    here = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    codes = torch.tensor([here, -here])
+    highest, lowest = hvd.allreduce(codes, op=hvd.Max, name=f"{name}.shape").tolist()
+    if highest != -lowest:
+        raise RankLostError(
+            f"Mismatched tensors: {tensor.dtype} of shape {list(tensor.shape)} on rank "
+            f"{hvd.rank()}, something else on another"
+        )
 
 
 @_waits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import NamedTuple
 
 import horovod.torch as hvd
 import torch
@@ -53,6 +54,25 @@ def _set_threads(cores: int, sharers: int) -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores // sharers))
+
+
+def is_initialised() -> bool:
+    """Whether Horovod was started in this process."""
+    return bool(hvd.is_initialized())
+
+
+class Place(NamedTuple):
+    """Where this process stands among the ranks of now; see Topology."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+
+
+def own_place() -> Place:
+    """As Horovod has it, for who is handed no Topology: code that users call."""
+    return Place(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
 
 
 def shut_down() -> None:

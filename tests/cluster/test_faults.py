@@ -204,7 +204,9 @@ def test_a_link_that_is_cut_stops_training_where_datagrams_do_not_get_through(
 def test_fewer_ranks_than_the_least_end_the_run_or_go_on(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:
-    running = job(hosts="node1:1 node2:1", min_np=2, **TWO)
+    # A survivor and a newcomer call collectives of the task's own, too.
+    task = "--task tests.support.collecting:Collecting"
+    running = job(hosts="node1:1 node2:1", min_np=2, arguments=task, **TWO)
     running.wait_for_step(10)
     running.set_hosts("node1:1")
     running.job.wait_for("node2 is not there any more", 30)

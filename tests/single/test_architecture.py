@@ -20,7 +20,7 @@ ROWS = [
     {"engine"},
     {"elastic", "exchange"},
     {"tasks", "horovod_wheel"},
-    {"models", "data", "optim", "checkpoint", "telemetry", "launch"},
+    {"models", "data", "optim", "checkpoint", "telemetry", "launch", "comm"},
     {"run_files"},
     {"runtime"},
     {"log", "files"},

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
+from hvdtrain import comm
 from hvdtrain.data.loader import validation_batches
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.engine.control import means
@@ -61,7 +62,9 @@ class Evaluate:
         zeros = torch.zeros(parts, 3, len(names), dtype=torch.float64, device=context.device)
         totals = Totals(zeros)
         with evaluating(self._passes.model):
-            self._passes.evaluate(batches, totals)
+            # Where some ranks have a micro-batch more, collectives of the task are refused.
+            in_common = -(-samples // micro_size) // context.mesh.data.size
+            self._passes.evaluate(comm.OWN.micro_batches(batches, in_common), totals)
         context.heartbeat.beat(Activity.WAITING)
         sums = Totals(sum_(totals.parts, "evaluate")).value()
         return means(names, sums.tolist(), -(-samples // micro_size))

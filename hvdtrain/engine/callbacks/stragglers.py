@@ -15,6 +15,7 @@ import psutil
 import torch
 from torch import Tensor
 
+from hvdtrain import comm
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.log import logger
@@ -86,6 +87,8 @@ class DetectStragglers:
             return
         own = self._row()
         self._line = {"step": step, "steps": step - self._told_step, "time": record["time"]}
+        if called := comm.OWN.take():
+            self._line["collectives"] = called
         self._told_step = step
         if self._ranks == 1:
             self._take(loop, own)

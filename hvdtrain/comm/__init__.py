@@ -1,0 +1,241 @@
+"""Collectives for users: in a task, also while it is evaluated, and in a script of one's own.
+
+    from hvdtrain import comm
+
+    seen = comm.all_reduce(torch.tensor(len(rows)))     # their sum, on every rank
+    if comm.is_main_process():
+        print(int(seen))
+
+In a script that horovodrun or mpirun starts, or that is started alone (then there is one rank),
+the first call starts Horovod; it ends with the process. In a training run there is nothing to
+start. With one rank nothing travels and nothing is counted.
+
+Every rank calls the same collectives in the same order, from one thread at a time. A rank that
+does not come is an error after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS (900). What can be seen before
+a collective starts is a CollectiveError. All of them raise besides
+
+    CollectiveError    the ranks gave shapes, dtypes, operations or roots that do not fit; on all
+    RankLostError      another rank is gone; a training run handles it, so let it pass
+
+Tensors are on the CPU or a GPU, dense, and what is returned is a new one on the same device.
+Gradients do not flow through a collective: a tensor that asks for one is refused.
+
+`name` tells calls apart where ranks might reach different ones (the coordinator then says which
+one is missing); the same on all ranks. Names need not be unique.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hvdtrain.comm.process import OWN
+from hvdtrain.errors import CollectiveError
+from hvdtrain.runtime import collectives, init
+from hvdtrain.runtime.collectives import RankLostError
+
+__all__ = [
+    "CollectiveError", "RankLostError", "all_gather", "all_reduce", "barrier", "broadcast",
+    "is_main_process", "local_rank", "local_size", "rank", "reduce_scatter", "size",
+]  # fmt: skip
+
+_HALVES = (torch.float16, torch.bfloat16)
+_FLOATS = (*_HALVES, torch.float32, torch.float64)
+_REDUCED = (*_FLOATS, torch.int32, torch.int64)
+# Horovod carries these itself; others travel as bytes.
+_CARRIED = (
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+    torch.float16, torch.float32, torch.float64,
+)  # fmt: skip
+
+
+def rank() -> int:
+    """This process among all, 0 <= rank < size()."""
+    return _place("rank").rank
+
+
+def size() -> int:
+    """The number of ranks; in an elastic run, of this generation."""
+    return _place("size").world_size
+
+
+def local_rank() -> int:
+    """This process among those of its host, 0 <= local_rank < local_size()."""
+    return _place("local_rank").local_rank
+
+
+def local_size() -> int:
+    """The number of ranks on this host."""
+    return _place("local_size").local_size
+
+
+def is_main_process() -> bool:
+    """Whether this is rank 0: who prints and writes."""
+    return rank() == 0
+
+
+def all_reduce(tensor: Tensor, op: str = "sum", name: str = "") -> Tensor:
+    """Combines the tensors of all ranks, element by element.
+
+    Args:
+        tensor: any shape; float32, float64, int32 or int64, or float16 or bfloat16, which are
+            combined in float32; the same shape and dtype on all ranks.
+        op: "sum", "mean" (not of integers), "min" or "max"; these may lose a NaN that only some
+            ranks have.
+
+    Returns:
+        Of the shape and dtype of `tensor`, alike on all ranks.
+
+    Raises:
+        CollectiveError: `op` or the dtype cannot be used.
+    """
+    call = "all_reduce"
+    _check_reduction(call, tensor, op, ("sum", "mean", "min", "max"))
+    if not _several(call):
+        return tensor.detach().clone()
+    with OWN.timed(call) as sizes:
+        sizes.append(tensor.nbytes)
+        return collectives.reduce(_widened(tensor), op, _named(call, name)).to(tensor.dtype)
+
+
+def all_gather(tensor: Tensor, name: str = "") -> Tensor:
+    """Joins the tensors of all ranks along their first dimension, in the order of the ranks.
+
+    Args:
+        tensor: (N, ...), any dtype; N may differ between ranks, and be 0, the other dimensions
+            and the dtype may not. A scalar counts as (1,).
+
+    Returns:
+        (sum of all N, ...), alike on all ranks.
+    """
+    call = "all_gather"
+    _check(call, tensor)
+    rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+    if not _several(call):
+        return rows.clone()
+    with OWN.timed(call) as sizes:
+        whole = rows.resolve_conj().contiguous()
+        sent = whole if tensor.dtype in _CARRIED else whole.view(torch.uint8)
+        gathered = collectives.gather_rows(sent, _named(call, name)).view(tensor.dtype)
+        sizes.append(gathered.nbytes)
+        return gathered
+
+
+def broadcast(tensor: Tensor, root: int = 0, name: str = "") -> Tensor:
+    """The tensor of rank `root`.
+
+    Args:
+        tensor: any shape and dtype, the same on all ranks; only the root's values count.
+        root: 0 <= root < size(), the same on all ranks.
+
+    Returns:
+        The root's tensor, on every rank.
+
+    Raises:
+        CollectiveError: there is no such rank.
+    """
+    call = "broadcast"
+    _check(call, tensor)
+    ranks = _place(call).world_size
+    if not isinstance(root, int) or not 0 <= root < ranks:
+        raise CollectiveError(
+            f"comm.broadcast: root {root!r} is no rank; there are ranks 0 to {ranks - 1}"
+        )
+    received = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
+    if _several(call):
+        with OWN.timed(call) as sizes:
+            sizes.append(tensor.nbytes)
+            named = _named(call, name)
+            collectives.check_same_shape(received, named)
+            collectives.broadcast_tensors({"tensor": received}, named, root)
+    return received
+
+
+def reduce_scatter(tensor: Tensor, op: str = "sum", name: str = "") -> Tensor:
+    """Combines the tensors of all ranks, and gives each rank its part of the first dimension.
+
+    Args:
+        tensor: (N, ...), N >= 0; dtypes as in `all_reduce`; the same shape and dtype on all ranks.
+        op: "sum" or "mean" (not of integers).
+
+    Returns:
+        (N // size(), ...); where N is no multiple of size(), the first N % size() ranks get a
+        row more.
+
+    Raises:
+        CollectiveError: `op`, the dtype or a scalar cannot be used.
+    """
+    call = "reduce_scatter"
+    _check_reduction(call, tensor, op, ("sum", "mean"))
+    if tensor.dim() == 0:
+        raise CollectiveError(
+            "comm.reduce_scatter: a scalar has no parts; give a tensor of shape (N, ...)"
+        )
+    if not _several(call):
+        return tensor.detach().clone()
+    with OWN.timed(call) as sizes:
+        sizes.append(tensor.nbytes)
+        part = collectives.reduce_scatter(_widened(tensor), op, _named(call, name))
+        return part.to(tensor.dtype)
+
+
+def barrier(name: str = "") -> None:
+    """Returns when every rank has called it."""
+    if _several("barrier"):
+        with OWN.timed("barrier"):
+            collectives.sum_(torch.zeros(1), _named("barrier", name))
+
+
+def _place(function: str) -> init.Place:
+    OWN.start(function)
+    return init.own_place()
+
+
+def _several(call: str) -> bool:
+    """Whether there is anyone to talk to; raises CollectiveError where they would not answer."""
+    several = _place(call).world_size > 1
+    if several:
+        OWN.check(call)
+    return several
+
+
+def _named(call: str, name: str) -> str:
+    # The same in each call: nothing that counts calls has to agree on ranks that came at
+    # different times, and Horovod's cache knows the tensor again.
+    return f"comm.{call}.{name}" if name else f"comm.{call}"
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    wide = torch.float32 if tensor.dtype in _HALVES else tensor.dtype
+    return tensor.detach().to(wide).contiguous()
+
+
+def _check(call: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise CollectiveError(
+            f"comm.{call}: {type(tensor).__name__} is no tensor; torch.as_tensor(value) makes one"
+        )
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise CollectiveError(
+            f"comm.{call}: a tensor must be dense and have data; this one is "
+            f"{tensor.dtype}, {tensor.layout}, on {tensor.device}"
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise CollectiveError(
+            f"comm.{call}: gradients do not flow through a collective; give tensor.detach()"
+        )
+
+
+def _check_reduction(call: str, tensor: Tensor, op: str, ops: tuple[str, ...]) -> None:
+    _check(call, tensor)
+    if op not in ops:
+        raise CollectiveError(f"comm.{call}: op {op!r} is unknown; use one of {', '.join(ops)}")
+    if tensor.dtype not in _REDUCED:
+        raise CollectiveError(
+            f"comm.{call}: {tensor.dtype} cannot be combined; convert it first, to one of "
+            f"{', '.join(str(dtype) for dtype in _REDUCED)}"
+        )
+    if op == "mean" and tensor.dtype not in _FLOATS:
+        raise CollectiveError(
+            f"comm.{call}: the mean of {tensor.dtype} is no integer; give tensor.float(), or sum"
+        )

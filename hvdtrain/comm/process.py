@@ -1,0 +1,156 @@
+"""What a process knows of users' collectives: their totals, and whether one may begin."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from typing import TypeVar
+
+from hvdtrain.errors import CollectiveError
+from hvdtrain.runtime import environment
+from hvdtrain.runtime.collectives import RankLostError
+from hvdtrain.runtime.init import initialise, is_initialised
+from hvdtrain.runtime.phases import PhaseTimer
+
+OPERATIONS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "barrier")
+# What Horovod says on all ranks where their calls do not fit together; nobody is lost then.
+_MISTAKES = ("Mismatched", "same name as another tensor")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of one operation, between several ranks.
+
+    Args:
+        calls: that were completed.
+        bytes: of the tensors, as nccl-tests count them: the larger one of input and output.
+        seconds: in the calls; waiting for other ranks is part of it.
+    """
+
+    calls: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class Process:
+    """See the top of this file. One thread calls collectives; any thread may read the totals.
+
+    Attributes:
+        totals: of each operation, since the process began.
+        timer: of a training run. What a collective takes counts as "other" there: it is neither
+            this rank's own work, by which slow ranks are found, nor the exchange of gradients.
+    """
+
+    def __init__(self) -> None:
+        self.totals = {operation: Usage() for operation in OPERATIONS}
+        self.timer: PhaseTimer | None = None
+        self._taken = dict(self.totals)
+        self._beyond = ""
+        self._is_copy = False
+
+    def start(self, function: str) -> None:
+        """Starts Horovod, where a training run or an earlier call has not.
+
+        Raises:
+            CollectiveError: this process is no rank.
+            UserError, HorovodInternalError: as runtime.init.initialise.
+        """
+        if is_initialised():
+            return
+        if environment.elastic():
+            raise CollectiveError(
+                f"comm.{function}: a script of one's own cannot be elastic; start it with a fixed "
+                "number of ranks (horovodrun -np 2 python script.py), or train a task with "
+                "hvdtrain.train"
+            )
+        if multiprocessing.parent_process() is not None:
+            raise CollectiveError(_no_rank(function))
+        environment.prepare()
+        initialise()
+
+    def check(self, operation: str) -> None:
+        """Raises CollectiveError where the other ranks would not take part in a collective."""
+        if self._is_copy:
+            raise CollectiveError(_no_rank(operation))
+        if self._beyond:
+            raise CollectiveError(f"comm.{operation}: {self._beyond}")
+
+    def micro_batches(self, batches: Iterator[T], in_common: int) -> Iterator[T]:
+        """Passes on this rank's micro-batches of a step or an evaluation.
+
+        Args:
+            in_common: how many every rank has; beyond them a collective would wait for ever.
+        """
+        beyond = (
+            f"where another rank has {in_common}: it would never come; choose batch.global_size / "
+            "batch.micro_size (in evaluation: the micro-batches of the validation data) as a "
+            "multiple of the number of ranks"
+        )
+        try:
+            for number, batch in enumerate(batches, start=1):
+                called = f"called for this rank's micro-batch {number}, {beyond}"
+                self._beyond = called if number > in_common else ""
+                yield batch
+        finally:
+            self._beyond = ""
+
+    @contextmanager
+    def timed(self, operation: str) -> Iterator[list[int]]:
+        """Around a collective; whoever is inside appends the bytes."""
+        sizes: list[int] = []
+        began = time.perf_counter()
+        try:
+            with self.timer.inside("other") if self.timer else nullcontext():
+                yield sizes
+        except RankLostError as error:
+            if not any(mistake in str(error) for mistake in _MISTAKES):
+                raise
+            raise CollectiveError(
+                f"comm.{operation}: the ranks do not call it alike ({error})"
+            ) from None
+        before, seconds = self.totals[operation], time.perf_counter() - began
+        self.totals[operation] = Usage(
+            before.calls + 1, before.bytes + sum(sizes), before.seconds + seconds
+        )
+
+    def figure(self, name: str) -> dict[str, float]:
+        """One figure of `Usage`, of each operation."""
+        return {operation: getattr(totals, name) for operation, totals in self.totals.items()}
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """The totals of the operations that were used since the last time."""
+        found = {}
+        for operation, now in self.totals.items():
+            before, self._taken[operation] = self._taken[operation], now
+            if now.calls > before.calls:
+                found[operation] = asdict(
+                    replace(
+                        now,
+                        calls=now.calls - before.calls,
+                        bytes=now.bytes - before.bytes,
+                        seconds=round(now.seconds - before.seconds, 6),
+                    )
+                )
+        return found
+
+    def forked(self) -> None:
+        """In a child of a rank: it has Horovod's state, not the thread that does the work."""
+        self._is_copy = is_initialised()
+
+
+def _no_rank(function: str) -> str:
+    return (
+        f"comm.{function}: called in a helper process, such as a DataLoader's worker, which is no "
+        "rank; call it in the rank itself and hand the result over"
+    )
+
+
+# This process's own: it has one Horovod.
+OWN = Process()
+os.register_at_fork(after_in_child=OWN.forked)

@@ -1,0 +1,160 @@
+"""hvdtrain.comm in training runs and in scripts of one's own, and what a run tells of it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client import generate_latest
+
+from hvdtrain import cli, comm
+from hvdtrain.comm.process import Process
+from hvdtrain.config import Config
+from hvdtrain.report.tables import last
+from hvdtrain.run import build
+from hvdtrain.runtime.phases import PhaseTimer
+from hvdtrain.telemetry.config import TelemetryConfig
+from tests.support.runs import REPOSITORY, metrics, run, start
+
+DOCS = REPOSITORY / "docs/collectives.md"
+LAUNCHERS = {"": 1, "gloo:2": 2, "mpirun:2": 2}
+COLLECTING = (
+    "--task tests.support.collecting:Collecting --batch.micro_size 2 --train.steps 4"
+    " --eval.every 2 --eval.batches 2 --telemetry.port 0 --telemetry.exchange_every 2"
+)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_script_of_the_docs_does_not_count_as_one_process_would(
+    tmp_path: Path, launcher: str
+) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    script = tmp_path / "count_bytes.py"
+    script.write_text(code)
+    command = [sys.executable, str(script)]
+    done = start(tmp_path / "output", [str(DOCS)], launcher, command=command).wait(60)
+    data = DOCS.read_bytes()
+    expected = f"{len(data)} bytes, {data.count(b'e')} of them an e; {LAUNCHERS[launcher]} ranks"
+    assert done.returncode == 0 and done.stdout.count(expected) == 1, done
+
+
+def _collect(folder: Path, launcher: str, global_size: int) -> Any:
+    flags = [*COLLECTING.split(), "--run.root", str(folder), "--run.id", "case"]
+    size = ["--batch.global_size", str(global_size)]
+    return run(folder / "output", [*flags, *size], launcher, {"HVDTRAIN_TEST_PACE": "0"}, 60)
+
+
+def test_collectives_of_a_task_fail_or_the_report_does_not_have_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = _collect(tmp_path, "gloo:2", global_size=8)
+    assert done.returncode == 0, done
+    assert len(metrics(tmp_path / "case")) == 4
+    assert cli.main(["report", str(tmp_path / "case"), "--format", "json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    found = {entry["operation"]: entry for entry in figures["collectives"]}
+    # On rank 0: 2 micro-batches in each of 4 steps, 4 in each of 2 evaluations; the figures are
+    # exchanged before a step is evaluated, so the last evaluation comes too late.
+    calls = {name: entry["calls"] for name, entry in found.items()}
+    assert calls == {"broadcast": 1, "barrier": 1, **dict.fromkeys(IN_LOSS, 12)}
+    assert found["all_gather"]["bytes"] == 12 * 2 * 8 * 4
+    for name, entry in found.items():
+        known = entry["bandwidth_bytes_per_second"]
+        assert known == (entry["bytes"] / entry["seconds"] if name != "barrier" else None)
+    (table,) = (t for t in last(_run(), figures) if "comm" in t.title)
+    assert ["barrier", "1", "0 B"] in [row[:3] for row in table.rows]
+
+
+IN_LOSS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+def _run() -> Any:
+    """What a table of facts looks at."""
+    return SimpleNamespace(manifest={}, config={}, ledger=None)
+
+
+def test_a_collective_that_another_rank_has_no_micro_batch_for_hangs(tmp_path: Path) -> None:
+    done = _collect(tmp_path, "mpirun:2", global_size=6)
+    assert done.returncode == 2, done
+    assert done.stderr.count("this rank's micro-batch 2, where another rank has 1") == 1, done
+    assert "Traceback" not in done.stderr and done.seconds < 40, done
+
+
+STALLED = """
+import time
+import torch
+from hvdtrain import comm
+
+comm.barrier()
+began = time.monotonic()
+try:
+    comm.all_reduce(torch.ones(1), name="mine") if comm.rank() == 0 else comm.barrier()
+except comm.RankLostError:
+    print(f"rank {comm.rank()} waited {time.monotonic() - began:.0f} s", flush=True)
+    time.sleep(1)  # both are heard before the launcher hears of an end
+"""
+
+
+def test_a_collective_that_another_rank_never_calls_waits_for_ever(tmp_path: Path) -> None:
+    script = tmp_path / "stalled.py"
+    script.write_text(STALLED)
+    seconds = {"CHECK": "1", "SHUTDOWN": "2"}
+    env = {f"HOROVOD_STALL_{name}_TIME_SECONDS": value for name, value in seconds.items()}
+    command = [sys.executable, str(script)]
+    done = start(tmp_path / "output", [], "gloo:2", env, command).wait(60)
+    waited = dict(re.findall(r"rank (\d) waited (\d+) s", done.stdout))
+    assert waited.keys() == {"0", "1"}, done
+    assert all(2 <= int(each) <= 15 for each in waited.values()), done
+    assert "comm.all_reduce.mine" in done.stderr and "Missing ranks" in done.stderr, done
+
+
+def test_a_script_becomes_a_rank_of_an_elastic_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    with pytest.raises(comm.CollectiveError, match=r"comm\.size: .* cannot be elastic"):
+        comm.size()
+
+
+def _in_a_child(results: Any) -> None:
+    try:
+        results.put(f"rank {comm.rank()}")
+    except comm.CollectiveError as error:
+        results.put(str(error))
+
+
+def test_a_helper_process_starts_horovod_and_waits_for_the_other_ranks() -> None:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    child = context.Process(target=_in_a_child, args=(results,))
+    child.start()
+    try:
+        assert "comm.rank: called in a helper process" in results.get(timeout=100)
+    finally:
+        child.kill()
+        child.join()
+
+
+def test_the_exporter_does_not_have_the_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process()
+    monkeypatch.setattr(comm, "OWN", process)
+    with process.timed("all_gather") as sizes:
+        sizes.append(24)
+    config = Config()
+    config.telemetry = TelemetryConfig(port=1, host="127.0.0.1")
+    exchange: Any = SimpleNamespace(inflight_seconds=1.0, bytes=1)
+    exporter = build.build_exporter(config, 0, torch.device("cpu"), PhaseTimer(0.0), exchange)
+    assert exporter is not None
+    try:
+        lines = generate_latest(exporter.registry).decode().splitlines()
+    finally:
+        exporter.close()
+    assert 'hvdtrain_collective_total{operation="all_gather"} 1.0' in lines
+    assert 'hvdtrain_collective_bytes_total{operation="all_gather"} 24.0' in lines
+    assert 'hvdtrain_collective_bytes_total{operation="broadcast"} 0.0' in lines
+    assert any(line.startswith("hvdtrain_collective_seconds_total{") for line in lines)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from itertools import pairwise
 
-from hvdtrain.bench.processes import QUIET, launch, measure, worker
+from hvdtrain.bench.processes import QUIET, measure, worker
 from hvdtrain.bench.report import Figure, Report
 
-RANKS = 2
 MIB = 1 << 20
 
 
@@ -25,35 +23,6 @@ def overhead(flags: Sequence[str], steps: int, rounds: int) -> Report:
         Figure("Horovod's threads while idle", "% of a core", [result["idle_share"] * 100]),
     ]
     return Report("overhead", figures, {"bit_identical": result["bit_identical"]})
-
-
-def scaling(flags: Sequence[str], steps: int, rounds: int) -> Report:
-    """Samples a second of 1 rank and of 2, one thread each, on this machine."""
-    flags = [*flags, *QUIET]
-    own = worker("rate-hvdtrain", steps, flags)
-    contenders = {
-        "horovodrun --gloo": launch("gloo", RANKS, own),
-        "mpirun": launch("mpi", RANKS, own),
-        "torch DDP on gloo": launch("torchrun", RANKS, worker("rate-ddp", steps, flags)),
-        "no exchange": launch("torchrun", RANKS, worker("rate-apart", steps, flags)),
-    }
-    alone = [_rate(own)]
-    rates: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, command in contenders.items():
-            rates[name].append(_rate(command))
-        alone.append(_rate(own))
-    # What one rank did before a round and after it.
-    around = [(a + b) / 2 for a, b in pairwise(alone)]
-    figures = [Figure("1 rank", "samples/s", alone)]
-    figures += [Figure(f"2 ranks, {name}", "samples/s", rates[name]) for name in rates]
-    for name in rates:
-        aim = 1.8 if name in ("horovodrun --gloo", "mpirun") else None
-        figures.append(Figure(f"{name} / 1 rank", "x", ratios(rates[name], around), aim))
-    for name in ("horovodrun --gloo", "mpirun"):
-        of_ddp = ratios(rates[name], rates["torch DDP on gloo"])
-        figures.append(Figure(f"{name} / torch DDP", "x", of_ddp, at_least=1.0))
-    return Report("scaling", figures)
 
 
 def memory(flags: Sequence[str], steps: int, rounds: int) -> Report:
@@ -88,10 +57,6 @@ def checkpoint(flags: Sequence[str], steps: int, rounds: int) -> Report:
         Figure("restore / plain reading", "x", ratios(result["read"], result["restore"])),
     ]
     return Report("checkpoint", figures, {"bytes": size})
-
-
-def _rate(command: Sequence[str]) -> float:
-    return float(measure(command, threads=1)["samples_per_second"])
 
 
 def ratios(own: Sequence[float], theirs: Sequence[float]) -> list[float]:

@@ -12,7 +12,8 @@ from typing import Any
 
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError
 from hvdtrain.horovod_wheel.process import run_logged
-from hvdtrain.launch.commands import horovodrun, mpirun
+from hvdtrain.launch.commands import horovodrun, mpirun, mpirun_that_notices
+from hvdtrain.launch.hostfile import as_text, first_slots, parse_hosts, total_slots
 
 MARK = '{"measured": '  # with which the line of a worker begins
 LIMIT_S = 1800.0
@@ -33,16 +34,29 @@ def worker(kind: str, steps: int, flags: Sequence[str], rounds: int = 1) -> list
     return [sys.executable, "-m", "hvdtrain.bench.worker", kind, str(steps), str(rounds), *flags]
 
 
-def launch(launcher: str, ranks: int, command: list[str]) -> list[str]:
-    """`command` under a launcher: none, gloo (horovodrun), mpi (mpirun) or torchrun."""
+def launch(
+    launcher: str, ranks: int, command: Sequence[str], hosts: str | None = None
+) -> list[str]:
+    """`command` under a launcher: gloo (horovodrun) or mpi (mpirun).
+
+    Args:
+        hosts: "name:slots,name:slots"; default: this one.
+    """
     if launcher == "gloo":
-        return horovodrun(ranks, command)
-    if launcher == "mpi":
-        return mpirun(ranks, command)
-    if launcher == "torchrun":
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        return [*torchrun, "--nproc-per-node", str(ranks), *command[1:]]
-    return command
+        return horovodrun(ranks, command, hosts)
+    return mpirun_that_notices(ranks, command, hosts) if hosts else mpirun(ranks, command)
+
+
+def choose_hosts(text: str, np: int) -> str:
+    """The first `np` slots of "name:slots,name:slots".
+
+    Raises:
+        UserError: they are not that many, or the text is something else.
+    """
+    hosts = parse_hosts(text)
+    if total_slots(hosts) < np:
+        raise UserError(f"--hosts {text}: {total_slots(hosts)} slots are not enough for --np {np}")
+    return as_text(first_slots(hosts, np))
 
 
 def measure(command: Sequence[str], threads: int | None = None) -> dict[str, Any]:
@@ -54,9 +68,7 @@ def measure(command: Sequence[str], threads: int | None = None) -> dict[str, Any
     Raises:
         BenchError: it failed, or took more than LIMIT_S.
     """
-    # torch's own gloo would look this machine's name up and may find no address.
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"} if "torch.distributed.run" in command else {}
-    env = env or dict(os.environ)
+    env = dict(os.environ)
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory() as folder:

@@ -10,6 +10,11 @@ from statistics import median
 from typing import Any
 
 
+def machine() -> dict[str, float]:
+    """cores that this process may use, and the load of the last minute."""
+    return {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
+
+
 @dataclass
 class Figure:
     """One thing that was measured several times.
@@ -63,7 +68,7 @@ class Report:
         content = {
             "benchmark": self.benchmark,
             **self.facts,
-            "machine": {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]},
+            "machine": machine(),
             "figures": [figure.summary() for figure in self.figures],
         }
         return json.dumps(content, indent=1)
@@ -81,5 +86,6 @@ class Report:
             right = [n.rjust(w) for n, w in zip(numbers, widths[1:4], strict=True)]
             lines.append("  ".join([name.ljust(widths[0]), *right, unit.ljust(widths[4]), aim]))
         facts = [f"{name.replace('_', ' ')}: {value}" for name, value in self.facts.items()]
-        load = f"load {os.getloadavg()[0]:.1f} on {len(os.sched_getaffinity(0))} cores"
+        here = machine()
+        load = f"load {here['load']:.1f} on {here['cores']} cores"
         return "\n".join([line.rstrip() for line in lines] + [", ".join([*facts, load])])

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import Event, Thread
 
-from hvdtrain.bench.benchmarks import RANKS, ratios
+from hvdtrain.bench.benchmarks import ratios
 from hvdtrain.bench.jobs import Job, train
 from hvdtrain.bench.processes import QUIET, launch, measure, worker
 from hvdtrain.bench.report import Figure, Report
@@ -18,6 +18,7 @@ from hvdtrain.bench.scraper import read
 from hvdtrain.bench.turns import median_range, seconds_a_step
 from hvdtrain.launch.commands import horovodrun
 
+_RANKS = 2
 _ON = ("--telemetry.port=9855", "--telemetry.host=127.0.0.1")
 _WARM_UP_STEPS = 15
 _SCRAPE_EVERY_S = 1.0
@@ -30,7 +31,7 @@ def telemetry(flags: Sequence[str], steps: int, rounds: int) -> Report:
     exporter and the exchange between the ranks.
     """
     command = worker("telemetry", steps, [*flags, *QUIET], rounds)
-    seconds = measure(launch("gloo", RANKS, command))["seconds"]
+    seconds = measure(launch("gloo", _RANKS, command))["seconds"]
     found = ratios(seconds["with"], seconds["without"])
     figures = [
         Figure("with telemetry", "ms a step", [s * 1000 for s in seconds["with"]]),

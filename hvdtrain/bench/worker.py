@@ -93,12 +93,13 @@ def _rate_without_exchange(settings: Settings, steps: int, _: int, folder: Path)
 
 
 def _rate_of_plain(settings: Settings, steps: int, exchange: bool) -> dict[str, Any]:
-    """The plain PyTorch loop in the ranks of torchrun; without exchange each trains on its own."""
+    """The plain PyTorch loop; without exchange each rank trains on its own."""
     import torch.distributed as dist
 
     from hvdtrain.bench.plain import PlainLoop
+    from hvdtrain.bench.torch_ranks import join_ranks, leave_ranks
 
-    dist.init_process_group("gloo")
+    join_ranks()
     rank, size = dist.get_rank(), dist.get_world_size()
     settings.config.train.steps = WARM_UP_STEPS + steps
     task = _task(settings)
@@ -107,8 +108,7 @@ def _rate_of_plain(settings: Settings, steps: int, exchange: bool) -> dict[str, 
     dist.barrier()
     seconds: list[float] = [0.0] * size
     dist.all_gather_object(seconds, loop.run(steps))
-    dist.barrier()  # Gloo aborts a rank that still talks when its peer leaves
-    dist.destroy_process_group()
+    leave_ranks()
     rate = settings.config.batch.global_size * steps / max(seconds)
     return {"samples_per_second": rate} if rank == 0 else {}
 

@@ -1,21 +1,28 @@
-"""`hvdtrain bench overhead | scaling | memory | checkpoint | elastic | telemetry | ...`."""
+"""`hvdtrain bench overhead | scaling | allreduce | memory | checkpoint | elastic | ...`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hvdtrain.errors import UserError
+from hvdtrain.files import write_atomic
+
+if TYPE_CHECKING:
+    from hvdtrain.bench.allreduce_report import AllreduceReport
+    from hvdtrain.bench.report import Report
+    from hvdtrain.bench.scaling import Scale
 
 HELP = "measure a training step and its scaling"
 
 # name -> (help, default preset, default steps, default rounds)
 _ACTIONS = {
     "overhead": ("a step of hvdtrain against a plain PyTorch loop", "gpt-nano", 2, 30),
-    "scaling": ("2 ranks against 1, and against torch's DDP", "gpt-nano", 20, 3),
+    "scaling": ("several ranks against 1, and against torch's DDP", "gpt-nano", 20, 3),
     "memory": ("memory of a rank against a plain PyTorch loop", "gpt-nano", 5, 1),
     "checkpoint": ("a save behind the steps, and its restore", "gpt-small", 50, 2),
     "elastic": ("2 ranks of an elastic job against 2 of one that is not", "gpt-nano", 4, 100),
@@ -24,6 +31,7 @@ _ACTIONS = {
     "rendezvous": ("the requests of a rendezvous of many ranks, without ranks", "gpt-nano", 1, 3),
     "recovery": ("kill -9 of a rank of an elastic job", "gpt-nano", 10, 3),
 }
+_SIZES = "1K,4K,16K,64K,256K,1M,4M,16M,32M,64M,256M"
 _RANKS = {"recovery": 2, "scrape": 2, "rendezvous": 256}
 # The size of the state counts, not of the batch; shorter steps make the stall's share larger.
 _FLAGS = {
@@ -57,57 +65,141 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             action.add_argument(
                 "--hosts", metavar="A:8,B:8", help="default: this host; run.root is on all of them"
             )
-        action.add_argument("--format", choices=("table", "json"), default="table")
+        if name == "scaling":
+            _add_scale(action)
+        _add_format(action)
         action.add_argument(
             "flags", nargs="*", metavar="-- --key value", help="keys of the configuration"
         )
+    _add_allreduce(actions)
+
+
+def _add_scale(action: argparse.ArgumentParser) -> None:
+    action.add_argument(
+        "--np", type=_numbers_of_ranks, default=[2], metavar="2,4", help="ranks (default: 2)"
+    )
+    action.add_argument("--hosts", metavar="A:2,B:2", help="default: this host")
+    action.add_argument(
+        "--weak", action="store_true", help="the batch grows with the ranks (default: it is shared)"
+    )
+
+
+def _add_allreduce(actions: Any) -> None:
+    line = "all-reduces of each size: Horovod, raw MPI, torch's gloo"
+    action = actions.add_parser(
+        "allreduce",
+        help=line,
+        description=f"{line}. Each is in ranks of its own, with the settings that a run gets; "
+        "they take turns. Algorithm and bus bandwidth as nccl-tests defines them.",
+    )
+    action.add_argument("--np", type=_two_or_more, default=2, help="ranks (default: %(default)s)")
+    action.add_argument("--hosts", metavar="A:1,B:1", help="default: this host")
+    action.add_argument(
+        "--sizes", default=_SIZES, help="bytes of float32 values (default: %(default)s)"
+    )
+    action.add_argument("--rounds", type=_positive, default=3, help="turns (default: %(default)s)")
+    action.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw bus bandwidths too")
+    _add_format(action)
+
+
+def _add_format(action: argparse.ArgumentParser) -> None:
+    action.add_argument("--format", choices=("table", "json"), default="table")
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not >= 1")
-    return number
+    return _at_least(1, text)
 
 
 def _two_or_more(text: str) -> int:
-    number = int(text)
-    if number < 2:
-        raise argparse.ArgumentTypeError(f"{number} is not >= 2")
-    return number
+    return _at_least(2, text)
+
+
+def _numbers_of_ranks(text: str) -> list[int]:
+    """One rank is always measured, so it may be named and need not be."""
+    numbers = {_positive(part) for part in text.split(",")} - {1}
+    if not numbers:
+        raise argparse.ArgumentTypeError(f"{text} names no number of ranks that is >= 2")
+    return sorted(numbers)
+
+
+def _at_least(least: int, text: str) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not >= {least}")
+    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
-    from hvdtrain.bench import benchmarks, elastic, rendezvous, telemetry
-    from hvdtrain.config import parse
     from hvdtrain.runtime.environment import launched_size
 
     if (launched_size() or 1) > 1:
         raise UserError("hvdtrain bench starts its ranks itself: call it without a launcher")
-    flags = ["--config", args.preset, *_FLAGS.get(args.action, ()), *args.flags]
-    config = parse(flags).config
-    batch = config.batch
-    if args.action == "scaling" and batch.micro_batches % benchmarks.RANKS:
-        raise UserError(
-            f"{batch.micro_batches} micro-batches cannot be shared evenly among "
-            f"{benchmarks.RANKS} ranks; choose another batch.micro_size"
-        )
     signal.signal(signal.SIGTERM, _end)
-    if args.action == "elastic":
-        report = elastic.elastic(flags, args.steps, args.rounds)
-    elif args.action == "telemetry":
-        report = telemetry.telemetry(flags, args.steps, args.rounds)
-    elif args.action == "scrape":
-        report = telemetry.scrape(flags, args.steps, args.rounds, args.np)
-    elif args.action == "rendezvous":
-        report = rendezvous.rendezvous(args.np, args.rounds)
-    elif args.action == "recovery":
-        hosts, root = args.hosts or f"localhost:{args.np}", Path(config.run.root).absolute()
-        report = elastic.recovery(flags, args.steps, args.rounds, args.np, hosts, root)
-    else:
-        report = getattr(benchmarks, args.action)(flags, args.steps, args.rounds)
+    report = _allreduce(args) if args.action == "allreduce" else _of_a_run(args)
     print(report.to_json() if args.format == "json" else report.to_table())
     return 0
+
+
+def _allreduce(args: argparse.Namespace) -> AllreduceReport:
+    from hvdtrain.bench.allreduce import allreduce, parse_sizes
+    from hvdtrain.bench.processes import choose_hosts
+
+    sizes = parse_sizes(args.sizes)
+    hosts = choose_hosts(args.hosts, args.np) if args.hosts else None
+    if args.plot is not None:
+        _check_plot(args.plot)  # before minutes of measuring
+    report = allreduce(sizes, args.rounds, args.np, hosts)
+    if args.plot is not None:
+        from hvdtrain.report.bandwidth_plot import bandwidth_svg
+
+        write_atomic(args.plot, bandwidth_svg(report.bus_bandwidths()).encode())
+    return report
+
+
+def _check_plot(path: Path) -> None:
+    if path.suffix != ".svg":
+        raise UserError(f"--plot {path}: it is drawn as SVG, so the name must end in .svg")
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UserError(f"--plot {path} cannot be written; choose another place")
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"--plot needs {error.name}, which is not installed: pip install 'hvdtrain[report]'"
+        ) from None
+
+
+def _of_a_run(args: argparse.Namespace) -> Report:
+    from hvdtrain.bench import benchmarks, elastic, rendezvous, scaling, telemetry
+    from hvdtrain.config import parse
+
+    flags = ["--config", args.preset, *_FLAGS.get(args.action, ()), *args.flags]
+    config = parse(flags).config
+    if args.action == "scaling":
+        scale = scaling.Scale(args.np, args.hosts, config.batch.global_size, args.weak)
+        _check_shares(config.batch.micro_batches, scale)
+        return scaling.scaling(flags, args.steps, args.rounds, scale)
+    if args.action == "elastic":
+        return elastic.elastic(flags, args.steps, args.rounds)
+    if args.action == "telemetry":
+        return telemetry.telemetry(flags, args.steps, args.rounds)
+    if args.action == "scrape":
+        return telemetry.scrape(flags, args.steps, args.rounds, args.np)
+    if args.action == "rendezvous":
+        return rendezvous.rendezvous(args.np, args.rounds)
+    if args.action == "recovery":
+        hosts, root = args.hosts or f"localhost:{args.np}", Path(config.run.root).absolute()
+        return elastic.recovery(flags, args.steps, args.rounds, args.np, hosts, root)
+    found: Report = getattr(benchmarks, args.action)(flags, args.steps, args.rounds)
+    return found
+
+
+def _check_shares(micro_batches: int, scale: Scale) -> None:
+    for ranks in scale.ranks:
+        if not scale.weak and micro_batches % ranks:
+            raise UserError(
+                f"{micro_batches} micro-batches cannot be shared evenly among {ranks} ranks; "
+                "choose another batch.micro_size, or --weak"
+            )
 
 
 def _end(number: int, frame: object) -> NoReturn:

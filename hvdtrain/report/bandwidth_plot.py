@@ -1,0 +1,35 @@
+"""Bus bandwidth over the size of an all-reduce; see `hvdtrain bench allreduce`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from matplotlib.ticker import NullFormatter
+
+from hvdtrain.report import units
+from hvdtrain.report.draw import BLUE, GREEN, GREY, ORANGE, PURPLE, canvas, legend
+
+_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
+
+
+def bandwidth_svg(sides: Mapping[str, Mapping[int, float]]) -> str:
+    """A picture on its own.
+
+    Args:
+        sides: name -> bytes -> GB/s.
+    """
+    with canvas(3.5, above=0.5) as (axes, svg):
+        for (side, by_size), colour in zip(sides.items(), _COLOURS, strict=False):
+            axes.plot(list(by_size), list(by_size.values()), "o-", color=colour, label=side)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(
+            sorted({size for by_size in sides.values() for size in by_size}),
+        )
+        axes.xaxis.set_major_formatter(lambda value, _: units.size(value))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel("bytes of the all-reduce")
+        axes.set_ylabel("bus bandwidth, GB/s")
+        legend(axes, len(sides))
+    return svg[0]

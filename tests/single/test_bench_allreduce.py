@@ -1,0 +1,109 @@
+"""`hvdtrain bench allreduce`: arithmetic, table, plot and mistakes; test_bench.py of the cluster
+has its ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.bench.allreduce_report import AllreduceReport, algorithm_bandwidth, bus_bandwidth
+from hvdtrain.cli import main
+from hvdtrain.report.bandwidth_plot import bandwidth_svg
+
+MIB = 1 << 20
+REPORT = AllreduceReport(
+    ranks=4,
+    hosts="a:2,b:2",
+    seconds={
+        "Horovod, Gloo": {1024: [2e-3, 4e-3, 3e-3], 32 * MIB: [0.2, 0.2, 0.1]},
+        "MPI_Allreduce": {1024: [1e-3, 1e-3, 1e-3], 32 * MIB: [0.1, 0.1, 0.1]},
+        "torch gloo": {1024: [6e-3, 6e-3, 6e-3], 32 * MIB: [0.1, 0.2, 0.1]},
+    },
+    left_out={"Horovod, MPI": "mpirun is not installed"},
+)
+
+
+def test_bandwidths_are_not_those_of_nccl_tests() -> None:
+    assert algorithm_bandwidth(10**9, 0.5) == 2e9
+    assert bus_bandwidth(10**9, 0.5, ranks=2) == 2e9  # 2 (n - 1) / n = 1
+    assert bus_bandwidth(10**9, 0.5, ranks=4) == 3e9
+    assert bus_bandwidth(10**9, 0.5, ranks=1) == 0
+
+
+def test_ratios_are_not_of_turns_beside_each_other() -> None:
+    content = json.loads(REPORT.to_json())
+    assert content["left_out"] == {"Horovod, MPI": "mpirun is not installed"}
+    rows = {(row["side"], row["bytes"]): row for row in content["rows"]}
+    small = rows["Horovod, Gloo", 1024]
+    assert (small["seconds"], small["min_seconds"], small["max_seconds"]) == (3e-3, 2e-3, 4e-3)
+    assert small["algbw_gb_per_s"] == pytest.approx(1024 / 3e-3 / 1e9)
+    assert small["busbw_gb_per_s"] == pytest.approx(1.5 * 1024 / 3e-3 / 1e9)
+    assert small["of"] == {"MPI_Allreduce": pytest.approx(1 / 3), "torch gloo": pytest.approx(2)}
+    assert small["aim"] is None
+    # Round by round 0.5, 1 and 1: the ratio of the medians would be 0.5.
+    large = rows["Horovod, Gloo", 32 * MIB]
+    assert large["of"] == {"MPI_Allreduce": pytest.approx(0.5), "torch gloo": pytest.approx(1)}
+    assert (large["aim"], large["met"]) == (">= 0.9 x MPI_Allreduce", False)
+    assert rows["MPI_Allreduce", 1024]["of"] == {}
+
+
+def test_a_table_hides_who_was_left_out_or_an_aim_that_was_missed() -> None:
+    head, units, *rows, left_out, last = REPORT.to_table().splitlines()
+    assert head.split()[-5:] == ["/", "MPI_Allreduce", "/", "torch", "gloo"]
+    assert units.split() == ["us", "us", "us", "GB/s", "GB/s", "x", "x"]
+    assert len(rows) == 6
+    numbers = ["3000", "2000", "4000", "0.000341", "0.000512", "0.33", "2.00"]
+    assert rows[0].split() == ["1", "KiB", "Horovod,", "Gloo", *numbers]
+    assert "0.50 >= 0.9 MISSED" in rows[3]
+    assert left_out == "Horovod, MPI: left out, mpirun is not installed"
+    assert last.startswith("4 ranks (a:2,b:2), load ")
+
+
+def test_a_side_is_not_drawn() -> None:
+    svg = bandwidth_svg(REPORT.bus_bandwidths())
+    assert svg.startswith("<svg")
+    for text in (*REPORT.seconds, "32 MiB", "bus bandwidth, GB/s"):
+        assert text in svg
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--sizes 1K,many", "--sizes: many is no size of float32 values"),
+        ("--sizes 6", "--sizes: 6 is no size of float32 values"),
+        ("--sizes 1K,,2K", "--sizes: an empty size is no size"),
+        ("--sizes 3G", "up to 2G"),
+        ("--np 3 --hosts a:1,b:1", "--hosts a:1,b:1: 2 slots are not enough for --np 3"),
+        ("--hosts a:x", "a host and its slots are expected"),
+        ("--plot out.png", "--plot out.png: it is drawn as SVG"),
+        ("--plot /none/out.svg", "--plot /none/out.svg cannot be written"),
+    ],
+)
+def test_a_wrong_all_reduce_is_measured(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "allreduce", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("hvdtrain: error: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("np", ["1", "two"])
+def test_one_rank_is_measured(np: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "allreduce", "--np", np])
+    assert ended.value.code == 2
+    assert f"{np} is not >= 2" in capsys.readouterr().err
+
+
+def test_the_absence_of_mpirun_is_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from hvdtrain.bench.allreduce import missing_contenders
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    missing = missing_contenders()
+    assert missing["Horovod, MPI"] == missing["MPI_Allreduce"] == "mpirun is not installed"
+    assert "torch gloo" not in missing

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
@@ -102,3 +104,12 @@ def test_hosts_or_ranks_are_counted_wrongly(topology: Topology) -> None:
     assert len(topology.hosts) == topology.world_size == topology.local_size
     assert topology.rank == topology.local_rank
     assert topology.ranks_by_host() == {topology.host: list(range(topology.world_size))}
+
+
+def test_a_thread_that_waits_for_another_rank_takes_a_processor(topology: Topology) -> None:
+    sum_(torch.zeros(1), "together")
+    if topology.rank == 1:
+        time.sleep(1)
+    begin = time.thread_time()
+    sum_(torch.zeros(1), "late")
+    assert time.thread_time() - begin < 0.2  # s; the others wait for 1 s

@@ -1,0 +1,32 @@
+"""How patched Horovod agrees on what is reduced next (patch 0014)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hvdtrain.bench.processes import MARK, launch
+
+pytestmark = pytest.mark.slow
+CYCLE_SECONDS = 0.5
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+def test_an_all_reduce_waits_for_the_end_of_a_cycle(launcher: str) -> None:
+    rank = [sys.executable, "-m", "hvdtrain.bench.allreduce_worker", "horovod", "4096"]
+    settings = {"HOROVOD_CYCLE_TIME": str(1000 * CYCLE_SECONDS), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        launch(launcher, 2, rank),
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout[done.stdout.index(MARK) :])
+    assert measured["seconds"]["4096"] < CYCLE_SECONDS / 5

@@ -17,16 +17,39 @@ class ExchangeConfig:
             sums: bitwise the same model on any number of ranks; takes `runtime.threads`)
         wire: as what gradients of `dense` travel: `float32`, or `float16` with a scale that follows
             from overflows
+        compression: `none`, or `topk`: only the largest elements travel; the result depends on the
+            number of ranks
+        ratio: of the elements that travel with `topk`
+        error_feedback: what did not travel is added to the next step's gradient
     """
 
     name: Literal["dense", "exact"] = "dense"
     wire: Literal["float32", "float16"] = "float32"
+    compression: Literal["none", "topk"] = "none"
+    ratio: float = 0.01
+    error_feedback: bool = True
 
     def __post_init__(self) -> None:
         require(
             not self.exact or self.wire == "float32",
             f"exchange.wire {self.wire} excludes exchange.name exact, which sends integers",
         )
+        require(
+            self.compression == "none" or not self.exact,
+            f"exchange.compression {self.compression} excludes exchange.name exact: it leaves out "
+            "what exact has to add",
+        )
+        require(
+            self.compression == "none" or self.wire == "float32",
+            f"exchange.compression {self.compression} sends float32: exchange.wire {self.wire} "
+            "is for exchange.compression none",
+        )
+        require(0 < self.ratio <= 1, f"exchange.ratio must be in (0, 1], not {self.ratio}")
+
+    @property
+    def depends_on_ranks(self) -> str:
+        """What makes the curve depend on the number of ranks by nature; "" where nothing does."""
+        return "" if self.compression == "none" else f"exchange.compression {self.compression}"
 
     @property
     def exact(self) -> bool:

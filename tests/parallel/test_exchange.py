@@ -12,9 +12,11 @@ from torch.optim import Optimizer
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.buckets import buckets
 from hvdtrain.exchange.dense import DenseExchange
-from hvdtrain.exchange.exact import UNIT, ExactExchange
+from hvdtrain.exchange.exact import UNIT, exact_exchange
+from hvdtrain.exchange.topk import topk_exchange
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer
+from hvdtrain.runtime.collectives import gather_json, sum_
 from hvdtrain.runtime.topology import Topology
 
 WIDTH = 6
@@ -47,8 +49,14 @@ def _loss(model: Model, step: int, number: int) -> Tensor:
     return model(x, number).square().mean()
 
 
-def _alone(shares: Callable[[int, int], list[int]], steps: int, ranks: int) -> list[list[Tensor]]:
-    """Gradients of each step, by one process that works on the micro-batches of all ranks."""
+def _alone(
+    shares: Callable[[int, int], list[int]], steps: int, ranks: int, frozen: bool = False
+) -> list[list[Tensor]]:
+    """Gradients of each step, by one process that works on the micro-batches of all ranks.
+
+    Args:
+        frozen: the model is that of the beginning at each step.
+    """
     model = _model()
     optimizer = build_optimizer(OptimConfig(lr=0.05), model)
     gradients = []
@@ -61,7 +69,8 @@ def _alone(shares: Callable[[int, int], list[int]], steps: int, ranks: int) -> l
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients.append([_gradient(p).clone() for p in _trained(model)])
-        optimizer.step()
+        if not frozen:
+            optimizer.step()
     return gradients
 
 
@@ -90,12 +99,14 @@ SHARES: dict[str, Callable[[int, int], list[int]]] = {
 
 def _exchange(name: str, optimizer: Optimizer, model: nn.Module) -> Exchange:
     if name == "exact":
-        return ExactExchange(optimizer, model, micro_batches=8)
+        return exact_exchange(optimizer, model, micro_batches=8)
+    if name == "all of topk":
+        return topk_exchange(optimizer, model, ratio=1.0, error_feedback=True)
     return DenseExchange(optimizer, model, wire="float16" if name == "float16" else "float32")
 
 
 # What a fixed-point gradient leaves out, over the micro-batches of a step.
-ROUNDING = {"dense": 1e-14, "exact": 8 * UNIT}
+ROUNDING = {"dense": 1e-14, "exact": 8 * UNIT, "all of topk": 1e-14}
 
 
 @pytest.mark.parametrize("name", ROUNDING)
@@ -141,8 +152,6 @@ def test_a_step_that_was_interrupted_spoils_the_next_one(topology: Topology, nam
 
 
 def test_ranks_that_step_alike_drift_apart(topology: Topology) -> None:
-    from hvdtrain.runtime.collectives import gather_json
-
     model = _model().float()
     optimizer = build_optimizer(OptimConfig(lr=0.05), model)
     exchange = DenseExchange(optimizer, model)
@@ -185,6 +194,37 @@ def test_gradients_as_float16_are_lost_too_small_or_too_large(topology: Topology
     assert skipped >= 1 or topology.world_size == 1
     for found, expected in zip(*gradients(1e5), strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=10.0)
+
+
+def test_what_topk_did_not_send_is_lost_or_ranks_get_other_bits(topology: Topology) -> None:
+    model = _model()
+    optimizer = build_optimizer(OptimConfig(lr=0.05), model)
+    exchange = topk_exchange(optimizer, model, ratio=0.1, error_feedback=True)
+    [part] = exchange.state_parts()
+    received: dict[nn.Parameter, Tensor] = {p: torch.zeros_like(p) for p in _trained(model)}
+    expected = {p: torch.zeros_like(p) for p in received}
+    steps = 4
+    for step in range(steps):
+        optimizer.zero_grad()
+        own = SHARES["even"](step, topology.rank)
+        exchange.begin(len(own))
+        for number in own:
+            _loss(model, step, number).backward()
+        exchange.finish()
+        exchange.commit(applied=step != 1)  # that step was skipped: it is as if it never was
+        gradients = [_gradient(p).tolist() for p in received]
+        assert all(other == gradients for other in gather_json(gradients, "gradients"))
+        if step == 1:
+            continue
+        alone = _alone(SHARES["even"], steps, topology.world_size, frozen=True)[step]
+        for parameter, gradient in zip(received, alone, strict=True):
+            received[parameter] += _gradient(parameter)
+            expected[parameter] += gradient
+    owed = sum_(torch.cat([t.flatten() for t in part.tensors().values()]), "owed").sum()
+    got = torch.stack([t.sum() for t in received.values()]).sum()
+    due = torch.stack([t.sum() for t in expected.values()]).sum()
+    assert float(owed.abs()) > 1e-3
+    torch.testing.assert_close(got + owed, due, rtol=1e-9, atol=1e-12)
 
 
 def test_a_bucket_is_too_large_mixed_or_misses_a_parameter() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import horovod.torch as hvd
 import torch
@@ -41,6 +42,9 @@ class Bucket(Protocol):
         """See Exchange."""
 
 
+B = TypeVar("B", bound=Bucket)
+
+
 class BucketedExchange:
     """See Exchange. A bucket is sent inside the last backward pass, once its gradients are there.
 
@@ -48,27 +52,31 @@ class BucketedExchange:
         optimizer: over parameters of `model`.
         model: gives the parameters their names.
         make: a bucket from its number and its parameters, of one dtype and on one device.
+        parts: what the buckets carry from step to step.
         widening: bytes that a bucket needs for one of its gradients.
-        parts: what its buckets carry from step to step.
+        one_bucket: for each dtype, however large.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         model: nn.Module,
-        make: Callable[[int, Sequence[nn.Parameter]], Bucket],
+        make: Callable[[int, Sequence[nn.Parameter]], B],
+        parts: Callable[[Sequence[B]], Sequence[StatePart]] = lambda buckets: (),
         widening: int = 1,
-        parts: Sequence[StatePart] = (),
+        one_bucket: bool = False,
     ) -> None:
         self._trained = TrainedParameters(optimizer, model)
         self.parameters = self._trained.in_order
-        groups = buckets(self.parameters, bucket_limit(self.parameters) // widening)
-        self._buckets = [make(number, group) for number, group in enumerate(groups)]
+        limit = sys.maxsize if one_bucket else bucket_limit(self.parameters) // widening
+        groups = buckets(self.parameters, limit)
+        made = [make(number, group) for number, group in enumerate(groups)]
+        self._buckets: Sequence[Bucket] = made
         self._bucket_of = {
             p: bucket for bucket, group in zip(self._buckets, groups, strict=True) for p in group
         }
         self._arrivals = Arrivals(self._trained, groups, self._arrived, self._send)
-        self._parts = parts
+        self._parts = parts(made)
         self.inflight_seconds = 0.0
         self.bytes = 0
 

@@ -17,16 +17,20 @@ class ExchangeConfig:
             sums: bitwise the same model on any number of ranks; takes `runtime.threads`)
         wire: as what gradients of `dense` travel: `float32`, or `float16` with a scale that follows
             from overflows
-        compression: `none`, or `topk`: only the largest elements travel; the result depends on the
-            number of ranks
+        compression: `none`, `topk` (only the largest elements travel) or `powersgd` (matrices
+            travel as products of thin ones); with these the result depends on the number of ranks
         ratio: of the elements that travel with `topk`
+        rank: of the products of `powersgd`
+        start_step: steps before `powersgd` begins; until then all travels
         error_feedback: what did not travel is added to the next step's gradient
     """
 
     name: Literal["dense", "exact"] = "dense"
     wire: Literal["float32", "float16"] = "float32"
-    compression: Literal["none", "topk"] = "none"
+    compression: Literal["none", "topk", "powersgd"] = "none"
     ratio: float = 0.01
+    rank: int = 4
+    start_step: int = 10
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
@@ -45,6 +49,8 @@ class ExchangeConfig:
             "is for exchange.compression none",
         )
         require(0 < self.ratio <= 1, f"exchange.ratio must be in (0, 1], not {self.ratio}")
+        require(self.rank >= 1, f"exchange.rank must be >= 1, not {self.rank}")
+        require(self.start_step >= 0, f"exchange.start_step must be >= 0, not {self.start_step}")
 
     @property
     def depends_on_ranks(self) -> str:

@@ -7,15 +7,16 @@ arXiv:1901.09847.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.exchange.bucketed import BucketedExchange, flat_views
+from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.runtime.collectives import begin_gather, completed
-from hvdtrain.runtime.state_part import Scope
+from hvdtrain.runtime.state_part import StatePart
 
 
 def topk_exchange(
@@ -31,41 +32,14 @@ def topk_exchange(
         ratio: of the elements that travel, in (0, 1].
         error_feedback: what did not travel is added to the next step's sum.
     """
-    residuals: list[Tensor] = []
 
     def make(number: int, parameters: Sequence[nn.Parameter]) -> _Bucket:
-        bucket = _Bucket(f"topk.{number}", parameters, ratio, error_feedback)
-        residuals.append(bucket.residual)
-        return bucket
+        return _Bucket(f"topk.{number}", parameters, ratio, error_feedback)
 
-    parts = (Residuals(residuals),) if error_feedback else ()
-    return BucketedExchange(optimizer, model, make, parts=parts)
+    def parts(buckets: Sequence[_Bucket]) -> list[StatePart]:
+        return [Residuals([bucket.residual for bucket in buckets])] if error_feedback else []
 
-
-class Residuals:
-    """The local part "residual": what a rank still owes, of each bucket.
-
-    Ranks that inherit from several owe the sum: nothing is lost when there are fewer ranks, and a
-    rank that joins owes nothing. A rank that was killed takes its own with it.
-    """
-
-    name = "residual"
-    scope: Scope = "local"
-
-    def __init__(self, residuals: Sequence[Tensor]) -> None:
-        self._residuals = residuals
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {f"bucket.{number}": tensor for number, tensor in enumerate(self._residuals)}
-
-    def compared(self) -> dict[str, Tensor]:
-        return {}
-
-    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        for name, own in self.tensors().items():
-            own.zero_()
-            for piece in pieces:
-                own.add_(piece[name].to(own.device))
+    return BucketedExchange(optimizer, model, make, parts)
 
 
 class _Bucket:

@@ -22,6 +22,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.exchange.exact import exact_exchange
+from hvdtrain.exchange.powersgd import powersgd_exchange
 from hvdtrain.exchange.topk import topk_exchange
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.schedule import learning_rate
@@ -174,6 +175,8 @@ def build_exchange(
         return exact_exchange(optimizer, model, config.batch.micro_batches)
     if exchange.compression == "topk":
         return topk_exchange(optimizer, model, exchange.ratio, exchange.error_feedback)
+    if exchange.compression == "powersgd":
+        return powersgd_exchange(optimizer, model, exchange)
     return DenseExchange(optimizer, model, elastic, exchange.wire)
 
 

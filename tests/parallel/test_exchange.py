@@ -11,8 +11,10 @@ from torch.optim import Optimizer
 
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.buckets import buckets
+from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.exchange.exact import UNIT, exact_exchange
+from hvdtrain.exchange.powersgd import powersgd_exchange
 from hvdtrain.exchange.topk import topk_exchange
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer
@@ -49,14 +51,8 @@ def _loss(model: Model, step: int, number: int) -> Tensor:
     return model(x, number).square().mean()
 
 
-def _alone(
-    shares: Callable[[int, int], list[int]], steps: int, ranks: int, frozen: bool = False
-) -> list[list[Tensor]]:
-    """Gradients of each step, by one process that works on the micro-batches of all ranks.
-
-    Args:
-        frozen: the model is that of the beginning at each step.
-    """
+def _alone(shares: Callable[[int, int], list[int]], steps: int, ranks: int) -> list[list[Tensor]]:
+    """Gradients of each step, by one process that works on the micro-batches of all ranks."""
     model = _model()
     optimizer = build_optimizer(OptimConfig(lr=0.05), model)
     gradients = []
@@ -69,8 +65,7 @@ def _alone(
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients.append([_gradient(p).clone() for p in _trained(model)])
-        if not frozen:
-            optimizer.step()
+        optimizer.step()
     return gradients
 
 
@@ -196,35 +191,66 @@ def test_gradients_as_float16_are_lost_too_small_or_too_large(topology: Topology
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=10.0)
 
 
-def test_what_topk_did_not_send_is_lost_or_ranks_get_other_bits(topology: Topology) -> None:
-    model = _model()
+COMPRESSIONS = {
+    "topk": ExchangeConfig(compression="topk", ratio=0.1),
+    "powersgd": ExchangeConfig(compression="powersgd", rank=2, start_step=1),
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_what_a_compression_left_out_is_lost_or_ranks_get_other_bits(
+    topology: Topology, name: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)).double()
     optimizer = build_optimizer(OptimConfig(lr=0.05), model)
-    exchange = topk_exchange(optimizer, model, ratio=0.1, error_feedback=True)
-    [part] = exchange.state_parts()
+    exchange = _compressed(COMPRESSIONS[name], optimizer, model)
+    parts = {part.name: part for part in exchange.state_parts()}
     received: dict[nn.Parameter, Tensor] = {p: torch.zeros_like(p) for p in _trained(model)}
-    expected = {p: torch.zeros_like(p) for p in received}
-    steps = 4
-    for step in range(steps):
+    own = {p: torch.zeros_like(p) for p in received}
+    for step in range(5):
+        generator = torch.Generator().manual_seed(10 * step + topology.rank)
+        x = torch.randn(4, 16, generator=generator).double()
+        gradients = torch.autograd.grad(model(x).square().mean(), [*received])
         optimizer.zero_grad()
-        own = SHARES["even"](step, topology.rank)
-        exchange.begin(len(own))
-        for number in own:
-            _loss(model, step, number).backward()
+        exchange.begin(1)
+        model(x).square().mean().backward()
         exchange.finish()
-        exchange.commit(applied=step != 1)  # that step was skipped: it is as if it never was
-        gradients = [_gradient(p).tolist() for p in received]
-        assert all(other == gradients for other in gather_json(gradients, "gradients"))
-        if step == 1:
-            continue
-        alone = _alone(SHARES["even"], steps, topology.world_size, frozen=True)[step]
-        for parameter, gradient in zip(received, alone, strict=True):
-            received[parameter] += _gradient(parameter)
-            expected[parameter] += gradient
-    owed = sum_(torch.cat([t.flatten() for t in part.tensors().values()]), "owed").sum()
+        exchange.commit(applied=step != 2)  # that step was skipped: it is as if it never was
+        bits = [_gradient(p).tolist() for p in received]
+        assert all(other == bits for other in gather_json(bits, "gradients"))
+        if step != 2:
+            for parameter, gradient in zip(received, gradients, strict=True):
+                received[parameter] += _gradient(parameter)
+                own[parameter] += gradient
+    owed = torch.cat([t.flatten() for t in parts["residual"].tensors().values()])
+    assert float(owed.abs().max()) > 1e-3
+    due = sum_(torch.stack([t.sum() for t in own.values()]).sum(), "due")
     got = torch.stack([t.sum() for t in received.values()]).sum()
-    due = torch.stack([t.sum() for t in expected.values()]).sum()
-    assert float(owed.abs()) > 1e-3
-    torch.testing.assert_close(got + owed, due, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(got + sum_(owed.sum(), "owed"), due, rtol=1e-9, atol=1e-11)
+    if name == "powersgd":
+        assert int(parts["powersgd"].tensors()["0/steps"]) == 4
+
+
+def _compressed(config: ExchangeConfig, optimizer: Optimizer, model: nn.Module) -> Exchange:
+    if config.compression == "topk":
+        return topk_exchange(optimizer, model, config.ratio, config.error_feedback)
+    return powersgd_exchange(optimizer, model, config)
+
+
+def test_powersgd_of_a_matrix_of_low_rank_is_not_that_matrix(topology: Topology) -> None:
+    model = nn.Linear(16, 16, bias=False).double()
+    optimizer = build_optimizer(OptimConfig(lr=0.05), model)
+    exchange = powersgd_exchange(optimizer, model, COMPRESSIONS["powersgd"])
+    x = torch.randn(1, 16, generator=torch.Generator().manual_seed(topology.rank)).double()
+    expected = sum_(torch.ones(16, 1, dtype=torch.float64) @ x, "expected")
+    for _ in range(3):
+        optimizer.zero_grad()
+        exchange.begin(1)
+        model(x).sum().backward()
+        exchange.finish()
+        exchange.commit(applied=True)
+        torch.testing.assert_close(_gradient(model.weight), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_bucket_is_too_large_mixed_or_misses_a_parameter() -> None:

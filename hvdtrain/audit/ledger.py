@@ -30,6 +30,7 @@ class Start:
 
     Args:
         own_order: the data set has an order of its own, which only it knows.
+        depends_on_ranks: the setting that makes the curve depend on the number of ranks.
     """
 
     time: float
@@ -47,6 +48,7 @@ class Start:
     fingerprint: str | None
     total_steps: int
     own_order: bool = False
+    depends_on_ranks: str = ""
 
 
 @dataclass(frozen=True)

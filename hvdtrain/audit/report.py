@@ -105,6 +105,8 @@ def _verdict(audit: Audit) -> list[str]:
     for finding in audit.lineage.findings:
         kind = f"{'warning, ' if finding.warning else ''}{finding.kind}"
         lines.append(f"  {kind}: {finding.message}")
+    for setting in sorted({g.start.depends_on_ranks for g in audit.ledger.generations} - {""}):
+        lines.append(f"  the curve depends on the number of ranks: {setting}")
     if audit.lineage.skipped:
         lines.append(f"  skipped, their gradient was not finite: steps {audit.lineage.skipped}")
     for number, generation in enumerate(audit.ledger.generations):

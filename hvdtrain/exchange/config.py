@@ -17,16 +17,45 @@ class ExchangeConfig:
             sums: bitwise the same model on any number of ranks; takes `runtime.threads`)
         wire: as what gradients of `dense` travel: `float32`, or `float16` with a scale that follows
             from overflows
+        compression: `none`, `topk` (only the largest elements travel) or `powersgd` (matrices
+            travel as products of thin ones); with these the result depends on the number of ranks
+        ratio: of the elements that travel with `topk`
+        rank: of the products of `powersgd`
+        start_step: steps before `powersgd` begins; until then all travels
+        error_feedback: what did not travel is added to the next step's gradient
     """
 
     name: Literal["dense", "exact"] = "dense"
     wire: Literal["float32", "float16"] = "float32"
+    compression: Literal["none", "topk", "powersgd"] = "none"
+    ratio: float = 0.01
+    rank: int = 4
+    start_step: int = 10
+    error_feedback: bool = True
 
     def __post_init__(self) -> None:
         require(
             not self.exact or self.wire == "float32",
             f"exchange.wire {self.wire} excludes exchange.name exact, which sends integers",
         )
+        require(
+            self.compression == "none" or not self.exact,
+            f"exchange.compression {self.compression} excludes exchange.name exact: it leaves out "
+            "what exact has to add",
+        )
+        require(
+            self.compression == "none" or self.wire == "float32",
+            f"exchange.compression {self.compression} sends float32: exchange.wire {self.wire} "
+            "is for exchange.compression none",
+        )
+        require(0 < self.ratio <= 1, f"exchange.ratio must be in (0, 1], not {self.ratio}")
+        require(self.rank >= 1, f"exchange.rank must be >= 1, not {self.rank}")
+        require(self.start_step >= 0, f"exchange.start_step must be >= 0, not {self.start_step}")
+
+    @property
+    def depends_on_ranks(self) -> str:
+        """What makes the curve depend on the number of ranks by nature; "" where nothing does."""
+        return "" if self.compression == "none" else f"exchange.compression {self.compression}"
 
     @property
     def exact(self) -> bool:

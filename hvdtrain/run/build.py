@@ -21,7 +21,9 @@ from hvdtrain.engine.update import Update
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.dense import DenseExchange
-from hvdtrain.exchange.exact import ExactExchange
+from hvdtrain.exchange.exact import exact_exchange
+from hvdtrain.exchange.powersgd import powersgd_exchange
+from hvdtrain.exchange.topk import topk_exchange
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.optim.supported import check_device, check_model
@@ -167,10 +169,15 @@ def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
 def build_exchange(
     config: Config, optimizer: Optimizer, model: nn.Module, elastic: bool
 ) -> Exchange:
-    """What exchange.name means."""
-    if config.exchange.exact:
-        return ExactExchange(optimizer, model, config.batch.micro_batches)
-    return DenseExchange(optimizer, model, elastic, config.exchange.wire)
+    """What the keys of `exchange` mean."""
+    exchange = config.exchange
+    if exchange.exact:
+        return exact_exchange(optimizer, model, config.batch.micro_batches)
+    if exchange.compression == "topk":
+        return topk_exchange(optimizer, model, exchange.ratio, exchange.error_feedback)
+    if exchange.compression == "powersgd":
+        return powersgd_exchange(optimizer, model, exchange)
+    return DenseExchange(optimizer, model, elastic, exchange.wire)
 
 
 def build_identity(config: Config, datasets: Datasets) -> dict[str, Any]:

@@ -73,6 +73,7 @@ def start_facts(
         "seed": config.seed,
         "dataset_size": len(datasets.train),  # type: ignore[arg-type]
         "own_order": has_own_order(datasets.train),
+        "depends_on_ranks": config.exchange.depends_on_ranks,
         "fingerprint": datasets.fingerprint,
         "total_steps": config.train.steps,
     }

@@ -11,10 +11,14 @@ from torch.optim import Optimizer
 
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.buckets import buckets
+from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.exchange.dense import DenseExchange
-from hvdtrain.exchange.exact import UNIT, ExactExchange
+from hvdtrain.exchange.exact import UNIT, exact_exchange
+from hvdtrain.exchange.powersgd import powersgd_exchange
+from hvdtrain.exchange.topk import topk_exchange
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer
+from hvdtrain.runtime.collectives import gather_json, sum_
 from hvdtrain.runtime.topology import Topology
 
 WIDTH = 6
@@ -90,12 +94,14 @@ SHARES: dict[str, Callable[[int, int], list[int]]] = {
 
 def _exchange(name: str, optimizer: Optimizer, model: nn.Module) -> Exchange:
     if name == "exact":
-        return ExactExchange(optimizer, model, micro_batches=8)
+        return exact_exchange(optimizer, model, micro_batches=8)
+    if name == "all of topk":
+        return topk_exchange(optimizer, model, ratio=1.0, error_feedback=True)
     return DenseExchange(optimizer, model, wire="float16" if name == "float16" else "float32")
 
 
 # What a fixed-point gradient leaves out, over the micro-batches of a step.
-ROUNDING = {"dense": 1e-14, "exact": 8 * UNIT}
+ROUNDING = {"dense": 1e-14, "exact": 8 * UNIT, "all of topk": 1e-14}
 
 
 @pytest.mark.parametrize("name", ROUNDING)
@@ -141,8 +147,6 @@ def test_a_step_that_was_interrupted_spoils_the_next_one(topology: Topology, nam
 
 
 def test_ranks_that_step_alike_drift_apart(topology: Topology) -> None:
-    from hvdtrain.runtime.collectives import gather_json
-
     model = _model().float()
     optimizer = build_optimizer(OptimConfig(lr=0.05), model)
     exchange = DenseExchange(optimizer, model)
@@ -185,6 +189,68 @@ def test_gradients_as_float16_are_lost_too_small_or_too_large(topology: Topology
     assert skipped >= 1 or topology.world_size == 1
     for found, expected in zip(*gradients(1e5), strict=True):
         torch.testing.assert_close(found, expected, rtol=2e-3, atol=10.0)
+
+
+COMPRESSIONS = {
+    "topk": ExchangeConfig(compression="topk", ratio=0.1),
+    "powersgd": ExchangeConfig(compression="powersgd", rank=2, start_step=1),
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_what_a_compression_left_out_is_lost_or_ranks_get_other_bits(
+    topology: Topology, name: str
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    optimizer = build_optimizer(OptimConfig(lr=0.05), model)
+    exchange = _compressed(COMPRESSIONS[name], optimizer, model)
+    parts = {part.name: part for part in exchange.state_parts()}
+    received: dict[nn.Parameter, Tensor] = {p: torch.zeros_like(p) for p in _trained(model)}
+    own = {p: torch.zeros_like(p) for p in received}
+    for step in range(5):
+        generator = torch.Generator().manual_seed(10 * step + topology.rank)
+        x = torch.randn(4, 16, generator=generator).double()
+        gradients = torch.autograd.grad(model(x).square().mean(), [*received])
+        optimizer.zero_grad()
+        exchange.begin(1)
+        model(x).square().mean().backward()
+        exchange.finish()
+        exchange.commit(applied=step != 2)  # that step was skipped: it is as if it never was
+        bits = [_gradient(p).tolist() for p in received]
+        assert all(other == bits for other in gather_json(bits, "gradients"))
+        if step != 2:
+            for parameter, gradient in zip(received, gradients, strict=True):
+                received[parameter] += _gradient(parameter)
+                own[parameter] += gradient
+    owed = torch.cat([t.flatten() for t in parts["residual"].tensors().values()])
+    assert float(owed.abs().max()) > 1e-3
+    due = sum_(torch.stack([t.sum() for t in own.values()]).sum(), "due")
+    got = torch.stack([t.sum() for t in received.values()]).sum()
+    torch.testing.assert_close(got + sum_(owed.sum(), "owed"), due, rtol=1e-9, atol=1e-11)
+    if name == "powersgd":
+        assert int(parts["powersgd"].tensors()["0/steps"]) == 4
+
+
+def _compressed(config: ExchangeConfig, optimizer: Optimizer, model: nn.Module) -> Exchange:
+    if config.compression == "topk":
+        return topk_exchange(optimizer, model, config.ratio, config.error_feedback)
+    return powersgd_exchange(optimizer, model, config)
+
+
+def test_powersgd_of_a_matrix_of_low_rank_is_not_that_matrix(topology: Topology) -> None:
+    model = nn.Linear(16, 16, bias=False).double()
+    optimizer = build_optimizer(OptimConfig(lr=0.05), model)
+    exchange = powersgd_exchange(optimizer, model, COMPRESSIONS["powersgd"])
+    x = torch.randn(1, 16, generator=torch.Generator().manual_seed(topology.rank)).double()
+    expected = sum_(torch.ones(16, 1, dtype=torch.float64) @ x, "expected")
+    for _ in range(3):
+        optimizer.zero_grad()
+        exchange.begin(1)
+        model(x).sum().backward()
+        exchange.finish()
+        exchange.commit(applied=True)
+        torch.testing.assert_close(_gradient(model.weight), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_bucket_is_too_large_mixed_or_misses_a_parameter() -> None:

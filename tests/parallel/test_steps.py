@@ -17,7 +17,7 @@ from hvdtrain.engine.step import StepResult, TrainStep
 from hvdtrain.engine.update import Update
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.dense import DenseExchange
-from hvdtrain.exchange.exact import ExactExchange
+from hvdtrain.exchange.exact import exact_exchange
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer, state_tensors
 from hvdtrain.runtime.collectives import AgreedError, gather_json
@@ -74,7 +74,7 @@ def _step(
     )
     exchange: Exchange
     if exact:
-        exchange = ExactExchange(optimizer, model, micro_batches)
+        exchange = exact_exchange(optimizer, model, micro_batches)
     else:
         exchange = DenseExchange(optimizer, model)
     return TrainStep(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hvdtrain.audit.same import compare
 from hvdtrain.cli import main
-from hvdtrain.exchange.exact import UNIT, ExactExchange
+from hvdtrain.exchange.exact import UNIT, exact_exchange
 from hvdtrain.runtime.init import initialise
 from tests.support.job import Finished
 from tests.support.runs import TINY, metrics, run, train, weights
@@ -134,7 +134,7 @@ def _gradients(order: list[int], scale: float = 1.0) -> tuple[list[Tensor], list
     plain = [_gradient(p).clone() for p in model.parameters()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.zero_grad()
-    exchange = ExactExchange(optimizer, model, micro_batches=6)
+    exchange = exact_exchange(optimizer, model, micro_batches=6)
     exchange.begin(len(order))
     backward()
     exchange.finish()
@@ -170,7 +170,7 @@ def test_a_gradient_in_another_memory_order_is_mixed_up() -> None:
     data = torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(1))
     usual, other = convolution(), convolution().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     usual(data).square().sum().backward()
-    exchange = ExactExchange(torch.optim.SGD(other.parameters(), lr=0.1), other, 1)
+    exchange = exact_exchange(torch.optim.SGD(other.parameters(), lr=0.1), other, 1)
     exchange.begin(1)
     other(data).square().sum().backward()
     exchange.finish()

@@ -1,0 +1,133 @@
+"""An exchange whose buckets do the arithmetic: they convert, send and take back gradients."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.exchange.arrivals import Arrivals, Replacement
+from hvdtrain.exchange.buckets import bucket_limit, buckets
+from hvdtrain.exchange.parameters import TrainedParameters
+from hvdtrain.runtime.state_part import StatePart
+
+
+class Bucket(Protocol):
+    """Gradients that travel together."""
+
+    def begin(self) -> None:
+        """A step begins; what an earlier one has left is gone."""
+
+    def arrived(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Takes the gradient of one micro-batch; it is not changed."""
+
+    def send(self, several: bool) -> None:
+        """All gradients of this rank have come; to `several` ranks, or to itself alone."""
+
+    def receive(self) -> int:
+        """Gives each parameter its gradient of the global batch; returns the bytes sent.
+
+        Raises:
+            HorovodInternalError: another rank is gone.
+        """
+        ...
+
+    def commit(self, applied: bool) -> None:
+        """See Exchange."""
+
+
+B = TypeVar("B", bound=Bucket)
+
+
+class BucketedExchange:
+    """See Exchange. A bucket is sent inside the last backward pass, once its gradients are there.
+
+    Args:
+        optimizer: over parameters of `model`.
+        model: gives the parameters their names.
+        make: a bucket from its number and its parameters, of one dtype and on one device.
+        parts: what the buckets carry from step to step.
+        widening: bytes that a bucket needs for one of its gradients.
+        one_bucket: for each dtype, however large.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        make: Callable[[int, Sequence[nn.Parameter]], B],
+        parts: Callable[[Sequence[B]], Sequence[StatePart]] = lambda buckets: (),
+        widening: int = 1,
+        one_bucket: bool = False,
+    ) -> None:
+        self._trained = TrainedParameters(optimizer, model)
+        self.parameters = self._trained.in_order
+        limit = sys.maxsize if one_bucket else bucket_limit(self.parameters) // widening
+        groups = buckets(self.parameters, limit)
+        made = [make(number, group) for number, group in enumerate(groups)]
+        self._buckets: Sequence[Bucket] = made
+        self._bucket_of = {
+            p: bucket for bucket, group in zip(self._buckets, groups, strict=True) for p in group
+        }
+        self._arrivals = Arrivals(self._trained, groups, self._arrived, self._send)
+        self._parts = parts(made)
+        self.inflight_seconds = 0.0
+        self.bytes = 0
+
+    def begin(self, passes: int) -> None:
+        for bucket in self._buckets:
+            bucket.begin()
+        self._arrivals.begin(max(passes, 1))
+
+    def _arrived(self, parameter: nn.Parameter, gradient: Tensor | None) -> Replacement:
+        if gradient is None or not parameter.requires_grad:
+            return None
+        self._bucket_of[parameter].arrived(parameter, gradient)
+        return (None,)  # autograd has nothing to add up any more
+
+    def _send(self, number: int) -> None:
+        self._buckets[number].send(hvd.size() > 1)
+
+    def finish(self) -> None:
+        for number in self._arrivals.incomplete():
+            self._send(number)
+        sent = sum(bucket.receive() for bucket in self._buckets)
+        sent_at = self._arrivals.first_complete_at
+        if hvd.size() > 1 and sent_at is not None:
+            self.inflight_seconds += time.perf_counter() - sent_at
+            self.bytes += sent
+
+    def frozen(self) -> list[bool]:
+        return self._trained.frozen()
+
+    def rest(self, frozen: Sequence[bool]) -> None:
+        self._trained.rest(frozen)
+
+    def commit(self, applied: bool) -> None:
+        for bucket in self._buckets:
+            bucket.commit(applied)
+
+    def state_parts(self) -> Sequence[StatePart]:
+        return self._parts
+
+    def abort(self) -> None:
+        """Call it after Horovod was shut down; the next `begin` clears the rest."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def flat_views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    """Of each parameter, in order, a part of `flat` that has its shape and its order in memory."""
+    views: dict[nn.Parameter, Tensor] = {}
+    offset = 0
+    for parameter in parameters:
+        strides = torch.empty_like(parameter).stride()  # without the gaps that some have
+        views[parameter] = flat.as_strided(parameter.shape, strides, offset)
+        offset += parameter.numel()
+    return views

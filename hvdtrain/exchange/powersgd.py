@@ -1,0 +1,202 @@
+"""Gradients travel as products of two thin matrices: PowerSGD.
+
+Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
+optimization", arXiv:1905.13727. Here gradients are sums over the ranks, not means, and each rank
+owes what its own part of the product leaves out: so what all owe together is what is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.exchange.bucketed import BucketedExchange, flat_views
+from hvdtrain.exchange.config import ExchangeConfig
+from hvdtrain.exchange.residuals import Residuals
+from hvdtrain.runtime.collectives import begin_sum, completed
+from hvdtrain.runtime.state_part import Scope, StatePart
+
+
+def powersgd_exchange(
+    optimizer: Optimizer, model: nn.Module, config: ExchangeConfig
+) -> BucketedExchange:
+    """A gradient of two or more dimensions becomes a matrix, and travels as P times Q transposed.
+
+    P (rows x rank) and then Q (columns x rank) are summed over the ranks; between the two P is made
+    orthonormal. Q is the start of the next step's power iteration. Vectors, and matrices to
+    which P and Q would be no smaller, travel as they are; in the first `start_step` steps all do.
+    The result depends on the number of ranks by nature.
+    """
+
+    def make(number: int, parameters: Sequence[nn.Parameter]) -> _Bucket:
+        return _Bucket(f"powersgd.{number}", parameters, config)
+
+    def parts(buckets: Sequence[_Bucket]) -> list[StatePart]:
+        owed = Residuals([bucket.residual for bucket in buckets])
+        return [_WarmStart(buckets), *([owed] if config.error_feedback else [])]
+
+    # One bucket: what travels is small, and each would wait twice.
+    return BucketedExchange(optimizer, model, make, parts, one_bucket=True)
+
+
+class _WarmStart:
+    """The replicated part "powersgd": Q of each matrix, and how many steps were done."""
+
+    name = "powersgd"
+    scope: Scope = "replicated"
+
+    def __init__(self, buckets: Sequence[_Bucket]) -> None:
+        self._buckets = buckets
+
+    def tensors(self) -> dict[str, Tensor]:
+        found = {}
+        for number, bucket in enumerate(self._buckets):
+            found[f"{number}/steps"] = bucket.steps
+            found |= {f"{number}/q.{i}": q for i, q in enumerate(bucket.qs)}
+        return found
+
+    def compared(self) -> dict[str, Tensor]:
+        return self.tensors()
+
+    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        [tensors] = pieces
+        for name, own in self.tensors().items():
+            own.copy_(tensors[name])
+
+
+class _Bucket:
+    """See bucketed.Bucket.
+
+    Args:
+        name: of its all-reduces.
+
+    Attributes:
+        qs: (columns, rank) of each matrix, as the last step left it.
+        steps: that were committed.
+        residual: (n,), what is owed; it changes when a step is committed, as these do.
+    """
+
+    def __init__(
+        self, name: str, parameters: Sequence[nn.Parameter], config: ExchangeConfig
+    ) -> None:
+        numel, device = sum(p.numel() for p in parameters), parameters[0].device
+        wide = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
+        self._name = name
+        self._config = config
+        self.residual = torch.zeros(numel, dtype=wide, device=device)
+        self._sum = torch.zeros_like(self.residual)
+        self._sum_of = flat_views(self._sum, parameters)
+        self._gradient = torch.zeros_like(self.residual)
+        self._gradient_of = flat_views(self._gradient, parameters)
+        self._matrices = [p for p in parameters if _worth_it(p, config.rank)]
+        self._others = [p for p in parameters if not _worth_it(p, config.rank)]
+        generator = torch.Generator().manual_seed(0)  # alike on all ranks
+        columns = [p.numel() // len(p) for p in self._matrices]
+        self.qs = [
+            torch.randn(count, config.rank, generator=generator, dtype=wide).to(device)
+            for count in columns
+        ]
+        self.steps = torch.tensor(0)
+        self._new_qs = self.qs
+        self._sent = self._sum
+        self._several = False
+        self._handle: int | None = None
+
+    @property
+    def _compresses(self) -> bool:
+        return bool(self.steps >= self._config.start_step) and bool(self._matrices)
+
+    def begin(self) -> None:
+        self._sum.copy_(self.residual)
+        self._handle = None
+
+    @torch.no_grad()
+    def arrived(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        self._sum_of[parameter].add_(gradient)
+
+    @torch.no_grad()
+    def send(self, several: bool) -> None:
+        """All P, and the gradients that travel as they are; the whole sum in the first steps."""
+        self._several = several
+        if self._compresses:
+            pairs = zip(self._matrices, self.qs, strict=True)
+            ps = [_matrix(self._sum_of[parameter]) @ q for parameter, q in pairs]
+            self._sent = _joined([*ps, *(self._sum_of[p] for p in self._others)])
+        else:
+            self._sent = self._sum.clone()
+        if several:
+            self._handle = begin_sum(self._sent, f"{self._name}.p")
+
+    @torch.no_grad()
+    def receive(self) -> int:
+        if self._handle is not None:
+            completed(self._handle)
+        sent = self._sent.nbytes
+        if self._compresses:
+            sent += self._receive_product()
+        else:
+            self._gradient.copy_(self._sent)
+            self._sum.zero_()
+        for parameter, view in self._gradient_of.items():
+            parameter.grad = view.to(parameter.dtype)
+        return sent
+
+    def _receive_product(self) -> int:
+        """Gives back bytes sent; `_sum` is what this rank owes then."""
+        shapes = [(len(p), self._config.rank) for p in self._matrices]
+        *ps, rest = _parted(self._sent, shapes)
+        ps = [torch.linalg.qr(p).Q for p in ps]
+        sums = [_matrix(self._sum_of[p]) for p in self._matrices]
+        own_qs = [m.t() @ p for m, p in zip(sums, ps, strict=True)]
+        together = _joined(own_qs)
+        if self._several:
+            completed(begin_sum(together, f"{self._name}.q"))
+        self._new_qs = _parted(together, [q.shape for q in own_qs])[:-1]
+        for number, parameter in enumerate(self._matrices):
+            product = ps[number] @ self._new_qs[number].t()
+            self._gradient_of[parameter].copy_(product.view(parameter.shape))
+            owed = sums[number] - ps[number] @ own_qs[number].t()
+            self._sum_of[parameter].copy_(owed.view(parameter.shape))
+        offset = 0
+        for parameter in self._others:
+            part = rest[offset : offset + parameter.numel()]
+            self._gradient_of[parameter].copy_(part.view(parameter.shape))
+            self._sum_of[parameter].zero_()
+            offset += parameter.numel()
+        return together.nbytes
+
+    def commit(self, applied: bool) -> None:
+        # A step that was skipped changes nothing.
+        if not applied:
+            return
+        if self._config.error_feedback:
+            self.residual.copy_(self._sum)
+        if self._compresses:
+            torch._foreach_copy_(self.qs, self._new_qs)
+        self.steps += 1
+
+
+def _worth_it(parameter: Tensor, rank: int) -> bool:
+    if parameter.dim() < 2:
+        return False
+    rows, columns = len(parameter), parameter.numel() // len(parameter)
+    return (rows + columns) * rank < rows * columns
+
+
+def _matrix(tensor: Tensor) -> Tensor:
+    """(first dimension, all others)."""
+    return tensor.reshape(len(tensor), -1)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _parted(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Matrices of these shapes, and as the last what is left."""
+    sizes = [rows * columns for rows, columns in shapes]
+    *parts, rest = flat.split([*sizes, flat.numel() - sum(sizes)])
+    return [*(part.view(*shape) for part, shape in zip(parts, shapes, strict=True)), rest]

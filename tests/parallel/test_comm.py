@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain import comm
-from hvdtrain.comm.process import Process, Totals
+from hvdtrain.comm.process import Process, Usage
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.runtime.topology import Topology
@@ -225,7 +225,7 @@ def test_totals_count_something_else_or_waiting_is_work(
     beats = heartbeat.OWN.read()[0] - beats
     found = process.take()
     if ranks == 1:
-        assert found == {} and beats == 0 and process.totals["barrier"] == Totals()
+        assert found == {} and beats == 0 and process.totals["barrier"] == Usage()
         return
     assert seen == ["forward", *["other", "forward"] * 4]
     assert beats == 2 * 4, "the watchdog is not told that it waits, or that it works again"

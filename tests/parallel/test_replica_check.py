@@ -94,7 +94,11 @@ def test_healing_takes_the_buffers_of_a_rank_that_was_well(
     record: dict[str, Any] = {}
     check = ReplicaCheck(10, 0, state, lambda event, **fields: heard.append(fields))
     check.on_step(_loop(topology, 20), record)
-    assert record.pop("state_hash") and record == {"healed": [0]} and heard == [{"step": 20, "ranks": [0]}]
+    assert (
+        record.pop("state_hash")
+        and record == {"healed": [0]}
+        and heard == [{"step": 20, "ranks": [0]}]
+    )
     assert torch.equal(weight, expected)
     assert mean.unique().tolist() == [6.0]  # type: ignore[operator]
     check.on_step(_loop(topology, 20), record)  # again, as after an elastic reset

@@ -59,7 +59,7 @@ test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 
 # HVDTRAIN_SOAK_SECONDS: about how long the disturbed run is.
 soak: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no tests/soak/test_soak.py
+	timeout -k 30 $$((1200 + 4 * $${HVDTRAIN_SOAK_SECONDS:-300})) $(BIN)/python -m pytest -q --color=no tests/soak/test_soak.py
 
 # HVDTRAIN_CHAOS_SECONDS: for how long faults are done; HVDTRAIN_CHAOS_SEED: which ones.
 chaos: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)

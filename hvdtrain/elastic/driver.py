@@ -260,8 +260,10 @@ class ElasticDriver:
     def stuck(self, number: int, message: str) -> None:
         """A process hangs, and its watchdog cannot end it."""
         with self._changed:
-            process = self._heard_of(number)
-            if process is not None:
+            process = next((p for p in self._processes if p.number == number), None)
+            if process is not None and process.state == "lost":
+                _say(f"{process} is still there: {message}")  # it fell silent before that
+            elif process is not None and process.state != "gone":
                 self._lose(process, message)
                 self._changed.notify_all()
 

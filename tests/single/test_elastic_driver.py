@@ -205,7 +205,7 @@ def test_a_survivor_goes_on_while_another_still_computes(job: Callable[..., Job]
 
 
 def test_one_that_fell_silent_is_waited_for_or_takes_part_again(
-    job: Callable[..., Job],
+    job: Callable[..., Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     running = job({"a": 3}, np=3)
     running.join(0, 1, 2)
@@ -213,6 +213,8 @@ def test_one_that_fell_silent_is_waited_for_or_takes_part_again(
     got = running.join(0, 1)
     assert {n: got[n]["rank"] for n in (0, 1)} == {0: 0, 1: 1}
     assert "process 2 on a fell silent: nothing heard for 1.20 s" in got[0]["silent"][0]
+    running.driver.stuck(2, "SIGKILL does not end it")
+    assert "process 2 on a is still there: SIGKILL does not end it" in capsys.readouterr().err
     assert running.ranks(2) == [-1], "nobody knows what it did meanwhile"
     _until(lambda: [p.number for p in running.driver._alive()] == [0, 1, 3])
     assert running.ranks(3) == [None], "its slot is used again, once it has ended"

@@ -76,6 +76,10 @@ class Config:
             "number of threads, so give all runs that are to be the same one number, such as the "
             "cores of a host divided by the most ranks it will have",
         )
+        require(
+            self.batch.deal == "even" or self.telemetry.exchange_every > 0,
+            "batch.deal speed needs the ranks' comparisons: telemetry.exchange_every must not be 0",
+        )
         steps = self.profile.range
         require(
             not steps or steps[0] <= self.train.steps,

@@ -212,6 +212,27 @@ ROWS: dict[str, list[Panel]] = {
                 "bus": f"max({BANDWIDTH} * 2 * ({WORLD} - 1) / {WORLD})",
             },
         ),
+        Panel(
+            "Compression",
+            "Bytes of the gradients / bytes that travelled.",
+            "short",
+            {
+                "ratio": f"max(hvdtrain_gradient_bytes{{{RANKS}}}"
+                f" * {rate(f'steps_total{{{RANKS}}}')} / {rate(f'comm_bytes_total{{{RANKS}}}')})"
+            },
+            width=12,
+        ),
+        Panel(
+            "Owed by error feedback, by rank",
+            "Norm of what a compression has left out and later steps make good, / that of the "
+            "gradient. It settles; where it grows without end, the compression is too strong.",
+            "short",
+            {
+                BY_RANK: f"max by (rank, host) (hvdtrain_residual_norm{{{RANKS}}}"
+                f" / hvdtrain_grad_norm{{{RANKS}}})"
+            },
+            width=12,
+        ),
     ],
     "Stragglers": [
         Panel(
@@ -228,6 +249,14 @@ ROWS: dict[str, list[Panel]] = {
             "How many ranks are called stragglers now, by the phase in which they lose most.",
             "short",
             {"{{phase}}": f"sum by (phase) (hvdtrain_straggler{{{RUN}}})"},
+            more=STEPPED,
+        ),
+        Panel(
+            "Micro-batches of a step, by rank",
+            "How many each rank works on; with batch.deal speed slow ranks get fewer.",
+            "short",
+            {BY_RANK: f"max by (rank, host) (hvdtrain_micro_batches{{{RANKS}}})"},
+            width=24,
             more=STEPPED,
         ),
     ],

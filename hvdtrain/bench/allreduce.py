@@ -12,6 +12,7 @@ from typing import NamedTuple
 from hvdtrain.bench.allreduce_report import MPI, TORCH_GLOO, AllreduceReport
 from hvdtrain.bench.processes import launch, measure
 from hvdtrain.errors import UserError
+from hvdtrain.launch.hostfile import parse_hosts
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _ELEMENT_BYTES = 4
@@ -26,6 +27,8 @@ class _Contender(NamedTuple):
 _CONTENDERS = (
     _Contender("Horovod, Gloo", "gloo", "horovod"),
     _Contender("Horovod, MPI", "mpi", "horovod"),
+    _Contender("Horovod, Gloo, hierarchical", "gloo", "horovod-hierarchical"),
+    _Contender("Horovod, MPI, hierarchical", "mpi", "horovod-hierarchical"),
     _Contender("Horovod, NCCL", "gloo", "horovod-gpu"),
     _Contender(MPI, "mpi", "mpi"),
     _Contender(TORCH_GLOO, "gloo", "torch-gloo"),
@@ -62,7 +65,12 @@ def allreduce(sizes: Sequence[int], rounds: int, np: int, hosts: str | None) -> 
         BenchError: ranks failed.
     """
     left_out = missing_contenders()
-    present = [one for one in _CONTENDERS if one.name not in left_out]
+    several = _equal_and_several(hosts)
+    present = [
+        one
+        for one in _CONTENDERS
+        if one.name not in left_out and (several or one.kind != "horovod-hierarchical")
+    ]
     if not any(one.kind.startswith("horovod") for one in present):
         raise UserError("; ".join(f"{name}: {why}" for name, why in left_out.items()))
     seconds: dict[str, dict[int, list[float]]] = {
@@ -73,6 +81,12 @@ def allreduce(sizes: Sequence[int], rounds: int, np: int, hosts: str | None) -> 
             for size, value in _measure(one, sizes, np, hosts).items():
                 seconds[one.name][size].append(value)
     return AllreduceReport(np, hosts or f"localhost:{np}", seconds, left_out)
+
+
+def _equal_and_several(hosts: str | None) -> bool:
+    """Whether there are several hosts, each with several ranks and as many as the others."""
+    slots = {host.slots for host in parse_hosts(hosts)} if hosts else {1}
+    return len(slots) == 1 and slots != {1} and hosts is not None and "," in hosts
 
 
 def missing_contenders() -> dict[str, str]:
@@ -87,6 +101,8 @@ def missing_contenders() -> dict[str, str]:
     why = {
         "Horovod, Gloo": gloo,
         "Horovod, MPI": mpi or mpirun,
+        "Horovod, Gloo, hierarchical": gloo,
+        "Horovod, MPI, hierarchical": mpi or mpirun,
         "Horovod, NCCL": gloo or _why_no_nccl(built),
         MPI: mpi4py or mpirun,
         TORCH_GLOO: gloo,

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -85,13 +86,13 @@ def _timed(side: Side, values: Tensor) -> float:
     return time.perf_counter() - begin
 
 
-def _horovod() -> Side:
+def _horovod(hierarchical: str = "off") -> Side:
     """Horovod on the CPU, with the settings that a run gets."""
     from hvdtrain.runtime import environment
     from hvdtrain.runtime.collectives import begin_sum, completed
     from hvdtrain.runtime.init import initialise
 
-    environment.prepare()
+    environment.prepare(hierarchical=hierarchical)
     topology = initialise()
 
     def all_reduce(values: Tensor) -> None:
@@ -143,6 +144,7 @@ def _torch_gloo() -> Side:
 
 KINDS: dict[str, Callable[[], Side]] = {
     "horovod": _horovod,
+    "horovod-hierarchical": partial(_horovod, hierarchical="on"),
     "horovod-gpu": _horovod_on_gpus,
     "mpi": _mpi,
     "torch-gloo": _torch_gloo,

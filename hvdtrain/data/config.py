@@ -53,10 +53,14 @@ class BatchConfig:
     Args:
         global_size: samples in one optimizer step, over all ranks together
         micro_size: samples in one forward pass; divides `batch.global_size`
+        deal: micro-batches to each rank: `even`, or by `speed`, so that slow ranks get fewer and
+            all are done at the same time; the gradient is the same. Speeds are those of the ranks'
+            comparisons (`telemetry.exchange_every`)
     """
 
     global_size: int = 32
     micro_size: int = 4
+    deal: Literal["even", "speed"] = "even"
 
     def __post_init__(self) -> None:
         require(self.micro_size >= 1, f"batch.micro_size must be >= 1, not {self.micro_size}")

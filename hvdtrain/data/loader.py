@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import count
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.deal import Deal
 from hvdtrain.data.iterable import IterableBatches, has_own_order, take
 from hvdtrain.data.order import sample_order
 from hvdtrain.runtime.mesh import Group
@@ -25,14 +26,14 @@ Batch = Any  # what default_collate makes of samples: tensors, or dicts and tupl
 class TrainLoader:
     """The micro-batches of this rank, step by step, from a position of the run onwards.
 
-    Step s of a run takes the next `global_size` samples of the order; micro-batch j of
-    the step goes to rank j % world_size. A rank may have fewer than another, or none.
+    Step s of a run takes the next `global_size` samples of the order, micro-batch after
+    micro-batch. A rank may have fewer than another, or none.
 
     Args:
         dataset: at least one sample; map-style, or iterable, whose order is its own.
         samples: position in the order to start at, in samples since the run's first.
         batch: samples of a step and of a micro-batch.
-        group: the data axis; who works on which micro-batch.
+        deal: which micro-batches are this rank's; read anew in each step.
         seed: the run's seed.
         pin_memory: copy batches into page-locked memory, for CUDA.
     """
@@ -42,7 +43,7 @@ class TrainLoader:
         dataset: Dataset[Any],
         samples: int,
         batch: BatchConfig,
-        group: Group,
+        deal: Deal,
         seed: int,
         pin_memory: bool = False,
     ) -> None:
@@ -51,13 +52,13 @@ class TrainLoader:
         self._global_size = batch.global_size
         self._micro_size = batch.micro_size
         self._seed = seed
-        self.local_micro_batches = range(group.rank, batch.micro_batches, group.size)
-        self._read = self.local_micro_batches
+        self.deal = deal
+        self._read: Collection[int] = deal
         loader: DataLoader[Any]
         if has_own_order(dataset):
             # Who reads it comes by the others' micro-batches too.
             self._read = range(batch.micro_batches)
-            batches = IterableBatches(dataset, samples, batch, self.local_micro_batches, seed)
+            batches = IterableBatches(dataset, samples, batch, deal, seed)
             loader = DataLoader(batches, batch_size=None, pin_memory=pin_memory)
         else:
             sampler = self._batch_sampler()
@@ -71,11 +72,11 @@ class TrainLoader:
         for start in count(self._samples, steps * self._global_size):
             order = sample_order(start, start + steps * self._global_size, size, self._seed)
             for step in order.reshape(steps, -1, self._micro_size).tolist():
-                for j in self.local_micro_batches:
+                for j in self.deal:
                     yield step[j]
 
     def next_step(self, step: int) -> Iterator[Batch]:
-        """This rank's micro-batches of the next step, in the order of `local_micro_batches`.
+        """This rank's micro-batches of the next step, in the order of `deal`.
 
         Random numbers are seeded before each is loaded: what a data set draws for a sample
         follows from the place in the run too, as dropout does.
@@ -89,7 +90,7 @@ class TrainLoader:
         for j in self._read:
             seed_all(self._seed, step, j)
             batch = next(self._batches)
-            if j in self.local_micro_batches:
+            if j in self.deal:
                 yield batch
 
 

@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.control import Flags
@@ -144,9 +145,9 @@ class Loop:
         self._heartbeat = context.heartbeat
 
     @property
-    def passes(self) -> int:
-        """Micro-batches of a step on this rank."""
-        return len(self._loader.local_micro_batches)
+    def deal(self) -> Deal:
+        """Micro-batches of a step on this rank; a callback may change it."""
+        return self._loader.deal
 
     @property
     def preempted(self) -> bool:
@@ -191,7 +192,7 @@ class Loop:
         start = time.perf_counter()
         result = self._step(
             self._loader.next_step(progress.step),
-            self.passes,
+            self.deal,
             lr,
             Flags(
                 stop=self._interruptions.stop.raised,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain import comm
+from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.engine.buffers import SavedBuffers
 from hvdtrain.engine.control import ControlVector
@@ -48,13 +49,12 @@ class Accumulate:
         self.statistics = BatchStatistics(self.buffers, micro_batches)
         self._task = task
         self._micro_batches = micro_batches
-        self._in_common = micro_batches // context.mesh.data.size  # every rank has so many
         self._context = context
 
     def train(
         self,
         batches: Iterator[Batch],
-        passes: int,
+        deal: Deal,
         control: ControlVector,
         before_last: Callable[[], None],
     ) -> None:
@@ -67,7 +67,7 @@ class Accumulate:
         Args:
             batches: this rank's micro-batches; the random numbers that a forward pass draws
                 follow from the seeding that goes with each.
-            passes: how many these are; may be 0.
+            deal: how many these are; may be 0.
             control: what the forward passes give is added to its sums and statistics.
             before_last: called before the last backward pass, when these are complete.
         """
@@ -75,7 +75,7 @@ class Accumulate:
         heartbeat.beat(Activity.WORKING)
         self.statistics.begin()
         enter("data")
-        own = comm.OWN.micro_batches(batches, self._in_common)
+        own = comm.OWN.micro_batches(batches, deal.in_common)
         for done, batch in enumerate(own, start=1):
             on_device = to_device(batch, self._context.device)
             enter("forward")
@@ -83,7 +83,7 @@ class Accumulate:
             loss, values, pairs = self._forward(on_device)
             add_values(control.values, values, pairs, values / self._micro_batches, 0)
             self.statistics.collect(control.statistics)
-            if done == passes:
+            if done == len(deal):
                 before_last()
             enter("backward")
             (loss / self._micro_batches).backward()

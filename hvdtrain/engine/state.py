@@ -188,7 +188,7 @@ class RunState:
             part.load([t for file, t in saved.items() if part_and_rank(file)[0] == part.name])
 
     def start_over(self, model: nn.Module) -> None:
-        """Takes over the weights and buffers of a fresh model; nothing is left but local parts.
+        """Takes over the weights and buffers of a fresh model; nothing else is left.
 
         Args:
             model: another one of the same shapes.
@@ -197,6 +197,8 @@ class RunState:
             for own, fresh in zip(_all_tensors(self.model), _all_tensors(model), strict=True):
                 own.copy_(fresh)
         self.optimizer.state.clear()
+        for part in self.further:
+            part.load(())
         vars(self.progress).update(vars(Progress()))
 
     def broadcast(self, root: int = 0) -> None:

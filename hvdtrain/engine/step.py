@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch
 from hvdtrain.engine.control import Agreed, ControlVector, Flags, Sizes, means
 from hvdtrain.engine.passes import Accumulate
@@ -64,14 +65,12 @@ class TrainStep:
             len(passes.names), len(exchange.parameters), passes.statistics.numel, passes.exact
         )
 
-    def __call__(
-        self, batches: Iterator[Batch], passes: int, lr: float, flags: Flags
-    ) -> StepResult:
+    def __call__(self, batches: Iterator[Batch], deal: Deal, lr: float, flags: Flags) -> StepResult:
         """Runs one step. After an error the model and the optimizer are what they were before.
 
         Args:
             batches: this rank's micro-batches, see Accumulate.
-            passes: how many these are; may be 0.
+            deal: how many these are; may be 0.
             lr: learning rate.
             flags: sent to the other ranks in the control vector; `step` must be alike on all.
 
@@ -84,7 +83,7 @@ class TrainStep:
         timer.enter("optimizer")
         self._buffers.keep()
         try:
-            agreed = self._exchanged(batches, passes, flags)
+            agreed = self._exchanged(batches, deal, flags)
         except RankLostError:
             self._buffers.restore()
             raise
@@ -106,20 +105,20 @@ class TrainStep:
             membership_changed=agreed.changes > 0,
         )
 
-    def _exchanged(self, batches: Iterator[Batch], passes: int, flags: Flags) -> Agreed:
+    def _exchanged(self, batches: Iterator[Batch], deal: Deal, flags: Flags) -> Agreed:
         """The gradients are those of the global batch then; returns what the ranks agreed on."""
         timer, heartbeat = self._context.timer, self._context.heartbeat
         self._update.clear()
-        self._exchange.begin(passes)
-        samples = passes * self._batch.micro_size
+        self._exchange.begin(len(deal))
+        samples = len(deal) * self._batch.micro_size
         control = ControlVector(flags, samples, self._sizes, self._context)
 
         def send() -> None:
             # A task freezes parameters in its forward pass; without one, none is known to be.
-            control.send(self._exchange.frozen() if passes else ())
+            control.send(self._exchange.frozen() if len(deal) else ())
 
-        self._passes.train(batches, passes, control, before_last=send)
-        if passes == 0:
+        self._passes.train(batches, deal, control, before_last=send)
+        if not len(deal):
             send()
         heartbeat.beat(Activity.WAITING)
         timer.enter("comm_exposed" if self._context.mesh.data.size > 1 else "other")

@@ -15,6 +15,9 @@ class ExchangeConfig:
     Args:
         name: `dense` (hvd.DistributedOptimizer sums in floating point) or `exact` (fixed-point
             sums: bitwise the same model on any number of ranks; takes `runtime.threads`)
+        hierarchical: ranks sum within their host first, and across hosts each its slice; takes as
+            many ranks on each host. `auto`: where it was measured to be faster, which is over Gloo;
+            MPI chooses among algorithms of its own
         wire: as what gradients of `dense` travel: `float32`, or `float16` with a scale that follows
             from overflows
         compression: `none`, `topk` (only the largest elements travel) or `powersgd` (matrices
@@ -26,6 +29,7 @@ class ExchangeConfig:
     """
 
     name: Literal["dense", "exact"] = "dense"
+    hierarchical: Literal["auto", "on", "off"] = "auto"
     wire: Literal["float32", "float16"] = "float32"
     compression: Literal["none", "topk", "powersgd"] = "none"
     ratio: float = 0.01

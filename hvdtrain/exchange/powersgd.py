@@ -62,6 +62,10 @@ class _WarmStart:
         return self.tensors()
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        if not pieces:
+            for bucket in self._buckets:
+                bucket.start_over()
+            return
         [tensors] = pieces
         for name, own in self.tensors().items():
             own.copy_(tensors[name])
@@ -93,13 +97,12 @@ class _Bucket:
         self._gradient_of = flat_views(self._gradient, parameters)
         self._matrices = [p for p in parameters if _worth_it(p, config.rank)]
         self._others = [p for p in parameters if not _worth_it(p, config.rank)]
-        generator = torch.Generator().manual_seed(0)  # alike on all ranks
-        columns = [p.numel() // len(p) for p in self._matrices]
         self.qs = [
-            torch.randn(count, config.rank, generator=generator, dtype=wide).to(device)
-            for count in columns
+            torch.empty(p.numel() // len(p), config.rank, dtype=wide, device=device)
+            for p in self._matrices
         ]
         self.steps = torch.tensor(0)
+        self.start_over()
         self._new_qs = self.qs
         self._sent = self._sum
         self._several = False
@@ -108,6 +111,12 @@ class _Bucket:
     @property
     def _compresses(self) -> bool:
         return bool(self.steps >= self._config.start_step) and bool(self._matrices)
+
+    def start_over(self) -> None:
+        generator = torch.Generator().manual_seed(0)  # alike on all ranks
+        for q in self.qs:
+            q.copy_(torch.randn(q.shape, generator=generator, dtype=q.dtype))
+        self.steps.zero_()
 
     def begin(self) -> None:
         self._sum.copy_(self.residual)

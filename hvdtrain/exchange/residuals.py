@@ -25,6 +25,10 @@ class Residuals:
     def tensors(self) -> dict[str, Tensor]:
         return {f"bucket.{number}": tensor for number, tensor in enumerate(self._residuals)}
 
+    def norm(self) -> float:
+        """Of all of them, the Euclidean one; another thread may ask in the middle of a step."""
+        return float(sum(tensor.double().square().sum() for tensor in self._residuals)) ** 0.5
+
     def compared(self) -> dict[str, Tensor]:
         return {}
 

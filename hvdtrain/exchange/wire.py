@@ -93,7 +93,7 @@ class Float16:
         return self.tensors()
 
     def load(self, pieces: Sequence[Mapping[str, Any]]) -> None:
-        [tensors] = pieces
+        [tensors] = pieces or [Float16().tensors()]
         for name, own in self.tensors().items():
             own.copy_(tensors[name])
 

@@ -27,6 +27,7 @@ def figures(run: Run) -> Figures:
         "collectives": _collectives(run.ranks),
         **_memory(run),
         "stragglers": stragglers(run),
+        "deals": deals(run),
         **_slowest(run),
         **_goodput(run),
         "restarts": restarts(run),
@@ -152,6 +153,15 @@ def stragglers(run: Run) -> list[Figures]:
                     entry, since = open_.pop(rank)
                     entry["steps"] += max(0, step - since)
     return sorted(found.values(), key=lambda entry: -entry["steps"])
+
+
+def deals(run: Run) -> list[Figures]:
+    """Each time that micro-batches were dealt anew: after which step, and how many to each rank."""
+    return [
+        {"step": event["step"], "micro_batches": event["micro_batches"]}
+        for event in run.events
+        if event.get("event") == "deal"
+    ]
 
 
 def _slowest(run: Run) -> Figures:

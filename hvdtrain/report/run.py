@@ -86,7 +86,7 @@ class Run:
             world_size, time (unix)
         ranks: None where there is no line of ranks.jsonl
         ledger: None where there are no events
-        events: those named straggler, straggler_ended, start
+        events: those named straggler, straggler_ended, deal, start
         config, manifest: {} where they cannot be read
         missing: sentences on what is not there
     """

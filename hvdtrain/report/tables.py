@@ -11,6 +11,7 @@ from hvdtrain.report.figures import Figures
 from hvdtrain.report.run import Run
 
 _ROWS = 20
+_NAMED = 12  # ranks in a row; more are counted
 _CAUSES: dict[str, str] = {
     "launch": "the program was started again",
     "failure": "a rank failed",
@@ -36,8 +37,9 @@ class Table:
 
 
 def first(figures: Figures) -> list[Table]:
-    """Restarts and slow ranks; empty tables are left out."""
-    return [t for t in (_restart_table(figures), _straggler_table(figures)) if t.rows]
+    """Restarts, slow ranks and what they were dealt; empty tables are left out."""
+    every = _restart_table(figures), _straggler_table(figures), _deal_table(figures)
+    return [t for t in every if t.rows]
 
 
 def last(run: Run, figures: Figures) -> list[Table]:
@@ -90,6 +92,19 @@ def _straggler_table(figures: Figures) -> Table:
     left = f"The {_ROWS} that lasted longest of {len(named)}." if len(named) > _ROWS else ""
     head = ["rank", "slow in", "times named", "first at step", "steps", "lowest score"]
     return Table("Ranks that were named as slow", head, rows, left, 2)
+
+
+def _deal_table(figures: Figures) -> Table:
+    """Ranks with equally many micro-batches are named together."""
+    rows = []
+    for deal in figures["deals"][-_ROWS:]:
+        counts: list[int] = deal["micro_batches"]
+        for count in sorted(set(counts)):
+            ranks = [str(rank) for rank, own in enumerate(counts) if own == count]
+            named = f"rank {' '.join(ranks)}" if len(ranks) <= _NAMED else f"{len(ranks)} ranks"
+            rows.append([f"{deal['step']:,}", str(count), named])
+    title = "Micro-batches of a step, dealt by speed"
+    return Table(title, ["after step", "micro-batches each", "ranks"], rows[-_ROWS:], "", 3)
 
 
 def _lost(figures: Figures) -> Table:

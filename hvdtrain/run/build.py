@@ -1,4 +1,4 @@
-"""The only place where configuration becomes objects."""
+"""Where configuration becomes objects; of the exporter, see exporting.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hvdtrain import comm
 from hvdtrain.config import Config, Settings
+from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan, Progress
 from hvdtrain.engine.passes import Accumulate
@@ -27,6 +28,7 @@ from hvdtrain.exchange.topk import topk_exchange
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.optim.supported import check_device, check_model
+from hvdtrain.run.exporting import build_exporter
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.context import RankContext
@@ -206,7 +208,7 @@ def build_loop(
         components.datasets.train,
         samples=state.progress.samples,
         batch=config.batch,
-        group=context.mesh.data,
+        deal=Deal(config.batch.micro_batches, context.mesh.data),
         seed=config.seed,
         pin_memory=components.device.type == "cuda",
     )
@@ -239,53 +241,3 @@ def build_timer(began: float, device: torch.device) -> PhaseTimer:
     if device.type == "cuda":
         timer.use_events(cuda_event)
     return timer
-
-
-def build_exporter(
-    config: Config,
-    local_rank: int,
-    device: torch.device,
-    timer: PhaseTimer,
-    exchange: Exchange,
-) -> Exporter | None:
-    """This rank's exporter, which serves from now on; None where telemetry is off.
-
-    Raises:
-        UserError: its address cannot be listened on, or a file of it cannot be used.
-    """
-    if config.telemetry.port == 0:
-        return None
-    exporter = Exporter(config.telemetry, local_rank)
-    exporter.watch_totals(
-        "phase_seconds", "Wall time of this process by what it did", "phase", timer.seconds
-    )
-    exporter.watch_total(
-        "comm_inflight_seconds",
-        "From the first gradient handed to Horovod to the end of the last, over all steps",
-        lambda: exchange.inflight_seconds,
-    )
-    exporter.watch_total(
-        "comm_bytes", "Bytes of the gradients that were exchanged", lambda: exchange.bytes
-    )
-    for name, figure, text in (
-        ("collective", "calls", "Collectives of hvdtrain.comm"),
-        ("collective_bytes", "bytes", "Bytes of the tensors of these"),
-        ("collective_seconds", "seconds", "Seconds in these, waiting for other ranks included"),
-    ):
-        exporter.watch_totals(name, text, "operation", partial(comm.OWN.figure, figure))
-    exporter.watch(
-        "device_memory_bytes",
-        "Memory of the device that tensors take up; 0 without a device of its own",
-        lambda: torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
-    )
-    exporter.watch(
-        "checkpoint_every_steps",
-        "Steps between checkpoints; 0: not by steps",
-        lambda: config.checkpoint.every,
-    )
-    exporter.watch(
-        "checkpoint_every_seconds",
-        "Seconds between checkpoints; 0: not by time",
-        lambda: config.checkpoint.every_seconds,
-    )
-    return exporter

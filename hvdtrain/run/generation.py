@@ -22,7 +22,7 @@ from hvdtrain.run.manifest import build_manifest, run_facts, start_facts
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run.resume import resume
 from hvdtrain.run.source import RankStatus, all_equal, most_advanced
-from hvdtrain.run.start_checks import crash
+from hvdtrain.run.start_checks import check_hierarchical, crash
 from hvdtrain.run.summary import log_summary
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.runtime.collectives import gather_json, on_all_ranks
@@ -97,6 +97,7 @@ class Generation:
             AgreedError: some rank cannot begin, or the run must end.
         """
         self._context.heartbeat.beat(Activity.PREPARING)
+        check_hierarchical(self._config, self._topology)
         self._held.phase = HAND_OVER
         source, targets = self._compare_ranks()
         if self._components.exporter is not None:
@@ -217,11 +218,19 @@ class Generation:
                 "source": origin,
                 "seconds": time.time() - self._cause.since,
                 "silent": membership.silent if membership else [],
+                "residuals_lost": self._residuals_lost(source),
                 **start_facts(self._config, progress, self._components.datasets, self._topology),
             }
         )
         if self._held.recorder is not None:
             self._held.recorder.emit_starts(self._held.generations)
+
+    def _residuals_lost(self, source: int | None) -> int:
+        """Of how many ranks of the last generation nobody has what they owed (error feedback)."""
+        before, state = self._held.generations, self._components.state
+        if source is None or not before or not state.of_scope("local"):
+            return 0
+        return int(before[-1]["world_size"]) - sum(status.trained for status in self._statuses)
 
     # --- training -------------------------------------------------------------
 

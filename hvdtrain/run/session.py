@@ -64,7 +64,9 @@ def run(settings: Settings, stop: StopFlag, began: float) -> int:
     """
     config = settings.config
     environment.prepare(
-        timeout_seconds=config.elastic.timeout_seconds, timeline=config.profile.steps is not None
+        timeout_seconds=config.elastic.timeout_seconds,
+        timeline=config.profile.steps is not None,
+        hierarchical=config.exchange.hierarchical,
     )
     try:
         session = Session(settings, stop, began)

@@ -7,6 +7,7 @@ from hvdtrain.elastic.identity import other_configuration
 from hvdtrain.elastic.membership import LostError, Membership
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.horovod_wheel import recipe
+from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import broadcast_json
 from hvdtrain.runtime.topology import Topology
 
@@ -47,6 +48,17 @@ def check_same_configuration(digest: str, topology: Topology) -> None:
     """
     if digest != broadcast_json(digest, "configuration"):
         raise UserError(other_configuration(topology.hosts[0]))
+
+
+def check_hierarchical(config: Config, topology: Topology) -> None:
+    """Says where `exchange.hierarchical on` changes nothing; on rank 0."""
+    of_hosts = {len(ranks) for ranks in topology.ranks_by_host().values()}
+    possible = len(of_hosts) == 1 and of_hosts != {1} and len(topology.ranks_by_host()) > 1
+    if config.exchange.hierarchical == "on" and not possible and topology.rank == 0:
+        logger.warning(
+            "exchange.hierarchical on takes several hosts with several ranks each, equally many: "
+            "here one ring goes through all ranks"
+        )
 
 
 def check_profiled_ranks(config: Config, world_size: int) -> None:

@@ -164,6 +164,7 @@ def prepare(
     host_cores: int | None = None,
     timeout_seconds: int = 0,
     timeline: bool = False,
+    hierarchical: str = "auto",
 ) -> None:
     """Sets what Horovod and MPI read when they start, and never over what the user set.
 
@@ -172,6 +173,7 @@ def prepare(
         host_cores: that this host's ranks share; default: those of this process.
         timeout_seconds: of a collective in elastic runs; 0 = by the number of ranks.
         timeline: Horovod's timeline will be asked for.
+        hierarchical: `exchange.hierarchical`.
     """
     host_cores = host_cores or cores()
     # A rank that takes no part is an error after a while, not a hang (Horovod's default: never).
@@ -193,6 +195,10 @@ def prepare(
     if timeline and launched_size(env) is not None:
         # Must be there when Horovod starts, on every rank; the file is named later.
         env.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
+    within_hosts = hierarchical == "on" or (
+        hierarchical == "auto" and env.get("HOROVOD_CONTROLLER") == "gloo"
+    )
+    env.setdefault("HOROVOD_HIERARCHICAL_ALLREDUCE", str(int(within_hosts)))
     for name in _MPI_OVER_TCP.keys() - _in_parameter_files():
         env.setdefault(f"OMPI_MCA_{name}", _MPI_OVER_TCP[name])
     if launched_local_size(env) >= host_cores:

@@ -35,8 +35,9 @@ class StatePart(Protocol):
         """Takes over what `tensors` gave, once or elsewhere.
 
         Args:
-            pieces: one, if replicated. If local: those of the ranks from which this rank
-                inherits, which may be none, its own alone, or several.
+            pieces: one, if replicated; none: all is to be as at the start of a run. If local:
+                those of the ranks from which this rank inherits, which may be none, its own
+                alone, or several.
 
         Raises:
             UserError: it does not fit.

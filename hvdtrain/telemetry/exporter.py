@@ -84,6 +84,7 @@ class Exporter:
         self._world_size = gauge("world_size", "Ranks of the run")
         self._steps = counter("steps", "Optimizer steps that this process has done")
         self._samples = counter("samples", "Samples of these steps, over all ranks")
+        self._dealt = gauge("micro_batches", "Micro-batches of a step that this rank works on")
         self._nonfinite = counter("nonfinite", "Steps skipped: gradient not finite")
         self._healed = counter("replicas_healed", "Ranks healed whose state differed; of rank 0")
         self._duration = histogram("step_duration_seconds", "Wall time of a step", _STEP_BUCKETS)
@@ -136,6 +137,9 @@ class Exporter:
         for key, gauge in self._gauges.items():
             gauge.set(record[key])
         return True
+
+    def dealt(self, micro_batches: int) -> None:
+        self._dealt.set(micro_batches)
 
     def replicas_healed(self, count: int) -> None:
         self._healed.inc(count)

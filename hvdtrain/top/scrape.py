@@ -29,6 +29,7 @@ _WANTED = (
     "hvdtrain_restarts_total ",
     "hvdtrain_samples_per_second ",
     "hvdtrain_phase_seconds_total{",
+    "hvdtrain_micro_batches ",
     "hvdtrain_straggler_score ",
     "hvdtrain_straggler{",
     "hvdtrain_host_memory_bytes ",

@@ -108,6 +108,7 @@ def _cells(rank: Rank) -> dict[str, str]:
         "host": (rank.target.host or rank.target.address)[:_LONGEST_HOST],
         "step": _number(values.get("last_step")),
         "samples/s": _number(values.get("samples_per_second"), ".1f"),
+        "dealt": _number(values.get("micro_batches")),
         **shares,
         "score": _number(values.get("straggler_score"), ".2f"),
         "memory": "-" if memory is None else f"{memory / 2**20:.0f}M",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from hvdtrain.audit.same import compare
+from hvdtrain.bench.processes import launch
 from tests.support.cluster import Cluster
 from tests.support.faults import PACED, ElasticJob, MpiJob
 from tests.support.runs import run, weights
@@ -66,7 +68,16 @@ def test_a_newcomer_does_not_fit_in_or_the_curve_leaves_that_of_float32(
     running.wait_for_world(2, 30)
     running.wait_for_more(5, 20)
     done = running.end()
+    lost = [start["residuals_lost"] for start in running.events("start")]
+    assert lost == ([0, 0, 0] if same_curve else [0, 1, 0]), done
     lines = running.lines()
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), done
     for line, expected in zip(lines, reference if same_curve else [], strict=False):
         assert abs(line["loss"] - expected["loss"]) <= 0.01 * expected["loss"] + 1e-6
+
+
+@pytest.mark.parametrize("launcher", ["gloo", "mpi"])
+def test_a_sum_within_hosts_first_is_another_one(cluster: Cluster, launcher: str) -> None:
+    command = [sys.executable, "-m", "tests.support.summed", "on"]
+    done = cluster.run("node1", launch(launcher, 4, command, "node1:2,node2:2"), timeout=90)
+    assert done.returncode == 0 and "right on 4 ranks" in done.stdout, done

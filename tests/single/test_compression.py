@@ -10,7 +10,14 @@ import torch
 
 from hvdtrain.checkpoint.format import read_files_of_ranks
 from hvdtrain.cli import main
+from hvdtrain.engine.loop import Progress
+from hvdtrain.engine.state import RunState
+from hvdtrain.exchange.base import Exchange
+from hvdtrain.exchange.config import ExchangeConfig
+from hvdtrain.exchange.dense import DenseExchange
+from hvdtrain.exchange.powersgd import powersgd_exchange
 from hvdtrain.exchange.residuals import Residuals
+from hvdtrain.runtime.init import initialise
 from tests.support.runs import TINY, losses, run, train, weights
 
 STEPS, HALF = 100, 50
@@ -79,6 +86,28 @@ def test_one_rank_that_inherits_from_two_owes_less_than_both(root: Path) -> None
     flags = [*FLAGS_OF["topk"], "--run.resume", str(checkpoint)]
     alone = train(root, "alone", flags)
     assert losses(alone)[0] == pytest.approx(losses(root / "topk")[HALF], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["float16", "powersgd"])
+def test_a_run_that_starts_over_keeps_what_its_exchange_had_learnt(name: str) -> None:
+    initialise()
+    model = torch.nn.Linear(20, 20)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exchange: Exchange = (
+        DenseExchange(optimizer, model, False, "float16")
+        if name == "float16"
+        else powersgd_exchange(optimizer, model, ExchangeConfig(compression="powersgd"))
+    )
+    state = RunState(model, optimizer, Progress(), {}, exchange.state_parts())
+    before = {key: tensor.clone() for key, tensor in _carried(state).items()}
+    for tensor in _carried(state).values():
+        tensor += 7
+    state.start_over(torch.nn.Linear(20, 20))
+    assert before and all(torch.equal(t, before[key]) for key, t in _carried(state).items())
+
+
+def _carried(state: RunState) -> dict[str, torch.Tensor]:
+    return {key: tensor for part in state.further for key, tensor in part.tensors().items()}
 
 
 TOPK_FLAG = "--exchange.compression topk"

@@ -90,6 +90,18 @@ def test_ranks_spin_while_they_share_cores_or_sleep_while_they_do_not(
     assert ("OMPI_MCA_mpi_yield_when_idle" in env) is yields
 
 
+@pytest.mark.parametrize(
+    ("controller", "key", "expected"),
+    [("gloo", "auto", "1"), ("mpi", "auto", "0"), ("mpi", "on", "1"), ("gloo", "off", "0")],
+)
+def test_ranks_do_not_sum_within_their_host_first_where_that_is_faster(
+    controller: str, key: str, expected: str
+) -> None:
+    env = {"HOROVOD_CONTROLLER": controller, **LAUNCHERS["mpirun"]}
+    prepare(env, host_cores=8, hierarchical=key)
+    assert env["HOROVOD_HIERARCHICAL_ALLREDUCE"] == expected
+
+
 def test_a_rank_that_never_comes_is_waited_for_without_end() -> None:
     env: dict[str, str] = {}
     prepare(env, host_cores=2)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Sequence
+from itertools import islice, product
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hvdtrain.config import Config
 from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.deal import Deal, by_speed, even
 from hvdtrain.data.loader import TrainLoader, to_device, validation_batches
 from hvdtrain.data.order import sample_order
 from hvdtrain.errors import UnsupportedTaskError, UserError
@@ -40,17 +41,14 @@ def _loader(rank: int, world_size: int, micro: int, batches: int, samples: int =
         _Numbers(),
         samples=samples,
         batch=BatchConfig(global_size=micro * batches, micro_size=micro),
-        group=Group(rank, world_size),
+        deal=Deal(batches, Group(rank, world_size)),
         seed=SEED,
     )
 
 
 def _steps(loader: TrainLoader, steps: int) -> list[list[tuple[int, list[int]]]]:
     return [
-        [
-            (j, batch.tolist())
-            for j, batch in zip(loader.local_micro_batches, loader.next_step(step), strict=True)
-        ]
+        [(j, batch.tolist()) for j, batch in zip(loader.deal, loader.next_step(step), strict=True)]
         for step in range(steps)
     ]
 
@@ -67,7 +65,7 @@ def test_ranks_together_do_not_work_on_the_global_batch_each_sample_once(
 ) -> None:
     size = micro * batches
     loaders = [_loader(r, world_size, micro, batches, start * size) for r in range(world_size)]
-    assert sum(len(loader.local_micro_batches) for loader in loaders) == batches
+    assert sum(len(loader.deal) for loader in loaders) == batches
     by_rank = [_steps(loader, 3) for loader in loaders]
     for step in range(3):
         micro_batches = dict(pair for rank in by_rank for pair in rank[step])
@@ -79,8 +77,42 @@ def test_ranks_together_do_not_work_on_the_global_batch_each_sample_once(
 
 def test_one_rank_has_two_micro_batches_more_than_another() -> None:
     for world_size in range(1, 12):
-        shares = [len(_loader(r, world_size, 2, 7).local_micro_batches) for r in range(world_size)]
+        shares = [len(_loader(r, world_size, 2, 7).deal) for r in range(world_size)]
         assert max(shares) - min(shares) <= 1
+
+
+@given(
+    seconds=st.lists(st.floats(0.01, 10), min_size=1, max_size=5),
+    more=st.integers(0, 7),
+    fixed=st.floats(0, 3),
+)
+def test_micro_batches_dealt_by_speed_could_be_done_sooner(
+    seconds: list[float], more: int, fixed: float
+) -> None:
+    ranks, beside = len(seconds), [fixed * i for i in range(len(seconds))]
+    counts = by_speed(ranks + more, seconds, beside)
+    assert sum(counts) == ranks + more and min(counts) >= 1
+
+    def lasts(counts: Sequence[int]) -> float:
+        return max(b + n * s for b, n, s in zip(beside, counts, seconds, strict=True))
+
+    others = product(range(1, more + 2), repeat=ranks)
+    assert lasts(counts) <= min(lasts(c) for c in others if sum(c) == sum(counts)) * (1 + 1e-9)
+    assert by_speed(ranks + more, [1.0] * ranks, [0.0] * ranks) == even(ranks + more, ranks)
+
+
+def test_a_new_deal_loses_or_repeats_a_sample_or_a_rank_changes_turns_when_dealt_evenly() -> None:
+    for ranks in range(1, 6):
+        for rank in range(ranks):
+            assert list(Deal(13, Group(rank, ranks))) == list(range(rank, 13, ranks))
+    loaders = [_loader(rank, 3, 2, 9) for rank in range(3)]
+    for step, counts in enumerate([(3, 3, 3), (6, 2, 1), (1, 1, 7)]):
+        seen = {}
+        for loader in loaders:
+            loader.deal.change(counts)
+            seen |= dict(zip(loader.deal, loader.next_step(step), strict=True))
+        together = [index for j in range(9) for index in seen[j].tolist()]
+        assert together == sample_order(step * 18, step * 18 + 18, SIZE, SEED).tolist()
 
 
 def test_a_loader_started_in_the_middle_does_not_go_on_where_the_other_was() -> None:
@@ -134,10 +166,11 @@ def test_what_a_data_set_draws_depends_on_ranks_or_restarts(
     world_size: int, data: type[Dataset[Any]]
 ) -> None:
     def steps(rank: int, world_size: int, first: int) -> dict[tuple[int, int], list[list[float]]]:
-        loader = TrainLoader(data(), first * 8, BatchConfig(8, 2), Group(rank, world_size), SEED)
+        deal = Deal(4, Group(rank, world_size))
+        loader = TrainLoader(data(), first * 8, BatchConfig(8, 2), deal, SEED)
         seen = {}
         for step in range(first, 6):
-            for j, batch in zip(loader.local_micro_batches, loader.next_step(step), strict=True):
+            for j, batch in zip(loader.deal, loader.next_step(step), strict=True):
                 seen[step, j] = batch.tolist()
                 torch.rand(3)  # as a forward pass with dropout
         return seen
@@ -150,7 +183,7 @@ def test_what_a_data_set_draws_depends_on_ranks_or_restarts(
 
 
 def test_an_iterable_data_set_is_not_read_epoch_by_epoch() -> None:
-    loader = TrainLoader(_Stream(), 0, BatchConfig(8, 2), Group(0, 1), SEED)
+    loader = TrainLoader(_Stream(), 0, BatchConfig(8, 2), Deal(4, Group(0, 1)), SEED)
     seen = [int(row[0]) for step in range(5) for batch in loader.next_step(step) for row in batch]
     assert [number // 100 for number in seen] == [0] * 13 + [1] * 13 + [2] * 13 + [3]
     epochs = [[n % 100 for n in seen[start : start + 13]] for start in (0, 13)]
@@ -181,7 +214,7 @@ class _Short(_Stream):
 @pytest.mark.parametrize("rank", range(6))
 def test_some_ranks_do_not_hear_that_an_iterable_data_set_is_too_short(rank: int) -> None:
     message = "the data set _Short ended after 18 samples, but its __len__.* says 20"
-    loader = TrainLoader(_Short(), 0, BatchConfig(8, 2), Group(rank, 6), SEED)
+    loader = TrainLoader(_Short(), 0, BatchConfig(8, 2), Deal(4, Group(rank, 6)), SEED)
     for step in range(2):
         list(loader.next_step(step))
     with pytest.raises(UnsupportedTaskError, match=message):

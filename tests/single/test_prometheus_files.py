@@ -17,7 +17,7 @@ import yaml
 from prometheus_client import generate_latest
 
 from hvdtrain.config import Config
-from hvdtrain.run.build import build_exporter
+from hvdtrain.run.exporting import build_exporter
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.run_files.owner_token import Claim
@@ -46,7 +46,9 @@ def figures(tmp_path: Path) -> Iterator[bytes]:
     """What rank 0 exports, in Prometheus' text format."""
     config = Config()
     config.telemetry = TelemetryConfig(port=1, host="127.0.0.1")
-    exchange: Any = SimpleNamespace(inflight_seconds=1.0, bytes=1)
+    exchange: Any = SimpleNamespace(
+        inflight_seconds=1.0, bytes=1, parameters=[], state_parts=lambda: []
+    )
     exporter = build_exporter(config, 0, torch.device("cpu"), PhaseTimer(0.0), exchange)
     assert exporter is not None
     exporter.describe({"run": "mine"})

@@ -68,6 +68,7 @@ def history(tmp_path: Path) -> History:
         optimizer=[0.5, 0.5],
     )
     _straggler(history, "straggler", 5, score=0.5)
+    history.events.write("deal", time=history.clock, step=6, micro_batches=[3, 1])
     history.steps(4)
     _straggler(history, "straggler_ended", 9)
     history.steps(4)
@@ -96,6 +97,7 @@ def test_a_figure_is_not_what_one_computes_by_hand(
     found = _figures(capsys, history.folder)
     assert found["state"] == "finished" and found["exit_code"] == 0
     assert (found["steps"], found["total_steps"], found["ranks"]) == (60, 60, 1)
+    assert found["deals"] == [{"step": 6, "micro_batches": [3, 1]}]
     assert (found["final_loss"], found["final_validation_loss"]) == (1.0, 2.0)
     assert found["median_samples_per_second"] == 10 and found["median_step_seconds"] == 1
     # 5 steps of 2 ranks and 3 of one: 13 steps of a rank, a second each.

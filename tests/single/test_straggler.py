@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hvdtrain.engine.dealing import Speeds
 from hvdtrain.telemetry.straggler import COLUMNS, PATIENCE, StragglerWatch, own_seconds, scores
 
 Row = dict[str, float]
@@ -93,3 +94,18 @@ def test_a_score_leaves_its_range_or_names_the_fastest(rows: list[Row]) -> None:
     verdicts = [verdict for _ in range(PATIENCE) for verdict in watch.look(_table(*rows))]
     assert all(found[verdict.rank] < 0.75 and verdict.slow for verdict in verdicts)
     assert watch.slow == {verdict.rank: verdict.kind for verdict in verdicts}
+
+
+def test_a_slow_rank_keeps_its_micro_batches_or_one_comparison_decides_or_a_little_does() -> None:
+    slow = _row(data=0.02, compute=0.12)
+    speeds = Speeds()
+    assert speeds.look(_table(*WELL[:2], slow), [4, 4, 4]) is None
+    assert speeds.look(_table(*WELL), [4, 4, 4]) is None
+    assert speeds.look(_table(*WELL[:2], slow), [4, 4, 4]) == [5, 5, 2]
+    done = [_row(micro_batches=5), _row(micro_batches=5), _row(micro_batches=2)]
+    for _ in range(2 * PATIENCE):
+        assert speeds.look(_table(*done), [5, 5, 2]) is None
+    speeds = Speeds()
+    for _ in range(2 * PATIENCE):
+        assert speeds.look(_table(*WELL[:2], _row(compute=0.065)), [4, 4, 4]) is None
+        assert speeds.look(_table(*WELL, _row(micro_batches=0)), [4, 4, 4, 0]) is None

@@ -77,6 +77,15 @@ class Slow(Regression):
         return super().loss(model, batch)
 
 
+class Uneven(Slow):
+    """Slow, and rank 1 takes twice as long."""
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        if launched_rank() == 1:
+            super().loss(model, batch)
+        return super().loss(model, batch)
+
+
 class NotFinite(Regression):
     """A loss that is NaN in some steps, in one micro-batch of one rank.
 

@@ -24,6 +24,7 @@ class Export:
         if new and self._failed_at is not None:
             self._exporter.recovered(time.time() - self._failed_at)
             self._failed_at = None
+        self._exporter.dealt(len(loop.deal))
         if loop.topology.rank == 0:
             self._exporter.replicas_healed(len(record.get("healed", ())))
 

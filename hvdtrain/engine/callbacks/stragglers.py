@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain import comm
+from hvdtrain.engine.dealing import Speeds
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.log import logger
@@ -48,8 +49,11 @@ class Destinations:
 class DetectStragglers:
     """Every rank has one in each generation; every rank knows all figures and decides alike.
 
+    Where micro-batches are dealt by speed it deals them anew, too.
+
     Args:
         step: steps done when the generation begins.
+        deal_by_speed: slow ranks get fewer micro-batches.
     """
 
     def __init__(
@@ -59,10 +63,12 @@ class DetectStragglers:
         exchange: Exchange,
         destinations: Destinations,
         context: RankContext,
+        deal_by_speed: bool = False,
     ) -> None:
         self._every = config.exchange_every
         self._ranks = context.mesh.topology.world_size
         self._watch = StragglerWatch(config.straggler_threshold, self._ranks)
+        self._speeds = Speeds() if deal_by_speed else None
         self._timer = context.timer
         self._exchange = exchange
         self._device = context.device
@@ -76,13 +82,13 @@ class DetectStragglers:
         self._line: dict[str, Any] = {}
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
-        step = loop.progress.step
+        step, micro_batches = loop.progress.step, len(loop.deal)
         if self._handle is not None:
             self._take(loop, completed(self._handle))
         # After a failure the callbacks hear of the last step again: nothing is new then.
         if step == self._told_step:
             return
-        self._micro_batches += loop.passes
+        self._micro_batches += micro_batches
         if step % self._every and not loop.ending:
             return
         own = self._row()
@@ -121,6 +127,15 @@ class DetectStragglers:
         rank = loop.topology.rank
         if self._exporter is not None:
             self._exporter.straggler(float(found[rank]), self._watch.slow.get(rank))
+        if self._speeds is not None and (counts := self._speeds.look(table, loop.deal.counts)):
+            loop.deal.change(counts)
+            if rank == 0:
+                self._emit("deal", step=loop.progress.step, micro_batches=counts)
+                fewest, most = min(counts), max(counts)
+                logger.info(
+                    "micro-batches are dealt anew, by speed: %d (rank %d) to %d (rank %d)",
+                    *(fewest, counts.index(fewest), most, counts.index(most)),
+                )
         if self._file is None:
             return
         for verdict in verdicts:

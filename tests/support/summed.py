@@ -1,0 +1,46 @@
+"""One rank: all-reduces of every kind, compared with what they have to give.
+
+python -m tests.support.summed on|off
+"""
+
+from __future__ import annotations
+
+import sys
+
+import horovod.torch as hvd
+import torch
+
+from hvdtrain.runtime import environment
+from hvdtrain.runtime.init import initialise
+
+# One element, fewer than ranks of a host, an odd number, and several pieces (patch 0017).
+SIZES = (1, 3, 1001, 600_011)
+TYPES = (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64)
+
+
+def main(hierarchical: str) -> None:
+    environment.prepare(hierarchical=hierarchical)
+    topology = initialise()
+    ranks = range(topology.world_size)
+    for size in SIZES:
+        for dtype in TYPES:
+            # Small integers, whose sums and products every type holds exactly.
+            of_ranks = torch.stack([(torch.arange(size) + 3 * r) % 7 - 3 for r in ranks])
+            own = of_ranks[topology.rank].to(dtype)
+            for op, expected in {
+                hvd.Sum: of_ranks.sum(0),
+                hvd.Min: of_ranks.amin(0),
+                hvd.Max: of_ranks.amax(0),
+                hvd.Product: of_ranks.prod(0),
+            }.items():
+                got = hvd.allreduce(own, op=op, name=f"{size}.{dtype}.{op}")
+                assert torch.equal(got.long(), expected), (size, dtype, op)
+            several = hvd.grouped_allreduce([own, own + 1], op=hvd.Sum, name=f"{size}.{dtype}")
+            assert torch.equal(several[1].long(), of_ranks.sum(0) + topology.world_size)
+    hvd.barrier()
+    if topology.rank == 0:
+        print(f"right on {topology.world_size} ranks")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

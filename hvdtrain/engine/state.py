@@ -187,6 +187,11 @@ class RunState:
         for part in self.of_scope("local"):
             part.load([t for file, t in saved.items() if part_and_rank(file)[0] == part.name])
 
+    def drop_local(self) -> None:
+        """Local parts are as at the start of a run."""
+        for part in self.of_scope("local"):
+            part.load(())
+
     def start_over(self, model: nn.Module) -> None:
         """Takes over the weights and buffers of a fresh model; nothing else is left.
 

@@ -143,6 +143,9 @@ class Generation:
             # Half a new state is none, should a rank die meanwhile.
             held.trained = self._statuses[self._topology.rank] == self._statuses[source]
             held.initial = False
+            if not held.trained:
+                # What it owes is from before a step that it may have taken part in.
+                state.drop_local()
             state.broadcast(root=source)
         held.trained = True
 
@@ -230,7 +233,8 @@ class Generation:
         before, state = self._held.generations, self._components.state
         if source is None or not before or not state.of_scope("local"):
             return 0
-        return int(before[-1]["world_size"]) - sum(status.trained for status in self._statuses)
+        kept = self._statuses.count(self._statuses[source])
+        return int(before[-1]["world_size"]) - kept
 
     # --- training -------------------------------------------------------------
 

@@ -106,6 +106,14 @@ def test_a_run_that_starts_over_keeps_what_its_exchange_had_learnt(name: str) ->
     assert before and all(torch.equal(t, before[key]) for key, t in _carried(state).items())
 
 
+def test_a_rank_that_was_a_step_behind_owes_again_what_was_applied() -> None:
+    model = torch.nn.Linear(2, 2)
+    owed = Residuals([torch.ones(3)])
+    state = RunState(model, torch.optim.SGD(model.parameters(), lr=0.1), Progress(), {}, [owed])
+    state.drop_local()
+    assert owed.norm() == 0
+
+
 def _carried(state: RunState) -> dict[str, torch.Tensor]:
     return {key: tensor for part in state.further for key, tensor in part.tensors().items()}
 

@@ -80,6 +80,10 @@ class Config:
             self.batch.deal == "even" or self.telemetry.exchange_every > 0,
             "batch.deal speed needs the ranks' comparisons: telemetry.exchange_every must not be 0",
         )
+        require(
+            self.batch.deal == "even" or self.exchange.reduce == "average",
+            "batch.deal speed excludes exchange.reduce adasum, which weighs ranks alike",
+        )
         steps = self.profile.range
         require(
             not steps or steps[0] <= self.train.steps,

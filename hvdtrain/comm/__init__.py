@@ -45,7 +45,7 @@ _REDUCED = (*_FLOATS, torch.int32, torch.int64)
 # Horovod carries these itself; others travel as bytes.
 _CARRIED = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-    torch.float16, torch.float32, torch.float64,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64,
 )  # fmt: skip
 
 

@@ -18,8 +18,10 @@ class ExchangeConfig:
         hierarchical: ranks sum within their host first, and across hosts each its slice; takes as
             many ranks on each host. `auto`: where it was measured to be faster, which is over Gloo;
             MPI chooses among algorithms of its own
-        wire: as what gradients of `dense` travel: `float32`, or `float16` with a scale that follows
-            from overflows
+        wire: as what gradients of `dense` travel: `float32`, `float16` with a scale that follows
+            from overflows, or `bfloat16`
+        reduce: `average`, or `adasum` (gradients that have nothing in common are added, not
+            averaged; takes MPI); with it the result depends on the number of ranks
         compression: `none`, `topk` (only the largest elements travel) or `powersgd` (matrices
             travel as products of thin ones); with these the result depends on the number of ranks
         ratio: of the elements that travel with `topk`
@@ -30,7 +32,8 @@ class ExchangeConfig:
 
     name: Literal["dense", "exact"] = "dense"
     hierarchical: Literal["auto", "on", "off"] = "auto"
-    wire: Literal["float32", "float16"] = "float32"
+    wire: Literal["float32", "float16", "bfloat16"] = "float32"
+    reduce: Literal["average", "adasum"] = "average"
     compression: Literal["none", "topk", "powersgd"] = "none"
     ratio: float = 0.01
     rank: int = 4
@@ -52,6 +55,12 @@ class ExchangeConfig:
             f"exchange.compression {self.compression} sends float32: exchange.wire {self.wire} "
             "is for exchange.compression none",
         )
+        whole = (self.name, self.wire, self.compression) == ("dense", "float32", "none")
+        require(
+            self.reduce == "average" or whole,
+            "exchange.reduce adasum combines whole gradients: it needs exchange.name dense, "
+            "exchange.wire float32 and exchange.compression none",
+        )
         require(0 < self.ratio <= 1, f"exchange.ratio must be in (0, 1], not {self.ratio}")
         require(self.rank >= 1, f"exchange.rank must be >= 1, not {self.rank}")
         require(self.start_step >= 0, f"exchange.start_step must be >= 0, not {self.start_step}")
@@ -59,6 +68,8 @@ class ExchangeConfig:
     @property
     def depends_on_ranks(self) -> str:
         """What makes the curve depend on the number of ranks by nature; "" where nothing does."""
+        if self.reduce == "adasum":
+            return "exchange.reduce adasum"
         return "" if self.compression == "none" else f"exchange.compression {self.compression}"
 
     @property

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from hvdtrain.errors import UserError
 
 # What Horovod adds up and torch's optimizers step on.
-DTYPES = (torch.float16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 SPARSE = "gets sparse gradients, which cannot be summed over ranks: use sparse=False"

@@ -20,6 +20,7 @@ from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import TrainStep
 from hvdtrain.engine.update import Update
 from hvdtrain.errors import UserError
+from hvdtrain.exchange.adasum import adasum_exchange
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.exchange.exact import exact_exchange
@@ -175,6 +176,8 @@ def build_exchange(
     exchange = config.exchange
     if exchange.exact:
         return exact_exchange(optimizer, model, config.batch.micro_batches)
+    if exchange.reduce == "adasum":
+        return adasum_exchange(optimizer, model)
     if exchange.compression == "topk":
         return topk_exchange(optimizer, model, exchange.ratio, exchange.error_feedback)
     if exchange.compression == "powersgd":

@@ -32,6 +32,7 @@ from hvdtrain.run.generation import Cause, Generation, Launched, identity
 from hvdtrain.run.held import Held
 from hvdtrain.run.start_checks import (
     check_elastic,
+    check_exchange,
     check_profiled_ranks,
     check_same_configuration,
     crash,
@@ -192,6 +193,10 @@ class Session:
         on_all_ranks(
             "same configuration",
             lambda: check_same_configuration(self._launched.digest, topology),
+        )
+        on_all_ranks(
+            "exchange",
+            lambda: check_exchange(config, topology.world_size, membership is not None),
         )
         if membership is None:
             on_all_ranks("profile", lambda: check_profiled_ranks(config, topology.world_size))

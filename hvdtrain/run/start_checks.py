@@ -9,6 +9,7 @@ from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.horovod_wheel import recipe
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import broadcast_json
+from hvdtrain.runtime.init import controller
 from hvdtrain.runtime.topology import Topology
 
 
@@ -58,6 +59,40 @@ def check_hierarchical(config: Config, topology: Topology) -> None:
         logger.warning(
             "exchange.hierarchical on takes several hosts with several ranks each, equally many: "
             "here one ring goes through all ranks"
+        )
+
+
+def check_exchange(config: Config, world_size: int, elastic: bool) -> None:
+    """What an exchange asks of Horovod, its controller and the ranks.
+
+    Args:
+        elastic: processes prepare alone, each a world of its own.
+
+    Raises:
+        UserError: it is not there.
+    """
+    if config.exchange.wire == "bfloat16" and not recipe.is_ours():
+        raise UserError(
+            "this Horovod was not built by hvdtrain, and exchange.wire bfloat16 needs its patches: "
+            "`hvdtrain horovod build --install`"
+        )
+    if config.exchange.reduce != "adasum":
+        return
+    if elastic or (world_size > 1 and controller() != "mpi"):
+        raise UserError(
+            "exchange.reduce adasum is there over MPI only: start with mpirun, or with horovodrun "
+            "--mpi; an elastic run cannot have it"
+        )
+    if world_size & (world_size - 1):
+        raise UserError(
+            "exchange.reduce adasum combines pairs of ranks, then pairs of pairs: it takes 2, 4, "
+            f"8, ... ranks, and there are {world_size}"
+        )
+    if config.batch.micro_batches % world_size:
+        raise UserError(
+            "exchange.reduce adasum weighs ranks alike: the micro-batches of a step "
+            f"(batch.global_size / batch.micro_size = {config.batch.micro_batches}) must be a "
+            f"multiple of the {world_size} ranks"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -89,7 +89,7 @@ def broadcast_tensors(tensors: dict[str, Tensor], name: str, root: int = 0) -> N
     size = piece_bytes(timeout, hvd.size(), most)
     sent = []
     for key, tensor in sorted(tensors.items()):
-        # As bytes: Horovod knows fewer dtypes than torch, bfloat16 is not among them.
+        # As bytes: Horovod knows fewer dtypes than torch, such as no complex ones.
         data = tensor.contiguous().view(-1).view(torch.uint8)
         handles = [
             hvd.broadcast_async_(piece, root, name=f"{name}.{key}.{number}")
@@ -175,6 +175,11 @@ def completed(handle: int) -> Tensor:
 def begin_sum(values: Tensor, name: str) -> int:
     """Begins to replace `values` by their sum over the ranks; see `completed`."""
     return hvd.allreduce_async_(values, op=hvd.Sum, name=name)
+
+
+def begin_adasum(vectors: Sequence[Tensor], name: str) -> int:
+    """Begins to replace each of `vectors` by its Adasum over the ranks; see `completed`."""
+    return hvd.grouped_allreduce_async_(vectors, op=hvd.Adasum, name=name)
 
 
 def begin_gather(row: Tensor, name: str) -> int:

@@ -97,7 +97,7 @@ def _exchange(name: str, optimizer: Optimizer, model: nn.Module) -> Exchange:
         return exact_exchange(optimizer, model, micro_batches=8)
     if name == "all of topk":
         return topk_exchange(optimizer, model, ratio=1.0, error_feedback=True)
-    return DenseExchange(optimizer, model, wire="float16" if name == "float16" else "float32")
+    return DenseExchange(optimizer, model, wire="float32" if name == "dense" else name)
 
 
 # What a fixed-point gradient leaves out, over the micro-batches of a step.
@@ -161,13 +161,13 @@ def test_ranks_that_step_alike_drift_apart(topology: Topology) -> None:
     assert all(other == bits for other in gather_json(bits, "weights"))
 
 
-def test_gradients_as_float16_are_lost_too_small_or_too_large(topology: Topology) -> None:
+def _gradients_on(wire: str, topology: Topology) -> Callable[[float], tuple[list[Tensor], ...]]:
+    """Of a step whose loss has a scale: those of the exchange, those of one process."""
     model = _model()
     optimizer = build_optimizer(OptimConfig(lr=0.05), model)
-    exchange = _exchange("float16", optimizer, model)
+    exchange = _exchange(wire, optimizer, model)
 
-    def gradients(scale: float) -> tuple[list[Tensor], list[Tensor]]:
-        """(those of the exchange, those of one process), and the step is committed."""
+    def gradients(scale: float) -> tuple[list[Tensor], ...]:
         optimizer.zero_grad()
         own = SHARES["even"](0, topology.rank)
         exchange.begin(len(own))
@@ -179,6 +179,20 @@ def test_gradients_as_float16_are_lost_too_small_or_too_large(topology: Topology
         alone = _alone(SHARES["even"], 1, topology.world_size)[0]
         return found, [scale * gradient for gradient in alone]
 
+    return gradients
+
+
+def test_gradients_as_bfloat16_are_lost_too_small_or_too_large(topology: Topology) -> None:
+    gradients = _gradients_on("bfloat16", topology)
+    for scale in (1.0, 1e-30, 1e30):
+        for found, expected in zip(*gradients(scale), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-2, atol=scale * 2e-3)
+    overflowed = any(gradient.isinf().any() for gradient in gradients(1e42)[0])
+    assert overflowed or topology.world_size == 1
+
+
+def test_gradients_as_float16_are_lost_too_small_or_too_large(topology: Topology) -> None:
+    gradients = _gradients_on("float16", topology)
     for scale in (1.0, 1e-3):
         for found, expected in zip(*gradients(scale), strict=True):
             torch.testing.assert_close(found, expected, rtol=2e-3, atol=scale * 1e-4)

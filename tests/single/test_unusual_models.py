@@ -23,7 +23,6 @@ FLAGS = (
 )
 LAUNCHERS = ["", "mpirun:2"]
 REFUSED = {
-    "BFloat16": "parameter weight is bfloat16, which cannot be trained yet",
     "SparseGradient": "parameter table gets sparse gradients",
     "Reentrant": "got its gradient more than once in a backward pass",
     "ThawedLate": "parameter bias was frozen when the task made the model",
@@ -67,14 +66,18 @@ def test_weights_with_channels_last_are_trained_otherwise_than_row_major_ones(
         assert other == pytest.approx(alone, rel=1e-4)
 
 
-def test_float16_weights_are_not_trained_alike_on_one_and_two_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("task", ["Float16", "BFloat16"])
+def test_weights_of_16_bits_are_not_trained_alike_on_one_and_more_ranks(
+    tmp_path: Path, task: str
+) -> None:
     found = []
-    for launcher in LAUNCHERS:
-        root = tmp_path / (launcher[:3] or "one")
-        done = _run(root, "Float16", launcher)
+    for launcher in (*LAUNCHERS, "gloo:2"):
+        root = tmp_path / (launcher[:4] or "one")
+        done = _run(root, task, launcher)
         assert done.returncode == 0, done
         found.append(losses(root / "case"))
     assert found[1] == pytest.approx(found[0], rel=1e-2)
+    assert found[2] == found[1]
 
 
 def test_data_without_an_index_has_another_curve_on_two_ranks_or_after_a_restart(
@@ -119,8 +122,9 @@ def test_a_model_that_cannot_be_trained_is_not_named(model: nn.Module, message: 
 
 
 def test_a_model_that_can_be_trained_is_refused() -> None:
-    frozen = nn.Linear(2, 2, dtype=torch.bfloat16).requires_grad_(False)
-    model = nn.Sequential(frozen, nn.Linear(2, 2).half(), nn.Linear(2, 2).double(), _embedding())
+    frozen = nn.Linear(2, 2, dtype=torch.complex64).requires_grad_(False)
+    halves = nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2).bfloat16())
+    model = nn.Sequential(frozen, halves, nn.Linear(2, 2).double(), _embedding())
     check_model(model)
     check_device(model, torch.device("cpu"))
 

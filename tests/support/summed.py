@@ -15,7 +15,7 @@ from hvdtrain.runtime.init import initialise
 
 # One element, fewer than ranks of a host, an odd number, and several pieces (patch 0017).
 SIZES = (1, 3, 1001, 600_011)
-TYPES = (torch.float32, torch.float64, torch.float16, torch.int32, torch.int64)
+TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
 
 def main(hierarchical: str) -> None:

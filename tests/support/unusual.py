@@ -91,6 +91,8 @@ class Float16(Regression):
 
 
 class BFloat16(Regression):
+    defaults: ClassVar[dict[str, Any]] = {"optim.name": "sgd", "optim.lr": 0.01}
+
     def model(self) -> nn.Module:
         return super().model().bfloat16()
 

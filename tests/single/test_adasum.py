@@ -1,0 +1,68 @@
+"""Runs whose gradients Adasum combines, and what it asks for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.cli import main
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.config import ExchangeConfig
+from hvdtrain.run.start_checks import check_exchange
+from tests.support.runs import REPOSITORY, TINY, losses, run, start, train, weights
+
+STEPS, HALF = 60, 30
+ADASUM = ["--exchange.reduce", "adasum"]
+FLAGS = [*ADASUM, "--train.steps", str(STEPS), "--checkpoint.every", str(HALF)]
+
+
+def test_adasum_of_four_ranks_is_not_the_one_of_the_paper(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", str(REPOSITORY / "tests/parallel")]
+    done = start(tmp_path, ["-k", "adasum"], "mpirun:4", command=command).wait(120)
+    assert done.returncode == 0 and "3 passed" in done.stdout, done
+
+
+def test_a_run_with_adasum_does_not_learn_or_resumes_elsewhere_or_hides_that_ranks_matter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = train(tmp_path, "adasum", FLAGS, "mpirun:2")
+    curve = losses(folder)
+    assert curve[-1] < 0.8 * curve[0]
+    checkpoint = folder / f"checkpoints/step_{HALF:08}"
+    resumed = train(tmp_path, "resumed", [*FLAGS, "--run.resume", str(checkpoint)], "mpirun:2")
+    assert losses(resumed) == curve[HALF:]
+    assert weights(resumed, STEPS) == weights(folder, STEPS)
+    assert main(["audit", str(folder)]) == 0
+    said = "the curve depends on the number of ranks: exchange.reduce adasum"
+    assert said in capsys.readouterr().out
+
+
+# Launcher, more flags, what is said. The global batch is of 4 micro-batches.
+MISTAKES = [
+    ("gloo:2", "", "exchange.reduce adasum is there over MPI only"),
+    ("mpirun:3", "", "it takes 2, 4, 8, ... ranks, and there are 3"),
+    ("mpirun:2", "--batch.micro_size 8", "batch.micro_size = 1) must be a multiple of the 2 ranks"),
+    ("", "--exchange.wire float16", "it needs exchange.name dense, exchange.wire float32 and"),
+]
+
+
+@pytest.mark.parametrize(("launcher", "flags", "said"), MISTAKES)
+def test_what_adasum_cannot_do_is_not_one_sentence(
+    tmp_path: Path, launcher: str, flags: str, said: str
+) -> None:
+    where = ["--run.root", str(tmp_path)]
+    done = run(tmp_path / "output", [*TINY, *where, *ADASUM, *flags.split()], launcher)
+    assert done.returncode == 2, done
+    output = done.stdout + done.stderr
+    assert output.count(said) == 1 and output.count("hvdtrain: error:") == 1, done
+    assert "Traceback" not in output, done
+
+
+def test_an_elastic_run_begins_with_adasum() -> None:
+    config = Config(exchange=ExchangeConfig(reduce="adasum"))
+    check_exchange(config, 1, elastic=False)
+    with pytest.raises(UserError, match="an elastic run cannot have it"):
+        check_exchange(config, 1, elastic=True)

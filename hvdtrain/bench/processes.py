@@ -66,7 +66,26 @@ def measure(command: Sequence[str], threads: int | None = None) -> dict[str, Any
         threads: OMP_NUM_THREADS of every rank; default: as it is.
 
     Raises:
-        BenchError: it failed, or took more than LIMIT_S.
+        BenchError: it failed.
+        TimedOutError: it took more than LIMIT_S.
+    """
+    lines = finish(command, threads)
+    for line in lines:
+        if MARK in line:  # horovodrun puts the rank before it
+            return json.loads(line[line.index(MARK) :])
+    raise _failed(command, 0, lines)
+
+
+def finish(command: Sequence[str], threads: int | None = None, limit: float = LIMIT_S) -> list[str]:
+    """Runs a command and returns the lines of its output.
+
+    Args:
+        threads: as for `measure`.
+        limit: seconds.
+
+    Raises:
+        BenchError: it failed.
+        TimedOutError: it took more than `limit`.
     """
     env = dict(os.environ)
     if threads is not None:
@@ -74,12 +93,15 @@ def measure(command: Sequence[str], threads: int | None = None) -> dict[str, Any
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "output")
         try:
-            code = run_logged(command, log, LIMIT_S, env)
+            code = run_logged(command, log, limit, env)
         except OSError as error:
             raise BenchError(f"cannot start {command[0]}: {error.strerror}") from None
         lines = log.read_text(errors="replace").splitlines()
-    for line in lines:
-        if code == 0 and MARK in line:  # horovodrun puts the rank before it
-            return json.loads(line[line.index(MARK) :])
+    if code != 0:
+        raise _failed(command, code, lines)
+    return lines
+
+
+def _failed(command: Sequence[str], code: int, lines: Sequence[str]) -> BenchError:
     end = "\n".join(line for line in lines[-15:] if line.strip())
-    raise BenchError(f"{' '.join(command)} ended with {code}:\n{end}", code)
+    return BenchError(f"{' '.join(command)} ended with {code}:\n{end}", code)

@@ -1,4 +1,4 @@
-"""`hvdtrain bench overhead | scaling | allreduce | memory | checkpoint | elastic | ...`."""
+"""`hvdtrain bench overhead | scaling | allreduce | exchange | memory | checkpoint | ...`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,8 +15,8 @@ from hvdtrain.files import write_atomic
 
 if TYPE_CHECKING:
     from hvdtrain.bench.allreduce_report import AllreduceReport
+    from hvdtrain.bench.exchange_report import ExchangeReport
     from hvdtrain.bench.report import Report
-    from hvdtrain.bench.scaling import Scale
 
 HELP = "measure a training step and its scaling"
 
@@ -68,10 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if name == "scaling":
             _add_scale(action)
         _add_format(action)
-        action.add_argument(
-            "flags", nargs="*", metavar="-- --key value", help="keys of the configuration"
-        )
+        _add_flags(action)
     _add_allreduce(actions)
+    _add_exchange(actions)
 
 
 def _add_scale(action: argparse.ArgumentParser) -> None:
@@ -100,6 +100,38 @@ def _add_allreduce(actions: Any) -> None:
     action.add_argument("--rounds", type=_positive, default=3, help="turns (default: %(default)s)")
     action.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw bus bandwidths too")
     _add_format(action)
+
+
+def _add_exchange(actions: Any) -> None:
+    line = "ways to exchange gradients: time of a step, bytes, and losses"
+    action = actions.add_parser(
+        "exchange",
+        help=line,
+        description=f"{line}. Each is a run of its own; they take turns with ranks that exchange "
+        "nothing. The first 10 steps count neither as time nor as bytes.",
+    )
+    action.add_argument(
+        "--preset", default="gpt-nano", help="or a YAML file (default: %(default)s)"
+    )
+    action.add_argument("--np", type=_two_or_more, default=2, help="ranks (default: %(default)s)")
+    action.add_argument(
+        "--hosts", metavar="A:1,B:1", help="default: this host; run.root is on all of them"
+    )
+    action.add_argument("--launcher", choices=("gloo", "mpi"), default="gloo")
+    action.add_argument("--strategies", metavar="dense,topk", help="default: all there are")
+    action.add_argument(
+        "--steps", type=_positive, default=100, help="of each run (default: %(default)s)"
+    )
+    action.add_argument("--rounds", type=_positive, default=1, help="turns (default: %(default)s)")
+    action.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw losses over time too")
+    _add_format(action)
+    _add_flags(action)
+
+
+def _add_flags(action: argparse.ArgumentParser) -> None:
+    action.add_argument(
+        "flags", nargs="*", metavar="-- --key value", help="keys of the configuration"
+    )
 
 
 def _add_format(action: argparse.ArgumentParser) -> None:
@@ -134,9 +166,15 @@ def run(args: argparse.Namespace) -> int:
     if (launched_size() or 1) > 1:
         raise UserError("hvdtrain bench starts its ranks itself: call it without a launcher")
     signal.signal(signal.SIGTERM, _end)
-    report = _allreduce(args) if args.action == "allreduce" else _of_a_run(args)
+    report = _measure(args)
     print(report.to_json() if args.format == "json" else report.to_table())
     return 0
+
+
+def _measure(args: argparse.Namespace) -> Report | AllreduceReport | ExchangeReport:
+    if args.action == "allreduce":
+        return _allreduce(args)
+    return _exchange(args) if args.action == "exchange" else _of_a_run(args)
 
 
 def _allreduce(args: argparse.Namespace) -> AllreduceReport:
@@ -152,6 +190,28 @@ def _allreduce(args: argparse.Namespace) -> AllreduceReport:
         from hvdtrain.report.bandwidth_plot import bandwidth_svg
 
         write_atomic(args.plot, bandwidth_svg(report.bus_bandwidths()).encode())
+    return report
+
+
+def _exchange(args: argparse.Namespace) -> ExchangeReport:
+    from hvdtrain.bench.exchange import STRATEGIES, Ranks, check_steps, exchange, parse_strategies
+    from hvdtrain.bench.processes import choose_hosts
+    from hvdtrain.config import parse
+
+    check_steps(args.steps)
+    strategies = parse_strategies(args.strategies or ",".join(STRATEGIES))
+    hosts = choose_hosts(args.hosts, args.np) if args.hosts else None
+    flags = ["--config", args.preset, *args.flags]
+    _check_shares(parse(flags).config.batch.micro_batches, [args.np])
+    if args.plot is not None:
+        _check_plot(args.plot)
+    ranks = Ranks(args.np, hosts, args.launcher)
+    report = exchange(flags, strategies, args.steps, args.rounds, ranks)
+    if args.plot is not None:
+        from hvdtrain.report.loss_plot import loss_svg
+
+        curves = {name: found[0].smoothed() for name, found in report.curves.items()}
+        write_atomic(args.plot, loss_svg(curves).encode())
     return report
 
 
@@ -176,7 +236,8 @@ def _of_a_run(args: argparse.Namespace) -> Report:
     config = parse(flags).config
     if args.action == "scaling":
         scale = scaling.Scale(args.np, args.hosts, config.batch.global_size, args.weak)
-        _check_shares(config.batch.micro_batches, scale)
+        if not scale.weak:
+            _check_shares(config.batch.micro_batches, scale.ranks, ", or --weak")
         return scaling.scaling(flags, args.steps, args.rounds, scale)
     if args.action == "elastic":
         return elastic.elastic(flags, args.steps, args.rounds)
@@ -193,12 +254,12 @@ def _of_a_run(args: argparse.Namespace) -> Report:
     return found
 
 
-def _check_shares(micro_batches: int, scale: Scale) -> None:
-    for ranks in scale.ranks:
-        if not scale.weak and micro_batches % ranks:
+def _check_shares(micro_batches: int, numbers: Sequence[int], instead: str = "") -> None:
+    for ranks in numbers:
+        if micro_batches % ranks:
             raise UserError(
                 f"{micro_batches} micro-batches cannot be shared evenly among {ranks} ranks; "
-                "choose another batch.micro_size, or --weak"
+                f"choose another batch.micro_size{instead}"
             )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import Cluster
+from tests.support.runs import TINY
 
 SIDES = ["Horovod, Gloo", "Horovod, MPI", "MPI_Allreduce", "torch gloo"]
 
@@ -32,3 +33,29 @@ def test_an_all_reduce_between_hosts_is_not_measured_by_all_sides(
         references = {"MPI_Allreduce", "torch gloo"} if row["side"].startswith("Horovod") else set()
         assert set(row["of"]) == references
     assert plot.read_text().startswith("<svg")
+
+
+def test_a_strategy_is_not_run_on_two_hosts_next_to_no_exchange(
+    cluster: Cluster, runs: Path
+) -> None:
+    plot, root = runs / "plot.svg", runs / "root"
+    command = "hvdtrain bench exchange --hosts node1:1,node2:1 --launcher mpi --steps 20"
+    argv = [*command.split(), "--strategies", "float16", "--format", "json", "--plot", str(plot)]
+    done = cluster.run(
+        "node1", [*argv, "--", *TINY, "--eval.batches=1", f"--run.root={root}"], timeout=120
+    )
+    assert done.returncode == 0, done
+    report = json.loads(done.stdout)
+    where = (report["ranks"], report["hosts"], report["launcher"], report["rounds"])
+    assert where == (2, "node1:1,node2:1", "mpi", 1)
+    alone, float16 = report["rows"]
+    assert (alone["side"], float16["side"]) == ("no exchange", "float16")
+    assert float16["step_seconds"] > 0 and alone["step_seconds"] > 0
+    ratio = float16["step_seconds"] / alone["step_seconds"]
+    assert float16["of"] == {"no exchange": pytest.approx(ratio)}
+    assert 1e4 < float16["sent_bytes"] < 1e6 and alone["sent_bytes"] is None
+    # All steps were done when the only strategy ended.
+    assert 0 < float16["loss"] == float16["loss_at_equal_seconds"] < 6
+    assert 0 < float16["validation_loss"] < 6
+    assert plot.read_text().startswith("<svg")
+    assert list(root.iterdir()) == []  # it leaves nothing

@@ -15,6 +15,7 @@ from hvdtrain.config import Config, Settings
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan, Progress
 from hvdtrain.engine.passes import Accumulate
+from hvdtrain.engine.snapshot import Snapshot
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import TrainStep
 from hvdtrain.engine.update import Update
@@ -22,11 +23,13 @@ from hvdtrain.errors import UserError
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.exchange.exact import exact_exchange
+from hvdtrain.exchange.local_sgd import LocalSgd, Nesterov
 from hvdtrain.exchange.powersgd import powersgd_exchange
 from hvdtrain.exchange.topk import topk_exchange
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.optim.supported import check_device, check_model
+from hvdtrain.run.exporter import build_exporter
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.context import RankContext
@@ -44,7 +47,11 @@ from hvdtrain.telemetry.trackers import check_packages
 
 @dataclass
 class RunComponents:
-    """What a process makes once, and keeps through all generations of an elastic run."""
+    """What a process makes once, and keeps through all generations of an elastic run.
+
+    Args:
+        snapshot: where ranks step on their own and a failure does not end the run.
+    """
 
     task: Task
     datasets: Datasets
@@ -53,11 +60,17 @@ class RunComponents:
     exchange: Exchange
     timer: PhaseTimer
     exporter: Exporter | None
+    snapshot: Snapshot | None
     heartbeat: Heartbeat = field(default_factory=lambda: heartbeat.OWN)
 
     def context(self, mesh: Mesh) -> RankContext:
         """For a generation with these ranks."""
         return RankContext(mesh, self.device, self.heartbeat, self.timer)
+
+    def go_back(self) -> None:
+        """After a failure: to the state that all ranks last had in common."""
+        if self.snapshot is not None and not self.exchange.synchronised:
+            self.snapshot.restore()
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,8 @@ def build_components(
     exporter = on_all_ranks(
         "telemetry", lambda: build_exporter(config, start.local_rank, device, timer, exchange)
     )
-    return RunComponents(task, datasets, device, state, exchange, timer, exporter)
+    snapshot = Snapshot(state) if start.elastic and config.exchange.sync_every else None
+    return RunComponents(task, datasets, device, state, exchange, timer, exporter, snapshot)
 
 
 def build_data(settings: Settings) -> tuple[Task, Datasets]:
@@ -171,6 +185,14 @@ def build_exchange(
 ) -> Exchange:
     """What the keys of `exchange` mean."""
     exchange = config.exchange
+    if exchange.sync_every:
+        outer = Nesterov(exchange.outer_lr, exchange.outer_momentum)
+        return LocalSgd(
+            optimizer,
+            model,
+            config.batch.micro_batches,
+            outer if exchange.outer == "nesterov" else None,
+        )
     if exchange.exact:
         return exact_exchange(optimizer, model, config.batch.micro_batches)
     if exchange.compression == "topk":
@@ -212,7 +234,7 @@ def build_loop(
     )
     rate = partial(learning_rate, config.schedule, config.optim.lr, steps=config.train.steps)
     return Loop(
-        Plan(config.train, config.batch, rate),
+        Plan(config.train, config.batch, rate, config.exchange.sync_every or 1),
         TrainStep(passes, exchange, update, config.batch, context),
         loader,
         state.progress,
@@ -239,53 +261,3 @@ def build_timer(began: float, device: torch.device) -> PhaseTimer:
     if device.type == "cuda":
         timer.use_events(cuda_event)
     return timer
-
-
-def build_exporter(
-    config: Config,
-    local_rank: int,
-    device: torch.device,
-    timer: PhaseTimer,
-    exchange: Exchange,
-) -> Exporter | None:
-    """This rank's exporter, which serves from now on; None where telemetry is off.
-
-    Raises:
-        UserError: its address cannot be listened on, or a file of it cannot be used.
-    """
-    if config.telemetry.port == 0:
-        return None
-    exporter = Exporter(config.telemetry, local_rank)
-    exporter.watch_totals(
-        "phase_seconds", "Wall time of this process by what it did", "phase", timer.seconds
-    )
-    exporter.watch_total(
-        "comm_inflight_seconds",
-        "From the first gradient handed to Horovod to the end of the last, over all steps",
-        lambda: exchange.inflight_seconds,
-    )
-    exporter.watch_total(
-        "comm_bytes", "Bytes of the gradients that were exchanged", lambda: exchange.bytes
-    )
-    for name, figure, text in (
-        ("collective", "calls", "Collectives of hvdtrain.comm"),
-        ("collective_bytes", "bytes", "Bytes of the tensors of these"),
-        ("collective_seconds", "seconds", "Seconds in these, waiting for other ranks included"),
-    ):
-        exporter.watch_totals(name, text, "operation", partial(comm.OWN.figure, figure))
-    exporter.watch(
-        "device_memory_bytes",
-        "Memory of the device that tensors take up; 0 without a device of its own",
-        lambda: torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
-    )
-    exporter.watch(
-        "checkpoint_every_steps",
-        "Steps between checkpoints; 0: not by steps",
-        lambda: config.checkpoint.every,
-    )
-    exporter.watch(
-        "checkpoint_every_seconds",
-        "Seconds between checkpoints; 0: not by time",
-        lambda: config.checkpoint.every_seconds,
-    )
-    return exporter

@@ -1,0 +1,63 @@
+"""This rank's Prometheus exporter, and what it serves beside the figures of steps."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from hvdtrain import comm
+from hvdtrain.config import Config
+from hvdtrain.exchange.base import Exchange
+from hvdtrain.runtime.phases import PhaseTimer
+from hvdtrain.telemetry.exporter import Exporter
+
+
+def build_exporter(
+    config: Config,
+    local_rank: int,
+    device: torch.device,
+    timer: PhaseTimer,
+    exchange: Exchange,
+) -> Exporter | None:
+    """This rank's exporter, which serves from now on; None where telemetry is off.
+
+    Raises:
+        UserError: its address cannot be listened on, or a file of it cannot be used.
+    """
+    if config.telemetry.port == 0:
+        return None
+    exporter = Exporter(config.telemetry, local_rank)
+    exporter.watch_totals(
+        "phase_seconds", "Wall time of this process by what it did", "phase", timer.seconds
+    )
+    exporter.watch_total(
+        "comm_inflight_seconds",
+        "From the first gradient handed to Horovod to the end of the last, over all steps",
+        lambda: exchange.inflight_seconds,
+    )
+    exporter.watch_total(
+        "comm_bytes", "Bytes of the gradients that were exchanged", lambda: exchange.bytes
+    )
+    for name, figure, text in (
+        ("collective", "calls", "Collectives of hvdtrain.comm"),
+        ("collective_bytes", "bytes", "Bytes of the tensors of these"),
+        ("collective_seconds", "seconds", "Seconds in these, waiting for other ranks included"),
+    ):
+        exporter.watch_totals(name, text, "operation", partial(comm.OWN.figure, figure))
+    exporter.watch(
+        "device_memory_bytes",
+        "Memory of the device that tensors take up; 0 without a device of its own",
+        lambda: torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
+    )
+    exporter.watch(
+        "checkpoint_every_steps",
+        "Steps between checkpoints; 0: not by steps",
+        lambda: config.checkpoint.every,
+    )
+    exporter.watch(
+        "checkpoint_every_seconds",
+        "Seconds between checkpoints; 0: not by time",
+        lambda: config.checkpoint.every_seconds,
+    )
+    return exporter

@@ -23,7 +23,7 @@ class Export:
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         if loop.synchronised:
-            self._exporter.synchronised(loop.progress.step)
+            self._exporter.synchronised(record["step"])
         new = self._exporter.step(record, loop.batch.global_size, record.get("skipped", False))
         if new and self._failed_at is not None:
             self._exporter.recovered(time.time() - self._failed_at)

@@ -31,6 +31,7 @@ class Start:
     Args:
         own_order: the data set has an order of its own, which only it knows.
         depends_on_ranks: the setting that makes the curve depend on the number of ranks.
+        sync_every: steps that ranks take on their own before they have one state again; 0 = none.
     """
 
     time: float
@@ -49,6 +50,7 @@ class Start:
     total_steps: int
     own_order: bool = False
     depends_on_ranks: str = ""
+    sync_every: int = 0
 
 
 @dataclass(frozen=True)

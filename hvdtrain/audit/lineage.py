@@ -227,10 +227,19 @@ def _check_state(
     start, begin = ledger.generations[number].start, ledger.generations[0].start
     where = f"generation {number} begins at step {start.step}"
     if start.source == "memory":
-        # The lines in between tell no more; the ranks are at most one step apart.
-        every = ledger.generations[number - 1].log_every
-        if not reached - 1 <= start.step < reached + every:
+        # The lines in between tell no more; the ranks are at most one step apart, or go back to
+        # the last step after which they had one state: every so many, and where a generation ends.
+        before = ledger.generations[number - 1]
+        apart = max(1, before.start.sync_every)
+        known = start.step % apart == 0 or start.step in (before.start.step, reached)
+        if not reached - apart <= start.step < reached + before.log_every:
             lineage.wrong("state", f"{where} from memory, but step {reached} had been reached")
+        elif start.step < reached and not known:
+            lineage.wrong(
+                "state",
+                f"{where} from memory, but the ranks had no state in common there "
+                f"(exchange.sync_every {apart})",
+            )
     elif start.source == "new":
         if start.step != 0 or begin.source != "new":
             lineage.wrong("state", f"{where} as a new run, but the run began at step {begin.step}")

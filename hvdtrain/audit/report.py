@@ -82,6 +82,7 @@ def _row(audit: Audit, number: int) -> dict[str, Any]:
         "world_size": start.world_size,
         "seconds": start.seconds,
         "redone": audit.lineage.redone[number],
+        "sync_every": start.sync_every,
         "checkpoints_failed": generation.failed,
         "healed": generation.healed,
         "end": None
@@ -94,13 +95,13 @@ def _verdict(audit: Audit) -> list[str]:
     begin = audit.ledger.generations[0].start.step
     last = max([begin, *(segment.last for segment in audit.lineage.segments)])
     wrong = [finding for finding in audit.lineage.findings if not finding.warning]
-    name, redone = audit.ledger.path, sum(audit.lineage.redone)
+    name, all_redone = audit.ledger.path, sum(audit.lineage.redone)
     if wrong:
         lines = [f"{name}: NOT clean, {len(wrong)} findings"]
     else:
         lines = [
             f"{name}: clean. Steps {begin + 1} to {last} were each applied exactly once; "
-            f"{len(audit.ledger.generations) - 1} restarts, {redone} steps redone"
+            f"{len(audit.ledger.generations) - 1} restarts, {all_redone} steps redone"
         ]
     for finding in audit.lineage.findings:
         kind = f"{'warning, ' if finding.warning else ''}{finding.kind}"
@@ -110,6 +111,13 @@ def _verdict(audit: Audit) -> list[str]:
     if audit.lineage.skipped:
         lines.append(f"  skipped, their gradient was not finite: steps {audit.lineage.skipped}")
     for number, generation in enumerate(audit.ledger.generations):
+        start, redone = generation.start, audit.lineage.redone[number]
+        if start.sync_every and start.source == "memory" and redone:
+            lines.append(
+                f"  generation {number}: went back to step {start.step}, after which all ranks "
+                f"last had the same state (exchange.sync_every {start.sync_every}); steps redone: "
+                f"{redone}"
+            )
         for step, ranks in generation.healed.items():
             lines.append(f"  generation {number}: ranks {ranks} were healed after step {step}")
         if generation.failed:

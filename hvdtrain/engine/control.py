@@ -23,11 +23,13 @@ class Flags:
         stop: this rank is asked to stop.
         membership_changed: this rank has heard that processes join or leave.
         step: steps done before this one.
+        synchronise: whatever the ranks agree on, they have one state after this step; not sent.
     """
 
     stop: bool
     membership_changed: bool
     step: int
+    synchronise: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
     after a failure: the callbacks of the last step, which some rank may not have seen
     while step < steps and nobody asks to stop:
-        the step: micro-batches, exchange, clip, optimizer   (step.py)
+        the step: micro-batches, exchange, clip, optimizer   (step.py);
+            with exchange.sync_every ranks step on their own, and after every so many steps,
+            after the last, and where they stop or meet others, their states become one
         step += 1
         for each callback, in the order of the list:
             on_step(loop, record)      evaluate adds to the record, log writes it,
@@ -13,6 +15,7 @@
 
 The loop is the same on every rank, and so is every decision in it: it depends on
 the configuration, on numbers that all ranks hold, or on what rode with the exchange.
+Whatever looks at the state (`due`, `synchronised`) does so where all ranks have the same.
 """
 
 from __future__ import annotations
@@ -89,11 +92,13 @@ class Plan:
 
     Args:
         learning_rate: rate of step s, from 0.
+        sync_every: steps from one in which the ranks' states become one to the next.
     """
 
     train: TrainConfig
     batch: BatchConfig
     learning_rate: Callable[[int], float]
+    sync_every: int = 1
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,7 @@ class Loop:
         self._step = step
         self._loader = loader
         self._learning_rate = plan.learning_rate
+        self._sync_every = plan.sync_every
         self._callbacks = callbacks
         self._interruptions = interruptions
         self._heartbeat = context.heartbeat
@@ -163,6 +169,21 @@ class Loop:
     def ending(self) -> bool:
         """This step is the run's last, or the last before it stops as asked."""
         return self.progress.preempted or self.progress.step >= self.train.steps
+
+    @property
+    def synchronised(self) -> bool:
+        """All ranks have the same state after this step: it may be saved, compared, evaluated."""
+        return self._step.synchronised
+
+    def due(self, every: int) -> bool:
+        """Whether what is done with the state every so many steps is due after this step.
+
+        That is after each step whose number is a multiple of `every`; where ranks step on their
+        own, after the next synchronisation.
+        """
+        step = self.progress.step
+        before = (step - 1) // self._sync_every * self._sync_every
+        return self.synchronised and step // every > before // every
 
     def run(self) -> None:
         """Runs until the last step, or until some rank is asked to stop.
@@ -198,6 +219,7 @@ class Loop:
                 stop=self._interruptions.stop.raised,
                 membership_changed=self._interruptions.membership_changed(),
                 step=progress.step,
+                synchronise=self._synchronises_after(progress.step + 1),
             ),
         )
         seconds = time.perf_counter() - start
@@ -222,6 +244,9 @@ class Loop:
         }
         progress.record = record
         return record, result.membership_changed
+
+    def _synchronises_after(self, step: int) -> bool:
+        return step % self._sync_every == 0 or step >= self.train.steps
 
     def _check_finite(self) -> None:
         in_a_row = self.progress.nonfinite_in_a_row

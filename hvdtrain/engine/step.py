@@ -23,7 +23,8 @@ class StepResult:
 
     Args:
         values: float64, "loss" and the task's metrics as means over the global batch
-        grad_norm: norm of the gradient of the global batch, before clipping
+        grad_norm: norm of the gradient of the global batch, before clipping; of ranks that step on
+            their own the root mean square of those of theirs
         applied: False where the gradient was not finite and the step was skipped
         stop: some rank was asked to stop
         membership_changed: some rank has heard that processes join or leave
@@ -41,7 +42,8 @@ class TrainStep:
 
     A step that is skipped (its gradient was not finite) or that fails leaves nothing behind:
     parameters, the optimizer's state and the saved buffers (see SavedBuffers for what these are)
-    have the bits that they had before, on every rank.
+    have the bits that they had before, on every rank. Where ranks step on their own, one that fails
+    may leave some of it behind; Snapshot has the state to go back to.
 
     Args:
         batch: samples of a step and of a micro-batch.
@@ -61,12 +63,18 @@ class TrainStep:
         self._batch = batch
         self._context = context
         self._buffers = passes.buffers
+        self._exposed = "comm_exposed" if context.mesh.data.size > 1 else "other"
         self._sizes = Sizes(
             len(passes.names), len(exchange.parameters), passes.statistics.numel, passes.exact
         )
 
+    @property
+    def synchronised(self) -> bool:
+        """All ranks hold the same state."""
+        return self._exchange.synchronised
+
     def __call__(self, batches: Iterator[Batch], deal: Deal, lr: float, flags: Flags) -> StepResult:
-        """Runs one step. After an error the model and the optimizer are what they were before.
+        """Runs one step.
 
         Args:
             batches: this rank's micro-batches, see Accumulate.
@@ -97,6 +105,10 @@ class TrainStep:
             if not result.applied:
                 self._buffers.restore()
         self._exchange.commit(result.applied)
+        pauses = agreed.stops > 0 or agreed.changes > 0
+        if not self.synchronised and (pauses or flags.synchronise):
+            with timer.inside(self._exposed):
+                self._exchange.synchronise()
         return StepResult(
             values=values,
             grad_norm=result.grad_norm,
@@ -106,7 +118,7 @@ class TrainStep:
         )
 
     def _exchanged(self, batches: Iterator[Batch], deal: Deal, flags: Flags) -> Agreed:
-        """The gradients are those of the global batch then; returns what the ranks agreed on."""
+        """The gradients are those to step with then; returns what the ranks agreed on."""
         timer, heartbeat = self._context.timer, self._context.heartbeat
         self._update.clear()
         self._exchange.begin(len(deal))
@@ -121,7 +133,7 @@ class TrainStep:
         if not len(deal):
             send()
         heartbeat.beat(Activity.WAITING)
-        timer.enter("comm_exposed" if self._context.mesh.data.size > 1 else "other")
+        timer.enter(self._exposed)
         self._exchange.finish()
         agreed = control.receive()
         self._passes.statistics.apply(agreed.statistics)

@@ -17,7 +17,7 @@ class UpdateResult:
     """What an update did.
 
     Args:
-        grad_norm: norm of the gradient of the global batch, before clipping
+        grad_norm: norm of the gradient before clipping, see Exchange.agreed_norm
         applied: False where it was not finite: parameters and optimizer are what they were
     """
 
@@ -30,7 +30,7 @@ class Update:
 
     Args:
         optimizer: over the parameters of `exchange`.
-        exchange: has the gradients of the global batch when `apply` is called.
+        exchange: has exchanged the gradients when `apply` is called.
         clip_norm: gradients are scaled down to this norm; 0 = never.
     """
 
@@ -46,21 +46,26 @@ class Update:
     def apply(self, lr: float, gradient_scale: float) -> UpdateResult:
         """Updates the parameters, unless the gradient is not finite.
 
-        Every rank holds the same bits of the gradient, so all decide alike.
+        Every rank holds the same bits of the gradient, or those of its own and the same bits of a
+        norm over all ranks; so all decide alike.
 
         Args:
             lr: learning rate, of groups without an lr_scale.
             gradient_scale: what gradients are multiplied with first.
+
+        Raises:
+            HorovodInternalError: another rank is gone.
         """
         parameters = self._exchange.parameters
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradient_scale != 1.0:
             torch._foreach_mul_(gradients, gradient_scale)
         norm = get_total_norm(gradients)
-        applied = bool(torch.isfinite(norm))
+        agreed = self._exchange.agreed_norm(norm)
+        applied = bool(torch.isfinite(agreed))
         if applied:
             if self._clip_norm > 0:
                 clip_grads_with_norm_(parameters, self._clip_norm, norm)
             set_learning_rate(self._optimizer, lr)
             self._optimizer.step()
-        return UpdateResult(float(norm), applied)
+        return UpdateResult(float(agreed), applied)

@@ -17,13 +17,18 @@ class Exchange(Protocol):
     optimizer steps then, and `commit(...)` follows. Every rank takes part in each step, also with
     no backward pass at all and with parameters that a pass did not reach: these count as zero.
 
+    Where `synchronised` is False after a step, each rank has parameters and optimizer state of its
+    own, until `synchronise()`. After an error they are not those of before the step then.
+
     Attributes:
         parameters: that are exchanged, in the model's order.
+        synchronised: all ranks hold the same state.
         inflight_seconds: from the first bucket handed over to the last one's end, summed over
             the steps so far; an upper bound of what communication took.
         bytes: of the gradients that were exchanged in them, as they travelled.
     """
 
+    synchronised: bool
     inflight_seconds: float
     bytes: int
 
@@ -52,8 +57,26 @@ class Exchange(Protocol):
     def rest(self, frozen: Sequence[bool]) -> None:
         """Takes the gradients of frozen parameters away; every rank names the same."""
 
+    def agreed_norm(self, own: Tensor) -> Tensor:
+        """The norm by which all ranks decide alike whether the step counts.
+
+        Args:
+            own: norm of the gradients as they are on this rank.
+
+        Raises:
+            HorovodInternalError: another rank is gone.
+        """
+        ...
+
     def commit(self, applied: bool) -> None:
         """After the update, or where it was skipped as its gradient was not finite."""
+
+    def synchronise(self) -> None:
+        """Makes the state of all ranks the same, where it is not; every rank calls it.
+
+        Raises:
+            HorovodInternalError: another rank is gone.
+        """
 
     def state_parts(self) -> Sequence[StatePart]:
         """What the exchange itself carries from step to step."""

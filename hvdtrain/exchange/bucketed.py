@@ -77,6 +77,7 @@ class BucketedExchange:
         }
         self._arrivals = Arrivals(self._trained, groups, self._arrived, self._send)
         self._parts = parts(made)
+        self.synchronised = True
         self.inflight_seconds = 0.0
         self.bytes = 0
 
@@ -109,9 +110,15 @@ class BucketedExchange:
     def rest(self, frozen: Sequence[bool]) -> None:
         self._trained.rest(frozen)
 
+    def agreed_norm(self, own: Tensor) -> Tensor:
+        return own
+
     def commit(self, applied: bool) -> None:
         for bucket in self._buckets:
             bucket.commit(applied)
+
+    def synchronise(self) -> None:
+        """All ranks take the same steps."""
 
     def state_parts(self) -> Sequence[StatePart]:
         return self._parts

@@ -28,6 +28,12 @@ class ExchangeConfig:
         rank: of the products of `powersgd`
         start_step: steps before `powersgd` begins; until then all travels
         error_feedback: what did not travel is added to the next step's gradient
+        sync_every: steps that each rank takes on its own before parameters and optimizer state are
+            averaged; 0 = gradients are exchanged in each step
+        outer: with `sync_every`: parameters become their average (`none`), or what SGD with
+            Nesterov momentum makes of the way there (`nesterov`: DiLoCo)
+        outer_lr: learning rate of `outer`
+        outer_momentum: momentum of `outer`
     """
 
     name: Literal["dense", "exact"] = "dense"
@@ -39,6 +45,10 @@ class ExchangeConfig:
     rank: int = 4
     start_step: int = 10
     error_feedback: bool = True
+    sync_every: int = 0
+    outer: Literal["none", "nesterov"] = "none"
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
 
     def __post_init__(self) -> None:
         require(
@@ -64,12 +74,50 @@ class ExchangeConfig:
         require(0 < self.ratio <= 1, f"exchange.ratio must be in (0, 1], not {self.ratio}")
         require(self.rank >= 1, f"exchange.rank must be >= 1, not {self.rank}")
         require(self.start_step >= 0, f"exchange.start_step must be >= 0, not {self.start_step}")
+        self._check_local_steps()
+
+    def _check_local_steps(self) -> None:
+        local = f"exchange.sync_every {self.sync_every}"
+        require(
+            self.sync_every >= 0,
+            f"exchange.sync_every must be >= 0 (0 = gradients in each step), not {self.sync_every}",
+        )
+        require(
+            not self.sync_every or not self.exact,
+            f"{local} excludes exchange.name exact: ranks that step on their own have models of "
+            "their own",
+        )
+        require(
+            not self.sync_every or self.compression == "none",
+            f"{local} excludes exchange.compression {self.compression}, which is for gradients "
+            "that are exchanged in each step",
+        )
+        require(
+            not self.sync_every or self.wire == "float32",
+            f"{local} sends parameters as float32: exchange.wire {self.wire} is for gradients",
+        )
+        require(
+            not self.sync_every or self.reduce == "average",
+            f"{local} excludes exchange.reduce {self.reduce}, which is for gradients",
+        )
+        require(
+            self.outer == "none" or self.sync_every > 0,
+            f"exchange.outer {self.outer} needs exchange.sync_every: the steps between two of its "
+            "own",
+        )
+        require(self.outer_lr > 0, f"exchange.outer_lr must be > 0, not {self.outer_lr}")
+        require(
+            0 < self.outer_momentum < 1,
+            f"exchange.outer_momentum must be in (0, 1), not {self.outer_momentum}",
+        )
 
     @property
     def depends_on_ranks(self) -> str:
         """What makes the curve depend on the number of ranks by nature; "" where nothing does."""
         if self.reduce == "adasum":
             return "exchange.reduce adasum"
+        if self.sync_every:
+            return f"exchange.sync_every {self.sync_every}"
         return "" if self.compression == "none" else f"exchange.compression {self.compression}"
 
     @property

@@ -50,6 +50,7 @@ class DenseExchange:
             op=hvd.Sum,
             groups=groups,
         )
+        self.synchronised = True
         self.inflight_seconds = 0.0
         self.bytes = 0
         self._step_bytes = sum(p.numel() * self._wire.element_size(p) for p in self.parameters)
@@ -104,8 +105,14 @@ class DenseExchange:
     def rest(self, frozen: Sequence[bool]) -> None:
         self._trained.rest(frozen)
 
+    def agreed_norm(self, own: Tensor) -> Tensor:
+        return own
+
     def commit(self, applied: bool) -> None:
         self._wire.commit(applied)
+
+    def synchronise(self) -> None:
+        """All ranks take the same steps."""
 
     def state_parts(self) -> Sequence[StatePart]:
         return self._wire.state_parts()

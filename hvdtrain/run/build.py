@@ -16,6 +16,7 @@ from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan, Progress
 from hvdtrain.engine.passes import Accumulate
+from hvdtrain.engine.snapshot import Snapshot
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import TrainStep
 from hvdtrain.engine.update import Update
@@ -24,6 +25,7 @@ from hvdtrain.exchange.adasum import adasum_exchange
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.exchange.exact import exact_exchange
+from hvdtrain.exchange.local_sgd import LocalSgd, Nesterov
 from hvdtrain.exchange.powersgd import powersgd_exchange
 from hvdtrain.exchange.topk import topk_exchange
 from hvdtrain.optim.optimizer import build_optimizer
@@ -47,7 +49,11 @@ from hvdtrain.telemetry.trackers import check_packages
 
 @dataclass
 class RunComponents:
-    """What a process makes once, and keeps through all generations of an elastic run."""
+    """What a process makes once, and keeps through all generations of an elastic run.
+
+    Args:
+        snapshot: where ranks step on their own and a failure does not end the run.
+    """
 
     task: Task
     datasets: Datasets
@@ -56,11 +62,17 @@ class RunComponents:
     exchange: Exchange
     timer: PhaseTimer
     exporter: Exporter | None
+    snapshot: Snapshot | None
     heartbeat: Heartbeat = field(default_factory=lambda: heartbeat.OWN)
 
     def context(self, mesh: Mesh) -> RankContext:
         """For a generation with these ranks."""
         return RankContext(mesh, self.device, self.heartbeat, self.timer)
+
+    def go_back(self) -> None:
+        """After a failure: to the state that all ranks last had in common."""
+        if self.snapshot is not None and not self.exchange.synchronised:
+            self.snapshot.restore()
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,8 @@ def build_components(
     exporter = on_all_ranks(
         "telemetry", lambda: build_exporter(config, start.local_rank, device, timer, exchange)
     )
-    return RunComponents(task, datasets, device, state, exchange, timer, exporter)
+    snapshot = Snapshot(state) if start.elastic and config.exchange.sync_every else None
+    return RunComponents(task, datasets, device, state, exchange, timer, exporter, snapshot)
 
 
 def build_data(settings: Settings) -> tuple[Task, Datasets]:
@@ -174,6 +187,14 @@ def build_exchange(
 ) -> Exchange:
     """What the keys of `exchange` mean."""
     exchange = config.exchange
+    if exchange.sync_every:
+        outer = Nesterov(exchange.outer_lr, exchange.outer_momentum)
+        return LocalSgd(
+            optimizer,
+            model,
+            config.batch.micro_batches,
+            outer if exchange.outer == "nesterov" else None,
+        )
     if exchange.exact:
         return exact_exchange(optimizer, model, config.batch.micro_batches)
     if exchange.reduce == "adasum":
@@ -217,7 +238,7 @@ def build_loop(
     )
     rate = partial(learning_rate, config.schedule, config.optim.lr, steps=config.train.steps)
     return Loop(
-        Plan(config.train, config.batch, rate),
+        Plan(config.train, config.batch, rate, config.exchange.sync_every or 1),
         TrainStep(passes, exchange, update, config.batch, context),
         loader,
         state.progress,

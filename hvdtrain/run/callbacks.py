@@ -14,6 +14,7 @@ from hvdtrain.engine.callbacks.export import Export
 from hvdtrain.engine.callbacks.log import LogMetrics
 from hvdtrain.engine.callbacks.profile import Profile
 from hvdtrain.engine.callbacks.replicas import ReplicaCheck
+from hvdtrain.engine.callbacks.snapshot import KeepSynchronised
 from hvdtrain.engine.callbacks.stragglers import Destinations, DetectStragglers
 from hvdtrain.engine.loop import Callback
 from hvdtrain.run.build import RunComponents, build_passes
@@ -33,6 +34,7 @@ class Callbacks:
     evaluate: Evaluate | None
     log: LogMetrics
     checkpoint: SaveCheckpoints
+    snapshot: KeepSynchronised | None
     profile: Profile | None
 
     def as_list(self) -> list[Callback]:
@@ -68,7 +70,7 @@ def build_callbacks(
         )
         if config.train.replica_check_every
         else None,
-        export=Export(exporter, outputs.failed_at) if exporter else None,
+        export=Export(exporter, outputs.failed_at, state.progress.step) if exporter else None,
         stragglers=DetectStragglers(
             config.telemetry,
             state.progress.step,
@@ -99,6 +101,7 @@ def build_callbacks(
             build_saving(components, outputs, context),
             context.timer,
         ),
+        snapshot=KeepSynchronised(components.snapshot) if components.snapshot else None,
         profile=Profile(
             config.profile,
             outputs.folder.profile,

@@ -74,6 +74,7 @@ def start_facts(
         "dataset_size": len(datasets.train),  # type: ignore[arg-type]
         "own_order": has_own_order(datasets.train),
         "depends_on_ranks": config.exchange.depends_on_ranks,
+        "sync_every": config.exchange.sync_every,
         "fingerprint": datasets.fingerprint,
         "total_steps": config.train.steps,
     }

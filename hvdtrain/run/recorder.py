@@ -58,7 +58,6 @@ class RunRecorder:
         self.starts = folder.starts()
         self._small = LateFiles(partial(folder.ownership.confirm, _CONFIRM_S))
         self._sinks_ended = False
-        self._started = False
         self._restarts = 0
         self._lost_steps = 0
 
@@ -77,10 +76,14 @@ class RunRecorder:
     def open(self, step: int, exporter: Exporter | None, tolerate_errors: bool = False) -> None:
         """Opens the figures for a run that resumes from `step`, and puts aside what lies beyond.
 
+        Where they are open, it does so where the run goes back (exchange.sync_every).
+
         Raises:
             OSError: they cannot be written; only where not `tolerate_errors`, see `describe`.
         """
-        if self.metrics is not None:
+        if self.metrics is not None and self.ranks is not None:
+            self.metrics.take_back(step)
+            self.ranks.take_back(step)
             return
         try:
             self.manager.supersede(after=step)
@@ -144,10 +147,7 @@ class RunRecorder:
         # What lies before a generation that is known did no step with its rank 0.
         newest_first = takewhile(lambda facts: facts["claim"] not in known, reversed(generations))
         missing = [*newest_first][::-1]
-        lost = 0
-        if self.metrics is not None and not self._started:
-            lost = self.metrics.superseded_steps
-        self._started = True
+        lost = self.metrics.superseded_steps if self.metrics is not None else 0
         self._lost_steps = sum(event.get("lost_steps", 0) for event in starts) + lost
         for number, facts in enumerate(missing, start=len(starts)):
             if facts["source"] == "checkpoint" and facts["step"] not in saved:

@@ -226,9 +226,11 @@ class Session:
             except MembershipChanged:
                 cause, failure = Cause("hosts", time.time()), _Failure()
             except RankLostError as error:
-                step = self._components.state.progress.step
+                failed = self._components.state.progress.step + 1
                 failure = _Failure(self.held.phase, str(error))
-                logger.warning("step %d failed: %s", step + 1, error)
+                self._components.go_back()
+                step = self._components.state.progress.step
+                logger.warning("step %d failed: %s", failed, error)
                 if cause.name != "failure" or step != failed_at:
                     cause = Cause("failure", time.time())
                 failed_at = step

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -33,7 +34,7 @@ class MetricsFile:
 
     Attributes:
         last_step: of the last line; None where there is none.
-        superseded_steps: steps that the lines which were moved stand for.
+        superseded_steps: steps that the lines which were last moved stand for.
         failures: how often the file could not be written.
 
     Raises:
@@ -95,6 +96,29 @@ class MetricsFile:
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+    def take_back(self, after: int) -> None:
+        """Lines of steps beyond `after` move as at the start: the run does these again."""
+        self.superseded_steps = max(0, (self.last_step or 0) - after)
+        if not self.superseded_steps:
+            return
+        held = self._held(_HELD_SECONDS)
+        with self._lock:
+            try:
+                if not held:
+                    raise OSError(errno.ESTALE, "it is not known whose it is")
+                written = self._path.read_bytes()
+                content = written + bytes(self._unwritten)
+                lines = content.splitlines(keepends=True)
+                kept = b"".join(takewhile(lambda line: _within(_step(bytes(line)), after), lines))
+                left = content[len(kept) :]
+                self._unwritten[:] = kept[len(written) :]
+                os.truncate(self._path, min(len(kept), len(written)))  # that takes no room
+                with open(self._path.with_name(f"left_{self._path.name}"), "ab") as file:
+                    file.write(left)
+            except OSError as error:
+                self._say(error)
+        self.last_step = after
 
     def write(self, record: dict[str, Any]) -> None:
         """Appends one line; it reaches the system at once and the disk with `sync`."""

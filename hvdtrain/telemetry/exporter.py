@@ -112,6 +112,9 @@ class Exporter:
             "step": gauge("last_step", "Steps of the run so far, those before a restart too"),
         }
         self._gauges["time"].set_to_current_time()
+        self._last_sync = gauge(
+            "last_sync_step", "Step after which all ranks last had the same state"
+        )
         self._asked = _Asked()
         registry.register(self._asked)
         process = psutil.Process()
@@ -140,6 +143,14 @@ class Exporter:
 
     def dealt(self, micro_batches: int) -> None:
         self._dealt.set(micro_batches)
+
+    def go_back(self, step: int) -> None:
+        """Steps beyond this one are done again, and count again."""
+        self._last_step = min(self._last_step, step)
+
+    def synchronised(self, step: int) -> None:
+        """All ranks have the same state after this step."""
+        self._last_sync.set(step)
 
     def replicas_healed(self, count: int) -> None:
         self._healed.inc(count)

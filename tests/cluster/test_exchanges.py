@@ -12,7 +12,7 @@ import pytest
 from hvdtrain.audit.same import compare
 from hvdtrain.bench.processes import launch
 from tests.support.cluster import Cluster
-from tests.support.faults import PACED, ElasticJob, MpiJob
+from tests.support.faults import PACED, ElasticJob, MpiJob, assert_clean
 from tests.support.runs import run, weights
 
 STEPS = 400
@@ -82,3 +82,39 @@ def test_a_sum_within_hosts_first_is_another_one(cluster: Cluster, launcher: str
     command = [sys.executable, "-m", "tests.support.summed", "on"]
     done = cluster.run("node1", launch(launcher, 4, command, "node1:2,node2:2"), timeout=90)
     assert done.returncode == 0 and "right on 4 ranks" in done.stdout, done
+
+
+def test_ranks_that_step_on_their_own_lose_more_than_that_or_do_not_meet(
+    job: Callable[..., ElasticJob], cluster: Cluster, runs: Path
+) -> None:
+    # After each synchronisation the ranks' states are compared.
+    flags = "--exchange.sync_every 8 --exchange.outer nesterov --train.replica_check_every 1"
+    flags += f" --train.steps {STEPS}"
+    running = job(arguments=flags)
+    running.wait_for_step(11)
+    running.kill(1)  # rank 0 has lines of steps that are done again
+    running.wait_for_world(3, 20)
+    running.wait_for_world(4, 30)
+    running.wait_for_more(11, 20)
+    running.kill(0)
+    running.wait_for_world(3, 20)
+    running.wait_for_world(4, 30)
+    running.set_hosts("node2:2")
+    running.wait_for_world(2, 30)
+    running.wait_for_more(3, 20)
+    done = running.end()
+    lines, starts = running.lines(), running.events("start")
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1)), done
+    assert not running.events("healed") and sum("state_hash" in line for line in lines) > 3
+    back = [start for start in starts if start["lost_steps"]]
+    assert back and all(start["cause"] == "failure" for start in back)
+    assert all(start["lost_steps"] <= 8 for start in back)
+    assert f"went back to step {back[0]['step']}, after which all" in assert_clean(running.run)
+    # Where it was asked to stop, wherever that was, the ranks had one state.
+    assert (running.run / f"checkpoints/step_{len(lines):08}/complete").exists()
+
+    resumed = MpiJob(cluster, runs, flags, UNPACED, np=2)
+    resumed.ended(0)
+    lines = resumed.lines()
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert lines[-1]["validation_loss"] < 0.5 * lines[0]["loss"]

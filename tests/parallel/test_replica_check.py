@@ -32,7 +32,12 @@ def _state(seed: int) -> RunState:
 
 def _loop(topology: Topology, step: int) -> Any:
     progress = Progress(step=step)
-    return SimpleNamespace(topology=topology, progress=progress, ending=False)
+    return SimpleNamespace(
+        topology=topology,
+        progress=progress,
+        ending=False,
+        due=lambda every: progress.step % every == 0,
+    )
 
 
 def test_ranks_with_equal_tensors_have_different_hashes(topology: Topology) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.deal import Deal
 from hvdtrain.engine.control import Flags
 from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.step import StepResult, TrainStep
@@ -23,7 +24,7 @@ from hvdtrain.optim.optimizer import build_optimizer, state_tensors
 from hvdtrain.runtime.collectives import AgreedError, gather_json
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Heartbeat
-from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.mesh import Group, Mesh
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets
@@ -109,10 +110,10 @@ def test_a_frozen_parameter_moves_or_the_others_do_not(
     # What a fixed-point gradient has not is divided by its size by AdamW.
     close = {"rtol": 1e-6, "atol": 1e-6} if exact else {"rtol": 1e-9, "atol": 1e-12}
     for number, frozen in enumerate(FROZEN):
-        own = range(topology.rank, micro_batches, topology.world_size)
+        own = Deal(micro_batches, Group(topology.rank, topology.world_size))
         task.frozen = frozen
         before = [p.detach().clone() for p in model[0].parameters()]
-        step((_batch(number, j) for j in own), len(own), 0.05, Flags(False, False, number))
+        step((_batch(number, j) for j in own), own, 0.05, Flags(False, False, number))
         # One plain loop over all micro-batches, in which nothing has a gradient but what trains.
         optimizer.zero_grad()
         for j in range(micro_batches):
@@ -151,11 +152,11 @@ def test_a_skipped_step_leaves_something_behind_on_some_rank(topology: Topology)
     step = _step(task, model, optimizer, micro_batches, topology)
 
     def run(number: int, poisoned: bool) -> StepResult:
-        own = range(topology.rank, micro_batches, topology.world_size)
+        own = Deal(micro_batches, Group(topology.rank, topology.world_size))
         batches = [_batch(number, j) for j in own]
         if poisoned and topology.rank == topology.world_size - 1:
             batches[0][0, 0] = float("nan")
-        return step(iter(batches), len(own), 0.05, Flags(False, False, number))
+        return step(iter(batches), own, 0.05, Flags(False, False, number))
 
     assert run(0, poisoned=False).applied
     before = _state(model, optimizer)
@@ -188,8 +189,8 @@ def test_a_weighted_loss_is_averaged_by_micro_batch_and_not_over_the_global_batc
     step = _step(task, model, _optimizer(model, "sgd"), micro_batches, topology)
     optimizer = _optimizer(alone, "sgd")
     for number in range(3):
-        own = range(topology.rank, micro_batches, topology.world_size)
-        result = step((_batch(number, j) for j in own), len(own), 0.05, Flags(False, False, number))
+        own = Deal(micro_batches, Group(topology.rank, topology.world_size))
+        result = step((_batch(number, j) for j in own), own, 0.05, Flags(False, False, number))
         batches = [_batch(number, j) for j in range(micro_batches)]
         rows = torch.cat(batches)
         optimizer.zero_grad()
@@ -222,10 +223,10 @@ def test_a_mean_among_losses_with_weights_is_not_heard_of_on_each_rank(topology:
     model = task.model()
     micro_batches = 2 * topology.world_size
     step = _step(task, model, _optimizer(model, "sgd"), micro_batches, topology)
-    own = range(topology.rank, micro_batches, topology.world_size)
+    own = Deal(micro_batches, Group(topology.rank, topology.world_size))
     batches = [_batch(0, j) for j in own]
     if topology.rank == topology.world_size - 1:
         batches[0][0, 0] = 0
     message = f"'loss' as .sum, weight. for {micro_batches - 1} and as a mean for 1 of"
     with pytest.raises(AgreedError, match=message):
-        step(iter(batches), len(own), 0.05, Flags(False, False, 0))
+        step(iter(batches), own, 0.05, Flags(False, False, 0))

@@ -256,6 +256,35 @@ def test_a_line_that_a_failure_kept_from_being_written_is_not_missed(history: Hi
     assert "step 17 of generation 1 left no line of metrics" in messages
 
 
+@pytest.mark.parametrize(
+    ("at", "back", "message"),
+    [
+        (21, 5, None),  # to the synchronisation before
+        (24, 8, None),  # the rank that had done this one is gone
+        (21, 0, None),  # it was made there, as others joined
+        (21, 4, "the ranks had no state in common there"),
+        (21, 13, "step 21 had been reached"),
+    ],
+)
+def test_ranks_that_step_on_their_own_go_back_further_or_anywhere(
+    tmp_path: Path, at: int, back: int, message: str | None
+) -> None:
+    history = History(tmp_path / "run", sync_every=8, save_every=0)
+    history.launch(4)
+    history.steps(at)
+    history.recover(3, back=back)
+    history.steps(TOTAL)
+    history.end(0)
+    found = audit(history.folder)
+    assert found.clean == (message is None), found.to_text()
+    if message is None:
+        said = f"generation 1: went back to step {at - back}, after which all ranks last had"
+        assert (said in found.to_text()) == (back > 0), found.to_text()
+        assert f"1 restarts, {back} steps redone" in found.to_text()
+    else:
+        assert message in found.lineage.findings[0].message
+
+
 def test_a_start_from_a_checkpoint_that_never_was_is_clean(history: History) -> None:
     events = _read(history.folder, "events")
     (saved,) = [e for e in events[:5] if e["event"] == "checkpoint" and e["step"] == 10]

@@ -22,10 +22,12 @@ def test_a_healed_rank_is_not_counted_or_by_every_rank(rank: int) -> None:
     exporter = Exporter(TelemetryConfig(host="127.0.0.1"), 0)
     topology, batch = SimpleNamespace(rank=rank), SimpleNamespace(global_size=8)
     loop: Any = SimpleNamespace(topology=topology, batch=batch)
-    export = Export(exporter, None)
+    export = Export(exporter, None, 0)
     for step, healed in enumerate(({}, {"healed": [2, 3]}, {"healed": [1]}), start=1):
+        loop.synchronised = step < 3
         export.on_step(loop, {**RECORD, "step": step, **healed})
     with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=5) as page:
         text = page.read().decode()
     exporter.close()
+    assert "hvdtrain_last_sync_step 2.0" in text.splitlines()
     assert f"hvdtrain_replicas_healed_total {3.0 if rank == 0 else 0.0}" in text.splitlines()

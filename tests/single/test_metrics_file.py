@@ -61,7 +61,11 @@ from hvdtrain.run_files.metrics_file import MetricsFile
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 file = MetricsFile(Path(sys.argv[1]), after=0)
-for step in range(1, 31):
+back = int(sys.argv[2])  # from step 15; the file ends in line 10
+for step in [*range(1, 16), *range(back + 1, 31)]:
+    if step == back + 1 and file.last_step == 15:
+        file.take_back(back)
+        assert (file.last_step, file.superseded_steps) == (back, 15 - back)
     if step == 10:
         resource.setrlimit(resource.RLIMIT_FSIZE, (250, hard))
     if step == 21:
@@ -76,10 +80,13 @@ file.close()
 """
 
 
-def test_a_disk_that_is_full_for_a_while_leaves_a_gap_or_a_torn_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("back", [15, 12, 9])
+def test_a_disk_that_is_full_for_a_while_leaves_a_gap_or_a_torn_line(
+    tmp_path: Path, back: int
+) -> None:
     path = tmp_path / "metrics.jsonl"
     done = subprocess.run(
-        [sys.executable, "-c", _FULL_FOR_A_WHILE, str(path)],
+        [sys.executable, "-c", _FULL_FOR_A_WHILE, str(path), str(back)],
         capture_output=True,
         text=True,
         timeout=60,
@@ -90,3 +97,8 @@ def test_a_disk_that_is_full_for_a_while_leaves_a_gap_or_a_torn_line(tmp_path: P
     assert done.stderr.count("cannot be written") == 1
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
     assert steps == list(range(1, 31))
+    left = tmp_path / "left_metrics.jsonl"
+    moved = (
+        [json.loads(line)["step"] for line in left.read_text().splitlines()] if back < 15 else []
+    )
+    assert moved == list(range(back + 1, 16))

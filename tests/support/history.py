@@ -22,13 +22,20 @@ class History:
     Args:
         folder: RUN.
         log_every, eval_every, save_every: steps; 0 = never (of the last two).
+        sync_every: steps that ranks take on their own; 0 = none.
     """
 
     def __init__(
-        self, folder: Path, log_every: int = 1, eval_every: int = 0, save_every: int = 5
+        self,
+        folder: Path,
+        log_every: int = 1,
+        eval_every: int = 0,
+        save_every: int = 5,
+        sync_every: int = 0,
     ) -> None:
         self.folder = folder
         self.log_every, self.eval_every, self.save_every = log_every, eval_every, save_every
+        self.sync_every = sync_every
         self.clock = 1_700_000_000.0
         self.begin = self.clock
         self.step = 0
@@ -57,7 +64,10 @@ class History:
         self._pass("restart", WARMING)
 
     def recover(self, ranks: int, cause: str = "failure", back: int = 0) -> None:
-        """In memory; `back` is 1 where the rank that was most advanced is gone."""
+        """In memory; `back` is 1 where the rank that was most advanced is gone.
+
+        With `sync_every`: as many steps as the ranks took on their own.
+        """
         self._pass("recovery", RECOVERING)
         self.step -= back
         self._start(cause, "memory", ranks, RECOVERING)
@@ -120,6 +130,7 @@ class History:
             fingerprint="f00",
             total_steps=TOTAL,
             micro_size=2,
+            sync_every=self.sync_every,
         )
         self._sign = self.clock
 

@@ -2,7 +2,7 @@
 
 Nobody waits for one but the run's end: there all ranks wait in turns for rank 0's writer. While
 one is being written, the next that is due is taken after the first step at which the writer is
-free, with the state of that step.
+free, with the state of that step; where ranks step on their own, after a synchronisation.
 
 Rank 0 decides. Where ranks have state of their own to save (local parts), they take it after the
 same step, and write into one folder.
@@ -83,6 +83,8 @@ class SaveCheckpoints:
         self.error: Exception | None = None  # why the run's last state is not saved
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
+        if not loop.synchronised:
+            return
         if loop.preempted or (loop.ending and self._config.enabled):
             with self._timer.inside("checkpoint"):
                 self._save_last_together(loop)

@@ -40,7 +40,7 @@ class Evaluate:
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         if loop.preempted:
             return  # the grace period is for the checkpoint
-        if loop.ending or loop.progress.step % self._config.every == 0:
+        if loop.ending or loop.due(self._config.every):
             with self._context.timer.inside("eval"):
                 values = self.evaluate(loop.batch.global_size, loop.batch.micro_size)
             record.update({f"validation_{name}": value for name, value in values.items()})

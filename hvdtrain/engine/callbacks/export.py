@@ -13,13 +13,17 @@ class Export:
 
     Args:
         failed_at: when the failure was that this generation comes after, unix time.
+        step: steps done when the generation begins; those beyond are done again.
     """
 
-    def __init__(self, exporter: Exporter, failed_at: float | None) -> None:
+    def __init__(self, exporter: Exporter, failed_at: float | None, step: int) -> None:
         self._exporter = exporter
+        exporter.go_back(step)
         self._failed_at = failed_at
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
+        if loop.synchronised:
+            self._exporter.synchronised(record["step"])
         new = self._exporter.step(record, loop.batch.global_size, record.get("skipped", False))
         if new and self._failed_at is not None:
             self._exporter.recovered(time.time() - self._failed_at)

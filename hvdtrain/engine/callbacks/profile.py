@@ -97,7 +97,7 @@ class Profile:
 
     def _enter(self, phase: str) -> None:
         """Hears of each phase while it is recorded."""
-        if phase == "comm_exposed":
+        if phase == "comm_exposed" and self._ready is None:
             # On every rank alike, whatever failed on this one: the backward pass has ended.
             name = f"{READY}{self._next}"
             self._ready = begin_sum(torch.zeros(1), name)

@@ -77,9 +77,8 @@ class ReplicaCheck:
         record["state_hash"] = digests[majority[0]].hex()
 
     def _due(self, loop: Loop) -> bool:
-        step = loop.progress.step
-        saved = self._save_every > 0 and step % self._save_every == 0
-        return step % self._every == 0 or saved or loop.ending
+        saved = self._save_every > 0 and loop.due(self._save_every)
+        return loop.due(self._every) or saved or loop.ending
 
     def _digest(self) -> bytes:
         return self._hash(self._state.compared())

@@ -1,0 +1,207 @@
+"""Local SGD and DiLoCo: ranks step on their own, and every so many steps their states become one.
+
+Stich, "Local SGD converges fast and communicates little", arXiv:1805.09767; Douillard et al.,
+"DiLoCo: distributed low-communication training of language models", arXiv:2311.08105.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.errors import UnsupportedTaskError
+from hvdtrain.exchange.buckets import buckets
+from hvdtrain.exchange.parameters import TrainedParameters
+from hvdtrain.optim.supported import SPARSE
+from hvdtrain.runtime.collectives import begin_sum, completed, sum_
+from hvdtrain.runtime.state_part import Scope, StatePart
+
+# Nothing is computed meanwhile, so a bucket is as large as its copy may be.
+_BUCKET_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Nesterov:
+    """DiLoCo's outer optimizer: SGD with Nesterov momentum on start minus average of a period.
+
+    Args:
+        lr: its learning rate.
+        momentum: in (0, 1).
+    """
+
+    lr: float
+    momentum: float
+
+
+class LocalSgd:
+    """See Exchange. A rank steps with the mean gradient of its own micro-batches.
+
+    `synchronise` replaces parameters by their mean over the ranks, each weighted with the number of
+    its micro-batches since the last time; a step with plain SGD after which ranks synchronise is so
+    the step of `dense`. With an outer optimizer, what this makes of start and mean replaces them.
+
+    The inner optimizer's state (momenta, second moments) is averaged too. Where it stays a rank's
+    own, as in DiLoCo's paper, a rank that joins has none, and a checkpoint would be one of so many
+    ranks; averaged, all ranks are replicas after each synchronisation, as everything else relies
+    on. It is also what convergence is proven for (Local Adam; Iacob et al., arXiv:2505.22549,
+    compare both). It costs bytes: with AdamW three times those of the parameters.
+
+    Buffers are not touched: BatchNorm's statistics are averaged in each step, see BatchStatistics.
+
+    Args:
+        optimizer: the inner one, over parameters of `model`.
+        model: gives the parameters their names.
+        micro_batches: in one step, over all ranks together.
+        outer: None: parameters become their mean.
+
+    Attributes:
+        synchronised: no step was begun since the last synchronisation.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        micro_batches: int,
+        outer: Nesterov | None = None,
+    ) -> None:
+        self._trained = TrainedParameters(optimizer, model)
+        self.parameters = self._trained.in_order
+        self._optimizer = optimizer
+        self._micro_batches = micro_batches
+        self._outer = outer
+        kept = self.parameters if outer else []
+        self._start = [p.detach().clone() for p in kept]  # as the last synchronisation left them
+        self._momentum = {p: torch.zeros_like(p, requires_grad=False) for p in kept}
+        self.synchronised = True
+        self.inflight_seconds = 0.0
+        self.bytes = 0
+        self._passes = 0  # of this step
+        self._rests = [False] * len(self.parameters)
+        # Since the last synchronisation: steps and backward passes, and which parameters moved.
+        self._steps = self._all_passes = 0
+        self._moved: set[nn.Parameter] = set()
+
+    def begin(self, passes: int) -> None:
+        if self.synchronised:
+            for start, parameter in zip(self._start, self.parameters, strict=bool(self._start)):
+                start.copy_(parameter.detach())
+            self._steps = self._all_passes = 0
+            self._moved.clear()
+        self.synchronised = False
+        self._passes = passes
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Makes the gradients, sums divided by the micro-batches of all ranks, this rank's mean."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.layout != torch.strided:
+                name = self._trained.names[parameter]
+                raise UnsupportedTaskError(f"the model's parameter {name} {SPARSE}")
+            if self._passes:
+                parameter.grad.mul_(self._micro_batches / self._passes)
+
+    def frozen(self) -> list[bool]:
+        return self._trained.frozen()
+
+    def rest(self, frozen: Sequence[bool]) -> None:
+        self._rests = [*frozen]
+        self._trained.rest(frozen)
+
+    def agreed_norm(self, own: Tensor) -> Tensor:
+        """The root mean square of all ranks' norms: not finite on all, where it is not on one."""
+        squares = own.detach().double().square()
+        return (sum_(squares, "local_sgd.norm") / hvd.size()).sqrt()
+
+    def commit(self, applied: bool) -> None:
+        if not applied:
+            return
+        self._steps += 1
+        self._all_passes += self._passes
+        moved = (p for p, rests in zip(self.parameters, self._rests, strict=True) if not rests)
+        self._moved.update(moved)
+
+    @torch.no_grad()
+    def synchronise(self) -> None:
+        """Every rank has the same parameters and optimizer state then.
+
+        Raises:
+            HorovodInternalError: another rank is gone; some may be averaged, and others not.
+        """
+        moved = [p for p in self.parameters if p in self._moved]  # what rests keeps its bits
+        if hvd.size() > 1 and moved:
+            began = time.perf_counter()
+            weight = self._all_passes / (self._steps * self._micro_batches)
+            groups = buckets([*moved, *self._state_of(moved)], _BUCKET_BYTES)
+            for number, group in enumerate(groups):
+                self.bytes += _average(group, weight, f"local_sgd.{number}")
+            self.inflight_seconds += time.perf_counter() - began
+        if self._outer is not None:
+            self._step_outer(self._outer)
+        self.synchronised = True
+
+    def _state_of(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """The inner optimizer's, but for step counts, which are alike on all ranks."""
+        entries = [entry for p in parameters for entry in sorted(self._optimizer.state[p].items())]
+        return [value for name, value in entries if name != "step" and isinstance(value, Tensor)]
+
+    def _step_outer(self, outer: Nesterov) -> None:
+        for parameter, start in zip(self.parameters, self._start, strict=True):
+            if parameter not in self._moved:
+                continue
+            gradient = start - parameter
+            momentum = self._momentum[parameter].mul_(outer.momentum).add_(gradient)
+            step = gradient.add_(momentum, alpha=outer.momentum)
+            parameter.copy_(start.add(step, alpha=-outer.lr))
+
+    def state_parts(self) -> Sequence[StatePart]:
+        names = self._trained.names
+        return [_Momentum({names[p]: t for p, t in self._momentum.items()})] if self._outer else []
+
+    def abort(self) -> None:
+        """The state is that of the last synchronisation again; whoever kept it has seen to that."""
+        self.synchronised = True
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+class _Momentum:
+    """The replicated part "outer": the outer optimizer's momentum, by parameter name."""
+
+    name = "outer"
+    scope: Scope = "replicated"
+
+    def __init__(self, momentum: dict[str, Tensor]) -> None:
+        self._momentum = momentum
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"{name}/momentum": tensor for name, tensor in self._momentum.items()}
+
+    def compared(self) -> dict[str, Tensor]:
+        return self.tensors()
+
+    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        for name, own in self.tensors().items():
+            own.zero_() if not pieces else own.copy_(pieces[0][name])
+
+
+def _average(tensors: Sequence[Tensor], weight: float, name: str) -> int:
+    """Replaces each by the sum over the ranks of itself times the rank's weight; returns bytes.
+
+    One after the other: what Horovod fuses by chance would be added in another order.
+    """
+    wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
+    flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in tensors]).mul_(weight)
+    completed(begin_sum(flat, name))
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.view(tensor.shape))
+    return flat.nbytes

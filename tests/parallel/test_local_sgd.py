@@ -1,0 +1,274 @@
+"""Ranks that step on their own do what a plain loop over as many models does in one process."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.deal import Deal
+from hvdtrain.engine.control import Flags
+from hvdtrain.engine.loop import Progress
+from hvdtrain.engine.passes import Accumulate
+from hvdtrain.engine.snapshot import Snapshot
+from hvdtrain.engine.state import RunState
+from hvdtrain.engine.step import TrainStep
+from hvdtrain.engine.tensor_hash import TensorHash
+from hvdtrain.engine.update import Update
+from hvdtrain.exchange.dense import DenseExchange
+from hvdtrain.exchange.local_sgd import LocalSgd, Nesterov
+from hvdtrain.optim.config import OptimConfig
+from hvdtrain.optim.optimizer import build_optimizer
+from hvdtrain.runtime.collectives import gather_bytes
+from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.heartbeat import Heartbeat
+from hvdtrain.runtime.mesh import Group, Mesh
+from hvdtrain.runtime.phases import PhaseTimer
+from hvdtrain.runtime.topology import Topology
+from hvdtrain.tasks import Datasets
+
+WIDTH, SIZE, LR, CLIP = 8, 4, 0.05, 0.1
+EVERY = 3
+OUTER = Nesterov(lr=0.7, momentum=0.9)
+CLOSE = {"rtol": 1e-6, "atol": 1e-9}
+
+
+class _Task:
+    """One layer may be frozen; a batch with a NaN has a loss that is NaN."""
+
+    frozen = False
+
+    def datasets(self) -> Datasets:
+        raise NotImplementedError
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        first = nn.Linear(WIDTH, WIDTH)
+        return nn.Sequential(first, nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1)).double()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        assert isinstance(model, nn.Sequential)
+        model[0].requires_grad_(not self.frozen)
+        return {"loss": model(batch).square().mean()}
+
+
+def _batch(step: int, number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + number)
+    return torch.randn(SIZE, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def _optimizer(model: nn.Module, name: str) -> Optimizer:
+    return build_optimizer(OptimConfig(name=name, weight_decay=0.5), model)  # type: ignore[arg-type]
+
+
+class _Rank:
+    """This rank, with the parts that a run has."""
+
+    def __init__(
+        self, topology: Topology, name: str, micro_batches: int, outer: Nesterov | None = None
+    ) -> None:
+        self.topology, self.micro_batches = topology, micro_batches
+        self.task = _Task()
+        model = self.task.model()
+        optimizer = _optimizer(model, name)
+        self.exchange = LocalSgd(optimizer, model, micro_batches, outer)
+        parts = self.exchange.state_parts()
+        self.state = RunState(model, optimizer, Progress(), {}, parts)
+        self.run_step = _step(self.task, model, optimizer, self.exchange, self)
+        self.deal = Deal(micro_batches, Group(topology.rank, topology.world_size))
+
+    def step(self, step: int, synchronise: bool, poisoned: bool = False) -> bool:
+        """Whether it was applied."""
+        batches = [_batch(step, j) for j in self.deal]
+        if poisoned and self.topology.rank == self.topology.world_size - 1:
+            batches[0][0, 0] = float("nan")
+        flags = replace(Flags(False, False, step), synchronise=synchronise)
+        self.state.progress.step = step + 1
+        return self.run_step(iter(batches), self.deal, LR, flags).applied
+
+    def digests(self) -> set[bytes]:
+        """Of the states of all ranks; one where they are replicas."""
+        return set(gather_bytes(TensorHash()(self.state.compared()), "digests"))
+
+    def copy(self) -> dict[str, Tensor]:
+        parts = self.state.parts
+        return {f"{p.name}/{k}": t.clone() for p in parts for k, t in p.tensors().items()}
+
+
+def _step(task: Any, model: nn.Module, optimizer: Optimizer, exchange: Any, rank: Any) -> TrainStep:
+    mesh = Mesh.replicated(rank.topology)
+    timer = PhaseTimer(time.perf_counter())
+    context = RankContext(mesh, torch.device("cpu"), Heartbeat(), timer)
+    return TrainStep(
+        Accumulate(task, model, rank.micro_batches, context),
+        exchange,
+        Update(optimizer, exchange, CLIP),
+        BatchConfig(global_size=SIZE * rank.micro_batches, micro_size=SIZE),
+        context,
+    )
+
+
+class _Plain:
+    """Local SGD and DiLoCo as their papers have them: all ranks' models in this process."""
+
+    def __init__(self, name: str, ranks: int, micro_batches: int, outer: Nesterov | None) -> None:
+        self.models = [_Task().model() for _ in range(ranks)]
+        self.optimizers = [_optimizer(model, name) for model in self.models]
+        self.shares = [range(rank, micro_batches, ranks) for rank in range(ranks)]
+        self.weights = [len(share) / micro_batches for share in self.shares]
+        self.shared = _Task().model()
+        self.outer = None
+        if outer is not None:
+            self.outer = torch.optim.SGD(
+                self.shared.parameters(), lr=outer.lr, momentum=outer.momentum, nesterov=True
+            )
+
+    def step(self, step: int, synchronise: bool) -> None:
+        for model, optimizer, share in zip(self.models, self.optimizers, self.shares, strict=True):
+            optimizer.zero_grad()
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            for j in share:
+                (model(_batch(step, j)).square().mean() / len(share)).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+            for group in optimizer.param_groups:
+                group["lr"] = LR
+            optimizer.step()
+        if synchronise:
+            self._synchronise()
+
+    @torch.no_grad()
+    def _synchronise(self) -> None:
+        for shared, *own in zip(
+            self.shared.parameters(), *(m.parameters() for m in self.models), strict=True
+        ):
+            mean = sum(w * p for w, p in zip(self.weights, own, strict=True))
+            if self.outer is None:
+                shared.copy_(mean)
+            else:
+                shared.grad = shared - mean
+        if self.outer is not None:
+            self.outer.step()
+        for model in self.models:
+            for parameter, shared in zip(model.parameters(), self.shared.parameters(), strict=True):
+                parameter.copy_(shared)
+        states = [[*optimizer.state.values()] for optimizer in self.optimizers]
+        for entries in zip(*states, strict=True):
+            for name in entries[0]:
+                if name != "step":
+                    values = [entry[name] for entry in entries]
+                    mean = sum(w * v for w, v in zip(self.weights, values, strict=True))
+                    for value in values:
+                        value.copy_(mean)
+
+
+SHARES = {"all work alike": 4, "one rank works more": 3, "rank 1 has no micro-batch": 1}
+
+
+@pytest.mark.parametrize("outer", [None, OUTER], ids=["average", "nesterov"])
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("share", SHARES)
+def test_ranks_that_step_on_their_own_are_not_those_of_a_plain_loop(
+    topology: Topology, share: str, name: str, outer: Nesterov | None
+) -> None:
+    rank = _Rank(topology, name, SHARES[share], outer)
+    plain = _Plain(name, topology.world_size, SHARES[share], outer)
+    for number in range(4 * EVERY + 1):
+        synchronise = (number + 1) % EVERY == 0
+        rank.step(number, synchronise)
+        plain.step(number, synchronise)
+        own = plain.models[topology.rank]
+        for parameter, expected in zip(
+            rank.state.model.parameters(), own.parameters(), strict=True
+        ):
+            torch.testing.assert_close(parameter, expected, **CLOSE)
+        assert rank.exchange.synchronised == synchronise
+        alone = topology.world_size == 1
+        assert (len(rank.digests()) == 1) == (synchronise or alone)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_averages_of_each_step_are_not_steps_with_the_mean_gradient(
+    topology: Topology, share: str
+) -> None:
+    rank = _Rank(topology, "sgd", SHARES[share])
+    rank.run_step._update._clip_norm = 0.0  # a norm of its own for each rank is another clipping
+    dense = _Rank(topology, "sgd", SHARES[share])
+    model = dense.task.model()
+    optimizer = _optimizer(model, "sgd")
+    exchange = DenseExchange(optimizer, model)
+    step = _step(dense.task, model, optimizer, exchange, dense)
+    step._update._clip_norm = 0.0
+    for number in range(5):
+        rank.step(number, synchronise=True)
+        batches = [_batch(number, j) for j in dense.deal]
+        step(iter(batches), dense.deal, LR, Flags(False, False, number))
+        for parameter, expected in zip(
+            rank.state.model.parameters(), model.parameters(), strict=True
+        ):
+            torch.testing.assert_close(parameter, expected, **CLOSE)
+    # The statistics of BatchNorm follow from all micro-batches in each step.
+    for buffer, expected_buffer in zip(rank.state.model.buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(buffer, expected_buffer, **CLOSE)
+
+
+def test_a_rank_skips_a_step_and_the_others_do_not(topology: Topology) -> None:
+    rank = _Rank(topology, "adamw", 2 * topology.world_size, OUTER)
+    assert rank.step(0, synchronise=False)
+    before = rank.copy()
+    assert not rank.step(1, synchronise=False, poisoned=True)
+    assert all(torch.equal(t, before[name]) for name, t in rank.copy().items())
+    assert rank.step(2, synchronise=True)
+    assert len(rank.digests()) == 1
+    before = rank.copy()
+    # A period of which nothing counts: no momentum moves anything.
+    assert not rank.step(3, synchronise=True, poisoned=True)
+    assert rank.exchange.synchronised
+    assert all(torch.equal(t, before[name]) for name, t in rank.copy().items())
+
+
+def test_what_rests_is_moved_by_a_synchronisation(topology: Topology) -> None:
+    rank = _Rank(topology, "sgd", 3, OUTER)  # weights that are rounded
+    rank.step(0, synchronise=False)
+    rank.step(1, synchronise=True)
+    first = [p.detach().clone() for p in rank.state.model[0].parameters()]  # type: ignore[index]
+    rank.task.frozen = True
+    for number in range(2, 6):
+        rank.step(number, synchronise=number % 2 == 1)
+    for parameter, before in zip(rank.state.model[0].parameters(), first, strict=True):  # type: ignore[index]
+        assert torch.equal(parameter, before)
+    assert len(rank.digests()) == 1
+
+
+def test_a_failure_between_synchronisations_does_not_take_back_all(topology: Topology) -> None:
+    rank = _Rank(topology, "adamw", 2 * topology.world_size, OUTER)
+    snapshot = Snapshot(rank.state)
+    snapshot.keep()  # before the first step, where the optimizer has no state
+    beginning = rank.copy()
+    for number in range(2):
+        rank.step(number, synchronise=False)
+    snapshot.restore()
+    rank.exchange.abort()
+    restored = rank.copy()
+    assert restored.keys() == beginning.keys() and rank.state.progress.step == 0
+    assert all(torch.equal(t, beginning[name]) for name, t in restored.items())
+    for number in range(EVERY):
+        rank.step(number, synchronise=number == EVERY - 1)
+    snapshot.keep()
+    kept = rank.copy()
+    digests = []
+    for _ in range(2):
+        for number in range(EVERY, EVERY + 2):
+            rank.step(number, synchronise=False)
+        snapshot.restore()
+        rank.exchange.abort()
+        assert rank.state.progress.step == EVERY and rank.copy().keys() == kept.keys()
+        assert all(torch.equal(t, kept[name]) for name, t in rank.copy().items())
+        digests.append(rank.digests())
+    assert digests[0] == digests[1] and len(digests[0]) == 1

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from threading import Lock
@@ -109,8 +110,8 @@ class MetricsFile:
                     raise OSError(errno.ESTALE, "it is not known whose it is")
                 written = self._path.read_bytes()
                 content = written + bytes(self._unwritten)
-                lines = content.splitlines(keepends=True)
-                kept = b"".join(takewhile(lambda line: _within(_step(bytes(line)), after), lines))
+                lines: list[bytes] = content.splitlines(keepends=True)
+                kept = b"".join(takewhile(partial(_is_within, after), lines))
                 left = content[len(kept) :]
                 self._unwritten[:] = kept[len(written) :]
                 os.truncate(self._path, min(len(kept), len(written)))  # that takes no room
@@ -192,6 +193,10 @@ class MetricsFile:
 
 def _within(step: int | None, after: int) -> bool:
     return step is not None and step <= after
+
+
+def _is_within(after: int, line: bytes) -> bool:
+    return _within(_step(line), after)
 
 
 def _step(line: bytes) -> int | None:

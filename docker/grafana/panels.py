@@ -220,7 +220,6 @@ ROWS: dict[str, list[Panel]] = {
                 "ratio": f"max(hvdtrain_gradient_bytes{{{RANKS}}}"
                 f" * {rate(f'steps_total{{{RANKS}}}')} / {rate(f'comm_bytes_total{{{RANKS}}}')})"
             },
-            width=12,
         ),
         Panel(
             "Owed by error feedback, by rank",
@@ -231,7 +230,14 @@ ROWS: dict[str, list[Panel]] = {
                 BY_RANK: f"max by (rank, host) (hvdtrain_residual_norm{{{RANKS}}}"
                 f" / hvdtrain_grad_norm{{{RANKS}}})"
             },
-            width=12,
+        ),
+        Panel(
+            "Steps since the last synchronisation",
+            "With exchange.sync_every ranks step on their own in between: a failure takes the run "
+            "back so far.",
+            "short",
+            {"steps": f"max(hvdtrain_last_step{{{RUN}}}) - max(hvdtrain_last_sync_step{{{RUN}}})"},
+            more=STEPPED,
         ),
     ],
     "Stragglers": [

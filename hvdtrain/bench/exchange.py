@@ -24,8 +24,11 @@ from hvdtrain.run_files.folder import RunFolder
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "dense": {},
     "float16": {"wire": "float16"},
+    "bfloat16": {"wire": "bfloat16"},
     "topk": {"compression": "topk"},
     "powersgd": {"compression": "powersgd"},
+    "local_sgd": {"sync_every": 8},
+    "diloco": {"sync_every": 8, "outer": "nesterov", "outer_momentum": 0.5},
     "exact": {"name": "exact"},
 }
 _LEAST_STEPS = 2 * WARM_UP_STEPS

@@ -82,6 +82,7 @@ class Training:
         self.loop: Any = SimpleNamespace(
             progress=SimpleNamespace(step=0), preempted=False, asked_to_stop_at=0.0, ending=False
         )
+        self.loop.synchronised = True
         self._steps = steps
         state: Any = SimpleNamespace(capture=self._capture, of_scope=lambda _: [])
         saving = Saving(state, ALONE, self.writer, lambda: None)

@@ -21,7 +21,7 @@ RECORD = dict.fromkeys(
 def test_a_healed_rank_is_not_counted_or_by_every_rank(rank: int) -> None:
     exporter = Exporter(TelemetryConfig(host="127.0.0.1"), 0)
     topology, batch = SimpleNamespace(rank=rank), SimpleNamespace(global_size=8)
-    loop: Any = SimpleNamespace(topology=topology, batch=batch)
+    loop: Any = SimpleNamespace(topology=topology, batch=batch, deal=[0, 2, 4])
     export = Export(exporter, None, 0)
     for step, healed in enumerate(({}, {"healed": [2, 3]}, {"healed": [1]}), start=1):
         loop.synchronised = step < 3
@@ -30,4 +30,5 @@ def test_a_healed_rank_is_not_counted_or_by_every_rank(rank: int) -> None:
         text = page.read().decode()
     exporter.close()
     assert "hvdtrain_last_sync_step 2.0" in text.splitlines()
+    assert "hvdtrain_micro_batches 3.0" in text.splitlines()
     assert f"hvdtrain_replicas_healed_total {3.0 if rank == 0 else 0.0}" in text.splitlines()

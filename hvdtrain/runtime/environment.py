@@ -195,10 +195,8 @@ def prepare(
     if timeline and launched_size(env) is not None:
         # Must be there when Horovod starts, on every rank; the file is named later.
         env.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
-    within_hosts = hierarchical == "on" or (
-        hierarchical == "auto" and env.get("HOROVOD_CONTROLLER") == "gloo"
-    )
-    env.setdefault("HOROVOD_HIERARCHICAL_ALLREDUCE", str(int(within_hosts)))
+    # auto: an all-reduce alone was faster over Gloo, a whole step was not (docs/exchange.md).
+    env.setdefault("HOROVOD_HIERARCHICAL_ALLREDUCE", str(int(hierarchical == "on")))
     for name in _MPI_OVER_TCP.keys() - _in_parameter_files():
         env.setdefault(f"OMPI_MCA_{name}", _MPI_OVER_TCP[name])
     if launched_local_size(env) >= host_cores:

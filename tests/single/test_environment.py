@@ -92,9 +92,9 @@ def test_ranks_spin_while_they_share_cores_or_sleep_while_they_do_not(
 
 @pytest.mark.parametrize(
     ("controller", "key", "expected"),
-    [("gloo", "auto", "1"), ("mpi", "auto", "0"), ("mpi", "on", "1"), ("gloo", "off", "0")],
+    [("gloo", "auto", "0"), ("mpi", "auto", "0"), ("mpi", "on", "1"), ("gloo", "on", "1")],
 )
-def test_ranks_do_not_sum_within_their_host_first_where_that_is_faster(
+def test_ranks_sum_within_their_host_first_unasked_or_do_not_where_asked(
     controller: str, key: str, expected: str
 ) -> None:
     env = {"HOROVOD_CONTROLLER": controller, **LAUNCHERS["mpirun"]}

@@ -86,7 +86,7 @@ def _timed(side: Side, values: Tensor) -> float:
     return time.perf_counter() - begin
 
 
-def _horovod(hierarchical: str = "off") -> Side:
+def _horovod(hierarchical: bool = False) -> Side:
     """Horovod on the CPU, with the settings that a run gets."""
     from hvdtrain.runtime import environment
     from hvdtrain.runtime.collectives import begin_sum, completed
@@ -144,7 +144,7 @@ def _torch_gloo() -> Side:
 
 KINDS: dict[str, Callable[[], Side]] = {
     "horovod": _horovod,
-    "horovod-hierarchical": partial(_horovod, hierarchical="on"),
+    "horovod-hierarchical": partial(_horovod, hierarchical=True),
     "horovod-gpu": _horovod_on_gpus,
     "mpi": _mpi,
     "torch-gloo": _torch_gloo,

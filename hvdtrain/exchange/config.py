@@ -37,7 +37,7 @@ class ExchangeConfig:
     """
 
     name: Literal["dense", "exact"] = "dense"
-    hierarchical: Literal["auto", "on", "off"] = "auto"
+    hierarchical: Literal["auto"] | bool = "auto"
     wire: Literal["float32", "float16", "bfloat16"] = "float32"
     reduce: Literal["average", "adasum"] = "average"
     compression: Literal["none", "topk", "powersgd"] = "none"

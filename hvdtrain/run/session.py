@@ -67,7 +67,8 @@ def run(settings: Settings, stop: StopFlag, began: float) -> int:
     environment.prepare(
         timeout_seconds=config.elastic.timeout_seconds,
         timeline=config.profile.steps is not None,
-        hierarchical=config.exchange.hierarchical,
+        # auto: an all-reduce alone was faster over Gloo, a whole step was not (docs/exchange.md).
+        hierarchical=config.exchange.hierarchical is True,
     )
     try:
         session = Session(settings, stop, began)

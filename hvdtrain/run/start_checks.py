@@ -55,9 +55,9 @@ def check_hierarchical(config: Config, topology: Topology) -> None:
     """Says where `exchange.hierarchical on` changes nothing; on rank 0."""
     of_hosts = {len(ranks) for ranks in topology.ranks_by_host().values()}
     possible = len(of_hosts) == 1 and of_hosts != {1} and len(topology.ranks_by_host()) > 1
-    if config.exchange.hierarchical == "on" and not possible and topology.rank == 0:
+    if config.exchange.hierarchical is True and not possible and topology.rank == 0:
         logger.warning(
-            "exchange.hierarchical on takes several hosts with several ranks each, equally many: "
+            "exchange.hierarchical takes several hosts with several ranks each, equally many: "
             "here one ring goes through all ranks"
         )
 

@@ -164,7 +164,7 @@ def prepare(
     host_cores: int | None = None,
     timeout_seconds: int = 0,
     timeline: bool = False,
-    hierarchical: str = "auto",
+    hierarchical: bool = False,
 ) -> None:
     """Sets what Horovod and MPI read when they start, and never over what the user set.
 
@@ -173,7 +173,7 @@ def prepare(
         host_cores: that this host's ranks share; default: those of this process.
         timeout_seconds: of a collective in elastic runs; 0 = by the number of ranks.
         timeline: Horovod's timeline will be asked for.
-        hierarchical: `exchange.hierarchical`.
+        hierarchical: ranks sum within their host first (`exchange.hierarchical`).
     """
     host_cores = host_cores or cores()
     # A rank that takes no part is an error after a while, not a hang (Horovod's default: never).
@@ -195,8 +195,7 @@ def prepare(
     if timeline and launched_size(env) is not None:
         # Must be there when Horovod starts, on every rank; the file is named later.
         env.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
-    # auto: an all-reduce alone was faster over Gloo, a whole step was not (docs/exchange.md).
-    env.setdefault("HOROVOD_HIERARCHICAL_ALLREDUCE", str(int(hierarchical == "on")))
+    env.setdefault("HOROVOD_HIERARCHICAL_ALLREDUCE", str(int(hierarchical)))
     for name in _MPI_OVER_TCP.keys() - _in_parameter_files():
         env.setdefault(f"OMPI_MCA_{name}", _MPI_OVER_TCP[name])
     if launched_local_size(env) >= host_cores:

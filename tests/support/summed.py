@@ -1,11 +1,9 @@
 """One rank: all-reduces of every kind, compared with what they have to give.
 
-python -m tests.support.summed on|off
+python -m tests.support.summed
 """
 
 from __future__ import annotations
-
-import sys
 
 import horovod.torch as hvd
 import torch
@@ -18,8 +16,8 @@ SIZES = (1, 3, 1001, 600_011)
 TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
 
-def main(hierarchical: str) -> None:
-    environment.prepare(hierarchical=hierarchical)
+def main() -> None:
+    environment.prepare(hierarchical=True)
     topology = initialise()
     ranks = range(topology.world_size)
     for size in SIZES:
@@ -43,4 +41,4 @@ def main(hierarchical: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -52,7 +52,7 @@ def check_same_configuration(digest: str, topology: Topology) -> None:
 
 
 def check_hierarchical(config: Config, topology: Topology) -> None:
-    """Says where `exchange.hierarchical on` changes nothing; on rank 0."""
+    """Says where `exchange.hierarchical` changes nothing though asked for; on rank 0."""
     of_hosts = {len(ranks) for ranks in topology.ranks_by_host().values()}
     possible = len(of_hosts) == 1 and of_hosts != {1} and len(topology.ranks_by_host()) > 1
     if config.exchange.hierarchical is True and not possible and topology.rank == 0:

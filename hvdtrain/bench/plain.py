@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
@@ -25,6 +26,12 @@ from hvdtrain.optim.optimizer import build_optimizer, set_learning_rate
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.runtime.rng import seed_all
 from hvdtrain.tasks import Task, optional
+
+# What DistributedDataParallel has for `exchange.wire`.
+_WIRE_HOOKS = {
+    "float16": default_hooks.fp16_compress_hook,
+    "bfloat16": default_hooks.bf16_compress_hook,
+}
 
 
 class _WithLoss(nn.Module):
@@ -48,8 +55,8 @@ class PlainLoop:
         task, dataset, config: as hvdtrain has them; the model is on the CPU.
         rank, world_size: this process's share of the micro-batches; the number of these
             must be a multiple of world_size.
-        exchange: average gradients over the ranks with DistributedDataParallel;
-            torch.distributed is up already.
+        exchange: average gradients over the ranks with DistributedDataParallel, as what
+            `exchange.wire` says; torch.distributed is up already.
 
     Raises:
         UserError: the data set has no index.
@@ -73,6 +80,9 @@ class PlainLoop:
         self.forward: nn.Module = _WithLoss(task, self.model)
         if exchange:
             self.forward = DistributedDataParallel(self.forward)
+            hook = _WIRE_HOOKS.get(config.exchange.wire)
+            if hook is not None:
+                self.forward.register_comm_hook(None, hook)
         self.config = config
         self.passes = config.batch.micro_batches // world_size
         self.step = 0

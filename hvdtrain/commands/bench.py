@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
@@ -162,10 +160,11 @@ def _at_least(least: int, text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     from hvdtrain.runtime.environment import launched_size
+    from hvdtrain.runtime.signals import leave_on_sigterm
 
     if (launched_size() or 1) > 1:
         raise UserError("hvdtrain bench starts its ranks itself: call it without a launcher")
-    signal.signal(signal.SIGTERM, _end)
+    leave_on_sigterm()
     report = _measure(args)
     print(report.to_json() if args.format == "json" else report.to_table())
     return 0
@@ -261,8 +260,3 @@ def _check_shares(micro_batches: int, numbers: Sequence[int], instead: str = "")
                 f"{micro_batches} micro-batches cannot be shared evenly among {ranks} ranks; "
                 f"choose another batch.micro_size{instead}"
             )
-
-
-def _end(number: int, frame: object) -> NoReturn:
-    """Leaves through the `finally` of those who have started processes."""
-    sys.exit(128 + number)

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from hvdtrain.horovod_wheel import build, check, recipe
+from hvdtrain.runtime.signals import leave_on_sigterm
 
 HELP = "build Horovod's wheel for this environment, or check the one installed"
 
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.action == "check":
         return check.run()
+    leave_on_sigterm()
     wheel = build.build(args.gpu, not args.without_mpi, args.wheel_dir, args.verbose)
     if args.install:
         build.install(wheel)

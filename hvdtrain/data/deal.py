@@ -27,9 +27,8 @@ def by_speed(micro_batches: int, seconds: Sequence[float], fixed: Sequence[float
         fixed: seconds of a step that each rank needs beside them.
     """
     counts = [1] * len(seconds)
-    done = [
-        (fixed[rank] + 2 * seconds[rank], rank) for rank in range(len(seconds))
-    ]  # with one more
+    # When each is done with one more.
+    done = [(fixed[rank] + 2 * seconds[rank], rank) for rank in range(len(seconds))]
     heapify(done)
     for _ in range(micro_batches - len(seconds)):
         after, rank = done[0]
@@ -50,7 +49,6 @@ class Deal:
     """
 
     def __init__(self, micro_batches: int, group: Group) -> None:
-        self.micro_batches = micro_batches
         self._rank = group.rank
         self.change(even(micro_batches, group.size))
 

@@ -7,11 +7,25 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from types import FrameType
+from typing import NoReturn
 
 _PAIR_SECONDS = 1.0
 _LAUNCHER_SECONDS = 5.0
+
+
+def leave_on_sigterm() -> None:
+    """SIGTERM leaves a command that starts processes, or changes the terminal, through `finally`.
+
+    The exit code is 143. Not for a run, see StopFlag. Call it in the main thread.
+    """
+    signal.signal(signal.SIGTERM, _leave)
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
 
 
 class StopFlag:

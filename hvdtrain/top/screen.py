@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import NoReturn
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from hvdtrain.errors import EXIT_CRASH, UserError
+from hvdtrain.runtime.signals import leave_on_sigterm
 from hvdtrain.top.scrape import Rank, Scraper, read_targets
 from hvdtrain.top.table import View, header, table
 
@@ -66,7 +65,7 @@ def live(file: Path, scraper: Scraper, interval: float) -> int:
     ending = Event()
     watcher = Thread(target=_watch, args=(file, scraper, interval, news, ending), daemon=True)
     signal.signal(signal.SIGWINCH, lambda *_: news.put(None))
-    signal.signal(signal.SIGTERM, _end)
+    leave_on_sigterm()
     view: View | Text = Text("asking the ranks ...")
     try:
         with Live(view, console=console, screen=True, auto_refresh=False) as screen:
@@ -110,8 +109,3 @@ def _not_there(file: Path) -> UserError:
         f"{file}: there is no such file; it is there while a run trains whose telemetry.port is "
         "not 0"
     )
-
-
-def _end(number: int, frame: object) -> NoReturn:
-    """Leaves through the `finally` of those who have changed the terminal."""
-    sys.exit(128 + number)

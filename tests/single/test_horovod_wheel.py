@@ -217,8 +217,35 @@ def test_a_command_that_hangs_is_waited_for_or_left_behind(tmp_path: Path) -> No
     script = f"sleep 300 & echo $! > {child}; echo busy; wait"
     with pytest.raises(TimedOutError, match="took more than 1 s: busy"):
         run_logged(["sh", "-c", script], tmp_path / "log", timeout=1.0)
-    state = Path("/proc", child.read_text().strip(), "stat")
-    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    assert _has_ended(int(child.read_text()))
+
+
+def test_a_build_that_is_terminated_leaves_its_compilers_behind(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    program = (
+        "from pathlib import Path\n"
+        "from hvdtrain.horovod_wheel.process import run_logged\n"
+        "from hvdtrain.runtime.signals import leave_on_sigterm\n"
+        "leave_on_sigterm()\n"
+        f"script = 'sleep 300 & echo $! > {child}.new; mv {child}.new {child}; wait'\n"
+        f"run_logged(['sh', '-c', script], Path({str(tmp_path / 'log')!r}), timeout=60.0)\n"
+    )
+    build = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        deadline = time.monotonic() + 30.0
+        while not child.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        build.terminate()
+        assert build.wait(30.0) == 143
+        assert _has_ended(int(child.read_text()))
+    finally:
+        build.kill()
+
+
+def _has_ended(pid: int) -> bool:
+    state = Path("/proc", str(pid), "stat")
+    return not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
 def test_check_without_horovod_does_not_end_with_2(monkeypatch: pytest.MonkeyPatch) -> None:

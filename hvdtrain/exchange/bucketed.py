@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.exchange.arrivals import Arrivals, Replacement
-from hvdtrain.exchange.buckets import bucket_limit, buckets
+from hvdtrain.exchange.buckets import buckets, gradient_buckets
 from hvdtrain.exchange.parameters import TrainedParameters
 from hvdtrain.runtime.state_part import StatePart
 
@@ -68,8 +68,10 @@ class BucketedExchange:
     ) -> None:
         self._trained = TrainedParameters(optimizer, model)
         self.parameters = self._trained.in_order
-        limit = sys.maxsize if one_bucket else bucket_limit(self.parameters) // widening
-        groups = buckets(self.parameters, limit)
+        if one_bucket:
+            groups = buckets(self.parameters, sys.maxsize)
+        else:
+            groups = gradient_buckets(self.parameters, widening)
         made = [make(number, group) for number, group in enumerate(groups)]
         self._buckets: Sequence[Bucket] = made
         self._bucket_of = {

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.exchange.arrivals import Arrivals, Replacement
-from hvdtrain.exchange.buckets import bucket_limit, buckets
+from hvdtrain.exchange.buckets import gradient_buckets
 from hvdtrain.exchange.parameters import TrainedParameters
 from hvdtrain.exchange.wire import WIRES
 from hvdtrain.runtime.state_part import StatePart
@@ -40,7 +40,7 @@ class DenseExchange:
     ) -> None:
         self._trained = TrainedParameters(optimizer, model)
         self.parameters = self._trained.in_order
-        groups = buckets(self.parameters, bucket_limit(self.parameters))
+        groups = gradient_buckets(self.parameters)
         self._wire = WIRES[wire]()
         # Its gradients' exchange alone is used: the optimizer itself steps.
         self._horovod = hvd.DistributedOptimizer(

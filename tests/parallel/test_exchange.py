@@ -280,3 +280,10 @@ def test_a_bucket_is_too_large_mixed_or_misses_a_parameter() -> None:
         [id(a)],
     ]
     assert buckets([], limit=32) == []
+
+
+def test_the_network_waits_for_a_large_first_bucket() -> None:
+    a, b, c, d = (torch.zeros(n) for n in (4, 4, 1, 1))
+    assert [len(group) for group in buckets([a, b, c, d], limit=40)] == [4]
+    small_first = buckets([a, b, c, d], limit=40, first=8)
+    assert [[tensor.numel() for tensor in group] for group in small_first] == [[1, 1], [4, 4]]

@@ -25,6 +25,7 @@ from hvdtrain.engine.config import EvalConfig, PreemptConfig, RunConfig, TrainCo
 from hvdtrain.errors import UserError, require
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
+from hvdtrain.optim.precision_config import PrecisionConfig
 from hvdtrain.runtime.config import RuntimeConfig
 from hvdtrain.tasks import load_class, optional
 from hvdtrain.telemetry.config import ProfileConfig, TelemetryConfig
@@ -43,6 +44,7 @@ class Config:
         eval: evaluation
         optim: the optimizer
         schedule: the learning-rate schedule
+        precision: the numbers that the model is computed with
         exchange: how the ranks' gradients become one
         runtime: a rank's process
         checkpoint: checkpoints
@@ -60,6 +62,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -83,6 +86,16 @@ class Config:
         require(
             self.batch.deal == "even" or self.exchange.reduce == "average",
             "batch.deal speed excludes exchange.reduce adasum, which weighs ranks alike",
+        )
+        require(
+            not self.exchange.exact or not self.precision.cudnn_benchmark,
+            "precision.cudnn_benchmark excludes exchange.name exact: another algorithm gives other "
+            "bits",
+        )
+        require(
+            not self.exchange.sync_every or self.precision.name != "bf16-params",
+            f"exchange.sync_every {self.exchange.sync_every} averages parameters, which "
+            "precision.name bf16-params rounds: use precision.name bf16",
         )
         steps = self.profile.range
         require(

@@ -133,21 +133,30 @@ ROWS: dict[str, list[Panel]] = {
             "Training loss of the global batch.",
             "short",
             {"loss": f"max(hvdtrain_loss{{{RUN}}})"},
-            width=6,
+            width=5,
         ),
         Panel(
             "Gradient norm",
             "Before clipping.",
             "short",
             {"norm": f"max(hvdtrain_grad_norm{{{RUN}}})"},
-            width=6,
+            width=5,
         ),
         Panel(
             "Learning rate",
             "Of the last step.",
             "sci",
             {"rate": f"max(hvdtrain_learning_rate{{{RUN}}})"},
-            width=6,
+            width=5,
+        ),
+        Panel(
+            "Loss scale",
+            "Of precision.name fp16, 1 without it. It halves when gradients overflow, and doubles "
+            "after 1000 steps without; steps at 1 that are skipped are due to something else.",
+            "short",
+            {"scale": f"max(hvdtrain_loss_scale{{{RUN}}})"},
+            width=4,
+            more=STEPPED,
         ),
         Panel(
             "Skipped steps, healed ranks",
@@ -159,7 +168,7 @@ ROWS: dict[str, list[Panel]] = {
                 "healed": "max(increase("
                 f"hvdtrain_replicas_healed_total{{{RUN}}}[$__rate_interval]))",
             },
-            width=6,
+            width=5,
         ),
     ],
     "Phases": [

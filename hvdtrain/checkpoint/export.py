@@ -55,6 +55,19 @@ def write_export(out: Path, config: dict[str, Any], weights: Path | Mapping[str,
         shutil.rmtree(hidden, ignore_errors=True)
 
 
+def dtypes(out: Path) -> list[str]:
+    """Of the weights in an exported folder."""
+    names = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+    found = {tensor["dtype"] for tensor in _header(out / MODEL).values() if "dtype" in tensor}
+    return sorted(names.get(dtype, dtype) for dtype in found)
+
+
+def _header(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return header
+
+
 def _check_free(out: Path) -> None:
     if out.exists():
         raise UserError(f"--out {out} exists already; name a folder that does not")
@@ -76,6 +89,5 @@ def _with_vocabulary(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]
     model = config.get("model")
     if not isinstance(model, dict) or model.get("vocab_size", 0) is not None:
         return config
-    with open(checkpoint / MODEL, "rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return {**config, "model": {**model, "vocab_size": header["embedding.weight"]["shape"][0]}}
+    vocab_size = _header(checkpoint / MODEL)["embedding.weight"]["shape"][0]
+    return {**config, "model": {**model, "vocab_size": vocab_size}}

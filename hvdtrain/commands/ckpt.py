@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint.export import export, write_export
+from hvdtrain.checkpoint.export import dtypes, export, write_export
 from hvdtrain.checkpoint.layout import DamagedError, finished, named, verify
 from hvdtrain.errors import UserError
 
@@ -118,7 +118,7 @@ def _export(args: argparse.Namespace) -> None:
         _export_to_huggingface(checkpoint, args.out)
     else:
         export(checkpoint, _model_config(checkpoint), args.out)
-    print(f"{args.out}: the weights of {checkpoint}")
+    print(f"{args.out}: the weights of {checkpoint}, in {' and '.join(dtypes(args.out))}")
 
 
 def _export_to_huggingface(checkpoint: Path, out: Path) -> None:

@@ -13,12 +13,14 @@ class Identity:
         device: the type, such as "cuda".
         configuration: a digest of it.
         samples, fingerprint: of the training data.
+        precision: in which the model is computed.
     """
 
     device: str
     configuration: str
     samples: int
     fingerprint: str | None
+    precision: str = "float32"
 
     def differs_from(self, other: Identity, host: str) -> str:
         """What keeps this process from the run of `other`, a rank on `host`; "": nothing does."""
@@ -33,6 +35,11 @@ class Identity:
                 f"the training data here ({self.samples} samples, fingerprint "
                 f"{self.fingerprint}) is not the data of {host} ({other.samples} samples, "
                 f"fingerprint {other.fingerprint})"
+            )
+        if self.precision != other.precision:
+            return (
+                f"precision.name auto is {self.precision} on the device here and {other.precision} "
+                f"on that of {host}: name one that both have"
             )
         return ""
 

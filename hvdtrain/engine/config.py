@@ -38,8 +38,8 @@ class TrainConfig:
         steps: optimizer steps
         log_every: steps between lines of metrics.jsonl; without a terminal the screen gets a line
             every 2 seconds at most
-        max_nonfinite: skipped steps in a row (gradient not finite) before the run ends with
-            exit code 3
+        max_nonfinite: skipped steps in a row (gradient not finite, even with the smallest loss
+            scale) before the run ends with exit code 3
         replica_check_every: steps between comparisons of the ranks' states, which are also
             compared before each checkpoint; 0 = never
     """

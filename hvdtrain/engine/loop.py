@@ -66,7 +66,8 @@ class Progress:
     Args:
         step: optimizer steps done, skipped ones included
         samples: samples used, so the position in the order
-        nonfinite: steps skipped because of a gradient that was not finite
+        nonfinite: steps skipped because of a gradient that was not finite, which a lower loss scale
+            would not have changed
         nonfinite_in_a_row: how many of these were the latest steps
         preempted: the ranks have agreed to stop here
         record: of the last step, as the callbacks got it; None where none was done here
@@ -225,8 +226,9 @@ class Loop:
         seconds = time.perf_counter() - start
         progress.step += 1
         progress.samples += self.batch.global_size
-        progress.nonfinite_in_a_row = 0 if result.applied else progress.nonfinite_in_a_row + 1
-        progress.nonfinite += not result.applied
+        nonfinite = not result.applied and not result.overflow
+        progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if nonfinite else 0
+        progress.nonfinite += nonfinite
         # Asked to stop in the last step: the run is finished anyway.
         progress.preempted = result.stop and progress.step < self.train.steps
         record = {
@@ -240,8 +242,16 @@ class Loop:
             "samples_per_second": self.batch.global_size / seconds,
             "time": time.time(),
             **{name: value for name, value in result.values.items() if name != "loss"},
+            **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
             **({} if result.applied else {"skipped": True}),
+            **({"overflow": True} if result.overflow else {}),
         }
+        if result.overflow and self.topology.rank == 0:
+            logger.info(
+                "step %d: the gradient overflows with a loss scale of %g; skipped on all ranks",
+                progress.step,
+                result.loss_scale,
+            )
         progress.record = record
         return record, result.membership_changed
 

@@ -14,6 +14,7 @@ from hvdtrain.engine.buffers import SavedBuffers
 from hvdtrain.engine.control import ControlVector
 from hvdtrain.engine.statistics import BatchStatistics
 from hvdtrain.engine.totals import Totals
+from hvdtrain.optim.precision import FLOAT32, Precision
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.tasks import Task, optional
@@ -27,6 +28,7 @@ class Accumulate:
         micro_batches: in one step, over all ranks together.
         context: the device; heartbeat and timer hear of each micro-batch.
         exact: values and statistics are summed without rounding, see Totals.
+        precision: as what forward passes are computed.
 
     Attributes:
         names: "loss" and the task's metrics.
@@ -41,6 +43,7 @@ class Accumulate:
         micro_batches: int,
         context: RankContext,
         exact: bool = False,
+        precision: Precision = FLOAT32,
     ) -> None:
         self.names: tuple[str, ...] = ("loss", *optional(task, "metrics"))
         self.model = model
@@ -50,6 +53,7 @@ class Accumulate:
         self._task = task
         self._micro_batches = micro_batches
         self._context = context
+        self._precision = precision
 
     def train(
         self,
@@ -86,6 +90,8 @@ class Accumulate:
             if done == len(deal):
                 before_last()
             enter("backward")
+            if self._precision.loss_scale is not None:
+                loss = self._precision.loss_scale.scaled(loss)
             (loss / self._micro_batches).backward()
             enter("data")
             heartbeat.beat(Activity.WORKING)
@@ -107,11 +113,12 @@ class Accumulate:
 
         The last is None where all values are means.
         """
-        found = self._task.loss(self.model, batch)
+        with self._precision.autocast(self._context.device):
+            found = self._task.loss(self.model, batch)
         values = [found[name] for name in self.names]
         is_pair = [isinstance(value, tuple) for value in values]
         if not any(is_pair):
-            return found["loss"], torch.stack([value.detach() for value in values]), None
+            return found["loss"], torch.stack([_wide(value.detach()) for value in values]), None
         device = self._context.device
         columns = [v if isinstance(v, tuple) else (v, 0.0) for v in values]
         totals, weights = (
@@ -127,6 +134,11 @@ class Accumulate:
             loss_weight: sum of the loss's weights over the global batch; 0 for means.
         """
         return self._micro_batches / loss_weight if loss_weight else 1.0
+
+
+def _wide(value: Tensor) -> Tensor:
+    """Of 16 bits a mean over micro-batches would be a rough one."""
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def add_values(

@@ -26,7 +26,10 @@ from hvdtrain.runtime.state_part import Scope, StatePart
 # 1 had no files of single ranks, and other names in the GPT; it is still read.
 FORMAT = 2
 _READABLE = (1, 2)
+PRECISION = "precision.name"  # the name that it has in an identity
 ALONE = Group(rank=0, size=1)
+# What checkpoints were made with that do not name it.
+_ONCE = {PRECISION: "float32"}
 
 
 class ModelState:
@@ -151,9 +154,10 @@ class RunState:
             raise UserError("the checkpoint was written by another version of hvdtrain")
         theirs = state.pop("identity")
         for name, own in self.identity.items():
-            if theirs.get(name) != own:
+            before = theirs.get(name, _ONCE.get(name))
+            if before != own:
                 raise UserError(
-                    f"{name} was {theirs.get(name)} at the checkpoint of step {state['step']} and "
+                    f"{name} was {before} at the checkpoint of step {state['step']} and "
                     f"is {own} now: the curve could not be continued; use another run.id"
                 )
         parts = {part.name: part for part in self.of_scope("replicated")}

@@ -26,6 +26,7 @@ class StepResult:
         grad_norm: norm of the gradient of the global batch, before clipping; of ranks that step on
             their own the root mean square of those of theirs
         applied: False where the gradient was not finite and the step was skipped
+        loss_scale, overflow: see UpdateResult
         stop: some rank was asked to stop
         membership_changed: some rank has heard that processes join or leave
     """
@@ -33,6 +34,8 @@ class StepResult:
     values: dict[str, float]
     grad_norm: float
     applied: bool
+    loss_scale: float | None
+    overflow: bool
     stop: bool
     membership_changed: bool
 
@@ -113,6 +116,8 @@ class TrainStep:
             values=values,
             grad_norm=result.grad_norm,
             applied=result.applied,
+            loss_scale=result.loss_scale,
+            overflow=result.overflow,
             stop=agreed.stops > 0,
             membership_changed=agreed.changes > 0,
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from hvdtrain.exchange.base import Exchange
+from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.optim.optimizer import set_learning_rate
 
 
@@ -19,10 +21,14 @@ class UpdateResult:
     Args:
         grad_norm: norm of the gradient before clipping, see Exchange.agreed_norm
         applied: False where it was not finite: parameters and optimizer are what they were
+        loss_scale: with which it was computed, of fp16
+        overflow: it was not finite, and the loss scale could be too high
     """
 
     grad_norm: float
     applied: bool
+    loss_scale: float | None = None
+    overflow: bool = False
 
 
 class Update:
@@ -32,12 +38,20 @@ class Update:
         optimizer: over the parameters of `exchange`.
         exchange: has exchanged the gradients when `apply` is called.
         clip_norm: gradients are scaled down to this norm; 0 = never.
+        loss_scale: follows from whether gradients are finite.
     """
 
-    def __init__(self, optimizer: Optimizer, exchange: Exchange, clip_norm: float) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        exchange: Exchange,
+        clip_norm: float,
+        loss_scale: LossScale | None = None,
+    ) -> None:
         self._optimizer = optimizer
         self._exchange = exchange
         self._clip_norm = clip_norm
+        self._loss_scale = loss_scale
 
     def clear(self) -> None:
         """Takes away the gradients of the step before."""
@@ -60,7 +74,7 @@ class Update:
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradient_scale != 1.0:
             torch._foreach_mul_(gradients, gradient_scale)
-        norm = get_total_norm(gradients)
+        norm = get_total_norm([_wide(gradient) for gradient in gradients])
         agreed = self._exchange.agreed_norm(norm)
         applied = bool(torch.isfinite(agreed))
         if applied:
@@ -68,4 +82,12 @@ class Update:
                 clip_grads_with_norm_(parameters, self._clip_norm, norm)
             set_learning_rate(self._optimizer, lr)
             self._optimizer.step()
-        return UpdateResult(float(agreed), applied)
+        if self._loss_scale is None:
+            return UpdateResult(float(agreed), applied)
+        used = self._loss_scale.value
+        return UpdateResult(float(agreed), applied, used, self._loss_scale.update(applied))
+
+
+def _wide(gradient: Tensor) -> Tensor:
+    """A norm of 16 bits would have two or three digits."""
+    return gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient

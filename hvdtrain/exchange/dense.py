@@ -42,9 +42,10 @@ class DenseExchange:
         self.parameters = self._trained.in_order
         groups = gradient_buckets(self.parameters)
         self._wire = WIRES[wire]()
-        # Its gradients' exchange alone is used: the optimizer itself steps.
+        # Its gradients' exchange alone is used: the optimizer itself steps. Horovod would make a
+        # copy of it from its parameters alone, which not every optimizer can be made from.
         self._horovod = hvd.DistributedOptimizer(
-            optimizer,
+            torch.optim.SGD(self.parameters),
             named_parameters=[(self._trained.names[p], p) for p in self.parameters],
             compression=self._wire,
             op=hvd.Sum,

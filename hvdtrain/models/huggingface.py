@@ -34,7 +34,7 @@ def to_huggingface(
         "tie_word_embeddings": config.tied_embeddings,
         "bos_token_id": None,
         "eos_token_id": None,
-        "dtype": "float32",
+        "dtype": str(weights["embedding.weight"].dtype).removeprefix("torch."),
     }
     return facts, {name: tensor.contiguous() for name, tensor in tensors.items()}
 

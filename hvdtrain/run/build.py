@@ -17,7 +17,7 @@ from hvdtrain.data.loader import TrainLoader
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan, Progress
 from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.snapshot import Snapshot
-from hvdtrain.engine.state import RunState
+from hvdtrain.engine.state import PRECISION, RunState
 from hvdtrain.engine.step import TrainStep
 from hvdtrain.engine.update import Update
 from hvdtrain.errors import UserError
@@ -28,7 +28,16 @@ from hvdtrain.exchange.exact import exact_exchange
 from hvdtrain.exchange.local_sgd import LocalSgd, Nesterov
 from hvdtrain.exchange.powersgd import powersgd_exchange
 from hvdtrain.exchange.topk import topk_exchange
+from hvdtrain.log import logger
+from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import build_optimizer
+from hvdtrain.optim.precision import (
+    BF16_PARAMS,
+    Precision,
+    build_precision,
+    check_parameters,
+    to_bfloat16,
+)
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.optim.supported import check_device, check_model
 from hvdtrain.run.exporting import build_exporter
@@ -63,6 +72,7 @@ class RunComponents:
     timer: PhaseTimer
     exporter: Exporter | None
     snapshot: Snapshot | None
+    precision: Precision
     heartbeat: Heartbeat = field(default_factory=lambda: heartbeat.OWN)
 
     def context(self, mesh: Mesh) -> RankContext:
@@ -110,6 +120,7 @@ def build_components(
     # In an elastic run local ranks change, and GPUs do not.
     device_index = start.local_rank if start.elastic else None
     device = on_all_ranks("device", lambda: choose_device(topology, device_index))
+    precision = on_all_ranks("precision", lambda: build_precision(config.precision, device))
     timer = comm.OWN.timer = build_timer(start.clock, device)
     task, datasets = data or on_all_ranks("data", lambda: build_data(settings))
     model = on_all_ranks("model", lambda: build_model(task, config, device))
@@ -118,16 +129,26 @@ def build_components(
         "optimizer",
         lambda: build_optimizer(config.optim, model, groups(model) if groups else None),
     )
+    if precision.name == BF16_PARAMS:
+        optimizer = MasterWeights(optimizer)
     exchange = build_exchange(config, optimizer, model, start.elastic)
-    state = RunState(
-        model, optimizer, Progress(), build_identity(config, datasets), exchange.state_parts()
-    )
+    further = [*exchange.state_parts()]
+    if precision.loss_scale is not None:
+        precision.loss_scale.unscale_gradients(exchange.parameters)
+        further.append(precision.loss_scale)
+    identity = {**build_identity(config, datasets), PRECISION: precision.name}
+    state = RunState(model, optimizer, Progress(), identity, further)
     on_all_ranks("sinks", lambda: check_packages(config.telemetry))
     exporter = on_all_ranks(
-        "telemetry", lambda: build_exporter(config, start.local_rank, device, timer, exchange)
+        "telemetry",
+        lambda: build_exporter(
+            config, start.local_rank, device, timer, exchange, precision.loss_scale
+        ),
     )
     snapshot = Snapshot(state) if start.elastic and config.exchange.sync_every else None
-    return RunComponents(task, datasets, device, state, exchange, timer, exporter, snapshot)
+    return RunComponents(
+        task, datasets, device, state, exchange, timer, exporter, snapshot, precision
+    )
 
 
 def build_data(settings: Settings) -> tuple[Task, Datasets]:
@@ -177,6 +198,9 @@ def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
     seed_all(config.seed)
     model: nn.Module = task.model()
     check_model(model)
+    check_parameters(config.precision.name, model)
+    if config.precision.name == BF16_PARAMS:
+        to_bfloat16(model)
     model = model.to(device)
     check_device(model, device)
     return model
@@ -227,7 +251,11 @@ def build_loop(
     """The loop of one generation."""
     state, exchange = components.state, components.exchange
     passes = build_passes(config, components, context)
-    update = Update(state.optimizer, exchange, config.optim.clip_norm)
+    if config.precision.name == "auto":
+        chosen = components.precision.name, context.device.type
+        logger.info("precision.name auto: %s, on %s", *chosen)
+    loss_scale = components.precision.loss_scale
+    update = Update(state.optimizer, exchange, config.optim.clip_norm, loss_scale)
     loader = TrainLoader(
         components.datasets.train,
         samples=state.progress.samples,
@@ -256,6 +284,7 @@ def build_passes(config: Config, components: RunComponents, context: RankContext
         config.batch.micro_batches,
         context,
         exact=config.exchange.exact,
+        precision=components.precision,
     )
 
 

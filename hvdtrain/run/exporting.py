@@ -10,6 +10,7 @@ from hvdtrain import comm
 from hvdtrain.config import Config
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.residuals import Residuals
+from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.exporter import Exporter
 
@@ -20,6 +21,7 @@ def build_exporter(
     device: torch.device,
     timer: PhaseTimer,
     exchange: Exchange,
+    loss_scale: LossScale | None = None,
 ) -> Exporter | None:
     """This rank's exporter, which serves from now on; None where telemetry is off.
 
@@ -50,6 +52,11 @@ def build_exporter(
         "residual_norm",
         "Norm of what this rank owes by error feedback; 0 without it",
         lambda: sum(part.norm() for part in owed),
+    )
+    exporter.watch(
+        "loss_scale",
+        "What losses are multiplied with, of precision.name fp16; 1 without it",
+        lambda: loss_scale.value if loss_scale else 1.0,
     )
     for name, figure, text in (
         ("collective", "calls", "Collectives of hvdtrain.comm"),

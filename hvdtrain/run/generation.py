@@ -210,9 +210,9 @@ class Generation:
 
     def _emit_start(self, source: int | None) -> None:
         """On every rank: should rank 0 die before it can write this, another one does."""
-        progress, membership = self._components.state.progress, self._launched.membership
+        state, membership = self._components.state, self._launched.membership
         claim = self._claim() or self._held.claim
-        origin = "memory" if source is not None else "checkpoint" if progress.step else "new"
+        origin = "memory" if source is not None else "checkpoint" if state.progress.step else "new"
         self._held.generations.append(
             {
                 "time": time.time(),
@@ -222,7 +222,7 @@ class Generation:
                 "seconds": time.time() - self._cause.since,
                 "silent": membership.silent if membership else [],
                 "residuals_lost": self._residuals_lost(source),
-                **start_facts(self._config, progress, self._components.datasets, self._topology),
+                **start_facts(self._config, state, self._components.datasets, self._topology),
             }
         )
         if self._held.recorder is not None:
@@ -284,9 +284,9 @@ class Generation:
 
 def identity(components: RunComponents, digest: str) -> Identity:
     """What a process would train; those of a run have the same."""
-    datasets = components.datasets
-    samples = len(datasets.train)  # type: ignore[arg-type]
-    return Identity(components.device.type, digest, samples, datasets.fingerprint)
+    data, precision = components.datasets, components.precision.name
+    samples = len(data.train)  # type: ignore[arg-type]
+    return Identity(components.device.type, digest, samples, data.fingerprint, precision)
 
 
 def _refuse(problem: str) -> None:

@@ -14,7 +14,7 @@ import torch
 import hvdtrain
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.iterable import has_own_order
-from hvdtrain.engine.loop import Progress
+from hvdtrain.engine.state import PRECISION, RunState
 from hvdtrain.runtime.init import built_with, controller
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets
@@ -60,12 +60,12 @@ def build_manifest(
 
 
 def start_facts(
-    config: Config, progress: Progress, datasets: Datasets, topology: Topology
+    config: Config, state: RunState, datasets: Datasets, topology: Topology
 ) -> dict[str, Any]:
     """What RUN/events.jsonl says of a generation: where it starts, with which ranks and data."""
     return {
-        "step": progress.step,
-        "samples": progress.samples,
+        "step": state.progress.step,
+        "samples": state.progress.samples,
         "world_size": topology.world_size,
         "hosts": topology.ranks_by_host(),
         "global_size": config.batch.global_size,
@@ -73,6 +73,7 @@ def start_facts(
         "seed": config.seed,
         "dataset_size": len(datasets.train),  # type: ignore[arg-type]
         "own_order": has_own_order(datasets.train),
+        "precision": state.identity[PRECISION],
         "depends_on_ranks": config.exchange.depends_on_ranks,
         "sync_every": config.exchange.sync_every,
         "fingerprint": datasets.fingerprint,

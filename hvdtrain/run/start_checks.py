@@ -71,11 +71,16 @@ def check_exchange(config: Config, world_size: int, elastic: bool) -> None:
     Raises:
         UserError: it is not there.
     """
-    if config.exchange.wire == "bfloat16" and not recipe.is_ours():
-        raise UserError(
-            "this Horovod was not built by hvdtrain, and exchange.wire bfloat16 needs its patches: "
-            "`hvdtrain horovod build --install`"
-        )
+    sends_bfloat16 = {
+        "exchange.wire bfloat16": config.exchange.wire == "bfloat16",
+        "precision.name bf16-params": config.precision.name == "bf16-params",
+    }
+    for key, sends in sends_bfloat16.items():
+        if sends and not recipe.is_ours():
+            raise UserError(
+                f"this Horovod was not built by hvdtrain, and {key} needs its patches: "
+                "`hvdtrain horovod build --install`"
+            )
     if config.exchange.reduce != "adasum":
         return
     if elastic or (world_size > 1 and controller() != "mpi"):

@@ -41,7 +41,8 @@ def log_summary(
         logger.info("step %d of %d was done already", loop.progress.step, loop.train.steps)
     sample = optional(components.task, "sample")
     if sample is not None and not loop.preempted:
-        _show_sample(sample, components.state.model)
+        with components.precision.autocast(components.device):
+            _show_sample(sample, components.state.model)
     for name, key in (("final train loss", "loss"), ("final validation loss", "validation_loss")):
         if key in last:
             logger.info("%s %.4f", name, last[key])

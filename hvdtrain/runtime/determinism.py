@@ -1,4 +1,4 @@
-"""Making torch's kernels give the same bits each time."""
+"""Which of its kernels torch takes: those that give the same bits each time, or faster ones."""
 
 from __future__ import annotations
 
@@ -17,3 +17,13 @@ def use_deterministic_kernels() -> None:
     torch.backends.cudnn.benchmark = False
     # Only what reads memory that was never written would notice.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def set_cuda_kernels(tf32: bool, cudnn_benchmark: bool) -> None:
+    """Whether float32 products may be rounded to TF32, and cuDNN tries its algorithms.
+
+    https://docs.pytorch.org/docs/stable/notes/cuda.html
+    """
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.benchmark = cudnn_benchmark

@@ -127,7 +127,7 @@ class Exporter:
         """Sets the labels of hvdtrain_run_info."""
         self._info.info(facts)
 
-    def step(self, record: Mapping[str, float], batch: int, skipped: bool) -> bool:
+    def step(self, record: Mapping[str, float], batch: int, nonfinite: bool) -> bool:
         """Takes over the figures of a step; a second time they change nothing, and it is False."""
         if record["step"] <= self._last_step:
             return False
@@ -135,7 +135,7 @@ class Exporter:
         self._world_size.set(record["world_size"])
         self._steps.inc()
         self._samples.inc(batch)
-        self._nonfinite.inc(skipped)
+        self._nonfinite.inc(nonfinite)
         self._duration.observe(record["step_seconds"])
         for key, gauge in self._gauges.items():
             gauge.set(record[key])

@@ -51,7 +51,7 @@ def test_a_kill_a_resize_or_a_resume_on_other_hosts_changes_a_bit(
 @pytest.mark.parametrize(
     ("flags", "same_curve"),
     [
-        ("--exchange.wire float16", True),
+        ("--exchange.wire float16 --precision.name fp16", True),
         ("--exchange.wire bfloat16", True),
         ("--exchange.compression topk --exchange.ratio 0.4", False),
     ],

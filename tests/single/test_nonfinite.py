@@ -49,6 +49,22 @@ def test_a_loss_that_stays_not_finite_does_not_end_with_3(tmp_path: Path) -> Non
     assert [line["step"] for line in metrics(tmp_path / "case")] == list(range(1, 7))
 
 
+def test_a_loss_scale_hides_a_loss_that_stays_not_finite(tmp_path: Path) -> None:
+    flags = "--precision.name fp16 --train.max_nonfinite 4 --train.steps 50"
+    done = _run(tmp_path, "3-", *flags.split())
+    assert done.returncode == 3, done
+    # The first two steps overflow anyway. One is let pass, 16 bring the scale from 65536 to 1.
+    message = done.stderr.strip().splitlines()[-1]
+    assert "4 steps in a row, up to step 21" in message, done
+    lines = metrics(tmp_path / "case")
+    assert [line["loss_scale"] for line in lines[:4]] == [2.0**16, 2.0**16, 2.0**15, 2.0**14]
+    assert [line["step"] for line in lines if line.get("overflow")] == list(range(1, 18))
+    assert [line["step"] for line in lines if line.get("skipped")] == list(range(1, 22))
+    assert lines[-1]["loss_scale"] == 1
+    newest = read(tmp_path / "case/checkpoints/step_00000021")
+    assert newest.parts["loss_scale"]["scale"] == 1 and newest.state["nonfinite"] == 4
+
+
 def test_a_skipped_step_leaves_nan_in_the_statistics_and_so_in_validation(tmp_path: Path) -> None:
     # An epoch is 32 steps; one of them has the sample that is NaN.
     flags = "--task tests.support.unusual:Poisoned --train.steps 32 --eval.every 32"

@@ -41,6 +41,13 @@ class Regression:
         return {"loss": nn.functional.mse_loss(model(batch[:, :-1]), batch[:, -1:])}
 
 
+class Half(Regression):
+    """Its parameters are float16."""
+
+    def model(self) -> nn.Module:
+        return super().model().half()
+
+
 class Failing(Regression):
     """Raises on one rank in one step: HVDTRAIN_TEST_FAIL=rank:step, steps counted from 1.
 

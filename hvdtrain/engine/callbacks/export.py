@@ -24,7 +24,8 @@ class Export:
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         if loop.synchronised:
             self._exporter.synchronised(record["step"])
-        new = self._exporter.step(record, loop.batch.global_size, record.get("skipped", False))
+        nonfinite = "skipped" in record and "overflow" not in record
+        new = self._exporter.step(record, loop.batch.global_size, nonfinite)
         if new and self._failed_at is not None:
             self._exporter.recovered(time.time() - self._failed_at)
             self._failed_at = None

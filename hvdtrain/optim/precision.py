@@ -1,0 +1,88 @@
+"""The numbers that a model is computed with: chosen once, for training and for evaluation."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hvdtrain.errors import UserError
+from hvdtrain.optim.loss_scale import LossScale
+from hvdtrain.optim.precision_config import PrecisionConfig
+from hvdtrain.runtime.determinism import set_cuda_kernels
+
+BF16_PARAMS = "bf16-params"
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, BF16_PARAMS: torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """See PrecisionConfig.
+
+    Args:
+        name: never `auto`.
+        loss_scale: of fp16; None of all others.
+    """
+
+    name: str = "float32"
+    loss_scale: LossScale | None = None
+
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """What a forward pass is done in; backward is done outside of it.
+
+        With `bf16-params` too: a batch is float32 where the task makes it so, and what has to be
+        summed in float32 (losses, norms) is as torch decides it for each operation.
+        """
+        if self.name not in _DTYPES:
+            return nullcontext()
+        return torch.autocast(device.type, _DTYPES[self.name])
+
+
+FLOAT32 = Precision()
+
+
+def build_precision(config: PrecisionConfig, device: torch.device) -> Precision:
+    """What the keys of `precision` mean on a device; sets what CUDA is to do in float32."""
+    if device.type == "cuda":
+        set_cuda_kernels(config.tf32, config.cudnn_benchmark)
+    name = _of_device(device) if config.name == "auto" else config.name
+    return Precision(name, LossScale() if name == "fp16" else None)
+
+
+def _of_device(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "float32"
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def check_parameters(precision: str, model: nn.Module) -> None:
+    """Whether the model's parameters can be trained so.
+
+    Args:
+        precision: the configured name.
+
+    Raises:
+        UserError: they are float16, and true gradients would be too small for it.
+    """
+    for name, parameter in model.named_parameters() if precision == "fp16" else ():
+        if parameter.requires_grad and parameter.dtype == torch.float16:
+            raise UserError(
+                f"the model's parameter {name} is float16, and precision.name fp16 needs float32, "
+                "as model.float() makes it: the computation alone is done in float16"
+            )
+
+
+def to_bfloat16(model: nn.Module) -> None:
+    """Makes the float32 parameters bfloat16.
+
+    Buffers stay, as BatchNorm's statistics must, and so do its parameters: its kernels want both
+    in one dtype.
+    """
+    norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
+    kept = {parameter for norm in norms for parameter in norm.parameters()}
+    for parameter in model.parameters():
+        if parameter.dtype == torch.float32 and parameter not in kept:
+            parameter.data = parameter.data.bfloat16()

@@ -1,0 +1,193 @@
+"""Steps in 16 bits on several ranks, with an overflow on one of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.config import Config
+from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.deal import Deal
+from hvdtrain.engine.control import Flags
+from hvdtrain.engine.loop import Progress
+from hvdtrain.engine.passes import Accumulate
+from hvdtrain.engine.state import RunState
+from hvdtrain.engine.step import StepResult, TrainStep
+from hvdtrain.engine.tensor_hash import TensorHash
+from hvdtrain.engine.update import Update
+from hvdtrain.exchange.config import ExchangeConfig
+from hvdtrain.optim.masters import MasterWeights
+from hvdtrain.optim.optimizer import build_optimizer
+from hvdtrain.optim.precision import build_precision, to_bfloat16
+from hvdtrain.optim.precision_config import PrecisionConfig
+from hvdtrain.run.build import build_exchange
+from hvdtrain.runtime.collectives import gather_bytes
+from hvdtrain.runtime.config import RuntimeConfig
+from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.heartbeat import Heartbeat
+from hvdtrain.runtime.mesh import Group, Mesh
+from hvdtrain.runtime.phases import PhaseTimer
+from hvdtrain.runtime.topology import Topology
+from hvdtrain.tasks import Datasets
+
+WIDTH, SIZE, CPU = 8, 4, torch.device("cpu")
+FIRST = 2.0**16
+
+
+class _Task:
+    """Its gradients are multiplied with what the first element of a batch says."""
+
+    def datasets(self) -> Datasets:
+        raise NotImplementedError
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        layers = (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        return nn.Sequential(*layers)
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        rows, factor = batch[1:], batch[0, 0]
+        return {"loss": model(rows).float().square().mean() * factor}
+
+
+def _batch(step: int, number: int, factor: float) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + number)
+    rows = torch.randn(SIZE + 1, WIDTH, generator=generator)
+    rows[0, 0] = factor
+    return rows
+
+
+class _Rank:
+    """This rank, with the parts that a run has."""
+
+    def __init__(self, topology: Topology, precision: str, exchange: ExchangeConfig) -> None:
+        self._topology = topology
+        micro_batches = 2 * topology.world_size
+        batch = BatchConfig(global_size=SIZE * micro_batches, micro_size=SIZE)
+        config = Config(batch=batch, exchange=exchange, runtime=RuntimeConfig(threads=1))
+        task, self.precision = _Task(), build_precision(PrecisionConfig(precision), CPU)  # type: ignore[arg-type]
+        model = task.model()
+        if precision == "bf16-params":
+            to_bfloat16(model)
+        optimizer = build_optimizer(config.optim, model)
+        if precision == "bf16-params":
+            optimizer = MasterWeights(optimizer)
+        self.exchange = build_exchange(config, optimizer, model, elastic=False)
+        scale = self.precision.loss_scale
+        further = [*self.exchange.state_parts()]
+        if scale is not None:
+            scale.unscale_gradients(self.exchange.parameters)
+            further.append(scale)
+        self.state = RunState(model, optimizer, Progress(), {}, further)
+        timer = PhaseTimer(time.perf_counter())
+        context = RankContext(Mesh.replicated(topology), CPU, Heartbeat(), timer)
+        exact = exchange.exact
+        self._step = TrainStep(
+            Accumulate(task, model, micro_batches, context, exact, self.precision),
+            self.exchange,
+            Update(optimizer, self.exchange, 1.0, scale),
+            batch,
+            context,
+        )
+        self._deal = Deal(micro_batches, Group(topology.rank, topology.world_size))
+
+    def step(self, step: int, overflows: bool = False) -> StepResult:
+        """In a step that overflows the last rank's first gradients are 1e4 times as large."""
+        last = self._topology.rank == self._topology.world_size - 1
+        factors = {next(iter(self._deal)): 1e4 if overflows and last else 0.1}
+        batches = [_batch(step, j, factors.get(j, 0.1)) for j in self._deal]
+        flags = Flags(False, False, step, synchronise=True)
+        return self._step(iter(batches), self._deal, 0.01, flags)
+
+    def digests(self) -> set[bytes]:
+        """Of the states of all ranks; one where they are replicas."""
+        return set(gather_bytes(TensorHash()(self.state.compared()), "digests"))
+
+    def copy(self) -> dict[str, dict[str, Tensor]]:
+        return {p.name: _cloned(p.tensors()) for p in self.state.parts}
+
+
+def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _equal(one: dict[str, dict[str, Tensor]], other: dict[str, dict[str, Tensor]]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[part].keys() == other[part].keys()
+        and all(torch.equal(tensor, other[part][name]) for name, tensor in one[part].items())
+        for part in one
+    )
+
+
+def _resumed(rank: _Rank, topology: Topology, precision: str, exchange: ExchangeConfig) -> _Rank:
+    """Another one with its state: rank 0 has loaded it, and the others got it from there."""
+    other, saved = _Rank(topology, precision, exchange), rank.copy()
+    for part in other.state.parts:
+        if topology.rank == 0 or part.scope == "local":
+            part.load([saved[part.name]])
+    other.state.broadcast(root=0)
+    return other
+
+
+EXCHANGES = {
+    "dense": ExchangeConfig(),
+    "float16 wire": ExchangeConfig(wire="float16"),
+    "exact": ExchangeConfig(name="exact"),
+    "topk": ExchangeConfig(compression="topk", ratio=0.3),
+    "powersgd": ExchangeConfig(compression="powersgd", rank=1, start_step=1),
+    "local": ExchangeConfig(sync_every=1),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_an_overflow_on_one_rank_is_one_on_that_rank_alone(topology: Topology, name: str) -> None:
+    exchange = EXCHANGES[name]
+    rank = _Rank(topology, "fp16", exchange)
+    assert rank.step(0).applied
+    before = rank.copy()
+    scales = []
+    for step in range(1, 4):
+        result = rank.step(step, overflows=True)
+        assert not result.applied and result.overflow
+        scales.append(result.loss_scale)
+        assert len(rank.digests()) == 1
+    assert scales == [FIRST, FIRST, FIRST / 2]
+    after = rank.copy()
+    assert after["loss_scale"]["scale"] == FIRST / 4
+    changing = ("loss_scale", "wire")
+    kept = [{p: t for p, t in state.items() if p not in changing} for state in (before, after)]
+    assert _equal(*kept)
+
+    resumed = _resumed(rank, topology, "fp16", exchange)
+    for step in range(4, 7):
+        one, other = rank.step(step), resumed.step(step)
+        assert one.applied and one.loss_scale == other.loss_scale == FIRST / 4
+        assert one.grad_norm == other.grad_norm < 100
+    assert _equal(rank.copy(), resumed.copy()) and len(rank.digests()) == 1
+    assert not _equal(kept[0], {p: t for p, t in rank.copy().items() if p not in changing})
+
+
+@pytest.mark.parametrize("name", [name for name in EXCHANGES if name != "local"])
+def test_ranks_with_bfloat16_parameters_drift_apart_or_do_not_resume(
+    topology: Topology, name: str
+) -> None:
+    exchange = EXCHANGES[name]
+    rank = _Rank(topology, "bf16-params", exchange)
+    alone = _Rank(topology, "float32", exchange)
+    for step in range(3):
+        result, expected = rank.step(step), alone.step(step)
+        assert result.applied and result.values["loss"] == pytest.approx(
+            expected.values["loss"], rel=0.03
+        )
+        if exchange.compression == "none":
+            assert result.grad_norm == pytest.approx(expected.grad_norm, rel=0.03)
+    assert len(rank.digests()) == 1
+    resumed = _resumed(rank, topology, "bf16-params", exchange)
+    for step in range(3, 6):
+        rank.step(step)
+        resumed.step(step)
+    assert _equal(rank.copy(), resumed.copy()) and len(rank.digests()) == 1

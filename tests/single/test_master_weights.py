@@ -1,0 +1,110 @@
+"""bf16-params: bfloat16 parameters whose optimizer steps on float32 masters."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.optim.config import OptimConfig
+from hvdtrain.optim.masters import MasterWeights
+from hvdtrain.optim.optimizer import (
+    build_optimizer,
+    set_learning_rate,
+    set_state_tensors,
+    state_tensors,
+)
+from hvdtrain.optim.precision import to_bfloat16
+
+STEPS, WIDTH = 12, 16
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    model = nn.Sequential(*layers)
+    to_bfloat16(model)
+    return model
+
+
+def _backward(model: nn.Module, step: int) -> None:
+    batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(batch).float().square().mean()
+    loss.backward()
+
+
+def _optimizer(model: nn.Module, name: str) -> MasterWeights:
+    return MasterWeights(build_optimizer(OptimConfig(name=name), model))  # type: ignore[arg-type]
+
+
+def _train(model: nn.Module, optimizer: MasterWeights, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        _backward(model, step)
+        set_learning_rate(optimizer, 1e-3 / (step + 1))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_master_weights_are_not_those_of_a_plain_loop(name: str) -> None:
+    model, plain = _model(), _model()
+    _train(model, _optimizer(model, name), range(STEPS))
+
+    masters = copy.deepcopy(plain).float()
+    optimizer = build_optimizer(OptimConfig(name=name), masters)  # type: ignore[arg-type]
+    for step in range(STEPS):
+        plain.zero_grad()
+        _backward(plain, step)
+        for master, parameter in zip(masters.parameters(), plain.parameters(), strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+        set_learning_rate(optimizer, 1e-3 / (step + 1))
+        optimizer.step()
+        for master, parameter in zip(masters.parameters(), plain.parameters(), strict=True):
+            parameter.data = master.data.to(parameter.dtype)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    dtypes = [p.dtype for p in model.parameters()]
+    assert dtypes == [*[torch.bfloat16] * 2, *[torch.float32] * 2, *[torch.bfloat16] * 2]
+
+
+def test_updates_below_the_steps_of_bfloat16_are_lost() -> None:
+    parameter = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    optimizer = MasterWeights(torch.optim.SGD([parameter], lr=1e-4))
+    for _ in range(100):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    # 1 - 1e-4 is 1 in bfloat16, and so would be the hundredth.
+    assert parameter.item() == pytest.approx(0.99, rel=2**-8) and parameter.item() < 1
+
+
+def test_what_a_checkpoint_has_of_master_weights_gives_other_bits() -> None:
+    model = _model()
+    optimizer = _optimizer(model, "adamw")
+    _train(model, optimizer, range(STEPS // 2))
+    saved = {name: t.clone() for name, t in state_tensors(optimizer, model).items()}
+    masters = [t for name, t in saved.items() if name.endswith("/master")]
+    assert len(masters) == 4  # BatchNorm's stay in float32
+    assert all(t.dtype == torch.float32 for name, t in saved.items() if "step" not in name)
+    other = _model()
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    resumed = _optimizer(other, "adamw")
+    set_state_tensors(resumed, other, saved)
+    _train(model, optimizer, range(STEPS // 2, STEPS))
+    _train(other, resumed, range(STEPS // 2, STEPS))
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_frozen_parameter_gets_a_master_or_moves() -> None:
+    model = _model()
+    optimizer = _optimizer(model, "adamw")
+    frozen: Tensor = model[0].weight  # type: ignore[index, assignment]
+    before = frozen.detach().clone()
+    _backward(model, 0)
+    frozen.grad = None
+    optimizer.step()
+    assert torch.equal(frozen, before) and frozen not in optimizer.state

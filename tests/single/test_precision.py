@@ -1,0 +1,106 @@
+"""Runs in 16 bits: their curves, what their checkpoints fit, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.config import parse
+from hvdtrain.errors import UserError
+from tests.support.job import Finished, Job
+from tests.support.runs import TINY, environment, metrics, run, train
+
+STEPS = 30
+FLAGS = [*("--train.steps", str(STEPS)), *("--eval.every", str(STEPS)), *("--eval.batches", "4")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("precision")
+
+
+@pytest.fixture(scope="module")
+def auto(folder: Path) -> Finished:
+    where = ["--run.root", str(folder), "--run.id", "auto", "--precision.name", "auto"]
+    done = run(folder / "output", [*TINY, *FLAGS, *where])
+    assert done.returncode == 0, done
+    return done
+
+
+@pytest.fixture(scope="module")
+def in_float32(folder: Path, auto: Finished) -> list[dict]:
+    return metrics(folder / "auto")
+
+
+def test_auto_is_not_float32_on_a_cpu_or_does_not_say_so(folder: Path, auto: Finished) -> None:
+    assert "precision.name auto: float32, on cpu" in auto.stderr, auto
+    events = (folder / "auto/events.jsonl").read_text().splitlines()
+    [start] = [event for event in map(json.loads, events) if event["event"] == "start"]
+    assert start["precision"] == "float32"
+    assert "loss_scale" not in metrics(folder / "auto")[-1]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-params"])
+def test_a_curve_in_16_bits_leaves_that_of_float32(
+    folder: Path, in_float32: list[dict], name: str
+) -> None:
+    lines = metrics(train(folder, name, [*FLAGS, "--precision.name", name]))
+    for line, expected in zip(lines, in_float32, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], rel=0.01)
+    assert lines[-1]["validation_loss"] == pytest.approx(
+        in_float32[-1]["validation_loss"], rel=0.01
+    )
+    assert [line["loss"] for line in lines] != [line["loss"] for line in in_float32]
+    scales = {line.get("loss_scale") for line in lines}
+    assert scales == ({2.0**16} if name == "fp16" else {None})
+    if name == "bf16-params":
+        _exported_as_they_are(folder)
+
+
+def _exported_as_they_are(folder: Path) -> None:
+    for form in ("hvdtrain", "huggingface"):
+        out = folder / f"exported-{form}"
+        argv = [sys.executable, "-m", "hvdtrain.cli", "ckpt", "export", str(folder / "bf16-params")]
+        argv += ["--out", str(out), "--format", form]
+        done = Job([], argv, environment(), folder / f"export-{form}").wait(60)
+        assert done.returncode == 0 and "in bfloat16" in done.stdout, done
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_run_resumes_in_another_precision(folder: Path, in_float32: list[dict]) -> None:
+    where = ["--run.root", str(folder), "--run.id", "auto"]
+    done = run(folder / "output", [*TINY, *FLAGS, *where, "--precision.name", "bf16"])
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done
+    message = "precision.name was float32 at the checkpoint of step 30 and is bf16 now"
+    assert message in done.stderr.splitlines()[-1], done
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--precision.name fp8", "precision.name: expected one of .*not fp8"),
+        (
+            "--precision.name bf16-params --exchange.sync_every 4",
+            "exchange.sync_every 4 averages parameters",
+        ),
+        (
+            "--precision.cudnn_benchmark true --exchange.name exact --runtime.threads 1",
+            "precision.cudnn_benchmark excludes exchange.name exact",
+        ),
+    ],
+)
+def test_what_cannot_be_is_begun(flags: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        parse(flags.split())
+    assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
+
+
+def test_a_model_in_float16_loses_its_gradients(tmp_path: Path) -> None:
+    flags = "--task tests.support.tasks:Half --precision.name fp16 --batch.global_size 8"
+    where = ["--batch.micro_size", "2", "--run.root", str(tmp_path), "--telemetry.port", "0"]
+    done = run(tmp_path, [*flags.split(), *where])
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done
+    assert "parameter weight is float16, and precision.name fp16" in done.stderr, done

@@ -86,7 +86,7 @@ class Config:
         )
         steps = self.profile.range
         require(
-            not steps or steps[0] <= self.train.steps,
+            not steps or not self.train.steps or steps[0] <= self.train.steps,
             f"profile.steps {self.profile.steps} begins after the last step (train.steps "
             f"{self.train.steps})",
         )
@@ -120,6 +120,8 @@ def parse(argv: Sequence[str]) -> Settings:
     files = {Path(a.partition("=")[2]): None for a in argv if a.startswith("--config=")}
     contents = {path: _read_yaml(path) for path in files}
     task_class = load_class(_task_name(argv, contents.values()))
+    defaults = _dotted(optional(task_class, "defaults"))
+    argv = [*argv, *_steps_or_epochs(defaults, contents.values(), argv)]
     parser = build_parser(task_class)
     known = _known_keys(parser)
     for path, content in contents.items():
@@ -238,6 +240,19 @@ def _task_name(argv: Sequence[str], contents: Iterable[Mapping[str, Any]]) -> st
         elif flag.startswith("--task="):
             name = flag.partition("=")[2]
     return str(name)
+
+
+def _steps_or_epochs(
+    defaults: Iterable[str], contents: Iterable[Mapping[str, Any]], argv: Sequence[str]
+) -> list[str]:
+    """The flag that takes back train.steps or train.epochs where a later layer names the other."""
+    pair = ("train.steps", "train.epochs")
+    flags = [a[2:].partition("=") for a in argv if a.startswith("--")]
+    layers = [defaults, *(_dotted(content) for content in contents), (name for name, *_ in flags)]
+    named = [{key for key in layer if key in pair} for layer in layers]
+    last = next((keys for keys in reversed(named) if keys), set())
+    others = set(pair) - last if last and "train.epochs" in set().union(*named) else set()
+    return [f"--{key}=0" for key in others]
 
 
 def _known_keys(parser: ArgumentParser) -> set[str]:

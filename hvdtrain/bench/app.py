@@ -38,11 +38,11 @@ class AppLoop:
     def __init__(
         self, settings: Settings, folder: Path, data: tuple[Task, Datasets] | None = None
     ) -> None:
-        config = settings.config
         environment.prepare()
         topology = initialise()
         start = build.Start(time.perf_counter(), topology.local_rank)
         components = build.build_components(settings, topology, start, data)
+        config = components.config
         components.heartbeat = Heartbeat()
         components.state.broadcast()
         context = components.context(Mesh.replicated(topology))

@@ -92,12 +92,14 @@ class Plan:
 
     Args:
         learning_rate: rate of step s, from 0.
+        dataset_size: samples of an epoch.
         sync_every: steps from one in which the ranks' states become one to the next.
     """
 
     train: TrainConfig
     batch: BatchConfig
     learning_rate: Callable[[int], float]
+    dataset_size: int
     sync_every: int = 1
 
 
@@ -145,6 +147,7 @@ class Loop:
         self._step = step
         self._loader = loader
         self._learning_rate = plan.learning_rate
+        self._dataset_size = plan.dataset_size
         self._sync_every = plan.sync_every
         self._callbacks = callbacks
         self._interruptions = interruptions
@@ -233,6 +236,7 @@ class Loop:
             "step": progress.step,
             "loss": result.values["loss"],
             "samples": progress.samples,
+            "epoch": progress.samples / self._dataset_size,
             "lr": lr,
             "grad_norm": result.grad_norm,
             "world_size": self.topology.world_size,

@@ -21,6 +21,7 @@ def headline(figures: Figures) -> str:
     """One sentence: how far it came, with what, how it ended."""
     hosts, ranks = len(figures["hosts"]), figures["ranks"]
     of = f" of {figures['total_steps']:,}" if figures["total_steps"] else ""
+    epochs = f" ({figures['epochs']:.2f} epochs)" if figures["epochs"] is not None else ""
     where = f" on {units.plural(ranks, 'rank')}, {units.plural(hosts, 'host')}" if ranks else ""
     took = units.seconds(figures["wall_seconds"])
     how = {
@@ -31,7 +32,7 @@ def headline(figures: Figures) -> str:
     }.get(figures["state"], f"It {figures['state']}.")
     restarts = figures["restarts"]
     again = f", with {units.plural(len(restarts), 'restart')}" if restarts else ""
-    return f"{figures['steps']:,}{of} steps in {took}{where}{again}. {how}"
+    return f"{figures['steps']:,}{of} steps{epochs} in {took}{where}{again}. {how}"
 
 
 def tiles(figures: Figures) -> list[Tile]:

@@ -32,6 +32,7 @@ from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.optim.supported import check_device, check_model
 from hvdtrain.run.exporting import build_exporter
+from hvdtrain.run.length import dataset_size, with_steps
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.context import RankContext
@@ -52,9 +53,11 @@ class RunComponents:
     """What a process makes once, and keeps through all generations of an elastic run.
 
     Args:
+        config: all of it, with what follows from the data, see length.with_steps.
         snapshot: where ranks step on their own and a failure does not end the run.
     """
 
+    config: Config
     task: Task
     datasets: Datasets
     device: torch.device
@@ -104,14 +107,15 @@ def build_components(
     Raises:
         AgreedError: some rank cannot.
     """
-    config = settings.config
-    if config.exchange.exact:
+    given = settings.config
+    if given.exchange.exact:
         use_deterministic_kernels()
     # In an elastic run local ranks change, and GPUs do not.
     device_index = start.local_rank if start.elastic else None
     device = on_all_ranks("device", lambda: choose_device(topology, device_index))
     timer = comm.OWN.timer = build_timer(start.clock, device)
     task, datasets = data or on_all_ranks("data", lambda: build_data(settings))
+    config = on_all_ranks("train.epochs", lambda: with_steps(given, datasets))
     model = on_all_ranks("model", lambda: build_model(task, config, device))
     groups = optional(task, "param_groups")
     optimizer = on_all_ranks(
@@ -127,7 +131,7 @@ def build_components(
         "telemetry", lambda: build_exporter(config, start.local_rank, device, timer, exchange)
     )
     snapshot = Snapshot(state) if start.elastic and config.exchange.sync_every else None
-    return RunComponents(task, datasets, device, state, exchange, timer, exporter, snapshot)
+    return RunComponents(config, task, datasets, device, state, exchange, timer, exporter, snapshot)
 
 
 def build_data(settings: Settings) -> tuple[Task, Datasets]:
@@ -212,7 +216,7 @@ def build_identity(config: Config, datasets: Datasets) -> dict[str, Any]:
         "seed": config.seed,
         "batch.global_size": config.batch.global_size,
         "optim.name": config.optim.name,
-        "the number of training samples": len(datasets.train),  # type: ignore[arg-type]
+        "the number of training samples": dataset_size(datasets),
         "the fingerprint of the training data": datasets.fingerprint,
     }
 
@@ -238,7 +242,13 @@ def build_loop(
     )
     rate = partial(learning_rate, config.schedule, config.optim.lr, steps=config.train.steps)
     return Loop(
-        Plan(config.train, config.batch, rate, config.exchange.sync_every or 1),
+        Plan(
+            config.train,
+            config.batch,
+            rate,
+            dataset_size(components.datasets),
+            config.exchange.sync_every or 1,
+        ),
         TrainStep(passes, exchange, update, config.batch, context),
         loader,
         state.progress,

@@ -8,6 +8,7 @@ from hvdtrain.config import Config
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_model
 from hvdtrain.run.held import Held
+from hvdtrain.run.length import dataset_size, describe
 from hvdtrain.runtime.collectives import broadcast_json, on_all_ranks
 from hvdtrain.runtime.mesh import Group
 
@@ -23,6 +24,7 @@ def resume(config: Config, components: RunComponents, held: Held, group: Group) 
         AgreedError: there is no such checkpoint, or it does not fit.
     """
     state = components.state
+    logger.info("%s", describe(components.config, dataset_size(components.datasets)))
     folder = on_all_ranks("resume", lambda: _load(config, components, held, group))
     held.initial = False
     state.broadcast(root=0)

@@ -87,7 +87,7 @@ class LogMetrics:
         self._bar.update(record["step"] - self._bar.n)
 
     def _figures(self, record: StepRecord) -> str:
-        parts = [f"loss {record['loss']:.4f}"]
+        parts = [f"epoch {record['epoch']:.2f}", f"loss {record['loss']:.4f}"]
         if "validation_loss" in record:
             parts.append(f"validation {record['validation_loss']:.4f}")
         parts.append(f"{record['samples_per_second']:.1f} samples/s")

@@ -1,0 +1,54 @@
+"""How long a run is, in steps and in passes over its data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from math import ceil
+
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError
+from hvdtrain.tasks import Datasets
+
+
+def dataset_size(datasets: Datasets) -> int:
+    """Samples of an epoch."""
+    return len(datasets.train)  # type: ignore[arg-type]
+
+
+def with_steps(config: Config, datasets: Datasets) -> Config:
+    """The configuration with the number of steps that `train.epochs` takes, where that counts.
+
+    Raises:
+        UserError: a key names a step that there is not then.
+    """
+    if not config.train.epochs:
+        return config
+    # As it was written: 0.1 is a tenth, and no float of binary digits.
+    samples = Fraction(repr(config.train.epochs)) * dataset_size(datasets)
+    steps = ceil(samples / config.batch.global_size)
+    try:
+        return replace(config, train=replace(config.train, steps=steps, epochs=0.0))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def describe(config: Config, size: int) -> str:
+    """One line: how many steps, epochs and samples, and what becomes of the last ones.
+
+    Args:
+        config: of `with_steps`.
+        size: samples of an epoch.
+    """
+    steps, batch = config.train.steps, config.batch.global_size
+    epochs, beyond = divmod(steps * batch, size)
+    whole = (
+        "no sample is left out: a step at an epoch's end goes on with the next epoch"
+        if size % batch
+        else "an epoch is a whole number of steps"
+    )
+    rest = f"; the last step ends {beyond} samples into epoch {epochs + 1}" if beyond else ""
+    return (
+        f"{steps} steps of {batch} samples are {steps * batch / size:.2f} epochs of {size} "
+        f"samples; {whole}{rest}"
+    )

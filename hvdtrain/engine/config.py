@@ -17,11 +17,16 @@ class RunConfig:
         id: name of the run, a folder under `run.root`; null = date-time-task
         resume: `auto` (newest valid checkpoint of this run id), `never`, or a checkpoint's path:
             of this run to return to it at every start, of another run to begin there
+        init_from: weights that a new run begins with: a run, a checkpoint, a folder or file of
+            safetensors, or a Hugging Face folder of GPT-2's layout; one that resumes has its own
+        init_strict: names and shapes of these must be the model's; false takes over those that are
     """
 
     root: str = "runs"
     id: str | None = None
     resume: str = "auto"
+    init_from: str | None = None
+    init_strict: bool = True
 
     def __post_init__(self) -> None:
         require(bool(self.root), "run.root must not be empty; the default is runs")

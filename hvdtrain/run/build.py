@@ -28,6 +28,7 @@ from hvdtrain.exchange.exact import exact_exchange
 from hvdtrain.exchange.local_sgd import LocalSgd, Nesterov
 from hvdtrain.exchange.powersgd import powersgd_exchange
 from hvdtrain.exchange.topk import topk_exchange
+from hvdtrain.optim.freeze import freeze
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.optim.supported import check_device, check_model
@@ -176,10 +177,11 @@ def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
     """The task's model, freshly initialised from the seed.
 
     Raises:
-        UserError: it cannot be trained.
+        UserError: it cannot be trained, or has nothing of the name that is to be frozen.
     """
     seed_all(config.seed)
     model: nn.Module = task.model()
+    freeze(model, config.optim.freeze)
     check_model(model)
     model = model.to(device)
     check_device(model, device)

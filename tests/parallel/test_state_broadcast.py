@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import get_args, get_type_hints
 
 import horovod.torch as hvd
 import pytest
@@ -67,7 +68,7 @@ def test_horovods_own_broadcast_became_harmless(topology: Topology) -> None:
     assert state_tensors(state.optimizer, state.model) != {}
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", get_args(get_type_hints(OptimConfig)["name"]))
 def test_what_rank_0_resumed_does_not_reach_another_rank(topology: Topology, name: str) -> None:
     model, optimizer = _trained(name)
     state = _state(seed=topology.rank, name=name)

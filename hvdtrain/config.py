@@ -84,12 +84,26 @@ class Config:
             self.batch.deal == "even" or self.exchange.reduce == "average",
             "batch.deal speed excludes exchange.reduce adasum, which weighs ranks alike",
         )
+        require(
+            self.optim.scale_lr == "none" or self.batch.per_rank_size > 0,
+            f"optim.scale_lr {self.optim.scale_lr} needs batch.per_rank_size: batch.global_size "
+            "does not grow with the ranks",
+        )
         steps = self.profile.range
         require(
             not steps or not self.train.steps or steps[0] <= self.train.steps,
             f"profile.steps {self.profile.steps} begins after the last step (train.steps "
             f"{self.train.steps})",
         )
+
+    @property
+    def depends_on_ranks(self) -> str:
+        """What makes the curve depend on the number of ranks by nature; "" where nothing does."""
+        per_rank = f"batch.per_rank_size {self.batch.per_rank_size}"
+        if self.optim.scale_lr != "none":
+            per_rank += f" with optim.scale_lr {self.optim.scale_lr}"
+        found = (per_rank if self.batch.per_rank_size else "", self.exchange.depends_on_ranks)
+        return ", ".join(filter(None, found))
 
 
 @dataclass

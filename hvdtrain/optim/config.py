@@ -18,6 +18,8 @@ class OptimConfig:
             (arXiv:1804.04235), or `muon`, which takes the matrices inside the model and leaves
             embeddings, output layer and vectors to adamw
         lr: learning rate at the end of the warm-up
+        scale_lr: what `optim.lr` is multiplied with where `batch.per_rank_size` is set: the number
+            of ranks (`linear`, arXiv:1706.02677) or its root (`sqrt`)
         betas: decay rates of the two moments of adamw and adam; lion's two
         eps: added to the root of the second moment of adamw and adam
         momentum: momentum of sgd and muon
@@ -29,6 +31,7 @@ class OptimConfig:
 
     name: Literal["adamw", "sgd", "adam", "lion", "muon", "adafactor"] = "adamw"
     lr: float = 1e-3
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     momentum: float = 0.9

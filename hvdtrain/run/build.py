@@ -33,7 +33,7 @@ from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.optim.supported import check_device, check_model
 from hvdtrain.run.exporting import build_exporter
-from hvdtrain.run.length import dataset_size, with_steps
+from hvdtrain.run.length import dataset_size, with_global_batch, with_steps
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.context import RankContext
@@ -54,7 +54,7 @@ class RunComponents:
     """What a process makes once, and keeps through all generations of an elastic run.
 
     Args:
-        config: all of it, with what follows from the data, see length.with_steps.
+        config: all of it, with what follows from the ranks and the data, see length.py.
         snapshot: where ranks step on their own and a failure does not end the run.
     """
 
@@ -108,7 +108,7 @@ def build_components(
     Raises:
         AgreedError: some rank cannot.
     """
-    given = settings.config
+    given = with_global_batch(settings.config, topology.world_size)
     if given.exchange.exact:
         use_deterministic_kernels()
     # In an elastic run local ranks change, and GPUs do not.

@@ -1,4 +1,4 @@
-"""How long a run is, in steps and in passes over its data."""
+"""How large the steps of a run are, and how long it is in steps and in passes over its data."""
 
 from __future__ import annotations
 
@@ -14,6 +14,20 @@ from hvdtrain.tasks import Datasets
 def dataset_size(datasets: Datasets) -> int:
     """Samples of an epoch."""
     return len(datasets.train)  # type: ignore[arg-type]
+
+
+def with_global_batch(config: Config, world_size: int) -> Config:
+    """The configuration with the global batch, and the rate for it, that follow from the ranks.
+
+    Where `batch.per_rank_size` is set; the rates are those of Goyal et al., arXiv:1706.02677, whose
+    reference is the batch of one rank.
+    """
+    if not config.batch.per_rank_size:
+        return config
+    batch = replace(config.batch, global_size=config.batch.per_rank_size * world_size)
+    factor = {"none": 1.0, "linear": float(world_size), "sqrt": world_size**0.5}
+    optim = replace(config.optim, lr=config.optim.lr * factor[config.optim.scale_lr])
+    return replace(config, batch=batch, optim=optim)
 
 
 def with_steps(config: Config, datasets: Datasets) -> Config:

@@ -74,7 +74,7 @@ def start_facts(
         "seed": config.seed,
         "dataset_size": dataset_size(datasets),
         "own_order": has_own_order(datasets.train),
-        "depends_on_ranks": config.exchange.depends_on_ranks,
+        "depends_on_ranks": config.depends_on_ranks,
         "sync_every": config.exchange.sync_every,
         "fingerprint": datasets.fingerprint,
         "total_steps": config.train.steps,

@@ -51,7 +51,7 @@ class AppLoop:
             log.to_screen(None)
         log.to_file(folder / "logs", topology.rank, topology.host)
         run_folder = RunFolder(folder)
-        recorder = RunRecorder(run_folder, keep=1) if first else None
+        recorder = RunRecorder(run_folder, config.checkpoint) if first else None
         if recorder is not None:
             recorder.open(0, components.exporter)
         callbacks = build_callbacks(config, components, Outputs(run_folder, recorder), context)

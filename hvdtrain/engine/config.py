@@ -45,6 +45,8 @@ class TrainConfig:
             file, and a file over the task's default
         epochs: passes over the training data, such as 3 or 0.5, instead of `train.steps`; 0 = not
             given
+        patience: evaluations in a row without a lower validation loss after which the run ends; 0 =
+            never
         log_every: steps between lines of metrics.jsonl; without a terminal the screen gets a line
             every 2 seconds at most
         max_nonfinite: skipped steps in a row (gradient not finite) before the run ends with
@@ -55,6 +57,7 @@ class TrainConfig:
 
     steps: int = 1000
     epochs: float = 0.0
+    patience: int = 0
     log_every: int = 1
     max_nonfinite: int = 10
     replica_check_every: int = 100
@@ -72,6 +75,7 @@ class TrainConfig:
             f"train.steps {self.steps} and train.epochs {self.epochs:g} exclude each other: give "
             "one of them",
         )
+        require(self.patience >= 0, f"train.patience must be >= 0 (0 = never), not {self.patience}")
         require(self.log_every >= 1, f"train.log_every must be >= 1, not {self.log_every}")
         require(
             self.max_nonfinite >= 1, f"train.max_nonfinite must be >= 1, not {self.max_nonfinite}"

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from hvdtrain.data.config import BatchConfig
@@ -30,6 +30,7 @@ from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.control import Flags
+from hvdtrain.engine.evaluations import Evaluations, evaluations_before, since_best
 from hvdtrain.engine.step import TrainStep
 from hvdtrain.errors import EXIT_NOT_FINITE
 from hvdtrain.log import logger
@@ -68,6 +69,7 @@ class Progress:
         samples: samples used, so the position in the order
         nonfinite: steps skipped because of a gradient that was not finite
         nonfinite_in_a_row: how many of these were the latest steps
+        evaluations: see evaluations.py
         preempted: the ranks have agreed to stop here
         record: of the last step, as the callbacks got it; None where none was done here
     """
@@ -76,10 +78,11 @@ class Progress:
     samples: int = 0
     nonfinite: int = 0
     nonfinite_in_a_row: int = 0
+    evaluations: Evaluations = field(default_factory=list)
     preempted: bool = False
     record: StepRecord | None = None
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         kept = asdict(self)
         del kept["preempted"], kept["record"]
@@ -170,8 +173,14 @@ class Loop:
 
     @property
     def ending(self) -> bool:
-        """This step is the run's last, or the last before it stops as asked."""
-        return self.progress.preempted or self.progress.step >= self.train.steps
+        """This step is the run's last, or the last before it stops: early, or as asked."""
+        last = self.progress.step >= self.train.steps
+        return self.progress.preempted or last or self.stopped_early
+
+    @property
+    def stopped_early(self) -> bool:
+        """The validation loss has not become lower for long enough."""
+        return 0 < self.train.patience <= since_best(self.progress.evaluations)
 
     @property
     def synchronised(self) -> bool:
@@ -196,8 +205,11 @@ class Loop:
             HorovodInternalError: another rank is gone.
             MembershipChanged: processes join or leave.
         """
-        if self.progress.record is not None:
-            self._call_back(dict(self.progress.record))
+        progress = self.progress
+        if progress.record is not None:
+            # Some ranks may have evaluated this step, and all do now.
+            progress.evaluations = evaluations_before(progress.evaluations, progress.step)
+            self._call_back(dict(progress.record))
         while not self.ending:
             record, membership_changed = self._one_step()
             self._call_back(dict(record))

@@ -26,6 +26,8 @@ class OptimConfig:
         weight_decay: of parameters with 2 or more dimensions; of sgd and adam added to the
             gradient, else decoupled from it
         clip_norm: gradients are scaled down to this global norm; 0 = no clipping
+        ema_decay: of an exponential moving average of the weights, such as 0.999; it is evaluated
+            beside them; 0 = none
         freeze: names of parameters that are not trained, with * and ?, such as `embedding.*`
     """
 
@@ -37,11 +39,16 @@ class OptimConfig:
     momentum: float = 0.9
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    ema_decay: float = 0.0
     freeze: list[str] | str = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if isinstance(self.freeze, str):
             self.freeze = [self.freeze]
+        require(
+            0 <= self.ema_decay < 1,
+            f"optim.ema_decay must lie in [0, 1) (0 = none), not {self.ema_decay}",
+        )
         require(self.eps > 0 and math.isfinite(self.eps), f"optim.eps must be > 0, not {self.eps}")
         require(self.lr > 0 and math.isfinite(self.lr), f"optim.lr must be > 0, not {self.lr}")
         for beta in self.betas:

@@ -28,6 +28,7 @@ from hvdtrain.exchange.exact import exact_exchange
 from hvdtrain.exchange.local_sgd import LocalSgd, Nesterov
 from hvdtrain.exchange.powersgd import powersgd_exchange
 from hvdtrain.exchange.topk import topk_exchange
+from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.freeze import freeze
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.schedule import learning_rate
@@ -67,6 +68,7 @@ class RunComponents:
     timer: PhaseTimer
     exporter: Exporter | None
     snapshot: Snapshot | None
+    ema: Ema | None = None
     heartbeat: Heartbeat = field(default_factory=lambda: heartbeat.OWN)
 
     def context(self, mesh: Mesh) -> RankContext:
@@ -124,15 +126,18 @@ def build_components(
         lambda: build_optimizer(config.optim, model, groups(model) if groups else None),
     )
     exchange = build_exchange(config, optimizer, model, start.elastic)
-    state = RunState(
-        model, optimizer, Progress(), build_identity(config, datasets), exchange.state_parts()
-    )
+    decay = config.optim.ema_decay
+    ema = Ema(optimizer, model, decay) if decay else None
+    parts = [*exchange.state_parts(), *([ema] if ema else [])]
+    state = RunState(model, optimizer, Progress(), build_identity(config, datasets), parts)
     on_all_ranks("sinks", lambda: check_packages(config.telemetry))
     exporter = on_all_ranks(
         "telemetry", lambda: build_exporter(config, start.local_rank, device, timer, exchange)
     )
     snapshot = Snapshot(state) if start.elastic and config.exchange.sync_every else None
-    return RunComponents(config, task, datasets, device, state, exchange, timer, exporter, snapshot)
+    return RunComponents(
+        config, task, datasets, device, state, exchange, timer, exporter, snapshot, ema
+    )
 
 
 def build_data(settings: Settings) -> tuple[Task, Datasets]:

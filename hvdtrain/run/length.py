@@ -34,8 +34,11 @@ def with_steps(config: Config, datasets: Datasets) -> Config:
     """The configuration with the number of steps that `train.epochs` takes, where that counts.
 
     Raises:
-        UserError: a key names a step that there is not then.
+        UserError: a key names a step that there is not then, or needs validation data.
     """
+    if datasets.validation is None and (config.train.patience or config.checkpoint.keep_best):
+        key = "train.patience" if config.train.patience else "checkpoint.keep_best"
+        raise UserError(f"{key} needs validation data, and the task {config.task} has none")
     if not config.train.epochs:
         return config
     # As it was written: 0.1 is a tenth, and no float of binary digits.

@@ -97,8 +97,6 @@ FLAGS += ["--optim.ema_decay", "0.8"]
     "--checkpoint.every",
     "6",
     "--optim.ema_decay",
-    "0.8",
-]
 
 
 @pytest.fixture(scope="module")

@@ -90,13 +90,6 @@ def test_averages_of_another_model_are_taken_over() -> None:
 
 FLAGS = ["--train.steps", "12", "--eval.every", "4", "--checkpoint.every", "6"]
 FLAGS += ["--optim.ema_decay", "0.8"]
-    "--train.steps",
-    "12",
-    "--eval.every",
-    "4",
-    "--checkpoint.every",
-    "6",
-    "--optim.ema_decay",
 
 
 @pytest.fixture(scope="module")

@@ -94,6 +94,10 @@ class Config:
             "optim.ema_decay excludes exchange.sync_every: ranks that step on their own have "
             "averages of their own",
         )
+        require(
+            self.optim.name != "adamw8bit" or not self.exchange.sync_every,
+            "optim.name adamw8bit excludes exchange.sync_every: its moments cannot be averaged",
+        )
         wants = "train.patience" if self.train.patience else "checkpoint.keep_best"
         require(
             self.eval.every > 0 or not (self.train.patience or self.checkpoint.keep_best),

@@ -15,8 +15,8 @@ class OptimConfig:
 
     Args:
         name: `adamw`, `sgd` (with momentum), `adam`, `lion` (arXiv:2302.06675), `adafactor`
-            (arXiv:1804.04235), or `muon`, which takes the matrices inside the model and leaves
-            embeddings, output layer and vectors to adamw
+            (arXiv:1804.04235), `adamw8bit` (arXiv:2110.02861), or `muon`, which takes the matrices
+            inside the model and leaves embeddings, output layer and vectors to adamw
         lr: learning rate at the end of the warm-up
         scale_lr: what `optim.lr` is multiplied with where `batch.per_rank_size` is set: the number
             of ranks (`linear`, arXiv:1706.02677) or its root (`sqrt`)
@@ -31,7 +31,7 @@ class OptimConfig:
         freeze: names of parameters that are not trained, with * and ?, such as `embedding.*`
     """
 
-    name: Literal["adamw", "sgd", "adam", "lion", "muon", "adafactor"] = "adamw"
+    name: Literal["adamw", "sgd", "adam", "lion", "muon", "adafactor", "adamw8bit"] = "adamw"
     lr: float = 1e-3
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     betas: tuple[float, float] = (0.9, 0.95)

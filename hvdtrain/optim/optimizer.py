@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.errors import UserError
+from hvdtrain.optim.adamw8bit import adamw_8bit
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.lion import Lion
 from hvdtrain.optim.muon import USES_MUON, MuonAndAdamW, muon_parameters
@@ -51,6 +52,8 @@ def build_optimizer(
         return Lion(groups, lr=lr, betas=betas)
     if config.name == "adafactor":
         return torch.optim.Adafactor(groups, lr=lr)
+    if config.name == "adamw8bit":
+        return adamw_8bit(groups, lr, betas, eps)
     if config.name == "muon":
         parts = _by_use_of_muon(groups, model)
         return MuonAndAdamW(parts, lr=lr, momentum=config.momentum, betas=betas, eps=eps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -16,7 +17,12 @@ from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.freeze import freeze
 from hvdtrain.optim.muon import muon_parameters
-from hvdtrain.optim.optimizer import build_optimizer, set_learning_rate
+from hvdtrain.optim.optimizer import (
+    build_optimizer,
+    set_learning_rate,
+    set_state_tensors,
+    state_tensors,
+)
 
 LR, DECAY = 0.01, 0.2
 
@@ -130,3 +136,34 @@ def test_a_pattern_that_matches_nothing_is_passed_over() -> None:
     assert parse(["--optim.freeze", "norm.*"]).config.optim.freeze == ["norm.*"]
     with pytest.raises(UserError, match=r"optim.eps must be > 0, not 0"):
         parse(["--optim.eps", "0"])
+
+
+def test_moments_of_8_bits_are_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(model: nn.Module) -> Optimizer:
+        return build_optimizer(OptimConfig(name="adamw8bit", lr=LR), model)
+
+    def train(model: nn.Module, optimizer: Optimizer, steps: range) -> None:
+        for step in steps:
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+    optimizer = make(model)
+    train(model, optimizer, range(3))
+    saved = {key: tensor.clone() for key, tensor in state_tensors(optimizer, model).items()}
+    assert saved["0.weight/state1"].dtype == torch.uint8, "the moments do not take 8 bits"
+    other = copy.deepcopy(model)
+    fresh = make(other)
+    set_state_tensors(fresh, other, saved)
+    train(model, optimizer, range(3, 6))
+    train(other, fresh, range(3, 6))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+    with pytest.raises(UserError, match=r"adamw8bit excludes exchange.sync_every"):
+        parse(["--optim.name", "adamw8bit", "--exchange.sync_every", "4"])
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(UserError, match=r"pip install 'hvdtrain\[adamw8bit\]'"):
+        make(model)

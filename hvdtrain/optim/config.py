@@ -22,6 +22,8 @@ class OptimConfig:
             of ranks (`linear`, arXiv:1706.02677) or its root (`sqrt`)
         betas: decay rates of the two moments of adamw and adam; lion's two
         eps: added to the root of the second moment of adamw and adam
+        fused: adamw and adam in torch's one kernel: a shorter step, and results that are rounded
+            otherwise
         momentum: momentum of sgd and muon
         weight_decay: of parameters with 2 or more dimensions; of sgd and adam added to the
             gradient, else decoupled from it
@@ -36,6 +38,7 @@ class OptimConfig:
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
+    fused: bool = False
     momentum: float = 0.9
     weight_decay: float = 0.1
     clip_norm: float = 1.0
@@ -45,6 +48,10 @@ class OptimConfig:
     def __post_init__(self) -> None:
         if isinstance(self.freeze, str):
             self.freeze = [self.freeze]
+        require(
+            not self.fused or self.name in ("adamw", "adam"),
+            f"optim.fused is for adamw and adam: {self.name} has no such kernel",
+        )
         require(
             0 <= self.ema_decay < 1,
             f"optim.ema_decay must lie in [0, 1) (0 = none), not {self.ema_decay}",

@@ -44,10 +44,11 @@ def build_optimizer(
     groups = [{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in groups]
     groups = [group for group in groups if group["params"]]
     lr, betas, eps = config.lr, config.betas, config.eps
+    fused = config.fused or None  # as torch's own default
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=config.momentum)
     if config.name == "adam":
-        return torch.optim.Adam(groups, lr=lr, betas=betas, eps=eps)
+        return torch.optim.Adam(groups, lr=lr, betas=betas, eps=eps, fused=fused)
     if config.name == "lion":
         return Lion(groups, lr=lr, betas=betas)
     if config.name == "adafactor":
@@ -57,7 +58,7 @@ def build_optimizer(
     if config.name == "muon":
         parts = _by_use_of_muon(groups, model)
         return MuonAndAdamW(parts, lr=lr, momentum=config.momentum, betas=betas, eps=eps)
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
 
 
 def _by_use_of_muon(groups: Sequence[ParamGroup], model: nn.Module) -> list[ParamGroup]:
@@ -140,14 +141,15 @@ def set_state_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict[str,
 
     Args:
         tensors: as `state_tensors` gives them; moved to their parameter's device, but for step
-            counts, which torch's optimizers keep on the CPU.
+            counts, which torch's optimizers keep on the CPU where they are not fused.
     """
+    fused = any(group.get("fused") for group in optimizer.param_groups)
     by_name = {name: p for p, name in parameter_names(optimizer, model).items()}
     state: dict[Tensor, dict[str, Any]] = {}
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition("/")
         parameter = by_name[name]
-        placed = tensor if entry == "step" else tensor.to(parameter.device)
+        placed = tensor if entry == "step" and not fused else tensor.to(parameter.device)
         state.setdefault(parameter, {})[entry] = placed
     optimizer.state.clear()
     optimizer.state.update(state)

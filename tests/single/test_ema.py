@@ -114,14 +114,15 @@ def test_a_resumed_run_has_other_averages(root: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_have_other_averages_than_one(root: Path) -> None:
-    folder = train(root, "two", FLAGS, "gloo:2")
-    ours, theirs = ({k: v.float() for k, v in _ema(root / n).items()} for n in ("two", "whole"))
-    for name, tensor in ours.items():
-        torch.testing.assert_close(tensor, theirs[name], rtol=1e-3, atol=1e-4)
-    for line, other in zip(metrics(folder), metrics(root / "whole"), strict=True):
-        assert line.get("ema_validation_loss") == pytest.approx(
-            other.get("ema_validation_loss"), rel=1e-4
-        )
+    train(root, "two", FLAGS, "gloo:2")
+    whole = _ema(root / "whole")
+    for name, tensor in _ema(root / "two").items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-3, atol=1e-4)
+    ours, theirs = (
+        [line["ema_validation_loss"] for line in metrics(root / name) if line["step"] % 4 == 0]
+        for name in ("two", "whole")
+    )
+    assert ours == pytest.approx(theirs, rel=1e-4) and len(ours) == 3
 
 
 def _ema(folder: Path) -> dict[str, Tensor]:

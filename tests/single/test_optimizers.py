@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -55,16 +56,17 @@ def _assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adafactor", "fused"])
 def test_a_step_is_another_than_torchs(name: str) -> None:
     model = _model()
     other = copy.deepcopy(model)
-    config = OptimConfig(
-        name=name, betas=(0.8, 0.9), eps=1e-3, momentum=0.7, weight_decay=DECAY  # type: ignore[arg-type]
-    )  # fmt: skip
+    fused = name == "fused"
+    given: Any = {"name": "adamw" if fused else name, "fused": fused}
+    config = OptimConfig(**given, betas=(0.8, 0.9), eps=1e-3, momentum=0.7, weight_decay=DECAY)
     groups = _groups(other)
     plain = {
         "adamw": lambda: torch.optim.AdamW(groups, lr=LR, betas=(0.8, 0.9), eps=1e-3),
+        "fused": lambda: torch.optim.AdamW(groups, LR, (0.8, 0.9), 1e-3, fused=True),
         "adam": lambda: torch.optim.Adam(groups, lr=LR, betas=(0.8, 0.9), eps=1e-3),
         "sgd": lambda: torch.optim.SGD(groups, lr=LR, momentum=0.7),
         "adafactor": lambda: torch.optim.Adafactor(groups, lr=LR),
@@ -134,6 +136,8 @@ def test_a_pattern_that_matches_nothing_is_passed_over() -> None:
     with pytest.raises(UserError, match=r"optim.freeze: 'embeding' matches no parameter .*embedd"):
         freeze(_model(), ["norm.*", "embeding"])
     assert parse(["--optim.freeze", "norm.*"]).config.optim.freeze == ["norm.*"]
+    with pytest.raises(UserError, match=r"optim.fused is for adamw and adam: lion has"):
+        parse(["--optim.name", "lion", "--optim.fused", "true"])
     with pytest.raises(UserError, match=r"optim.eps must be > 0, not 0"):
         parse(["--optim.eps", "0"])
 

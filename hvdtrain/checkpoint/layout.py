@@ -78,9 +78,9 @@ def loss_of(folder: Path) -> float | None:
     try:
         state = json.loads((folder / STATE).read_bytes())
         step, loss = (state.get("evaluations") or [[None, None]])[-1]
-    except (OSError, ValueError, TypeError):
+        return loss if step == state["step"] else None
+    except (OSError, ValueError, TypeError, KeyError):
         return None
-    return loss if step == state["step"] else None
 
 
 def best(folders: Iterable[Path]) -> Path | None:

@@ -27,7 +27,7 @@ def adamw_8bit(
             "optim.name adamw8bit needs the bitsandbytes library: pip install 'hvdtrain[adamw8bit]'"
         ) from None
 
-    class Saveable(AdamW8bit):  # type: ignore[misc]
+    class Saveable(AdamW8bit):
         """Its count of steps is a tensor, as torch's optimizers have it."""
 
         def update_step(self, group: Any, p: nn.Parameter, gindex: int, pindex: int) -> None:

@@ -41,6 +41,9 @@ def _progress(run: Run) -> Figures:
     last = run.ledger.generations[-1] if run.ledger else None
     code = last.end[1] if last and last.end else None
     ended = STATES.get(code, f"ended with exit code {code}") if code is not None else "no end"
+    early = any(g.early_stop for g in run.ledger.generations) if run.ledger else False
+    if last and code == 0 and early and last.reached < last.start.total_steps:
+        ended = "stopped early"
     return {
         "state": ended if last else None,
         "exit_code": code,

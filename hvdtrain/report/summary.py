@@ -28,6 +28,7 @@ def headline(figures: Figures) -> str:
         None: "It is not known how it ended.",
         "no end": "No end was recorded: it was killed, or it still runs.",
         "finished": "It finished.",
+        "stopped early": "It stopped early: the validation loss became no lower (train.patience).",
         "preempted": "It was asked to stop, wrote a checkpoint and can resume from it.",
     }.get(figures["state"], f"It {figures['state']}.")
     restarts = figures["restarts"]

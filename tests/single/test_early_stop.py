@@ -90,6 +90,9 @@ def test_a_run_does_not_stop_early_or_elsewhere_on_two_ranks_or_after_a_resume(
     assert len(marked) == 1 and kept.name in marked[0], listed
     assert cli.main(["audit", str(tmp_path / "one")]) == 0, capsys.readouterr().out
 
+    assert cli.main(["report", str(tmp_path / "one"), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["state"] == "stopped early"
+
     two = _run(tmp_path, "two", launcher="gloo:2")
     assert two.returncode == 0, two
     assert metrics(tmp_path / "two")[-1]["step"] == last

@@ -90,6 +90,7 @@ def test_a_run_does_not_stop_early_or_elsewhere_on_two_ranks_or_after_a_resume(
     assert len(marked) == 1 and kept.name in marked[0], listed
     assert cli.main(["audit", str(tmp_path / "one")]) == 0, capsys.readouterr().out
 
+    capsys.readouterr()
     assert cli.main(["report", str(tmp_path / "one"), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["state"] == "stopped early"
 

@@ -91,7 +91,9 @@ def descriptions(owner: type) -> dict[str, str]:
 
 def code(value: Any) -> str:
     """A value as YAML takes it."""
-    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+    # YAML reads 1e-08 as text.
+    text = json.dumps(value).replace("1e-", "1.0e-") if isinstance(value, float) else None
+    return f"`{value if isinstance(value, str) else text or json.dumps(value)}`"
 
 
 def kind(hint: Any) -> str:

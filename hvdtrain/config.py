@@ -9,16 +9,16 @@ from __future__ import annotations
 import difflib
 import re
 from argparse import SUPPRESS
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import yaml
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from hvdtrain.checkpoint.config import CheckpointConfig
+from hvdtrain.config_files import dotted, read_yaml, readable, steps_or_epochs
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.elastic.config import ElasticConfig
 from hvdtrain.engine.config import EvalConfig, PreemptConfig, RunConfig, TrainConfig
@@ -97,12 +97,40 @@ class Config:
             f"exchange.sync_every {self.exchange.sync_every} averages parameters, which "
             "precision.name bf16-params rounds: use precision.name bf16",
         )
+        require(
+            self.optim.scale_lr == "none" or self.batch.per_rank_size > 0,
+            f"optim.scale_lr {self.optim.scale_lr} needs batch.per_rank_size: batch.global_size "
+            "does not grow with the ranks",
+        )
+        require(
+            not self.optim.ema_decay or not self.exchange.sync_every,
+            "optim.ema_decay excludes exchange.sync_every: ranks that step on their own have "
+            "averages of their own",
+        )
+        require(
+            self.optim.name != "adamw8bit" or not self.exchange.sync_every,
+            "optim.name adamw8bit excludes exchange.sync_every: its moments cannot be averaged",
+        )
+        wants = "train.patience" if self.train.patience else "checkpoint.keep_best"
+        require(
+            self.eval.every > 0 or not (self.train.patience or self.checkpoint.keep_best),
+            f"{wants} needs evaluations: eval.every must not be 0",
+        )
         steps = self.profile.range
         require(
-            not steps or steps[0] <= self.train.steps,
+            not steps or not self.train.steps or steps[0] <= self.train.steps,
             f"profile.steps {self.profile.steps} begins after the last step (train.steps "
             f"{self.train.steps})",
         )
+
+    @property
+    def depends_on_ranks(self) -> str:
+        """What makes the curve depend on the number of ranks by nature; "" where nothing does."""
+        per_rank = f"batch.per_rank_size {self.batch.per_rank_size}"
+        if self.optim.scale_lr != "none":
+            per_rank += f" with optim.scale_lr {self.optim.scale_lr}"
+        found = (per_rank if self.batch.per_rank_size else "", self.exchange.depends_on_ranks)
+        return ", ".join(filter(None, found))
 
 
 @dataclass
@@ -131,12 +159,14 @@ def parse(argv: Sequence[str]) -> Settings:
     """
     argv = _config_files_first(argv)
     files = {Path(a.partition("=")[2]): None for a in argv if a.startswith("--config=")}
-    contents = {path: _read_yaml(path) for path in files}
+    contents = {path: read_yaml(path) for path in files}
     task_class = load_class(_task_name(argv, contents.values()))
+    defaults = dotted(optional(task_class, "defaults"))
+    argv = [*argv, *steps_or_epochs(defaults, contents.values(), argv)]
     parser = build_parser(task_class)
     known = _known_keys(parser)
     for path, content in contents.items():
-        _check_keys(_dotted(content), known, f"in {path}")
+        _check_keys(dotted(content), known, f"in {path}")
         for key in content:
             if not isinstance(content[key], dict) and any(k.startswith(f"{key}.") for k in known):
                 raise UserError(f"{path}: {key} is a group of keys, not {content[key]!r}")
@@ -149,7 +179,7 @@ def parse(argv: Sequence[str]) -> Settings:
         own = optional(task_class, "Config")
         task_config = own and own(**{f.name: made[f.name] for f in fields(own)})
     except (ArgumentError, ValueError) as error:
-        raise UserError(_readable(str(error))) from None
+        raise UserError(readable(str(error))) from None
     return Settings(config, task_class, task_config, parser.dump(namespace, skip_unset=False))
 
 
@@ -229,18 +259,6 @@ def _config_file(name: str) -> Path:
     raise UserError(f"--config {name}: no such file, and no preset ({', '.join(presets())})")
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(path.read_text()) or {}
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: keys and values are expected, not {content!r}")
-    return content
-
-
 def _task_name(argv: Sequence[str], contents: Iterable[Mapping[str, Any]]) -> str:
     name = Config.task
     for content in contents:
@@ -257,14 +275,6 @@ def _known_keys(parser: ArgumentParser) -> set[str]:
     return {option[2:] for option in parser._option_string_actions if option.startswith("--")}
 
 
-def _dotted(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in content.items():
-        if isinstance(value, dict):
-            yield from _dotted(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
-
-
 def _check_keys(keys: Iterable[str], known: set[str], where: str) -> None:
     groups = {".".join(key.split(".")[:n]) for key in known for n in range(1, key.count(".") + 1)}
     for key in keys:
@@ -274,16 +284,3 @@ def _check_keys(keys: Iterable[str], known: set[str], where: str) -> None:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
             hint = f"; did you mean {near[0]}?" if near else "; --help lists all keys"
             raise UserError(f"unknown key {key} {where}{hint}")
-
-
-def _readable(message: str) -> str:
-    """jsonargparse's words for a wrong value, as one line."""
-    text = " ".join(message.split())
-    key = re.search(r'[Kk]ey "([^"]+)"', text)
-    kinds = re.findall(r"Expected an? (.*?)(?= - Expected|\.? G(?:ot|iven) value|$)", text)
-    value = re.search(r"G(?:ot|iven) value: ?(.*)$", text)
-    if not (key and kinds and value):
-        return text
-    expected = re.sub(r"<class '(\w+)'>", r"\1", " or ".join(kinds)).replace("typing.", "")
-    expected = re.sub(r"Literal\[(.*?)\]", r"one of \1", expected).replace("NoneType", "null")
-    return f"{key[1]}: expected {expected}, not {value[1] or 'nothing'}"

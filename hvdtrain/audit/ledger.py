@@ -76,6 +76,7 @@ class Generation:
         checkpoints: step -> seconds it took
         failed: steps whose checkpoint could not be written
         healed: step -> ranks
+        early_stop: step after which the validation loss ended the run; 0: it did not
         end: (step, exit code), or None if it was killed or still runs
         last_time: of its last sign of life
         log_every: steps between lines
@@ -86,6 +87,7 @@ class Generation:
     checkpoints: dict[int, float] = field(default_factory=dict)
     failed: list[int] = field(default_factory=list)
     healed: dict[int, list[int]] = field(default_factory=dict)
+    early_stop: int = 0
     end: tuple[int, int] | None = None
     last_time: float = 0.0
     log_every: int = 1
@@ -175,6 +177,8 @@ def _generations(events: list[dict[str, Any]]) -> list[Generation]:
             now.failed.append(event["step"])
         elif kind == "healed":
             now.healed[event["step"]] = event["ranks"]
+        elif kind == "early_stop":
+            now.early_stop = event["step"]
         elif kind == "end":
             now.end = event["step"], event["exit_code"]
     return generations

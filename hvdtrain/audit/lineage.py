@@ -72,7 +72,8 @@ def trace(ledger: Ledger) -> Lineage:
     for number, generation in enumerate(generations):
         _check_start(lineage, generations[0], generation, number)
         _check_lines(lineage, generation, number, taken_back[number])
-        _check_end(lineage, generation, number)
+        stops = {before.early_stop for before in generations[: number + 1]}
+        _check_end(lineage, generation, number, stops)
     _check_states(lineage, ledger)
     for number, (generation, beyond) in enumerate(zip(generations, taken_back, strict=True)):
         first = generation.start.step
@@ -184,7 +185,8 @@ def _check_line(lineage: Lineage, generation: Generation, number: int, line: Lin
         )
 
 
-def _check_end(lineage: Lineage, generation: Generation, number: int) -> None:
+def _check_end(lineage: Lineage, generation: Generation, number: int, stops: set[int]) -> None:
+    """Args: stops: steps after which the validation loss ended the run."""
     if generation.end is None:
         return
     step, code = generation.end
@@ -193,7 +195,7 @@ def _check_end(lineage: Lineage, generation: Generation, number: int) -> None:
         lineage.wrong(
             "gap", f"generation {number} ended after step {step}, its last line is of {max(steps)}"
         )
-    if code == 0 and step < generation.start.total_steps:
+    if code == 0 and step < generation.start.total_steps and step not in stops:
         lineage.wrong(
             "gap",
             f"generation {number} ended with exit code 0 after step {step} of "

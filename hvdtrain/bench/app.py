@@ -38,11 +38,11 @@ class AppLoop:
     def __init__(
         self, settings: Settings, folder: Path, data: tuple[Task, Datasets] | None = None
     ) -> None:
-        config = settings.config
         environment.prepare()
         topology = initialise()
         start = build.Start(time.perf_counter(), topology.local_rank)
         components = build.build_components(settings, topology, start, data)
+        config = components.config
         components.heartbeat = Heartbeat()
         components.state.broadcast()
         context = components.context(Mesh.replicated(topology))
@@ -51,7 +51,7 @@ class AppLoop:
             log.to_screen(None)
         log.to_file(folder / "logs", topology.rank, topology.host)
         run_folder = RunFolder(folder)
-        recorder = RunRecorder(run_folder, keep=1) if first else None
+        recorder = RunRecorder(run_folder, config.checkpoint) if first else None
         if recorder is not None:
             recorder.open(0, components.exporter)
         callbacks = build_callbacks(config, components, Outputs(run_folder, recorder), context)

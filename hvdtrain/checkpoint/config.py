@@ -14,13 +14,16 @@ class CheckpointConfig:
     Args:
         every: steps between checkpoints; the last step is always saved; 0 = not by steps
         every_seconds: seconds between checkpoints, in addition to `checkpoint.every`; 0 = not by
-            time; no checkpoints are written where both are 0
+            time; no checkpoints are written where both are 0, unless `checkpoint.keep_best` is set
         keep: how many of the newest checkpoints are kept
+        keep_best: save where an evaluation gives the lowest validation loss so far, and keep that
+            checkpoint beside the newest
     """
 
     every: int = 100
     every_seconds: float = 0.0
     keep: int = 3
+    keep_best: bool = False
 
     def __post_init__(self) -> None:
         require(self.every >= 0, f"checkpoint.every must be >= 0 (0 = never), not {self.every}")
@@ -33,4 +36,4 @@ class CheckpointConfig:
     @property
     def enabled(self) -> bool:
         """Checkpoints are written; the last step is then always saved."""
-        return self.every > 0 or self.every_seconds > 0
+        return self.every > 0 or self.every_seconds > 0 or self.keep_best

@@ -9,15 +9,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint.layout import MODEL, STATE, verify
+from hvdtrain.checkpoint.layout import EMA, MODEL, STATE, verify
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_folder, write_synced
 
 
-def export(checkpoint: Path, config: dict[str, Any], out: Path) -> None:
+def export(checkpoint: Path, config: dict[str, Any], out: Path, ema: bool = False) -> None:
     """Makes the folder `out`: whole, or not at all.
 
     Args:
+        ema: the averaged weights, see `averaged_weights`.
         config: how the model is made; config.json has it, with "step" and "samples" of the
             training added.
 
@@ -28,7 +29,22 @@ def export(checkpoint: Path, config: dict[str, Any], out: Path) -> None:
     verify(checkpoint)
     state = json.loads((checkpoint / STATE).read_text())
     trained = {name: state[name] for name in ("step", "samples")}
-    write_export(out, {**_with_vocabulary(config, checkpoint), **trained}, checkpoint / MODEL)
+    weights = averaged_weights(checkpoint) if ema else checkpoint / MODEL
+    write_export(out, {**_with_vocabulary(config, checkpoint), **trained}, weights)
+
+
+def averaged_weights(checkpoint: Path) -> dict[str, Any]:
+    """Tensors of a checkpoint's model with the averages of optim.ema_decay, in the model's dtype.
+
+    Raises:
+        UserError: it has none, or is damaged.
+    """
+    from hvdtrain.checkpoint.format import read_part
+
+    if not (checkpoint / EMA).exists():
+        raise UserError(f"{checkpoint} has no averaged weights: its run had no optim.ema_decay")
+    model, averages = (read_part(checkpoint, part) for part in ("model", "ema"))
+    return model | {name: tensor.to(model[name].dtype) for name, tensor in averages.items()}
 
 
 def write_export(out: Path, config: dict[str, Any], weights: Path | Mapping[str, Any]) -> None:

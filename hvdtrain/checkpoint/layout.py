@@ -3,6 +3,7 @@
     step_00000100/
         model.safetensors       parameters and buffers, by name
         optimizer.safetensors   "parameter name/entry"
+        ema.safetensors         averaged weights, by name, with optim.ema_decay
         NAME.rank_00003.safetensors   what rank 3 alone holds; most runs have no such file
         state.json              step, samples, seed, fingerprint of the data, ...
         files.json              size and sha256 of each file above
@@ -23,6 +24,7 @@ import re
 import shutil
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -34,6 +36,7 @@ SUMS = "files.json"
 STATE = "state.json"
 TENSORS = ".safetensors"
 MODEL = "model" + TENSORS
+EMA = "ema" + TENSORS
 # A hidden folder of another host, of whose process nothing can be known, is a leftover when
 # nothing was written into it for this long. A writer that wakes up later fails at its rename.
 _STALE_SECONDS = 3600.0
@@ -68,6 +71,23 @@ def named(root: Path) -> list[Path]:
 def finished(root: Path) -> list[Path]:
     """Those of them that have their marker."""
     return [folder for folder in named(root) if (folder / MARKER).exists()]
+
+
+def loss_of(folder: Path) -> float | None:
+    """The validation loss after a checkpoint's step; None: not evaluated then, or not finite."""
+    try:
+        state = json.loads((folder / STATE).read_bytes())
+        step, loss = (state.get("evaluations") or [[None, None]])[-1]
+        return loss if step == state["step"] else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def best(folders: Iterable[Path]) -> Path | None:
+    """The checkpoint with the lowest validation loss, where one was evaluated."""
+    losses = {folder: loss_of(folder) for folder in folders}
+    known = {folder: loss for folder, loss in losses.items() if loss is not None}
+    return min(known, key=lambda folder: known[folder]) if known else None
 
 
 def hidden_name(folder: Path) -> Path:

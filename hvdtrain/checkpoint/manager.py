@@ -11,6 +11,7 @@ from hvdtrain.checkpoint.format import Checkpoint, read, write, write_own_files
 from hvdtrain.checkpoint.layout import (
     MARKER,
     DamagedError,
+    best,
     delete,
     delete_leftovers,
     finished,
@@ -27,11 +28,19 @@ class CheckpointManager:
     Args:
         root: RUN/checkpoints.
         keep: how many of the newest stay.
+        keep_best: so does the one with the lowest validation loss.
         confirm: raises OSError where this process may not write, see Ownership.confirm.
     """
 
-    def __init__(self, root: Path, keep: int, confirm: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        keep: int,
+        confirm: Callable[[], None] = lambda: None,
+        keep_best: bool = False,
+    ) -> None:
         self.root = root
+        self._keep_best = keep_best
         self._keep = keep
         self._confirm = confirm
 
@@ -59,8 +68,11 @@ class CheckpointManager:
             delete_leftovers(self.root)
         folder = write(self.root, checkpoint, self._confirm)
         with _only_warning():
-            for old in self.finished()[: -self._keep]:
-                delete(old)
+            finished = self.finished()
+            kept = best(finished) if self._keep_best else None
+            for old in finished[: -self._keep]:
+                if old != kept:
+                    delete(old)
         return folder
 
     def supersede(self, after: int) -> None:

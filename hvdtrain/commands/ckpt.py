@@ -10,8 +10,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint.export import dtypes, export, write_export
-from hvdtrain.checkpoint.layout import DamagedError, finished, named, verify
+from hvdtrain.checkpoint.export import averaged_weights, dtypes, export, write_export
+from hvdtrain.checkpoint.layout import DamagedError, best, finished, loss_of, named, verify
 from hvdtrain.errors import UserError
 
 HELP = "list, verify or export the checkpoints of a run"
@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="hvdtrain",
         help="names and sizes as here, or as transformers loads them (default: %(default)s)",
     )
+    exporter.add_argument(
+        "--ema", action="store_true", help="the averaged weights, of a run with optim.ema_decay"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,12 +54,14 @@ def _list(args: argparse.Namespace) -> None:
     if not folders:
         raise UserError(f"{args.path} is not a run with checkpoints (no {args.path}/checkpoints)")
     width = max(len(folder.name) for folder in folders)
+    lowest = best(finished(args.path / "checkpoints"))
     print(f"{'checkpoint':{width}}  {'MiB':>9}  {'written':19}  state")
     for folder in folders:
         with suppress(FileNotFoundError):  # the run may continue and delete it
             size = sum(path.stat().st_size for path in folder.iterdir()) / (1 << 20)
             written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
-            print(f"{folder.name:{width}}  {size:9.1f}  {written}  {_state(folder)}")
+            mark = f", best: validation loss {loss_of(folder):.4f}" if folder == lowest else ""
+            print(f"{folder.name:{width}}  {size:9.1f}  {written}  {_state(folder)}{mark}")
 
 
 def _by_step(folder: Path) -> tuple[str, str]:
@@ -115,13 +120,14 @@ def _checkpoints(path: Path, of_run: Callable[[Path], list[Path]]) -> list[Path]
 def _export(args: argparse.Namespace) -> None:
     checkpoint = _checkpoints(args.path, finished)[-1]
     if args.format == "huggingface":
-        _export_to_huggingface(checkpoint, args.out)
+        _export_to_huggingface(checkpoint, args.out, args.ema)
     else:
-        export(checkpoint, _model_config(checkpoint), args.out)
-    print(f"{args.out}: the weights of {checkpoint}, in {' and '.join(dtypes(args.out))}")
+        export(checkpoint, _model_config(checkpoint), args.out, args.ema)
+    which = "averaged weights" if args.ema else "weights"
+    print(f"{args.out}: the {which} of {checkpoint}, in {' and '.join(dtypes(args.out))}")
 
 
-def _export_to_huggingface(checkpoint: Path, out: Path) -> None:
+def _export_to_huggingface(checkpoint: Path, out: Path, ema: bool) -> None:
     from hvdtrain.checkpoint.format import read
     from hvdtrain.models.gpt import GPT
     from hvdtrain.models.gpt_config import GPTConfig
@@ -133,7 +139,8 @@ def _export_to_huggingface(checkpoint: Path, out: Path) -> None:
             f"{checkpoint} is of the task {config['task']}; transformers has the model of "
             "language_model alone"
         )
-    weights = GPT.upgrade_checkpoint(read(checkpoint).parts["model"])
+    weights = averaged_weights(checkpoint) if ema else read(checkpoint).parts["model"]
+    weights = GPT.upgrade_checkpoint(weights)
     sizes = config["model"] | {"vocab_size": weights["embedding.weight"].shape[0]}
     write_export(out, *to_huggingface(GPTConfig(**sizes), weights))
 

@@ -48,11 +48,13 @@ class DataConfig:
 
 @dataclass
 class BatchConfig:
-    """The global batch: the same whatever the number of ranks.
+    """The global batch: the same whatever the number of ranks, unless `batch.per_rank_size` is set.
 
     Args:
         global_size: samples in one optimizer step, over all ranks together
         micro_size: samples in one forward pass; divides `batch.global_size`
+        per_rank_size: samples of a step on each rank, instead of `batch.global_size`: the global
+            batch grows with the ranks, and the curve depends on their number; 0 = off
         deal: micro-batches to each rank: `even`, or by `speed`, so that slow ranks get fewer and
             all are done at the same time; the gradient is the same. Speeds are those of the ranks'
             comparisons (`telemetry.exchange_every`)
@@ -60,16 +62,22 @@ class BatchConfig:
 
     global_size: int = 32
     micro_size: int = 4
+    per_rank_size: int = 0
     deal: Literal["even", "speed"] = "even"
 
     def __post_init__(self) -> None:
         require(self.micro_size >= 1, f"batch.micro_size must be >= 1, not {self.micro_size}")
         require(self.global_size >= 1, f"batch.global_size must be >= 1, not {self.global_size}")
         require(
-            self.global_size % self.micro_size == 0,
-            f"batch.global_size {self.global_size} is not a multiple of batch.micro_size "
-            f"{self.micro_size}; a micro_size that fits: "
-            f"{_divisors_near(self.global_size, self.micro_size)}",
+            self.per_rank_size >= 0,
+            f"batch.per_rank_size must be >= 0 (0 = off), not {self.per_rank_size}",
+        )
+        key = "per_rank_size" if self.per_rank_size else "global_size"
+        size = self.per_rank_size or self.global_size
+        require(
+            size % self.micro_size == 0,
+            f"batch.{key} {size} is not a multiple of batch.micro_size {self.micro_size}; a "
+            f"micro_size that fits: {_divisors_near(size, self.micro_size)}",
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hvdtrain.errors import require
@@ -16,11 +17,16 @@ class RunConfig:
         id: name of the run, a folder under `run.root`; null = date-time-task
         resume: `auto` (newest valid checkpoint of this run id), `never`, or a checkpoint's path:
             of this run to return to it at every start, of another run to begin there
+        init_from: weights that a new run begins with: a run, a checkpoint, a folder or file of
+            safetensors, or a Hugging Face folder of GPT-2's layout; one that resumes has its own
+        init_strict: names and shapes of these must be the model's; false takes over those that are
     """
 
     root: str = "runs"
     id: str | None = None
     resume: str = "auto"
+    init_from: str | None = None
+    init_strict: bool = True
 
     def __post_init__(self) -> None:
         require(bool(self.root), "run.root must not be empty; the default is runs")
@@ -35,7 +41,12 @@ class TrainConfig:
     """The loop.
 
     Args:
-        steps: optimizer steps
+        steps: optimizer steps; 0 = as many as `train.epochs` takes. Of the two, a flag wins over a
+            file, and a file over the task's default
+        epochs: passes over the training data, such as 3 or 0.5, instead of `train.steps`; 0 = not
+            given
+        patience: evaluations in a row without a lower validation loss after which the run ends; 0 =
+            never
         log_every: steps between lines of metrics.jsonl; without a terminal the screen gets a line
             every 2 seconds at most
         max_nonfinite: skipped steps in a row (gradient not finite, even with the smallest loss
@@ -45,12 +56,26 @@ class TrainConfig:
     """
 
     steps: int = 1000
+    epochs: float = 0.0
+    patience: int = 0
     log_every: int = 1
     max_nonfinite: int = 10
     replica_check_every: int = 100
 
     def __post_init__(self) -> None:
-        require(self.steps >= 1, f"train.steps must be >= 1, not {self.steps}")
+        require(
+            self.epochs >= 0 and math.isfinite(self.epochs),
+            f"train.epochs must be > 0 (0 = not given), not {self.epochs}",
+        )
+        require(
+            self.steps >= (0 if self.epochs else 1), f"train.steps must be >= 1, not {self.steps}"
+        )
+        require(
+            not (self.steps and self.epochs),
+            f"train.steps {self.steps} and train.epochs {self.epochs:g} exclude each other: give "
+            "one of them",
+        )
+        require(self.patience >= 0, f"train.patience must be >= 0 (0 = never), not {self.patience}")
         require(self.log_every >= 1, f"train.log_every must be >= 1, not {self.log_every}")
         require(
             self.max_nonfinite >= 1, f"train.max_nonfinite must be >= 1, not {self.max_nonfinite}"

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from hvdtrain.data.config import BatchConfig
@@ -30,6 +30,7 @@ from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.control import Flags
+from hvdtrain.engine.evaluations import Evaluations, evaluations_before, since_best
 from hvdtrain.engine.step import TrainStep
 from hvdtrain.errors import EXIT_NOT_FINITE
 from hvdtrain.log import logger
@@ -69,6 +70,7 @@ class Progress:
         nonfinite: steps skipped because of a gradient that was not finite, which a lower loss scale
             would not have changed
         nonfinite_in_a_row: how many of these were the latest steps
+        evaluations: see evaluations.py
         preempted: the ranks have agreed to stop here
         record: of the last step, as the callbacks got it; None where none was done here
     """
@@ -77,10 +79,11 @@ class Progress:
     samples: int = 0
     nonfinite: int = 0
     nonfinite_in_a_row: int = 0
+    evaluations: Evaluations = field(default_factory=list)
     preempted: bool = False
     record: StepRecord | None = None
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         kept = asdict(self)
         del kept["preempted"], kept["record"]
@@ -93,12 +96,14 @@ class Plan:
 
     Args:
         learning_rate: rate of step s, from 0.
+        dataset_size: samples of an epoch.
         sync_every: steps from one in which the ranks' states become one to the next.
     """
 
     train: TrainConfig
     batch: BatchConfig
     learning_rate: Callable[[int], float]
+    dataset_size: int
     sync_every: int = 1
 
 
@@ -146,6 +151,7 @@ class Loop:
         self._step = step
         self._loader = loader
         self._learning_rate = plan.learning_rate
+        self._dataset_size = plan.dataset_size
         self._sync_every = plan.sync_every
         self._callbacks = callbacks
         self._interruptions = interruptions
@@ -168,8 +174,14 @@ class Loop:
 
     @property
     def ending(self) -> bool:
-        """This step is the run's last, or the last before it stops as asked."""
-        return self.progress.preempted or self.progress.step >= self.train.steps
+        """This step is the run's last, or the last before it stops: early, or as asked."""
+        last = self.progress.step >= self.train.steps
+        return self.progress.preempted or last or self.stopped_early
+
+    @property
+    def stopped_early(self) -> bool:
+        """The validation loss has not become lower for long enough."""
+        return 0 < self.train.patience <= since_best(self.progress.evaluations)
 
     @property
     def synchronised(self) -> bool:
@@ -194,8 +206,11 @@ class Loop:
             HorovodInternalError: another rank is gone.
             MembershipChanged: processes join or leave.
         """
-        if self.progress.record is not None:
-            self._call_back(dict(self.progress.record))
+        progress = self.progress
+        if progress.record is not None:
+            # Some ranks may have evaluated this step, and all do now.
+            progress.evaluations = evaluations_before(progress.evaluations, progress.step)
+            self._call_back(dict(progress.record))
         while not self.ending:
             record, membership_changed = self._one_step()
             self._call_back(dict(record))
@@ -235,6 +250,7 @@ class Loop:
             "step": progress.step,
             "loss": result.values["loss"],
             "samples": progress.samples,
+            "epoch": progress.samples / self._dataset_size,
             "lr": lr,
             "grad_norm": result.grad_norm,
             "world_size": self.topology.world_size,

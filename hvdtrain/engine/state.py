@@ -52,7 +52,7 @@ class ModelState:
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         [tensors] = pieces
-        _copy(_by_names_of_now(self._model)(tensors), self.tensors())
+        _copy(by_names_of_now(self._model)(tensors), self.tensors())
 
 
 class OptimizerState:
@@ -73,7 +73,7 @@ class OptimizerState:
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         [tensors] = pieces
-        tensors = _by_names_of_now(self._model)(tensors)
+        tensors = by_names_of_now(self._model)(tensors)
         names = set(parameter_names(self._optimizer, self._model).values())
         unknown = {key.rpartition("/")[0] for key in tensors} - names
         if unknown:
@@ -81,7 +81,7 @@ class OptimizerState:
         set_state_tensors(self._optimizer, self._model, tensors)
 
 
-def _by_names_of_now(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+def by_names_of_now(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     """A model of ours may have had other names once."""
     upgrade: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = getattr(
         model, "upgrade_checkpoint", dict

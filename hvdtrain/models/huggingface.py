@@ -6,12 +6,14 @@ other. https://huggingface.co/docs/transformers/model_doc/gpt2 and .../gpt_neox
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import ROTARY_BASE
 from hvdtrain.models.gpt_config import GPTConfig
 
@@ -73,6 +75,59 @@ def _gpt2(
     if not config.tied_embeddings:
         tensors["lm_head.weight"] = weights["head.weight"]
     return facts, tensors
+
+
+def from_gpt2(
+    config: GPTConfig, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The weights of a GPT-2 of transformers by the names of a GPT.
+
+    Args:
+        config: of the GPT.
+        facts: config.json.
+        tensors: of model.safetensors; with or without the prefix of the model with a head.
+
+    Raises:
+        UserError: it is of another layout, or has another number of heads.
+    """
+    if facts["model_type"] != "gpt2":
+        raise UserError(
+            f"config.json is of {facts['model_type']!r}; of Hugging Face's layouts, that of gpt2 "
+            "is read"
+        )
+    if facts.get("n_head") != config.heads:
+        raise UserError(
+            f"the GPT-2 has {facts.get('n_head')} heads (n_head), and model.heads is {config.heads}"
+        )
+    found = {}
+    for full_name, tensor in tensors.items():
+        name = full_name.removeprefix("transformer.")
+        if re.fullmatch(r"h\.\d+\.attn\.(masked_)?bias", name):
+            continue  # the mask, which older versions saved
+        if name == "lm_head.weight" and config.tied_embeddings:
+            continue
+        matrix = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+        for theirs, ours in _GPT2_NAMES:
+            name = re.sub(theirs, ours, name)
+        own = tensor.t().contiguous() if matrix else tensor
+        parts = own.chunk(3) if "{qkv}" in name else (own,)
+        for letter, part in zip("qkv", parts, strict=False):
+            found[name.replace("{qkv}", letter)] = part
+    return found
+
+
+_GPT2_NAMES = (
+    (r"^wte\.", "embedding."),
+    (r"^wpe\.", "positions."),
+    (r"^ln_f\.", "norm."),
+    (r"^lm_head\.", "head."),
+    (r"^h\.", "blocks."),
+    (r"\.ln_(\d)\.", r".norm\1."),
+    (r"\.attn\.c_attn\.", ".attention.{qkv}."),
+    (r"\.attn\.c_proj\.", ".attention.out."),
+    (r"\.mlp\.c_fc\.", ".up."),
+    (r"\.mlp\.c_proj\.", ".down."),
+)
 
 
 def _gpt_neox(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from hvdtrain.errors import require
@@ -14,22 +14,49 @@ class OptimConfig:
     """The optimizer.
 
     Args:
-        name: the optimizer
+        name: `adamw`, `sgd` (with momentum), `adam`, `lion` (arXiv:2302.06675), `adafactor`
+            (arXiv:1804.04235), `adamw8bit` (arXiv:2110.02861), or `muon`, which takes the matrices
+            inside the model and leaves embeddings, output layer and vectors to adamw
         lr: learning rate at the end of the warm-up
-        betas: AdamW's decay rates of the two moments
-        momentum: momentum of SGD
-        weight_decay: of parameters with 2 or more dimensions; decoupled for AdamW
+        scale_lr: what `optim.lr` is multiplied with where `batch.per_rank_size` is set: the number
+            of ranks (`linear`, arXiv:1706.02677) or its root (`sqrt`)
+        betas: decay rates of the two moments of adamw and adam; lion's two
+        eps: added to the root of the second moment of adamw and adam
+        fused: adamw and adam in torch's one kernel: a shorter step, and results that are rounded
+            otherwise
+        momentum: momentum of sgd and muon
+        weight_decay: of parameters with 2 or more dimensions; of sgd and adam added to the
+            gradient, else decoupled from it
         clip_norm: gradients are scaled down to this global norm; 0 = no clipping
+        ema_decay: of an exponential moving average of the weights, such as 0.999; it is evaluated
+            beside them; 0 = none
+        freeze: names of parameters that are not trained, with * and ?, such as `embedding.*`
     """
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "adam", "lion", "muon", "adafactor", "adamw8bit"] = "adamw"
     lr: float = 1e-3
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
     betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    fused: bool = False
     momentum: float = 0.9
     weight_decay: float = 0.1
     clip_norm: float = 1.0
+    ema_decay: float = 0.0
+    freeze: list[str] | str = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if isinstance(self.freeze, str):
+            self.freeze = [self.freeze]
+        require(
+            not self.fused or self.name in ("adamw", "adam"),
+            f"optim.fused is for adamw and adam: {self.name} has no such kernel",
+        )
+        require(
+            0 <= self.ema_decay < 1,
+            f"optim.ema_decay must lie in [0, 1) (0 = none), not {self.ema_decay}",
+        )
+        require(self.eps > 0 and math.isfinite(self.eps), f"optim.eps must be > 0, not {self.eps}")
         require(self.lr > 0 and math.isfinite(self.lr), f"optim.lr must be > 0, not {self.lr}")
         for beta in self.betas:
             require(0 <= beta < 1, f"optim.betas must lie in [0, 1), not {beta}")

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.errors import UserError
+from hvdtrain.optim.adamw8bit import adamw_8bit
 from hvdtrain.optim.config import OptimConfig
+from hvdtrain.optim.lion import Lion
+from hvdtrain.optim.muon import USES_MUON, MuonAndAdamW, muon_parameters
 
 ParamGroup = dict[str, Any]
 # What a task may say of a group beside its parameters.
@@ -21,14 +24,15 @@ _KEYS = ("params", "lr_scale", "weight_decay")
 def build_optimizer(
     config: OptimConfig, model: nn.Module, groups: Sequence[ParamGroup] | None = None
 ) -> Optimizer:
-    """AdamW or SGD.
+    """The optimizer of `config.name`.
 
     Args:
         groups: of the parameters, see Task.param_groups; default: matrices decay, vectors
             (biases, norms) do not.
 
     Raises:
-        UserError: the groups do not have each trainable parameter exactly once.
+        UserError: the groups do not have each trainable parameter exactly once, or there is
+            nothing that Muon is for.
     """
     if groups is None:
         groups = _by_dimensions(config, model)
@@ -39,9 +43,39 @@ def build_optimizer(
     # Those that the task froze are not trained, whatever group they are in.
     groups = [{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in groups]
     groups = [group for group in groups if group["params"]]
-    if config.name == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas)
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    lr, betas, eps = config.lr, config.betas, config.eps
+    fused = config.fused or None  # as torch's own default
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=config.momentum)
+    if config.name == "adam":
+        return torch.optim.Adam(groups, lr=lr, betas=betas, eps=eps, fused=fused)
+    if config.name == "lion":
+        return Lion(groups, lr=lr, betas=betas)
+    if config.name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=lr)
+    if config.name == "adamw8bit":
+        return adamw_8bit(groups, lr, betas, eps)
+    if config.name == "muon":
+        parts = _by_use_of_muon(groups, model)
+        return MuonAndAdamW(parts, lr=lr, momentum=config.momentum, betas=betas, eps=eps)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=fused)
+
+
+def _by_use_of_muon(groups: Sequence[ParamGroup], model: nn.Module) -> list[ParamGroup]:
+    if not hasattr(torch.optim, "Muon"):
+        raise UserError(f"optim.name muon needs torch 2.9 or newer; this is {torch.__version__}")
+    matrices = set(muon_parameters(model))
+    parts = []
+    for group in groups:
+        for uses in (True, False):
+            own = [p for p in group["params"] if (p in matrices) is uses]
+            parts.append({**group, "params": own, USES_MUON: uses})
+    if not any(part["params"] for part in parts if part[USES_MUON]):
+        raise UserError(
+            "optim.name muon: the model has no matrix to train but embeddings and its output "
+            "layer; use optim.name adamw"
+        )
+    return [part for part in parts if part["params"]]
 
 
 def _by_dimensions(config: OptimConfig, model: nn.Module) -> list[ParamGroup]:
@@ -107,14 +141,15 @@ def set_state_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict[str,
 
     Args:
         tensors: as `state_tensors` gives them; moved to their parameter's device, but for step
-            counts, which torch's optimizers keep on the CPU.
+            counts, which torch's optimizers keep on the CPU where they are not fused.
     """
+    fused = any(group.get("fused") for group in optimizer.param_groups)
     by_name = {name: p for p, name in parameter_names(optimizer, model).items()}
     state: dict[Tensor, dict[str, Any]] = {}
     for key, tensor in tensors.items():
         name, _, entry = key.rpartition("/")
         parameter = by_name[name]
-        placed = tensor if entry == "step" else tensor.to(parameter.device)
+        placed = tensor if entry == "step" and not fused else tensor.to(parameter.device)
         state.setdefault(parameter, {})[entry] = placed
     optimizer.state.clear()
     optimizer.state.update(state)

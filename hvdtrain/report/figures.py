@@ -41,11 +41,15 @@ def _progress(run: Run) -> Figures:
     last = run.ledger.generations[-1] if run.ledger else None
     code = last.end[1] if last and last.end else None
     ended = STATES.get(code, f"ended with exit code {code}") if code is not None else "no end"
+    early = any(g.early_stop for g in run.ledger.generations) if run.ledger else False
+    if last and code == 0 and early and last.reached < last.start.total_steps:
+        ended = "stopped early"
     return {
         "state": ended if last else None,
         "exit_code": code,
         "steps": int(step[-1]) if len(step) else 0,
         "total_steps": last.start.total_steps if last else _train_steps(run),
+        "epochs": _epochs(last) if last else None,
         "ranks": last.start.world_size if last else run.manifest.get("world_size"),
         "hosts": last.start.hosts if last else run.manifest.get("hosts", {}),
         "final_loss": _last(loss),
@@ -56,8 +60,15 @@ def _progress(run: Run) -> Figures:
 
 
 def _train_steps(run: Run) -> int | None:
+    """None: as many as train.epochs takes, which is known with the data alone."""
     steps = run.config.get("train", {}).get("steps")
-    return steps if isinstance(steps, int) else None
+    return steps if isinstance(steps, int) and steps > 0 else None
+
+
+def _epochs(last: Generation) -> float:
+    """Passes over the training data up to the last line of a run."""
+    samples = max([last.start.samples, *(line.samples for line in last.lines)])
+    return samples / last.start.dataset_size
 
 
 def _speed(run: Run) -> Figures:

@@ -21,17 +21,19 @@ def headline(figures: Figures) -> str:
     """One sentence: how far it came, with what, how it ended."""
     hosts, ranks = len(figures["hosts"]), figures["ranks"]
     of = f" of {figures['total_steps']:,}" if figures["total_steps"] else ""
+    epochs = f" ({figures['epochs']:.2f} epochs)" if figures["epochs"] is not None else ""
     where = f" on {units.plural(ranks, 'rank')}, {units.plural(hosts, 'host')}" if ranks else ""
     took = units.seconds(figures["wall_seconds"])
     how = {
         None: "It is not known how it ended.",
         "no end": "No end was recorded: it was killed, or it still runs.",
         "finished": "It finished.",
+        "stopped early": "It stopped early: the validation loss became no lower (train.patience).",
         "preempted": "It was asked to stop, wrote a checkpoint and can resume from it.",
     }.get(figures["state"], f"It {figures['state']}.")
     restarts = figures["restarts"]
     again = f", with {units.plural(len(restarts), 'restart')}" if restarts else ""
-    return f"{figures['steps']:,}{of} steps in {took}{where}{again}. {how}"
+    return f"{figures['steps']:,}{of} steps{epochs} in {took}{where}{again}. {how}"
 
 
 def tiles(figures: Figures) -> list[Tile]:

@@ -141,7 +141,8 @@ def _collectives(figures: Figures) -> Table:
 
 def _facts(run: Run, figures: Figures) -> Table:
     manifest = run.manifest
-    batch = run.config.get("batch", {})
+    generations = run.ledger.generations if run.ledger else ()
+    size = generations[-1].start.global_size if generations else None
     horovod = manifest.get("horovod") or {}
     begin = run.ledger.began if run.ledger else None
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(begin)) if begin else None
@@ -152,7 +153,7 @@ def _facts(run: Run, figures: Figures) -> Table:
         "ranks by host": hosts + (" …" if len(figures["hosts"]) > _ROWS else ""),
         "device": manifest.get("device"),
         "controller": horovod.get("controller"),
-        "samples in a step": batch.get("global_size"),
+        "samples in a step": size or run.config.get("batch", {}).get("global_size"),
         "seed": manifest.get("seed"),
         "git commit": manifest.get("git_commit"),
         **manifest.get("versions", {}),

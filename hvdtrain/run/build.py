@@ -29,6 +29,8 @@ from hvdtrain.exchange.local_sgd import LocalSgd, Nesterov
 from hvdtrain.exchange.powersgd import powersgd_exchange
 from hvdtrain.exchange.topk import topk_exchange
 from hvdtrain.log import logger
+from hvdtrain.optim.ema import Ema
+from hvdtrain.optim.freeze import freeze
 from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.precision import (
@@ -41,6 +43,7 @@ from hvdtrain.optim.precision import (
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.optim.supported import check_device, check_model
 from hvdtrain.run.exporting import build_exporter
+from hvdtrain.run.length import dataset_size, with_global_batch, with_steps
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.context import RankContext
@@ -61,9 +64,11 @@ class RunComponents:
     """What a process makes once, and keeps through all generations of an elastic run.
 
     Args:
+        config: all of it, with what follows from the ranks and the data, see length.py.
         snapshot: where ranks step on their own and a failure does not end the run.
     """
 
+    config: Config
     task: Task
     datasets: Datasets
     device: torch.device
@@ -73,6 +78,7 @@ class RunComponents:
     exporter: Exporter | None
     snapshot: Snapshot | None
     precision: Precision
+    ema: Ema | None = None
     heartbeat: Heartbeat = field(default_factory=lambda: heartbeat.OWN)
 
     def context(self, mesh: Mesh) -> RankContext:
@@ -114,8 +120,8 @@ def build_components(
     Raises:
         AgreedError: some rank cannot.
     """
-    config = settings.config
-    if config.exchange.exact:
+    given = with_global_batch(settings.config, topology.world_size)
+    if given.exchange.exact:
         use_deterministic_kernels()
     # In an elastic run local ranks change, and GPUs do not.
     device_index = start.local_rank if start.elastic else None
@@ -123,6 +129,7 @@ def build_components(
     precision = on_all_ranks("precision", lambda: build_precision(config.precision, device))
     timer = comm.OWN.timer = build_timer(start.clock, device)
     task, datasets = data or on_all_ranks("data", lambda: build_data(settings))
+    config = on_all_ranks("train.epochs", lambda: with_steps(given, datasets))
     model = on_all_ranks("model", lambda: build_model(task, config, device))
     groups = optional(task, "param_groups")
     optimizer = on_all_ranks(
@@ -132,12 +139,16 @@ def build_components(
     if precision.name == BF16_PARAMS:
         optimizer = MasterWeights(optimizer)
     exchange = build_exchange(config, optimizer, model, start.elastic)
-    further = [*exchange.state_parts()]
+    parts = [*exchange.state_parts()]
     if precision.loss_scale is not None:
         precision.loss_scale.unscale_gradients(exchange.parameters)
-        further.append(precision.loss_scale)
+        parts.append(precision.loss_scale)
+    decay = config.optim.ema_decay
+    ema = Ema(optimizer, model, decay) if decay else None
+    if ema is not None:
+        parts.append(ema)
     identity = {**build_identity(config, datasets), PRECISION: precision.name}
-    state = RunState(model, optimizer, Progress(), identity, further)
+    state = RunState(model, optimizer, Progress(), identity, parts)
     on_all_ranks("sinks", lambda: check_packages(config.telemetry))
     exporter = on_all_ranks(
         "telemetry",
@@ -147,7 +158,7 @@ def build_components(
     )
     snapshot = Snapshot(state) if start.elastic and config.exchange.sync_every else None
     return RunComponents(
-        task, datasets, device, state, exchange, timer, exporter, snapshot, precision
+        config, task, datasets, device, state, exchange, timer, exporter, snapshot, precision, ema
     )
 
 
@@ -193,10 +204,11 @@ def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
     """The task's model, freshly initialised from the seed.
 
     Raises:
-        UserError: it cannot be trained.
+        UserError: it cannot be trained, or has nothing of the name that is to be frozen.
     """
     seed_all(config.seed)
     model: nn.Module = task.model()
+    freeze(model, config.optim.freeze)
     check_model(model)
     check_parameters(config.precision.name, model)
     if config.precision.name == BF16_PARAMS:
@@ -236,7 +248,7 @@ def build_identity(config: Config, datasets: Datasets) -> dict[str, Any]:
         "seed": config.seed,
         "batch.global_size": config.batch.global_size,
         "optim.name": config.optim.name,
-        "the number of training samples": len(datasets.train),  # type: ignore[arg-type]
+        "the number of training samples": dataset_size(datasets),
         "the fingerprint of the training data": datasets.fingerprint,
     }
 
@@ -266,7 +278,13 @@ def build_loop(
     )
     rate = partial(learning_rate, config.schedule, config.optim.lr, steps=config.train.steps)
     return Loop(
-        Plan(config.train, config.batch, rate, config.exchange.sync_every or 1),
+        Plan(
+            config.train,
+            config.batch,
+            rate,
+            dataset_size(components.datasets),
+            config.exchange.sync_every or 1,
+        ),
         TrainStep(passes, exchange, update, config.batch, context),
         loader,
         state.progress,

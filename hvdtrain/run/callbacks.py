@@ -87,6 +87,8 @@ def build_callbacks(
             components.datasets.validation,
             config.seed,
             context,
+            components.ema,
+            emit,
         )
         if config.eval.every and components.datasets.validation is not None
         else None,

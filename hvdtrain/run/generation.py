@@ -18,6 +18,7 @@ from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_loop
 from hvdtrain.run.callbacks import Callbacks, Outputs, build_callbacks
 from hvdtrain.run.held import Held
+from hvdtrain.run.length import dataset_size
 from hvdtrain.run.manifest import build_manifest, run_facts, start_facts
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run.resume import resume
@@ -81,7 +82,7 @@ class Generation:
         cause: Cause,
     ) -> None:
         self._launched = launched
-        self._config = launched.settings.config
+        self._config = components.config
         self._components = components
         self._held = held
         self._topology = topology
@@ -284,9 +285,9 @@ class Generation:
 
 def identity(components: RunComponents, digest: str) -> Identity:
     """What a process would train; those of a run have the same."""
-    data, precision = components.datasets, components.precision.name
-    samples = len(data.train)  # type: ignore[arg-type]
-    return Identity(components.device.type, digest, samples, data.fingerprint, precision)
+    size, fingerprint = dataset_size(components.datasets), components.datasets.fingerprint
+    precision = components.precision.name
+    return Identity(components.device.type, digest, size, fingerprint, precision)
 
 
 def _refuse(problem: str) -> None:

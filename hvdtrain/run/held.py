@@ -81,7 +81,7 @@ class Held:
         self._open_log(topology, tolerate_errors)
         self._log_of = topology
         logger.info("run %s on %s", self.folder.path, topology.describe())
-        if setting := self._config.exchange.depends_on_ranks:
+        if setting := self._config.depends_on_ranks:
             logger.info("the curve depends on the number of ranks: %s", setting)
 
     def _open_log(self, topology: Topology, tolerate_errors: bool) -> None:

@@ -15,6 +15,7 @@ import hvdtrain
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.iterable import has_own_order
 from hvdtrain.engine.state import PRECISION, RunState
+from hvdtrain.run.length import dataset_size
 from hvdtrain.runtime.init import built_with, controller
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets
@@ -71,10 +72,10 @@ def start_facts(
         "global_size": config.batch.global_size,
         "micro_size": config.batch.micro_size,
         "seed": config.seed,
-        "dataset_size": len(datasets.train),  # type: ignore[arg-type]
+        "dataset_size": dataset_size(datasets),
         "own_order": has_own_order(datasets.train),
         "precision": state.identity[PRECISION],
-        "depends_on_ranks": config.exchange.depends_on_ranks,
+        "depends_on_ranks": config.depends_on_ranks,
         "sync_every": config.exchange.sync_every,
         "fingerprint": datasets.fingerprint,
         "total_steps": config.train.steps,

@@ -10,6 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.format import Checkpoint, read
 from hvdtrain.checkpoint.layout import named
 from hvdtrain.checkpoint.manager import CheckpointManager
@@ -35,7 +36,7 @@ class RunRecorder:
 
     Args:
         folder: held by this process.
-        keep: checkpoints that stay.
+        config: which checkpoints stay.
         sinks: get the figures too, from `open` to `end_sinks`.
 
     Attributes:
@@ -43,13 +44,21 @@ class RunRecorder:
         starts: one entry for each start of the run so far.
     """
 
-    def __init__(self, folder: RunFolder, keep: int, sinks: Sequence[BackgroundSink] = ()) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        config: CheckpointConfig,
+        sinks: Sequence[BackgroundSink] = (),
+    ) -> None:
         self.folder = folder
         self.sinks = sinks
         held = folder.ownership.held
         self._held = held
         self.manager = CheckpointManager(
-            folder.checkpoints, keep, partial(folder.ownership.confirm, _CONFIRM_S)
+            folder.checkpoints,
+            config.keep,
+            partial(folder.ownership.confirm, _CONFIRM_S),
+            config.keep_best,
         )
         self.metrics: MetricsFile | None = None
         self.ranks: MetricsFile | None = None
@@ -210,7 +219,7 @@ class RunRecorder:
 def build_recorder(config: Config, folder: RunFolder) -> RunRecorder:
     """Rank 0's, for a folder that it holds."""
     sinks = build_sinks(config.telemetry, folder.path)
-    return RunRecorder(folder, config.checkpoint.keep, [BackgroundSink(sink) for sink in sinks])
+    return RunRecorder(folder, config.checkpoint, [BackgroundSink(sink) for sink in sinks])
 
 
 class LateFiles:

@@ -8,6 +8,8 @@ from hvdtrain.config import Config
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_model
 from hvdtrain.run.held import Held
+from hvdtrain.run.init_from import load_initial_weights
+from hvdtrain.run.length import dataset_size, describe
 from hvdtrain.runtime.collectives import broadcast_json, on_all_ranks
 from hvdtrain.runtime.mesh import Group
 
@@ -23,6 +25,7 @@ def resume(config: Config, components: RunComponents, held: Held, group: Group) 
         AgreedError: there is no such checkpoint, or it does not fit.
     """
     state = components.state
+    logger.info("%s", describe(components.config, dataset_size(components.datasets)))
     folder = on_all_ranks("resume", lambda: _load(config, components, held, group))
     held.initial = False
     state.broadcast(root=0)
@@ -43,4 +46,6 @@ def _load(config: Config, components: RunComponents, held: Held, group: Group) -
         # Half of a state whose source died, or of one that was left behind.
         model = build_model(components.task, config, components.device)
         components.state.start_over(model)
+    if config.run.init_from is not None and group.rank == 0:
+        load_initial_weights(components.state.model, config.run.init_from, config.run.init_strict)
     return None

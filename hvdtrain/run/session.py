@@ -30,7 +30,9 @@ from hvdtrain.log import logger
 from hvdtrain.run import build
 from hvdtrain.run.generation import Cause, Generation, Launched, identity
 from hvdtrain.run.held import Held
+from hvdtrain.run.length import with_global_batch
 from hvdtrain.run.start_checks import (
+    check_batch,
     check_elastic,
     check_exchange,
     check_profiled_ranks,
@@ -187,8 +189,8 @@ class Session:
         )
 
     def _prepare(self) -> None:
-        settings, config = self._launched.settings, self._launched.settings.config
-        membership, topology = self._membership, self.topology
+        settings, membership, topology = self._launched.settings, self._membership, self.topology
+        config = with_global_batch(settings.config, topology.world_size)
         if membership is not None:
             on_all_ranks("launcher", lambda: check_elastic(membership))
         on_all_ranks(
@@ -199,6 +201,7 @@ class Session:
             "exchange",
             lambda: check_exchange(config, topology.world_size, membership is not None),
         )
+        on_all_ranks("batch", lambda: check_batch(config, membership is not None))
         if membership is None:
             on_all_ranks("profile", lambda: check_profiled_ranks(config, topology.world_size))
         start = build.Start(self._began_clock, self._local_rank, elastic=membership is not None)

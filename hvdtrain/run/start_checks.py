@@ -101,6 +101,19 @@ def check_exchange(config: Config, world_size: int, elastic: bool) -> None:
         )
 
 
+def check_batch(config: Config, elastic: bool) -> None:
+    """A batch that grows with the ranks, and ranks that come and go.
+
+    Raises:
+        UserError: both.
+    """
+    if config.batch.per_rank_size and elastic:
+        raise UserError(
+            "batch.per_rank_size makes the global batch follow the number of ranks, which changes "
+            "in an elastic run: set batch.global_size, or start without --host-discovery-script"
+        )
+
+
 def check_profiled_ranks(config: Config, world_size: int) -> None:
     """An elastic run may get the rank later, or lose it; any other never will.
 

@@ -22,6 +22,11 @@ from hvdtrain.tasks import optional
 
 # For a launcher to show what it is given, before what is written to its terminal directly.
 _FORWARD_SECONDS = 0.3
+_FINAL = {
+    "final train loss": "loss",
+    "final validation loss": "validation_loss",
+    "final validation loss of the averaged weights": "ema_validation_loss",
+}
 
 
 def log_summary(
@@ -43,7 +48,7 @@ def log_summary(
     if sample is not None and not loop.preempted:
         with components.precision.autocast(components.device):
             _show_sample(sample, components.state.model)
-    for name, key in (("final train loss", "loss"), ("final validation loss", "validation_loss")):
+    for name, key in _FINAL.items():
         if key in last:
             logger.info("%s %.4f", name, last[key])
     if loop.progress.nonfinite:

@@ -18,6 +18,9 @@ _MPI_OVER_TCP = {
     "btl_tcp_flags": "1",  # send, neither put nor get
     "btl_tcp_eager_limit": "262144",
     "btl_tcp_max_send_size": "262144",
+    # A message waits for its receiver's word, which would queue in the socket behind all that this
+    # one sends: then only one of two directions is used at a time.
+    "btl_tcp_sndbuf": "262144",
 }
 _MPI_PARAMETER_FILES = ("~/.openmpi/mca-params.conf", "/etc/openmpi/openmpi-mca-params.conf")
 

@@ -109,6 +109,7 @@ class Exporter:
             "time": gauge(
                 "last_step_timestamp_seconds", "When the last step ended; at first, the start"
             ),
+            "epoch": gauge("epoch", "Passes over the training data that the steps so far are"),
             "step": gauge("last_step", "Steps of the run so far, those before a restart too"),
         }
         self._gauges["time"].set_to_current_time()

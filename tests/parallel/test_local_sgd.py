@@ -172,7 +172,7 @@ SHARES = {"all work alike": 4, "one rank works more": 3, "rank 1 has no micro-ba
 
 
 @pytest.mark.parametrize("outer", [None, OUTER], ids=["average", "nesterov"])
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("share", SHARES)
 def test_ranks_that_step_on_their_own_are_not_those_of_a_plain_loop(
     topology: Topology, share: str, name: str, outer: Nesterov | None

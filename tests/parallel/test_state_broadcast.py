@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import get_args, get_type_hints
 
 import horovod.torch as hvd
 import pytest
@@ -13,6 +14,7 @@ from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.state import RunState, model_tensors
 from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.optim.config import OptimConfig
+from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.optimizer import build_optimizer, state_tensors
 from hvdtrain.runtime.topology import Topology
 
@@ -67,7 +69,7 @@ def test_horovods_own_broadcast_became_harmless(topology: Topology) -> None:
     assert state_tensors(state.optimizer, state.model) != {}
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", get_args(get_type_hints(OptimConfig)["name"]))
 def test_what_rank_0_resumed_does_not_reach_another_rank(topology: Topology, name: str) -> None:
     model, optimizer = _trained(name)
     state = _state(seed=topology.rank, name=name)
@@ -111,3 +113,24 @@ def test_training_goes_on_otherwise_after_the_broadcast(topology: Topology) -> N
     _train(other, alone, 2)
     _train(model, optimizer, 2)
     _assert_bits(model_tensors(other), model_tensors(model))
+
+
+def test_averaged_weights_do_not_reach_another_rank(topology: Topology) -> None:
+    model = _model(3)
+    optimizer = build_optimizer(OptimConfig(lr=0.1), model)
+    ema = Ema(optimizer, model, 0.9)
+    _train(model, optimizer, 3)
+    expected = {name: tensor.clone() for name, tensor in ema.tensors().items()}
+    other = _model(topology.rank)
+    fresh = build_optimizer(OptimConfig(lr=0.1), other)
+    own = Ema(fresh, other, 0.9)
+    state = RunState(other, fresh, Progress(), {}, [own])
+    if topology.rank == 0:
+        resumed = RunState(model, optimizer, Progress(3, 24, evaluations=[[2, 0.5]]), {}, [ema])
+        state.load(copy.deepcopy(resumed.capture()))
+    state.broadcast()
+    assert state.progress.evaluations == [[2, 0.5]]
+    _assert_bits(own.tensors(), expected)
+    _train(other, fresh, 1)
+    _train(model, optimizer, 1)
+    _assert_bits(own.tensors(), ema.tensors())

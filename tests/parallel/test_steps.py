@@ -96,7 +96,7 @@ SHARES = {"all work": 4, "rank 1 has no micro-batch": 1}
 
 
 @pytest.mark.parametrize("when", ["before the forward pass", "after the forward pass"])
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "muon", "adafactor"])
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_frozen_parameter_moves_or_the_others_do_not(

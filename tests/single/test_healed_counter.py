@@ -12,9 +12,8 @@ from hvdtrain.engine.callbacks.export import Export
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter
 
-RECORD = dict.fromkeys(
-    ("world_size", "step_seconds", "samples_per_second", "loss", "grad_norm", "lr", "time"), 1.0
-)
+FIGURES = "world_size step_seconds samples_per_second loss grad_norm lr time epoch"
+RECORD = dict.fromkeys(FIGURES.split(), 1.0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -16,6 +16,7 @@ import torch
 import yaml
 from prometheus_client import generate_latest
 
+from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.config import Config
 from hvdtrain.run.exporting import build_exporter
 from hvdtrain.run.recorder import RunRecorder
@@ -54,7 +55,7 @@ def figures(tmp_path: Path) -> Iterator[bytes]:
     exporter.describe({"run": "mine"})
     folder = RunFolder(tmp_path)
     folder.prepare(fresh=True, claim=Claim.of_this_process())
-    recorder = RunRecorder(folder, keep=1)
+    recorder = RunRecorder(folder, CheckpointConfig(keep=1))
     recorder.open(0, exporter)
     yield generate_latest(exporter.registry)
     recorder.close()

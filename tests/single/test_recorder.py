@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.events_file import read_lines
 from hvdtrain.run_files.folder import RunFolder
+
+KEEP = CheckpointConfig(keep=1)
 
 
 def _generation(number: int) -> dict[str, Any]:
@@ -21,24 +24,24 @@ def _starts(folder: Path) -> list[tuple[int, int]]:
 
 def test_a_generation_whose_rank_0_died_unable_to_write_is_missing(tmp_path: Path) -> None:
     generations = [_generation(number) for number in range(4)]
-    first = RunRecorder(RunFolder(tmp_path), keep=1)
+    first = RunRecorder(RunFolder(tmp_path), KEEP)
     first.emit_starts(generations[:2])
     # The rank 0 of generation 2 could not write. The next one had joined in generation 1.
-    RunRecorder(RunFolder(tmp_path), keep=1).emit_starts(generations[1:])
+    RunRecorder(RunFolder(tmp_path), KEEP).emit_starts(generations[1:])
     assert _starts(tmp_path) == [(0, 0), (1, 10), (2, 20), (3, 30)]
 
 
 def test_a_generation_that_never_did_a_step_is_added_behind_later_ones(tmp_path: Path) -> None:
     # Its rank 0 was not among those who thought that it had begun.
-    RunRecorder(RunFolder(tmp_path), keep=1).emit_starts([_generation(0)])
-    RunRecorder(RunFolder(tmp_path), keep=1).emit_starts([_generation(0), _generation(2)])
-    RunRecorder(RunFolder(tmp_path), keep=1).emit_starts([_generation(n) for n in range(4)])
+    RunRecorder(RunFolder(tmp_path), KEEP).emit_starts([_generation(0)])
+    RunRecorder(RunFolder(tmp_path), KEEP).emit_starts([_generation(0), _generation(2)])
+    RunRecorder(RunFolder(tmp_path), KEEP).emit_starts([_generation(n) for n in range(4)])
     assert _starts(tmp_path) == [(0, 0), (1, 20), (2, 30)]
 
 
 def test_generations_that_wait_for_the_disk_get_one_number(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "later")
-    recorder = RunRecorder(folder, keep=1)
+    recorder = RunRecorder(folder, CheckpointConfig(keep=1))
     recorder.emit_starts([_generation(0)])
     recorder.emit_starts([_generation(0), _generation(1)])
     folder.path.mkdir()

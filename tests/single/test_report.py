@@ -142,7 +142,7 @@ def test_the_page_lacks_a_figure_or_needs_something_outside(history: History) ->
     assert cli.main(["report", str(history.folder)]) == 0
     page = (history.folder / "report.html").read_text()
     for part in (
-        "60 of 60 steps in",
+        "60 of 60 steps (9.38 epochs) in",
         "on 1 rank, 1 host, with 2 restarts. It finished.",
         "the program was started again (state from checkpoint)",
         "a rank failed (state from memory)",

@@ -37,7 +37,7 @@ TOP = [sys.executable, "-m", "hvdtrain.cli", "top"]
 PHASES = ("data", "forward", "backward", "comm_exposed", "optimizer", "eval", "checkpoint", "other")
 TARGET = Target(f"{HOST}:1", "http", "mine", "0", "node1")
 RECORD = {"world_size": 2, "step_seconds": 0.1, "samples_per_second": 80.0, "loss": 1.5}
-RECORD |= {"grad_norm": 1.0, "lr": 0.1, "time": 0.0, "step": 1234}
+RECORD |= {"grad_norm": 1.0, "lr": 0.1, "time": 0.0, "step": 1234, "epoch": 2.5}
 
 
 def _top(*arguments: object) -> Finished:

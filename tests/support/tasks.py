@@ -48,6 +48,16 @@ class Half(Regression):
         return super().model().half()
 
 
+class Overfitted(Regression):
+    """Validates against half of what is to be learnt: the loss falls, and rises again."""
+
+    def datasets(self) -> Datasets:
+        train = super().datasets().train
+        validation = train[:32].clone()  # type: ignore[index]
+        validation[:, -1] /= 2
+        return Datasets(train, validation)
+
+
 class Failing(Regression):
     """Raises on one rank in one step: HVDTRAIN_TEST_FAIL=rank:step, steps counted from 1.
 

@@ -21,6 +21,7 @@ import torch
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.layout import folder_name, hidden_name
 from hvdtrain.checkpoint.writer import CheckpointWriter
+from hvdtrain.engine.evaluations import is_best
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.engine.state import RunState
 from hvdtrain.log import logger
@@ -93,7 +94,9 @@ class SaveCheckpoints:
                 self._look(self._writer, loop.progress.step)
 
     def _look(self, writer: CheckpointWriter, step: int) -> None:
-        begin = self._decides and self._due(writer, step) and not writer.holds(step)
+        best = self._config.keep_best and is_best(self._saving.state.progress.evaluations, step)
+        due = self._due(writer, step)
+        begin = self._decides and (due or best) and not writer.holds(step)
         if self._saving.shared:
             # Each rank's writer must be free.
             votes = torch.tensor([float(begin), float(writer.busy)])
@@ -104,8 +107,15 @@ class SaveCheckpoints:
         elif begin and not writer.busy:
             self._begin(step)
             return
-        if begin:
+        if begin and due:
             self._warn(writer, step)
+        elif begin:
+            logger.warning(
+                "the validation loss after step %d is the lowest so far, but that of step %d "
+                "is still being written: it is not saved (checkpoint.keep_best)",
+                step,
+                writer.taken_step,
+            )
         elif not writer.prepared and not writer.busy:
             writer.prepare(self._saving.state.capture(self._saving.group))
 

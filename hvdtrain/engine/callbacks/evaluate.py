@@ -1,7 +1,8 @@
-"""Validation loss every `eval.every` steps and after the last."""
+"""Validation loss every `eval.every` steps and after the last, and whether the run stops early."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,17 +12,27 @@ from hvdtrain import comm
 from hvdtrain.data.loader import validation_batches
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.engine.control import means
+from hvdtrain.engine.evaluations import since_best, with_evaluation
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.engine.modes import evaluating
 from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.totals import Totals
+from hvdtrain.log import logger
+from hvdtrain.optim.ema import Ema
 from hvdtrain.runtime.collectives import sum_
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
 
 
 class Evaluate:
-    """Adds "validation_loss" and "validation_NAME" of the task's metrics to the record."""
+    """Adds "validation_loss" and "validation_NAME" of the task's metrics to the record.
+
+    With averaged weights, "ema_validation_loss" and the like too.
+
+    Args:
+        ema: None: there are none.
+        emit: called with an early stop, "early_stop" (step, best_step); on rank 0.
+    """
 
     def __init__(
         self,
@@ -30,7 +41,11 @@ class Evaluate:
         dataset: Dataset[Any],
         seed: int,
         context: RankContext,
+        ema: Ema | None = None,
+        emit: Callable[..., None] = lambda *_, **__: None,
     ) -> None:
+        self._ema = ema
+        self._emit = emit
         self._config = config
         self._passes = passes
         self._dataset = dataset
@@ -41,9 +56,28 @@ class Evaluate:
         if loop.preempted:
             return  # the grace period is for the checkpoint
         if loop.ending or loop.due(self._config.every):
+            sizes = loop.batch.global_size, loop.batch.micro_size
             with self._context.timer.inside("eval"):
-                values = self.evaluate(loop.batch.global_size, loop.batch.micro_size)
-            record.update({f"validation_{name}": value for name, value in values.items()})
+                values = self.evaluate(*sizes)
+                record.update({f"validation_{name}": value for name, value in values.items()})
+                if self._ema is not None and self._ema.started:
+                    with self._ema.applied():
+                        averaged = self.evaluate(*sizes)
+                    record.update({f"ema_validation_{n}": value for n, value in averaged.items()})
+            self._judge(loop, values["loss"])
+
+    def _judge(self, loop: Loop, loss: float) -> None:
+        progress = loop.progress
+        progress.evaluations = with_evaluation(progress.evaluations, progress.step, loss)
+        if loop.stopped_early:
+            best_step = progress.evaluations[0][0]
+            logger.info(
+                "the validation loss was lowest after step %d, %d evaluations ago: the run ends "
+                "here (train.patience)",
+                best_step,
+                since_best(progress.evaluations),
+            )
+            self._emit("early_stop", step=progress.step, best_step=best_step)
 
     def evaluate(self, global_size: int, micro_size: int) -> dict[str, float]:
         """Means over the first samples of the validation data, the same on every rank.

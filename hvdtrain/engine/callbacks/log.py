@@ -87,9 +87,11 @@ class LogMetrics:
         self._bar.update(record["step"] - self._bar.n)
 
     def _figures(self, record: StepRecord) -> str:
-        parts = [f"loss {record['loss']:.4f}"]
+        parts = [f"epoch {record['epoch']:.2f}", f"loss {record['loss']:.4f}"]
         if "validation_loss" in record:
             parts.append(f"validation {record['validation_loss']:.4f}")
+        if "ema_validation_loss" in record:
+            parts.append(f"ema {record['ema_validation_loss']:.4f}")
         parts.append(f"{record['samples_per_second']:.1f} samples/s")
         if self._units is not None:
             name = self._units[0]

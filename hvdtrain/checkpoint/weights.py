@@ -1,0 +1,80 @@
+"""Weights alone, from wherever they lie: a run, a checkpoint, an exported folder, a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from hvdtrain.checkpoint.format import read_part
+from hvdtrain.checkpoint.layout import MODEL, STATE, TENSORS, finished
+from hvdtrain.checkpoint.tensor_file import read_file, unpack
+from hvdtrain.errors import UserError
+
+_CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What was found.
+
+    Args:
+        tensors: by name, on the CPU.
+        facts: config.json beside them; empty where there is none.
+    """
+
+    tensors: dict[str, Tensor]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def read_weights(path: Path) -> Weights:
+    """Reads weights; of a run, those of its newest checkpoint.
+
+    Args:
+        path: a run's folder, a checkpoint's, one with model.safetensors (and config.json), or a
+            safetensors file.
+
+    Raises:
+        UserError: there are none, or they cannot be read.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: there is no such file or folder")
+    if path.is_file():
+        return Weights(_read_file(path))
+    if (path / "checkpoints").is_dir():
+        checkpoints = finished(path / "checkpoints")
+        if not checkpoints:
+            raise UserError(f"{path}: this run has no finished checkpoint")
+        path = checkpoints[-1]
+    if (path / STATE).exists():
+        return Weights(read_part(path, "model"))
+    if not (path / MODEL).exists():
+        raise UserError(
+            f"{path}: a run, a checkpoint, or a folder with {MODEL} is expected (weights in "
+            "several files, or pickled ones, are not read)"
+        )
+    return Weights(_read_file(path / MODEL), _facts(path / _CONFIG))
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    if path.suffix != TENSORS:
+        raise UserError(f"{path}: a file of weights ends with {TENSORS}")
+    try:
+        return unpack(read_file(path)[0])
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
+        raise UserError(f"{path} is not a whole safetensors file: {error}") from None
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        facts = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: {error}") from None
+    return facts if isinstance(facts, dict) else {}

@@ -1,0 +1,58 @@
+"""What the parser makes of files, of flags, and of jsonargparse's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hvdtrain.errors import UserError
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: keys and values are expected, not {content!r}")
+    return content
+
+
+def steps_or_epochs(
+    defaults: Iterable[str], contents: Iterable[Mapping[str, Any]], argv: Sequence[str]
+) -> list[str]:
+    """The flag that takes back train.steps or train.epochs where a later layer names the other."""
+    pair = ("train.steps", "train.epochs")
+    flags = [a[2:].partition("=") for a in argv if a.startswith("--")]
+    layers = [defaults, *(dotted(content) for content in contents), (name for name, *_ in flags)]
+    named = [{key for key in layer if key in pair} for layer in layers]
+    last = next((keys for keys in reversed(named) if keys), set())
+    others = set(pair) - last if last and "train.epochs" in set().union(*named) else set()
+    return [f"--{key}=0" for key in others]
+
+
+def dotted(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from dotted(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def readable(message: str) -> str:
+    """jsonargparse's words for a wrong value, as one line."""
+    text = " ".join(message.split())
+    key = re.search(r'[Kk]ey "([^"]+)"', text)
+    kinds = re.findall(r"Expected an? (.*?)(?= - Expected|\.? G(?:ot|iven) value|$)", text)
+    value = re.search(r"G(?:ot|iven) value: ?(.*)$", text)
+    if not (key and kinds and value):
+        return text
+    expected = re.sub(r"<class '(\w+)'>", r"\1", " or ".join(kinds)).replace("typing.", "")
+    expected = re.sub(r"Literal\[(.*?)\]", r"one of \1", expected).replace("NoneType", "null")
+    return f"{key[1]}: expected {expected}, not {value[1] or 'nothing'}"

@@ -1,0 +1,91 @@
+"""An exponential moving average of the weights, as a part of the run's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.errors import UserError
+from hvdtrain.optim.optimizer import parameter_names
+from hvdtrain.runtime.state_part import Scope
+
+
+class Ema:
+    """The replicated part "ema": an average of each trained parameter, by its name.
+
+    After the first step it is the parameter, after each further one that counts it moves towards it
+    by 1 - decay, as torch.optim.swa_utils.AveragedModel does with get_ema_multi_avg_fn. Averages of
+    half-precision parameters are float32, of their masters where the optimizer has these. Empty
+    before the first step.
+
+    Args:
+        decay: in (0, 1).
+    """
+
+    name = "ema"
+    scope: Scope = "replicated"
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module, decay: float) -> None:
+        self._optimizer = optimizer
+        self._parameters = {n: p for p, n in parameter_names(optimizer, model).items()}
+        self._decay = decay
+        self._averages: dict[str, Tensor] = {}
+        # A part of the step: a rank has done both, or neither.
+        optimizer.register_step_post_hook(lambda *_: self.update())
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """After a step of the optimizer."""
+        state = self._optimizer.state
+        now = {
+            name: _wide(state.get(p, {}).get("master", p).detach())
+            for name, p in self._parameters.items()
+        }
+        if not self._averages:
+            self._averages = {name: tensor.clone() for name, tensor in now.items()}
+            return
+        averages = [self._averages[name] for name in now]
+        torch._foreach_lerp_(averages, list(now.values()), 1 - self._decay)
+
+    @property
+    def started(self) -> bool:
+        """There was a step."""
+        return bool(self._averages)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The model has the averages as its weights meanwhile."""
+        kept = {name: p.detach().clone() for name, p in self._parameters.items()}
+        try:
+            self._set(self._averages)
+            yield
+        finally:
+            self._set(kept)
+
+    @torch.no_grad()
+    def _set(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.copy_(values[name])
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self._averages)
+
+    def compared(self) -> dict[str, Tensor]:
+        return self.tensors()
+
+    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        tensors = dict(pieces[0]) if pieces else {}
+        if tensors and tensors.keys() != self._parameters.keys():
+            differing = sorted(tensors.keys() ^ self._parameters.keys())
+            raise UserError(
+                f"the checkpoint's averages are of other parameters ({differing[0]} and others)"
+            )
+        self._averages = {n: t.to(self._parameters[n].device) for n, t in tensors.items()}
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

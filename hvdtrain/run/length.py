@@ -1,0 +1,71 @@
+"""How large the steps of a run are, and how long it is in steps and in passes over its data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from math import ceil
+
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError
+from hvdtrain.tasks import Datasets
+
+
+def dataset_size(datasets: Datasets) -> int:
+    """Samples of an epoch."""
+    return len(datasets.train)  # type: ignore[arg-type]
+
+
+def with_global_batch(config: Config, world_size: int) -> Config:
+    """The configuration with the global batch, and the rate for it, that follow from the ranks.
+
+    Where `batch.per_rank_size` is set; the rates are those of Goyal et al., arXiv:1706.02677, whose
+    reference is the batch of one rank.
+    """
+    if not config.batch.per_rank_size:
+        return config
+    batch = replace(config.batch, global_size=config.batch.per_rank_size * world_size)
+    factor = {"none": 1.0, "linear": float(world_size), "sqrt": world_size**0.5}
+    optim = replace(config.optim, lr=config.optim.lr * factor[config.optim.scale_lr])
+    return replace(config, batch=batch, optim=optim)
+
+
+def with_steps(config: Config, datasets: Datasets) -> Config:
+    """The configuration with the number of steps that `train.epochs` takes, where that counts.
+
+    Raises:
+        UserError: a key names a step that there is not then, or needs validation data.
+    """
+    if datasets.validation is None and (config.train.patience or config.checkpoint.keep_best):
+        key = "train.patience" if config.train.patience else "checkpoint.keep_best"
+        raise UserError(f"{key} needs validation data, and the task {config.task} has none")
+    if not config.train.epochs:
+        return config
+    # As it was written: 0.1 is a tenth, and no float of binary digits.
+    samples = Fraction(repr(config.train.epochs)) * dataset_size(datasets)
+    steps = ceil(samples / config.batch.global_size)
+    try:
+        return replace(config, train=replace(config.train, steps=steps, epochs=0.0))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def describe(config: Config, size: int) -> str:
+    """One line: how many steps, epochs and samples, and what becomes of the last ones.
+
+    Args:
+        config: of `with_steps`.
+        size: samples of an epoch.
+    """
+    steps, batch = config.train.steps, config.batch.global_size
+    epochs, beyond = divmod(steps * batch, size)
+    whole = (
+        "no sample is left out: a step at an epoch's end goes on with the next epoch"
+        if size % batch
+        else "an epoch is a whole number of steps"
+    )
+    rest = f"; the last step ends {beyond} samples into epoch {epochs + 1}" if beyond else ""
+    return (
+        f"{steps} steps of {batch} samples are {steps * batch / size:.2f} epochs of {size} "
+        f"samples; {whole}{rest}"
+    )

@@ -1,0 +1,95 @@
+"""How long a run is in passes over its data, and what becomes of the samples at its end."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.config import parse
+from hvdtrain.errors import UserError
+from hvdtrain.run.length import describe, with_steps
+from hvdtrain.tasks import Datasets
+from tests.support.runs import metrics, run
+
+TASK = ["--task", "tests.support.tasks:Regression"]
+SAMPLES = 256
+
+
+@pytest.mark.parametrize(
+    ("epochs", "size", "batch", "steps"),
+    [(1, 100, 10, 10), (0.1, 1000, 10, 10), (0.3, 10, 1, 3), (3, 7, 4, 6), (0.001, 10, 4, 1)],
+)
+def test_epochs_take_a_step_more_or_less_than_all_samples_need(
+    epochs: float, size: int, batch: int, steps: int
+) -> None:
+    flags = ["--train.epochs", str(epochs), "--batch.micro_size", "1"]
+    config = parse([*flags, "--batch.global_size", str(batch)]).config
+    train = with_steps(config, Datasets([0] * size)).train  # type: ignore[arg-type]
+    assert (train.steps, train.epochs) == (steps, 0)
+
+
+def test_the_end_of_a_run_is_described_otherwise_than_it_is() -> None:
+    config = parse(["--train.steps", "94", "--batch.global_size", "32"]).config
+    said = describe(config, 1000)
+    assert said.startswith("94 steps of 32 samples are 3.01 epochs of 1000 samples; no sample is")
+    assert said.endswith("the last step ends 8 samples into epoch 4")
+    whole = describe(parse(["--train.steps", "8"]).config, 64)
+    assert whole.endswith("4.00 epochs of 64 samples; an epoch is a whole number of steps")
+
+
+def test_the_length_that_is_named_last_does_not_count(tmp_path: Path) -> None:
+    file = tmp_path / "my.yaml"
+    file.write_text("train: {steps: 70}\n")
+    epochs = tmp_path / "epochs.yaml"
+    epochs.write_text("train: {epochs: 2}\n")
+    for argv, expected in (
+        (["--train.epochs", "3"], (0, 3)),  # over the task's own steps
+        (["--config", str(file), "--train.epochs=1.5"], (0, 1.5)),
+        (["--config", str(epochs), "--train.steps", "9"], (9, 0)),
+        (["--config", str(file), "--config", str(epochs)], (0, 2)),
+        (["--config", str(epochs), "--config", str(file)], (70, 0)),
+    ):
+        settings = parse(argv)
+        assert (settings.config.train.steps, settings.config.train.epochs) == expected, argv
+        (tmp_path / "again.yaml").write_text(settings.resolved)
+        assert parse(["--config", str(tmp_path / "again.yaml")]) == settings
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--train.epochs", "2", "--train.steps", "5"], "5 and train.epochs 2 exclude each other"),
+        (["--train.epochs", "-1"], "train.epochs must be > 0 .*not -1"),
+        (["--train.epochs", "inf"], "train.epochs: expected float, not inf"),
+        (["--train.epochs", "some"], "train.epochs: expected float, not some"),
+        (["--train.epochs", "0"], "train.steps must be >= 1, not 0"),
+    ],
+)
+def test_a_length_that_cannot_be_is_accepted(flags: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse(flags)
+
+
+def test_a_run_of_epochs_has_another_length_or_schedule_than_its_steps(tmp_path: Path) -> None:
+    common = [*TASK, "--run.root", str(tmp_path), "--telemetry.port", "0", "--eval.every", "0"]
+    common += ["--batch.global_size", "24", "--batch.micro_size", "12"]
+    by_epochs = run(tmp_path / "o", [*common, "--run.id", "e", "--train.epochs", "1.5"])
+    by_steps = run(tmp_path / "o", [*common, "--run.id", "s", "--train.steps", "16"])
+    assert by_epochs.returncode == by_steps.returncode == 0, by_epochs
+    ours, theirs = metrics(tmp_path / "e"), metrics(tmp_path / "s")
+    assert [line["step"] for line in ours] == list(range(1, 17))
+    for name in ("loss", "lr", "epoch"):
+        assert [line[name] for line in ours] == [line[name] for line in theirs]
+    assert ours[-1]["epoch"] == 16 * 24 / SAMPLES == 1.5
+    assert "16 steps of 24 samples are 1.50 epochs of 256 samples; no sample" in by_epochs.stderr
+    assert re.search(r"step 16/16  epoch 1.50  loss", by_epochs.stderr), by_epochs
+    again = run(tmp_path / "o", [*common, "--run.id", "e", "--train.epochs", "1.5"])
+    assert again.returncode == 0 and "step 16 of 16 was done already" in again.stderr, again
+
+
+def test_a_profile_behind_the_last_epoch_is_no_mistake(tmp_path: Path) -> None:
+    flags = [*TASK, "--run.root", str(tmp_path), "--train.epochs", "1", "--profile.steps", "99:100"]
+    done = run(tmp_path / "o", [*flags, "--telemetry.port", "0"])
+    assert done.returncode == 2 and "begins after the last step (train.steps 8)" in done.stderr

@@ -1,0 +1,172 @@
+"""A run that begins with weights trained elsewhere."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hvdtrain import cli
+from hvdtrain.checkpoint.format import Checkpoint, read, write
+from hvdtrain.checkpoint.layout import DamagedError
+from hvdtrain.engine.state import model_tensors
+from hvdtrain.errors import UserError
+from hvdtrain.models.gpt import GPT
+from hvdtrain.models.gpt_config import GPTConfig
+from hvdtrain.models.huggingface import from_gpt2, to_huggingface
+from hvdtrain.run.init_from import load_initial_weights
+from tests.support.runs import TINY, metrics, run, train
+
+SIZES = GPTConfig(layers=2, heads=2, width=16, context=8, vocab_size=11, positions="learned")
+
+
+def _model(seed: int, **sizes: object) -> GPT:
+    torch.manual_seed(seed)
+    model = GPT(replace(SIZES, **sizes))  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape))  # biases and norms differ then, too
+    return model
+
+
+def _saved(model: GPT) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in model_tensors(model).items()}
+
+
+def _assert_weights(model: GPT, expected: GPT) -> None:
+    theirs = model_tensors(expected)
+    for name, tensor in model_tensors(model).items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "checkpoint", "run"])
+def test_weights_of_our_own_are_not_taken_over(tmp_path: Path, kind: str) -> None:
+    trained, fresh = _model(1), _model(2)
+    path = tmp_path / "model.safetensors"
+    if kind in ("checkpoint", "run"):
+        parts = {"model": _saved(trained), "optimizer": {"x/step": torch.tensor(3.0)}}
+        path = write(tmp_path / "checkpoints", Checkpoint(parts, {"step": 4}))
+    else:
+        save_file(_saved(trained), path)
+    load_initial_weights(fresh, str(tmp_path if kind in ("folder", "run") else path), strict=True)
+    _assert_weights(fresh, trained)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_gpt2_of_hugging_face_comes_back_changed(tmp_path: Path, tied: bool) -> None:
+    trained, fresh = _model(1, tied_embeddings=tied), _model(2, tied_embeddings=tied)
+    facts, tensors = to_huggingface(trained.config, _saved(trained))
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    save_file(tensors, tmp_path / "model.safetensors")
+    load_initial_weights(fresh, str(tmp_path), strict=True)
+    _assert_weights(fresh, trained)
+    # As the first GPT-2 was saved: without the prefix, with the masks.
+    bare = {name.removeprefix("transformer."): t for name, t in tensors.items()}
+    bare["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    assert from_gpt2(trained.config, facts, bare).keys() == _saved(trained).keys()
+
+
+def test_a_gpt2_that_transformers_saved_computes_other_logits(tmp_path: Path) -> None:
+    import transformers  # takes seconds
+
+    sizes = {"n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 11}
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+    theirs.save_pretrained(tmp_path)
+    ours = _model(2)
+    load_initial_weights(ours, str(tmp_path), strict=True)
+    tokens = torch.randint(11, (3, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_do_not_fit_are_taken_over_or_not_all_named(tmp_path: Path) -> None:
+    trained, fresh = _model(1, width=32), _model(2)
+    own = _saved(fresh)
+    found = _saved(trained)
+    found["norm.weight"] = own["norm.weight"] + 1
+    del found["norm.bias"]
+    found["extra"] = torch.ones(2)
+    path = tmp_path / "model.safetensors"
+    save_file(found, path)
+    with pytest.raises(UserError) as caught:
+        load_initial_weights(fresh, str(path), strict=True)
+    said = str(caught.value)
+    assert "1 missing (norm.bias); 1 unexpected (extra); 34 of another shape (" in said, said
+    assert "embedding.weight [11, 32] instead of [11, 16]" not in said  # the 8 first by name
+    assert "and 26 more" in said and "run.init_strict false" in said
+    load_initial_weights(fresh, str(path), strict=False)
+    now = _saved(fresh)
+    changed = {name for name in own if not torch.equal(own[name], now[name])}
+    assert changed == {"norm.weight"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("nothing", "there is no such file or folder"),
+        ("empty folder", "a run, a checkpoint, or a folder with model.safetensors is expected"),
+        ("empty run", "this run has no finished checkpoint"),
+        ("pickle", "a file of weights ends with .safetensors"),
+        ("torn", "is not a whole safetensors file"),
+        ("other layout", "config.json is of 'bert'"),
+        ("other heads", "the GPT-2 has 4 heads .*model.heads is 2"),
+        ("alien", "36 missing .*nothing is left to load"),
+    ],
+)
+@pytest.mark.parametrize("strict", [True, False])
+def test_what_holds_no_weights_is_a_traceback(
+    tmp_path: Path, content: str, message: str, strict: bool
+) -> None:
+    path = tmp_path / "there"
+    if content != "nothing":
+        path.mkdir()
+    if content == "empty run":
+        (path / "checkpoints").mkdir()
+    elif content in ("pickle", "torn"):
+        path = path / ("model.bin" if content == "pickle" else "model.safetensors")
+        save_file(_saved(_model(1)), path)
+        path.write_bytes(path.read_bytes()[:-100])
+    elif content in ("other layout", "other heads", "alien"):
+        save_file({"a": torch.ones(1)}, path / "model.safetensors")
+        facts = {"model_type": "gpt2" if content == "other heads" else "bert", "n_head": 4}
+        (path / "config.json").write_text(json.dumps({} if content == "alien" else facts))
+    with pytest.raises(UserError, match=message):
+        load_initial_weights(_model(1), str(path), strict)
+
+
+def test_damaged_weights_are_taken_over(tmp_path: Path) -> None:
+    folder = write(tmp_path / "checkpoints", Checkpoint({"model": _saved(_model(1))}, {"step": 4}))
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=r"run.init_from: .*model.safetensors was altered"):
+        load_initial_weights(_model(1), str(folder), strict=True)
+    with pytest.raises(DamagedError):
+        read(folder)
+
+
+@pytest.mark.slow
+def test_ranks_begin_with_other_weights_or_a_resume_begins_again(tmp_path: Path) -> None:
+    first = train(tmp_path, "first", ["--train.steps", "20", "--optim.lr", "0.01"])
+    exported = tmp_path / "exported"
+    assert cli.main(["ckpt", "export", str(first), "--out", str(exported)]) == 0
+    curves = []
+    for name, source, launcher in (("one", first, ""), ("two", exported, "gloo:2")):
+        flags = ["--train.steps", "6", "--run.init_from", str(source), "--checkpoint.every", "3"]
+        folder = train(tmp_path, name, flags, launcher)
+        curves.append([line["loss"] for line in metrics(folder)])
+    torch.testing.assert_close(curves[0], curves[1], rtol=1e-5, atol=0)
+    assert curves[0][0] < metrics(first)[0]["loss"] - 0.5, "it began with fresh weights"
+    again = ["--train.steps", "8", "--run.init_from", "/not/there"]
+    folder = train(tmp_path, "one", again)
+    assert [line["step"] for line in metrics(folder)] == list(range(1, 9))
+    where = ["--run.root", str(tmp_path), "--run.id", "new"]
+    done = run(tmp_path / "output", [*TINY, *where, "--run.init_from", "/not/there"], "gloo:2")
+    assert done.returncode == 2, done
+    said = (done.stdout + done.stderr).count("hvdtrain: error: run.init_from: /not/there: there")
+    assert said == 1 and "Traceback" not in done.stderr, done

@@ -21,7 +21,13 @@ from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.config_files import dotted, read_yaml, readable, steps_or_epochs
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.elastic.config import ElasticConfig
-from hvdtrain.engine.config import EvalConfig, PreemptConfig, RunConfig, TrainConfig
+from hvdtrain.engine.config import (
+    CompileConfig,
+    EvalConfig,
+    PreemptConfig,
+    RunConfig,
+    TrainConfig,
+)
 from hvdtrain.errors import UserError, require
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
@@ -45,6 +51,7 @@ class Config:
         optim: the optimizer
         schedule: the learning-rate schedule
         precision: the numbers that the model is computed with
+        compile: torch.compile
         exchange: how the ranks' gradients become one
         runtime: a rank's process
         checkpoint: checkpoints
@@ -63,6 +70,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -87,11 +95,14 @@ class Config:
             self.batch.deal == "even" or self.exchange.reduce == "average",
             "batch.deal speed excludes exchange.reduce adasum, which weighs ranks alike",
         )
-        require(
-            not self.exchange.exact or not self.precision.cudnn_benchmark,
-            "precision.cudnn_benchmark excludes exchange.name exact: another algorithm gives other "
-            "bits",
-        )
+        for key, on in (
+            ("compile.enabled", self.compile.enabled),
+            ("precision.cudnn_benchmark", self.precision.cudnn_benchmark),
+        ):
+            reason = "its bits depend on the shapes that a process has seen"
+            require(
+                not (on and self.exchange.exact), f"{key} excludes exchange.name exact: {reason}"
+            )
         require(
             not self.exchange.sync_every or self.precision.name != "bf16-params",
             f"exchange.sync_every {self.exchange.sync_every} averages parameters, which "

@@ -87,6 +87,18 @@ class TrainConfig:
 
 
 @dataclass
+class CompileConfig:
+    """torch.compile.
+
+    Args:
+        enabled: each of the model's blocks is compiled in its first pass; takes a C++ compiler on
+            each host, and on GPUs Triton
+    """
+
+    enabled: bool = False
+
+
+@dataclass
 class EvalConfig:
     """Evaluation on the validation data.
 

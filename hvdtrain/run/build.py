@@ -14,6 +14,7 @@ from hvdtrain import comm
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
+from hvdtrain.engine.compiling import compile_blocks
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan, Progress
 from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.snapshot import Snapshot
@@ -131,6 +132,7 @@ def build_components(
     task, datasets = data or on_all_ranks("data", lambda: build_data(settings))
     config = on_all_ranks("train.epochs", lambda: with_steps(given, datasets))
     model = on_all_ranks("model", lambda: build_model(task, config, device))
+    compiled = on_all_ranks("compile", lambda: compile_blocks(config.compile, task, model, timer))
     groups = optional(task, "param_groups")
     optimizer = on_all_ranks(
         "optimizer",
@@ -153,7 +155,7 @@ def build_components(
     exporter = on_all_ranks(
         "telemetry",
         lambda: build_exporter(
-            config, start.local_rank, device, timer, exchange, precision.loss_scale
+            config, start.local_rank, device, timer, exchange, precision.loss_scale, compiled
         ),
     )
     snapshot = Snapshot(state) if start.elastic and config.exchange.sync_every else None

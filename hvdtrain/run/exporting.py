@@ -8,6 +8,7 @@ import torch
 
 from hvdtrain import comm
 from hvdtrain.config import Config
+from hvdtrain.engine.compiling import CompileClock
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.optim.loss_scale import LossScale
@@ -22,6 +23,7 @@ def build_exporter(
     timer: PhaseTimer,
     exchange: Exchange,
     loss_scale: LossScale | None = None,
+    compiled: CompileClock | None = None,
 ) -> Exporter | None:
     """This rank's exporter, which serves from now on; None where telemetry is off.
 
@@ -57,6 +59,11 @@ def build_exporter(
         "loss_scale",
         "What losses are multiplied with, of precision.name fp16; 1 without it",
         lambda: loss_scale.value if loss_scale else 1.0,
+    )
+    exporter.watch_total(
+        "compile_seconds",
+        "Seconds in which this process compiled its model; 0 without compile.enabled",
+        lambda: compiled.seconds if compiled else 0.0,
     )
     for name, figure, text in (
         ("collective", "calls", "Collectives of hvdtrain.comm"),

@@ -14,6 +14,7 @@ from hvdtrain import comm
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
+from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan, Progress
 from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.snapshot import Snapshot
@@ -44,6 +45,7 @@ from hvdtrain.runtime.rng import seed_all
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task, optional
 from hvdtrain.telemetry.exporter import Exporter
+from hvdtrain.telemetry.peaks import peak_of
 from hvdtrain.telemetry.trackers import check_packages
 
 
@@ -53,6 +55,7 @@ class RunComponents:
 
     Args:
         snapshot: where ranks step on their own and a failure does not end the run.
+        flops: None where they or the device's peak are not known.
     """
 
     task: Task
@@ -63,6 +66,7 @@ class RunComponents:
     timer: PhaseTimer
     exporter: Exporter | None
     snapshot: Snapshot | None
+    flops: ModelFlops | None
     heartbeat: Heartbeat = field(default_factory=lambda: heartbeat.OWN)
 
     def context(self, mesh: Mesh) -> RankContext:
@@ -113,6 +117,7 @@ def build_components(
     timer = comm.OWN.timer = build_timer(start.clock, device)
     task, datasets = data or on_all_ranks("data", lambda: build_data(settings))
     model = on_all_ranks("model", lambda: build_model(task, config, device))
+    flops = build_flops(config, task, datasets, model, device)
     groups = optional(task, "param_groups")
     optimizer = on_all_ranks(
         "optimizer",
@@ -127,7 +132,7 @@ def build_components(
         "telemetry", lambda: build_exporter(config, start.local_rank, device, timer, exchange)
     )
     snapshot = Snapshot(state) if start.elastic and config.exchange.sync_every else None
-    return RunComponents(task, datasets, device, state, exchange, timer, exporter, snapshot)
+    return RunComponents(task, datasets, device, state, exchange, timer, exporter, snapshot, flops)
 
 
 def build_data(settings: Settings) -> tuple[Task, Datasets]:
@@ -180,6 +185,16 @@ def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
     model = model.to(device)
     check_device(model, device)
     return model
+
+
+def build_flops(
+    config: Config, task: Task, datasets: Datasets, model: nn.Module, device: torch.device
+) -> ModelFlops | None:
+    """The model's FLOPs and the device's, where both are known."""
+    dtype = next(model.parameters()).dtype
+    peak = config.telemetry.peak_flops or peak_of(device, dtype)
+    flops = count(task, model, datasets.train, config.batch.micro_size) if peak else None
+    return ModelFlops(flops, peak) if peak and flops else None
 
 
 def build_exchange(

@@ -16,9 +16,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import docstring_parser
 
 from hvdtrain.config import Config
-from hvdtrain.tasks.language_model import LanguageModel
+from hvdtrain.tasks import BUILT_IN, load_class, optional
 
-TASK = "language_model"
 HEAD = """\
 # Configuration
 
@@ -27,8 +26,9 @@ HEAD = """\
 Every key is a flag (`--optim.lr 3e-4`) and a key of YAML (`--config my.yaml`). Flags take
 precedence over YAML, YAML over the task's defaults, and these over the defaults below; of several
 `--config` the later one wins. `--print_config` prints the resolved configuration, which is also
-written to `RUN/config.yaml`. Presets are named without a path: `--config gpt-nano` (the default)
-and `--config gpt-small` (124M parameters).
+written to `RUN/config.yaml`. Presets are named without a path: `--config gpt-nano` (the default),
+`--config gpt-small` (124M parameters), `--config digits` and `--config resnet50`
+([images](image.md)).
 
 ```yaml
 train:
@@ -40,23 +40,27 @@ optim:
 An unknown key, a wrong type or an impossible value ends the program with exit code 2 and one
 message before any work is done.
 """
-OF_TASK = f"""
-## Keys of the task `{TASK}`
+Defaults = Mapping[str, Mapping[str, Any]]  # task -> key -> its default there
 
-A [custom task](custom-tasks.md) has keys of its own in place of these.
+OF_TASKS = """
+A [custom task](custom-tasks.md) has keys of its own in place of those that follow.
 """
 
 
 def page() -> Iterator[str]:
     """The lines of the page, each with what ends it."""
+    tasks = {name: load_class(name) for name in BUILT_IN}
+    defaults = {name: optional(task, "defaults") for name, task in tasks.items()}
     yield HEAD
-    yield from table(Config, "", LanguageModel.defaults)
-    yield from groups(Config, "##", LanguageModel.defaults)
-    yield OF_TASK
-    yield from groups(LanguageModel.Config, "###", {})
+    yield from table(Config, "", defaults)
+    yield from groups(Config, "##", defaults)
+    yield OF_TASKS
+    for name, task in tasks.items():
+        yield f"\n## Keys of the task `{name}`\n"
+        yield from groups(optional(task, "Config"), "###", {})
 
 
-def groups(owner: type, heading: str, task_defaults: Mapping[str, Any]) -> Iterator[str]:
+def groups(owner: type, heading: str, task_defaults: Defaults) -> Iterator[str]:
     """A section for each group of keys: the fields that are dataclasses themselves."""
     said = descriptions(owner)
     for name, group in vars(owner()).items():
@@ -66,7 +70,7 @@ def groups(owner: type, heading: str, task_defaults: Mapping[str, Any]) -> Itera
             yield from table(type(group), f"{name}.", task_defaults)
 
 
-def table(owner: type, prefix: str, task_defaults: Mapping[str, Any]) -> Iterator[str]:
+def table(owner: type, prefix: str, task_defaults: Defaults) -> Iterator[str]:
     """A row for each key of one dataclass.
 
     Raises:
@@ -78,8 +82,9 @@ def table(owner: type, prefix: str, task_defaults: Mapping[str, Any]) -> Iterato
         value, key = getattr(defaults, field.name), f"{prefix}{field.name}"
         if not is_dataclass(value):
             default = code(value)
-            if key in task_defaults:
-                default += f"; {TASK}: {code(task_defaults[key])}"
+            for task, of_task in task_defaults.items():
+                if key in of_task:
+                    default += f"; {task}: {code(of_task[key])}"
             yield f"| `{key}` | {kind(hints[field.name])} | {default} | {said[field.name]} |\n"
 
 

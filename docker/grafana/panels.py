@@ -352,6 +352,38 @@ ROWS: dict[str, list[Panel]] = {
             width=6,
         ),
     ],
+    "Devices": [
+        Panel(
+            "Model FLOPs utilisation",
+            "FLOP/s of the model's matrix products / what all devices can do at most. Empty where "
+            "the peak of a device is not known (telemetry.peak_flops).",
+            "percentunit",
+            {"MFU": f"max(hvdtrain_mfu{{{RUN}}})"},
+            width=6,
+        ),
+        Panel(
+            "GPU utilisation, by rank",
+            "Share of the time in which the GPU computed anything. Empty without NVML.",
+            "percentunit",
+            {BY_RANK: f"max by (rank, host) (hvdtrain_gpu_utilization{{{RANKS}}})"},
+            width=6,
+        ),
+        Panel(
+            "GPU power, by rank",
+            "What each rank's GPU draws. Empty without NVML.",
+            "watt",
+            {BY_RANK: f"max by (rank, host) (hvdtrain_gpu_power_watts{{{RANKS}}})"},
+            width=6,
+        ),
+        Panel(
+            "GPU clock, by rank",
+            "Of the multiprocessors: where it falls, the GPU is hot or short of power. Empty "
+            "without NVML.",
+            "hertz",
+            {BY_RANK: f"max by (rank, host) (hvdtrain_gpu_clock_hertz{{{RANKS}}})"},
+            width=6,
+        ),
+    ],
     "Memory": [
         Panel(
             "Memory of the host, by rank",

@@ -43,12 +43,15 @@ class Process:
 
     Attributes:
         totals: of each operation, since the process began.
+        counts: the fewest and the most micro-batches that a rank has in this training step; None
+            elsewhere.
         timer: of a training run. What a collective takes counts as "other" there: it is neither
             this rank's own work, by which slow ranks are found, nor the exchange of gradients.
     """
 
     def __init__(self) -> None:
         self.totals = {operation: Usage() for operation in OPERATIONS}
+        self.counts: tuple[int, int] | None = None
         self.timer: PhaseTimer | None = None
         self._taken = dict(self.totals)
         self._beyond = ""
@@ -81,12 +84,16 @@ class Process:
         if self._beyond:
             raise CollectiveError(f"comm.{operation}: {self._beyond}")
 
-    def micro_batches(self, batches: Iterator[T], in_common: int) -> Iterator[T]:
+    def micro_batches(
+        self, batches: Iterator[T], in_common: int, most: int | None = None
+    ) -> Iterator[T]:
         """Passes on this rank's micro-batches of a step or an evaluation.
 
         Args:
             in_common: how many every rank has; beyond them a collective would wait for ever.
+            most: that any rank has, in a training step.
         """
+        self.counts = None if most is None else (in_common, most)
         beyond = (
             f"where another rank has {in_common}: it would never come; choose batch.global_size / "
             "batch.micro_size (in evaluation: the micro-batches of the validation data) as a "
@@ -98,7 +105,7 @@ class Process:
                 self._beyond = called if number > in_common else ""
                 yield batch
         finally:
-            self._beyond = ""
+            self._beyond, self.counts = "", None
 
     @contextmanager
     def timed(self, operation: str) -> Iterator[list[int]]:

@@ -79,7 +79,7 @@ class Accumulate:
         heartbeat.beat(Activity.WORKING)
         self.statistics.begin()
         enter("data")
-        own = comm.OWN.micro_batches(batches, deal.in_common)
+        own = comm.OWN.micro_batches(batches, deal.in_common, max(deal.counts))
         for done, batch in enumerate(own, start=1):
             on_device = to_device(batch, self._context.device)
             enter("forward")

@@ -40,6 +40,10 @@ class Precision:
             return nullcontext()
         return torch.autocast(device.type, _DTYPES[self.name])
 
+    def dtype(self, model: nn.Module) -> torch.dtype:
+        """In which the model multiplies matrices."""
+        return _DTYPES.get(self.name, next(model.parameters()).dtype)
+
 
 FLOAT32 = Precision()
 

@@ -55,10 +55,14 @@ def _training(figures: Figures) -> list[Tile]:
         Tile(
             "Throughput",
             f"{units.number(figures['median_samples_per_second'])} samples/s",
-            "median step",
+            "median step" + _utilisation(figures["median_mfu"]),
         ),
         Tile("Step time", units.seconds(figures["median_step_seconds"]), "median"),
     ]
+
+
+def _utilisation(mfu: float | None) -> str:
+    return "" if mfu is None else f"; {units.percent(mfu)} of the peak FLOP/s (MFU)"
 
 
 def _communication(figures: Figures) -> list[Tile]:

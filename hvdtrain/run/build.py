@@ -1,4 +1,4 @@
-"""Where configuration becomes objects; of the exporter, see exporting.py."""
+"""Where configuration becomes objects; see also exporting.py, model.py and exchange/build.py."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from hvdtrain import comm
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.engine.compiling import compile_blocks
+from hvdtrain.engine.flops import ModelFlops
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan, Progress
 from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.snapshot import Snapshot
@@ -22,29 +21,17 @@ from hvdtrain.engine.state import PRECISION, RunState
 from hvdtrain.engine.step import TrainStep
 from hvdtrain.engine.update import Update
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.adasum import adasum_exchange
 from hvdtrain.exchange.base import Exchange
-from hvdtrain.exchange.dense import DenseExchange
-from hvdtrain.exchange.exact import exact_exchange
-from hvdtrain.exchange.local_sgd import LocalSgd, Nesterov
-from hvdtrain.exchange.powersgd import powersgd_exchange
-from hvdtrain.exchange.topk import topk_exchange
+from hvdtrain.exchange.build import build_exchange
 from hvdtrain.log import logger
 from hvdtrain.optim.ema import Ema
-from hvdtrain.optim.freeze import freeze
 from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import build_optimizer
-from hvdtrain.optim.precision import (
-    BF16_PARAMS,
-    Precision,
-    build_precision,
-    check_parameters,
-    to_bfloat16,
-)
+from hvdtrain.optim.precision import BF16_PARAMS, Precision, build_precision
 from hvdtrain.optim.schedule import learning_rate
-from hvdtrain.optim.supported import check_device, check_model
 from hvdtrain.run.exporting import build_exporter
 from hvdtrain.run.length import dataset_size, with_global_batch, with_steps
+from hvdtrain.run.model import build_flops, build_model
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.context import RankContext
@@ -53,7 +40,6 @@ from hvdtrain.runtime.device import choose_device
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.phases import PhaseTimer, cuda_event
-from hvdtrain.runtime.rng import seed_all
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task, optional
 from hvdtrain.telemetry.exporter import Exporter
@@ -67,6 +53,7 @@ class RunComponents:
     Args:
         config: all of it, with what follows from the ranks and the data, see length.py.
         snapshot: where ranks step on their own and a failure does not end the run.
+        flops: None where they or the device's peak are not known.
     """
 
     config: Config
@@ -79,6 +66,7 @@ class RunComponents:
     exporter: Exporter | None
     snapshot: Snapshot | None
     precision: Precision
+    flops: ModelFlops | None
     ema: Ema | None = None
     heartbeat: Heartbeat = field(default_factory=lambda: heartbeat.OWN)
 
@@ -127,11 +115,12 @@ def build_components(
     # In an elastic run local ranks change, and GPUs do not.
     device_index = start.local_rank if start.elastic else None
     device = on_all_ranks("device", lambda: choose_device(topology, device_index))
-    precision = on_all_ranks("precision", lambda: build_precision(config.precision, device))
+    precision = on_all_ranks("precision", lambda: build_precision(given.precision, device))
     timer = comm.OWN.timer = build_timer(start.clock, device)
     task, datasets = data or on_all_ranks("data", lambda: build_data(settings))
     config = on_all_ranks("train.epochs", lambda: with_steps(given, datasets))
     model = on_all_ranks("model", lambda: build_model(task, config, device))
+    flops = build_flops(config, task, datasets, model, precision.dtype(model))
     compiled = on_all_ranks("compile", lambda: compile_blocks(config.compile, task, model, timer))
     groups = optional(task, "param_groups")
     optimizer = on_all_ranks(
@@ -140,7 +129,8 @@ def build_components(
     )
     if precision.name == BF16_PARAMS:
         optimizer = MasterWeights(optimizer)
-    exchange = build_exchange(config, optimizer, model, start.elastic)
+    micro_batches = config.batch.micro_batches
+    exchange = build_exchange(config.exchange, micro_batches, optimizer, model, start.elastic)
     parts = [*exchange.state_parts()]
     if precision.loss_scale is not None:
         precision.loss_scale.unscale_gradients(exchange.parameters)
@@ -160,8 +150,9 @@ def build_components(
     )
     snapshot = Snapshot(state) if start.elastic and config.exchange.sync_every else None
     return RunComponents(
-        config, task, datasets, device, state, exchange, timer, exporter, snapshot, precision, ema
-    )
+        config, task, datasets, device, state, exchange, timer, exporter, snapshot, precision,
+        flops, ema,
+    )  # fmt: skip
 
 
 def build_data(settings: Settings) -> tuple[Task, Datasets]:
@@ -200,48 +191,6 @@ def build_datasets(task: Task, config: Config) -> Datasets:
         if size == 0:
             raise UserError(f"task {config.task}: the {name} data has no samples")
     return datasets
-
-
-def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
-    """The task's model, freshly initialised from the seed.
-
-    Raises:
-        UserError: it cannot be trained, or has nothing of the name that is to be frozen.
-    """
-    seed_all(config.seed)
-    model: nn.Module = task.model()
-    freeze(model, config.optim.freeze)
-    check_model(model)
-    check_parameters(config.precision.name, model)
-    if config.precision.name == BF16_PARAMS:
-        to_bfloat16(model)
-    model = model.to(device)
-    check_device(model, device)
-    return model
-
-
-def build_exchange(
-    config: Config, optimizer: Optimizer, model: nn.Module, elastic: bool
-) -> Exchange:
-    """What the keys of `exchange` mean."""
-    exchange = config.exchange
-    if exchange.sync_every:
-        outer = Nesterov(exchange.outer_lr, exchange.outer_momentum)
-        return LocalSgd(
-            optimizer,
-            model,
-            config.batch.micro_batches,
-            outer if exchange.outer == "nesterov" else None,
-        )
-    if exchange.exact:
-        return exact_exchange(optimizer, model, config.batch.micro_batches)
-    if exchange.reduce == "adasum":
-        return adasum_exchange(optimizer, model)
-    if exchange.compression == "topk":
-        return topk_exchange(optimizer, model, exchange.ratio, exchange.error_feedback)
-    if exchange.compression == "powersgd":
-        return powersgd_exchange(optimizer, model, exchange)
-    return DenseExchange(optimizer, model, elastic, exchange.wire)
 
 
 def build_identity(config: Config, datasets: Datasets) -> dict[str, Any]:

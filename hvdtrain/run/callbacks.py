@@ -12,6 +12,7 @@ from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints, Saving
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.callbacks.export import Export
 from hvdtrain.engine.callbacks.log import LogMetrics
+from hvdtrain.engine.callbacks.mfu import TellMfu
 from hvdtrain.engine.callbacks.profile import Profile
 from hvdtrain.engine.callbacks.replicas import ReplicaCheck
 from hvdtrain.engine.callbacks.snapshot import KeepSynchronised
@@ -28,6 +29,7 @@ from hvdtrain.tasks import optional
 class Callbacks:
     """See the top of this file; None: not configured."""
 
+    mfu: TellMfu | None
     replicas: ReplicaCheck | None
     export: Export | None
     stragglers: DetectStragglers | None
@@ -65,6 +67,7 @@ def build_callbacks(
     state, exporter, recorder = components.state, components.exporter, outputs.recorder
     emit = recorder.events.write if recorder else _nothing
     return Callbacks(
+        mfu=TellMfu(components.flops) if components.flops else None,
         replicas=ReplicaCheck(
             config.train.replica_check_every, config.checkpoint.every, state, emit
         )

@@ -14,6 +14,7 @@ from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.exporter import Exporter
+from hvdtrain.telemetry.nvml import GAUGES, readings
 
 
 def build_exporter(
@@ -76,6 +77,8 @@ def build_exporter(
         "Memory of the device that tensors take up; 0 without a device of its own",
         lambda: torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
     )
+    for name, read in readings(device).items():
+        exporter.watch(name, GAUGES[name], read)
     exporter.watch(
         "checkpoint_every_steps",
         "Steps between checkpoints; 0: not by steps",

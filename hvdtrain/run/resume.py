@@ -6,10 +6,11 @@ from pathlib import Path
 
 from hvdtrain.config import Config
 from hvdtrain.log import logger
-from hvdtrain.run.build import RunComponents, build_model
+from hvdtrain.run.build import RunComponents
 from hvdtrain.run.held import Held
 from hvdtrain.run.init_from import load_initial_weights
 from hvdtrain.run.length import dataset_size, describe
+from hvdtrain.run.model import build_model
 from hvdtrain.runtime.collectives import broadcast_json, on_all_ranks
 from hvdtrain.runtime.mesh import Group
 

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
-BUILT_IN = {"language_model": "hvdtrain.tasks.language_model:LanguageModel"}
+BUILT_IN = {
+    "language_model": "hvdtrain.tasks.language_model:LanguageModel",
+    "image": "hvdtrain.tasks.image:Image",
+}
 
 
 class Datasets(NamedTuple):

@@ -23,6 +23,8 @@ class TelemetryConfig:
             scrape; 0 = never
         exchange_every: steps between two comparisons of all ranks' times; 0 = never
         straggler_threshold: a rank whose straggler score is lower is reported as slow
+        peak_flops: FLOP/s that the device of a rank can do, for the model FLOPs utilisation (MFU);
+            null = what is known of GPUs by their names
         tensorboard: also write metrics to RUN/tensorboard
         wandb_project: also log to a run in this project of Weights & Biases
         mlflow_experiment: also log to a run in this experiment of MLflow
@@ -36,6 +38,7 @@ class TelemetryConfig:
     linger_seconds: float = 30.0
     exchange_every: int = 10
     straggler_threshold: float = 0.75
+    peak_flops: float | None = None
     tensorboard: bool = False
     wandb_project: str | None = None
     mlflow_experiment: str | None = None
@@ -58,6 +61,10 @@ class TelemetryConfig:
             0 < self.straggler_threshold < 1,
             "telemetry.straggler_threshold must lie between 0 and 1, not "
             f"{self.straggler_threshold}",
+        )
+        require(
+            self.peak_flops is None or self.peak_flops > 0,
+            f"telemetry.peak_flops must be > 0, not {self.peak_flops}",
         )
 
 

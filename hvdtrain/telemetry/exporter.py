@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -113,6 +114,8 @@ class Exporter:
             "step": gauge("last_step", "Steps of the run so far, those before a restart too"),
         }
         self._gauges["time"].set_to_current_time()
+        self._mfu = gauge("mfu", "Model FLOP/s / peak FLOP/s of all devices; NaN: not known")
+        self._mfu.set(math.nan)
         self._last_sync = gauge(
             "last_sync_step", "Step after which all ranks last had the same state"
         )
@@ -140,6 +143,7 @@ class Exporter:
         self._duration.observe(record["step_seconds"])
         for key, gauge in self._gauges.items():
             gauge.set(record[key])
+        self._mfu.set(record.get("mfu", math.nan))
         return True
 
     def dealt(self, micro_batches: int) -> None:

@@ -13,7 +13,7 @@ from hvdtrain.audit.same import compare
 from hvdtrain.bench.processes import launch
 from tests.support.cluster import Cluster
 from tests.support.faults import PACED, ElasticJob, MpiJob, assert_clean
-from tests.support.runs import run, weights
+from tests.support.runs import losses, run, weights
 
 STEPS = 400
 EXACT = f"--exchange.name exact --runtime.threads 1 --train.steps {STEPS}"
@@ -45,6 +45,26 @@ def test_a_kill_a_resize_or_a_resume_on_other_hosts_changes_a_bit(
     found = compare(alone / "case", resumed.run)
     assert found.same and found.steps == STEPS and found.hashes >= STEPS // 100, found.to_text()
     assert weights(resumed.run, STEPS) == weights(alone / "case", STEPS)
+
+
+def test_a_kill_changes_a_bit_of_what_is_learnt_from_images(
+    job: Callable[..., ElasticJob], runs: Path
+) -> None:
+    image = "--task image --image.mixup 0.2 --batch.global_size 16 --batch.micro_size 4"
+    image += " --exchange.name exact --runtime.threads 1 --schedule.name constant"
+    running = job(np=2, hosts="node1:1 node2:1", arguments=f"{image} --train.steps 20000")
+    running.wait_for_step(10)
+    running.kill(1)
+    running.wait_for_world(1, 20)
+    running.wait_for_world(2, 30)
+    running.wait_for_more(5, 20)
+    running.end()
+    steps = len(running.lines())
+    alone = f"{PACED} {image} --train.steps {steps} --run.root {runs}/alone --run.id case"
+    done = run(runs / "alone", alone.split())
+    assert done.returncode == 0, done
+    assert losses(runs / "alone/case") == losses(running.run)
+    assert weights(runs / "alone/case", steps) == weights(running.run, steps)
 
 
 # topk sends 4 of 9 elements here: the curve is another one.

@@ -19,12 +19,12 @@ from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import StepResult, TrainStep
 from hvdtrain.engine.tensor_hash import TensorHash
 from hvdtrain.engine.update import Update
+from hvdtrain.exchange.build import build_exchange
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.precision import build_precision, to_bfloat16
 from hvdtrain.optim.precision_config import PrecisionConfig
-from hvdtrain.run.build import build_exchange
 from hvdtrain.runtime.collectives import gather_bytes
 from hvdtrain.runtime.config import RuntimeConfig
 from hvdtrain.runtime.context import RankContext
@@ -76,7 +76,7 @@ class _Rank:
         optimizer = build_optimizer(config.optim, model)
         if precision == "bf16-params":
             optimizer = MasterWeights(optimizer)
-        self.exchange = build_exchange(config, optimizer, model, elastic=False)
+        self.exchange = build_exchange(exchange, micro_batches, optimizer, model, elastic=False)
         scale = self.precision.loss_scale
         further = [*self.exchange.state_parts()]
         if scale is not None:

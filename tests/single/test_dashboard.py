@@ -16,7 +16,9 @@ from tests.support.runs import REPOSITORY
 GRAFANA = REPOSITORY / "docker/grafana"
 # They come from the run's ledger, and continue where another process becomes rank 0.
 KEPT_THROUGH_RESTARTS = {"hvdtrain_restarts_total", "hvdtrain_lost_steps_total"}
-UNITS = {"short", "s", "bytes", "Bps", "percentunit", "sci", "suffix: samples/s"}
+UNITS = {
+    *("short", "s", "bytes", "Bps", "percentunit", "sci", "watt", "hertz", "suffix: samples/s")
+}
 EXPRESSIONS = [target["expr"] for panel in panels() for target in panel["targets"]]
 
 

@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from hvdtrain.config import parse
-from hvdtrain.tasks.language_model import LanguageModel
+from hvdtrain.tasks import BUILT_IN, load_class, optional
 from tests.support.runs import REPOSITORY, metrics
 
 DOCS = REPOSITORY / "docs"
@@ -55,14 +55,17 @@ def anchors(page: Path) -> set[str]:
     return found
 
 
-def keys() -> dict[str, object]:
-    """Every key of the configuration of the default task -> its value there."""
-    resolved = yaml.safe_load(parse([]).resolved)
+def keys(task: str) -> dict[str, object]:
+    """Every key of the configuration of a task -> its value there."""
+    resolved = yaml.safe_load(parse(["--task", task]).resolved)
     return {
         f"{group}.{key}" if isinstance(content, dict) else group: value
         for group, content in resolved.items()
         for key, value in (content.items() if isinstance(content, dict) else [("", content)])
     }
+
+
+EVERY_KEY = {key for task in BUILT_IN for key in keys(task)}
 
 
 @pytest.mark.slow
@@ -92,13 +95,17 @@ def test_the_configuration_reference_is_not_what_the_dataclasses_say() -> None:
 
 
 def test_the_configuration_reference_lacks_a_key_its_default_or_its_meaning() -> None:
-    row = r"^\| `([\w.]+)` \| (?:.+?) \| `(.*?)`(?:; language_model: `(.*?)`)? \| (.*) \|$"
+    row = r"^\| `([\w.]+)` \| (?:.+?) \| `(.*?)`((?:; \w+: `.*?`)*) \| (.*) \|$"
     rows = re.findall(row, CONFIGURATION.read_text(), re.MULTILINE)
-    assert {key for key, *_ in rows} == keys().keys() and len(rows) == len(keys())
-    for key, default, of_the_task, meaning in rows:
-        assert yaml.safe_load(of_the_task or default) == keys()[key], key
-        assert bool(of_the_task) == (key in LanguageModel.defaults), key
-        assert len(meaning) > 3, key
+    assert {key for key, *_ in rows} == EVERY_KEY and len(rows) == len(EVERY_KEY)
+    for task in BUILT_IN:
+        values, defaults = keys(task), optional(load_class(task), "defaults")
+        for key, default, of_tasks, meaning in rows:
+            own = re.findall(rf"; {task}: `(.*?)`", of_tasks)
+            if key in values and key != "task":
+                assert yaml.safe_load([default, *own][-1]) == values[key], key
+            assert bool(own) == (key in defaults), key
+            assert len(meaning) > 3, key
 
 
 @PAGE
@@ -123,9 +130,9 @@ def test_a_page_cannot_be_reached_in_one_click(index: Path) -> None:
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_the_docs_name_a_key_that_there_is_not(page: Path) -> None:
-    groups = {key.partition(".")[0] for key in keys() if "." in key}
+    groups = {key.partition(".")[0] for key in EVERY_KEY if "." in key}
     text = page.read_text()
     flags = re.findall(r"--([a-z_]+\.[a-z_]+)", text)
     words = re.findall(r"`([a-z_]+\.[a-z_]+)`", text)
     named = [word for word in words if word.partition(".")[0] in groups]
-    assert {*flags, *named} - keys().keys() == set()
+    assert {*flags, *named} - EVERY_KEY == set()

@@ -1,0 +1,84 @@
+"""Model FLOPs, and what share of the device's peak they are: MFU (Chowdhery et al., PaLM, 2022)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.data import Dataset, default_collate
+from torch.utils.flop_counter import FlopCounterMode
+
+from hvdtrain import comm
+from hvdtrain.data.iterable import has_own_order
+from hvdtrain.data.loader import Batch, to_device
+from hvdtrain.log import logger
+from hvdtrain.tasks import Task
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """What a run computes, in matrix products and convolutions.
+
+    Args:
+        of_micro_batch: FLOPs of a forward and a backward pass
+        peak: FLOP/s that each rank's device can do
+    """
+
+    of_micro_batch: float
+    peak: float
+
+    def utilisation(self, micro_batches: int, seconds: float, ranks: int) -> float:
+        """MFU of a step with so many micro-batches over all ranks."""
+        return self.of_micro_batch * micro_batches / (seconds * self.peak * ranks)
+
+
+def count(task: Task, model: nn.Module, dataset: Dataset[Any], samples: int) -> float | None:
+    """FLOPs of forward and backward over a micro-batch; None, and a line in the log: not known.
+
+    Everything is done with meta tensors, which have shapes and no values: it takes no memory of
+    the device, and changes nothing in the model. What a task cannot do with them (look at a value,
+    call a collective) leaves the FLOPs unknown.
+    """
+    if has_own_order(dataset):
+        logger.info("no MFU: samples of an IterableDataset are not read before training")
+        return None
+    try:
+        size = len(dataset)  # type: ignore[arg-type]
+        batch = default_collate([dataset[i % size] for i in range(samples)])
+        # No other rank does this: collectives are refused.
+        for shapes in comm.OWN.micro_batches(iter([to_device(batch, META)]), in_common=0):
+            return _counted(task, model, shapes)
+    except Exception as error:  # whatever a user's model does with tensors that have no values
+        logger.info("no MFU: the FLOPs could not be counted (%s: %s)", type(error).__name__, error)
+    return None
+
+
+class _Loss(nn.Module):
+    """A task's loss as a module, whose tensors can be replaced for a call."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._task = task
+
+    def forward(self, batch: Batch) -> Tensor:
+        found = self._task.loss(self.model, batch)["loss"]
+        loss: Tensor = found[0] if isinstance(found, tuple) else found
+        return loss
+
+
+def _counted(task: Task, model: nn.Module, batch: Batch) -> float:
+    loss = _Loss(task, model)
+    tensors = {
+        name: torch.empty_like(tensor, device="meta").requires_grad_(tensor.requires_grad)
+        for named in (loss.named_parameters(), loss.named_buffers())
+        for name, tensor in named
+    }
+    with FlopCounterMode(display=False) as counter:
+        functional_call(loss, tensors, (batch,)).backward()
+    return float(counter.get_total_flops())

@@ -1,0 +1,44 @@
+"""Which exchange the keys of `exchange` mean."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hvdtrain.exchange.adasum import adasum_exchange
+from hvdtrain.exchange.base import Exchange
+from hvdtrain.exchange.config import ExchangeConfig
+from hvdtrain.exchange.dense import DenseExchange
+from hvdtrain.exchange.exact import exact_exchange
+from hvdtrain.exchange.local_sgd import LocalSgd, Nesterov
+from hvdtrain.exchange.powersgd import powersgd_exchange
+from hvdtrain.exchange.topk import topk_exchange
+
+
+def build_exchange(
+    config: ExchangeConfig,
+    micro_batches: int,
+    optimizer: Optimizer,
+    model: nn.Module,
+    elastic: bool,
+) -> Exchange:
+    """Of the trained parameters of `model`.
+
+    Args:
+        micro_batches: in a step, over all ranks together.
+        elastic: the number of ranks may change.
+    """
+    if config.sync_every:
+        outer = Nesterov(config.outer_lr, config.outer_momentum)
+        return LocalSgd(
+            optimizer, model, micro_batches, outer if config.outer == "nesterov" else None
+        )
+    if config.exact:
+        return exact_exchange(optimizer, model, micro_batches)
+    if config.reduce == "adasum":
+        return adasum_exchange(optimizer, model)
+    if config.compression == "topk":
+        return topk_exchange(optimizer, model, config.ratio, config.error_feedback)
+    if config.compression == "powersgd":
+        return powersgd_exchange(optimizer, model, config)
+    return DenseExchange(optimizer, model, elastic, config.wire)

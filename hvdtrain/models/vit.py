@@ -1,0 +1,43 @@
+"""A small vision transformer (Dosovitskiy et al., "An Image is Worth 16x16 Words", 2020)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+# Half as deep as DeiT-Ti (Touvron et al., 2020), whose width and heads these are.
+LAYERS, WIDTH, HEADS = 6, 192, 3
+
+
+class VisionTransformer(nn.Module):
+    """Images to class scores: patches, an encoder that normalises first, the mean of its tokens.
+
+    Args:
+        size: side of the images.
+        patch: side of a patch, divides `size`.
+        channels: of the images.
+        classes: number of scores.
+    """
+
+    def __init__(self, size: int, patch: int, channels: int, classes: int) -> None:
+        super().__init__()
+        self.embedding = nn.Conv2d(channels, WIDTH, patch, stride=patch)
+        self.positions = nn.Parameter(torch.empty(1, (size // patch) ** 2, WIDTH))
+        nn.init.trunc_normal_(self.positions, std=0.02)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                WIDTH, HEADS, 4 * WIDTH, dropout=0.0, activation="gelu", batch_first=True,
+                norm_first=True,
+            )
+            for _ in range(LAYERS)
+        )  # fmt: skip
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Args: images: (N, channels, size, size) float. Returns: (N, classes)."""
+        tokens = self.embedding(images).flatten(2).transpose(1, 2) + self.positions
+        for layer in self.layers:
+            tokens = layer(tokens)
+        scores: Tensor = self.head(self.norm(tokens.mean(dim=1)))
+        return scores

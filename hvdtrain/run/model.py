@@ -1,0 +1,47 @@
+"""The model of a run, and what it computes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hvdtrain.config import Config
+from hvdtrain.engine.flops import ModelFlops, count
+from hvdtrain.optim.freeze import freeze
+from hvdtrain.optim.precision import BF16_PARAMS, check_parameters, to_bfloat16
+from hvdtrain.optim.supported import check_device, check_model
+from hvdtrain.runtime.rng import seed_all
+from hvdtrain.tasks import Datasets, Task
+from hvdtrain.telemetry.peaks import peak_of
+
+
+def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
+    """The task's model, freshly initialised from the seed.
+
+    Raises:
+        UserError: it cannot be trained, or has nothing of the name that is to be frozen.
+    """
+    seed_all(config.seed)
+    model: nn.Module = task.model()
+    freeze(model, config.optim.freeze)
+    check_model(model)
+    check_parameters(config.precision.name, model)
+    if config.precision.name == BF16_PARAMS:
+        to_bfloat16(model)
+    model = model.to(device)
+    check_device(model, device)
+    return model
+
+
+def build_flops(
+    config: Config, task: Task, datasets: Datasets, model: nn.Module, dtype: torch.dtype
+) -> ModelFlops | None:
+    """The model's FLOPs and the device's, where both are known.
+
+    Args:
+        dtype: that matrices are multiplied in.
+    """
+    device = next(model.parameters()).device
+    peak = config.telemetry.peak_flops or peak_of(device, dtype)
+    flops = count(task, model, datasets.train, config.batch.micro_size) if peak else None
+    return ModelFlops(flops, peak) if peak and flops else None

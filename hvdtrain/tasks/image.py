@@ -1,0 +1,214 @@
+"""Image classification: residual networks and a small vision transformer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from hvdtrain.errors import UnsupportedTaskError, UserError, require
+from hvdtrain.tasks import Datasets
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from hvdtrain.data.images import ImageData
+
+_DIGIT_SIZE, _FOLDER_SIZE = 8, 224
+_SHOWN = 10
+
+
+@dataclass
+class ImageConfig:
+    """Images, the model, and what keeps it from learning them by heart.
+
+    Args:
+        model: `resnet8`, `resnet18`, `resnet50` or `vit`, a small vision transformer
+        data: a folder with a folder of images for each class; null = scikit-learn's digits
+        validation: the same for validation; null = `image.validation_fraction` of the data
+        validation_fraction: that fraction, of each class (of the digits: of all)
+        size: side of the square that the model sees, pixels; null = 224, of the digits 8
+        patch: side of a patch of `vit`, divides `image.size`; null = 16, or a quarter of the size
+            up to 64
+        crop: when training, the square is cut out anywhere in the image (digits are shifted)
+        flip: when training, half of the images are mirrored left to right; null = those of a
+            folder, not digits
+        label_smoothing: share of the target that all classes get alike when training
+        mixup: images are mixed with shares from Beta(mixup, mixup) when training; 0 = never
+        sync_batchnorm: BatchNorm's statistics are those of the global batch; takes one micro-batch
+            a step on each rank
+    """
+
+    model: Literal["resnet8", "resnet18", "resnet50", "vit"] = "resnet8"
+    data: str | None = None
+    validation: str | None = None
+    validation_fraction: float = 0.2
+    size: int | None = None
+    patch: int | None = None
+    crop: bool = True
+    flip: bool | None = None
+    label_smoothing: float = 0.0
+    mixup: float = 0.0
+    sync_batchnorm: bool = False
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.validation_fraction < 1,
+            f"image.validation_fraction must lie in (0, 1), not {self.validation_fraction}",
+        )
+        require(
+            self.data is not None or self.validation is None,
+            "image.validation needs image.data, the folder of the training images",
+        )
+        require(self.side >= _DIGIT_SIZE, f"image.size must be >= {_DIGIT_SIZE}, not {self.size}")
+        require(
+            self.model != "vit" or (self.patch_side >= 1 and self.side % self.patch_side == 0),
+            f"image.patch must divide image.size {self.side}, not be {self.patch_side}",
+        )
+        require(
+            0 <= self.label_smoothing < 1,
+            f"image.label_smoothing must lie in [0, 1), not {self.label_smoothing}",
+        )
+        require(self.mixup >= 0, f"image.mixup must be >= 0 (0 = never), not {self.mixup}")
+        require(
+            not (self.sync_batchnorm and self.model == "vit"),
+            "image.sync_batchnorm: image.model vit has no BatchNorm",
+        )
+
+    @property
+    def side(self) -> int:
+        """Of the square that the model sees, pixels."""
+        return self.size or (_FOLDER_SIZE if self.data else _DIGIT_SIZE)
+
+    @property
+    def patch_side(self) -> int:
+        """Of a patch, pixels."""
+        if self.patch is not None:
+            return self.patch
+        return 16 if self.side > 64 else self.side // 4
+
+
+@dataclass
+class ImageTaskConfig:
+    """Keys of the task image.
+
+    Args:
+        image: images and the model that tells them apart
+    """
+
+    image: ImageConfig = field(default_factory=ImageConfig)
+
+
+class Image:
+    """Classification of images; top-1 and top-5 are counted, over all ranks."""
+
+    Config = ImageTaskConfig
+    metrics = ("top1", "top5")
+    units = ("images", 1)
+    defaults: ClassVar[dict[str, Any]] = {
+        "batch.global_size": 64,
+        "batch.micro_size": 32,
+        "train.steps": 400,
+        "optim.lr": 1e-2,
+    }
+
+    def __init__(self, config: ImageTaskConfig) -> None:
+        self.config = config.image
+        self._data: ImageData | None = None
+
+    def datasets(self) -> Datasets:
+        from hvdtrain.data.images import digits, folders
+
+        config = self.config
+        if config.data is None and config.side != _DIGIT_SIZE:
+            raise UserError(
+                f"image.size {config.side} is for images of your own: name them with image.data "
+                f"FOLDER; the digits have {_DIGIT_SIZE} x {_DIGIT_SIZE} pixels"
+            )
+        if config.data is None:
+            self._data = digits(config.validation_fraction)
+        else:
+            self._data = folders(
+                config.data, config.validation, config.validation_fraction, config.side
+            )
+        return Datasets(self._data.train, self._data.validation, self._data.fingerprint)
+
+    def model(self) -> nn.Module:
+        from hvdtrain.models.resnet import ResNet
+        from hvdtrain.models.vit import VisionTransformer
+        from hvdtrain.tasks.sync_batchnorm import synchronise
+
+        assert self._data is not None
+        config, classes = self.config, len(self._data.classes)
+        channels = len(self._data.normalisation.mean)
+        if config.model == "vit":
+            return VisionTransformer(config.side, config.patch_side, channels, classes)
+        model = ResNet(config.model, config.side, channels, classes)
+        if config.sync_batchnorm:
+            synchronise(model)
+        return model
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Any]:
+        """Random changes, label smoothing and mixup are for training only.
+
+        Args:
+            batch: uint8 images (N, C, H, W) with a margin, and int64 labels (N,).
+
+        Returns:
+            The mean loss; of top1 and top5 how many were right, and N.
+        """
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        from hvdtrain.data.augment import mix
+
+        images, labels = self._prepared(batch[0], model.training), batch[1]
+        config, count = self.config, len(labels)
+        self._check(model, count)
+        targets = [(1.0, labels)]
+        if model.training and config.mixup:
+            images, other, share = mix(images, config.mixup)
+            targets = [(share, labels), (1 - share, labels[other])]
+        scores = model(images)
+        smoothing = config.label_smoothing if model.training else 0.0
+        losses = [s * cross_entropy(scores, y, label_smoothing=smoothing) for s, y in targets]
+        top1, top5 = torch.stack([s * _right(scores, y) for s, y in targets]).sum(0)
+        loss = torch.stack(losses).sum()
+        return {"loss": loss, "top1": (top1, count), "top5": (top5, count)}
+
+    def _prepared(self, images: Tensor, training: bool) -> Tensor:
+        from hvdtrain.data.augment import crop, normalise
+
+        assert self._data is not None
+        config = self.config
+        flip = config.flip if config.flip is not None else config.data is not None
+        cut = crop(images, config.side, training and config.crop, training and flip)
+        return normalise(cut, self._data.normalisation)
+
+    def _check(self, model: nn.Module, count: int) -> None:
+        if model.training and count == 1 and self.config.model != "vit":
+            raise UnsupportedTaskError(
+                f"batch.micro_size 1: BatchNorm of {self.config.model} normalises over the "
+                "micro-batch, which takes 2 images or more"
+            )
+
+    def sample(self, model: nn.Module) -> str:
+        """The first validation images: what they show, and what the model sees in them."""
+        import torch
+
+        assert self._data is not None
+        data, classes = self._data.validation, self._data.classes
+        shown = [data[i] for i in range(min(_SHOWN, len(data)))]  # type: ignore[arg-type]
+        device = next(model.parameters()).device
+        with torch.no_grad():
+            images = torch.stack([image for image, _ in shown]).to(device)
+            seen = model(self._prepared(images, training=False)).argmax(1).tolist()
+        pairs = zip((classes[int(label)] for _, label in shown), seen, strict=True)
+        return ", ".join(f"{name} seen as {classes[number]}" for name, number in pairs)
+
+
+def _right(scores: Tensor, labels: Tensor) -> Tensor:
+    """How many labels are that of the highest score, and among the five highest: (2,) float64."""
+    import torch
+
+    best = scores.detach().topk(min(5, scores.shape[1])).indices == labels[:, None]
+    return torch.stack((best[:, 0].sum(), best.sum())).double()

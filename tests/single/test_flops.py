@@ -1,0 +1,117 @@
+"""Model FLOPs and their share of the peak; what NVML says of a GPU.
+
+There is no GPU and no NVML here: a stand-in with the functions of nvidia-ml-py takes their place.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.config import parse
+from hvdtrain.engine.flops import ModelFlops, count
+from hvdtrain.run.build import build_data
+from hvdtrain.run.model import build_model
+from hvdtrain.tasks import Datasets
+from hvdtrain.telemetry.nvml import GAUGES, readings
+from hvdtrain.telemetry.peaks import peak_flops
+from tests.support.runs import metrics, run
+from tests.support.tasks import FEATURES, Regression
+
+CPU = torch.device("cpu")
+
+
+def test_flops_are_not_those_of_the_matrix_products_or_counting_changes_the_model() -> None:
+    task = Regression()
+    model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 1))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = count(task, model, task.datasets().train, samples=4)
+    # Forward; backward for the weights; backward for what comes before.
+    assert found == 3 * 2 * 4 * FEATURES
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(p.grad is None and not p.is_meta for p in model.parameters())
+    assert ModelFlops(found, peak=1e6).utilisation(10, 0.5, ranks=2) == found * 10 / 1e6
+
+
+class _Looking(Regression):
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        assert float(batch.abs().max()) < 100
+        return super().loss(model, batch)
+
+
+def test_a_loss_that_looks_at_values_ends_the_run() -> None:
+    task = _Looking()
+    assert count(task, task.model(), task.datasets().train, samples=4) is None
+
+
+@pytest.mark.parametrize("preset", ["gpt-nano", "digits"])
+def test_a_task_of_hvdtrain_cannot_be_counted(preset: str) -> None:
+    settings = parse(["--config", preset])
+    task, datasets = build_data(settings)
+    assert isinstance(datasets, Datasets)
+    model = build_model(task, settings.config, CPU)
+    found = count(task, model, datasets.train, samples=2)
+    assert found is not None
+    if preset == "gpt-nano":  # 6 for each weight and token, and attention
+        plain = 6 * sum(p.numel() for p in model.parameters()) * 2 * 128
+        assert plain < found < 1.3 * plain
+
+
+def test_a_gpu_has_the_peak_of_another_or_of_other_numbers() -> None:
+    h100, pcie = "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe"
+    assert peak_flops(h100, torch.bfloat16, tf32=False) == 989.4e12
+    assert peak_flops(pcie, torch.float16, tf32=False) == 756e12
+    assert peak_flops(h100, torch.float32, tf32=False) == 67e12
+    assert peak_flops(h100, torch.float32, tf32=True) == 494.7e12
+    assert peak_flops("NVIDIA L40S", torch.bfloat16, tf32=False) == 362e12
+    assert peak_flops("NVIDIA GeForce GT 710", torch.float32, tf32=False) is None
+
+
+class _NvmlError(Exception):
+    pass
+
+
+def _no_power(handle: str) -> int:
+    raise _NvmlError("Not Supported")
+
+
+def test_figures_of_a_gpu_have_other_units_or_a_missing_sensor_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stand_in = SimpleNamespace(
+        NVMLError=_NvmlError,
+        NVML_CLOCK_SM=1,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetUtilizationRates=lambda handle: SimpleNamespace(gpu=73),
+        nvmlDeviceGetPowerUsage=_no_power,
+        nvmlDeviceGetClockInfo=lambda handle, clock: 1980 if handle == "GPU-1-2" else 0,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", stand_in)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2")
+    )
+    found = {name: read() for name, read in readings(torch.device("cuda", 0)).items()}
+    assert found.keys() == GAUGES.keys()
+    assert found["gpu_utilization"] == 0.73 and found["gpu_clock_hertz"] == 1.98e9
+    assert math.isnan(found["gpu_power_watts"])
+    stand_in.nvmlDeviceGetHandleByUUID = _no_power
+    assert all(math.isnan(read()) for read in readings(torch.device("cuda", 0)).values())
+    assert all(math.isnan(read()) for read in readings(CPU).values())
+
+
+def test_a_run_does_not_tell_its_mfu(tmp_path: Path) -> None:
+    flags = "--task tests.support.tasks:Regression --train.steps 3 --telemetry.port 0"
+    flags += f" --telemetry.peak_flops 1e6 --run.root {tmp_path} --run.id mfu"
+    done = run(tmp_path / "output", flags.split())
+    assert done.returncode == 0, done
+    for line in metrics(tmp_path / "mfu"):
+        # 32 samples; the gradient of the data is not asked for.
+        expected = 2 * 2 * 32 * FEATURES / (line["step_seconds"] * 1e6)
+        assert line["mfu"] == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,73 @@
+"""Whole runs of the task `image`: it learns, and has one curve on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.job import Finished
+from tests.support.pictures import cut_off, draw
+from tests.support.runs import losses, metrics, run
+
+# Random shifts, mixup, BatchNorm and 6 micro-batches a step.
+CURVE = (
+    "--task image --image.mixup 0.2 --image.label_smoothing 0.1 --batch.global_size 48"
+    " --batch.micro_size 8 --train.steps 12 --eval.every 6 --telemetry.port 0"
+)
+FOLDER = (
+    "--task image --image.model resnet8 --image.size 16 --batch.global_size 8"
+    " --batch.micro_size 4 --train.steps 12 --telemetry.port 0"
+)
+
+
+def _train(root: Path, name: str, flags: str, launcher: str = "") -> Finished:
+    where = f"--run.root {root} --run.id {name}"
+    return run(root / "output", f"{flags} {where}".split(), launcher, timeout=180)
+
+
+def test_the_digits_are_not_learnt(tmp_path: Path) -> None:
+    flags = "--config digits --train.steps 200 --telemetry.port 0"
+    done = _train(tmp_path, "digits", flags)
+    assert done.returncode == 0 and " seen as " in done.stdout, done
+    assert metrics(tmp_path / "digits")[-1]["validation_top1"] > 0.97
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("alone")
+    done = _train(root, "alone", CURVE)
+    assert done.returncode == 0, done
+    return root / "alone"
+
+
+@pytest.mark.parametrize("launcher", ["gloo:2", "mpirun:3"])
+def test_shifts_mixup_or_batchnorm_depend_on_the_number_of_ranks(
+    alone: Path, tmp_path: Path, launcher: str
+) -> None:
+    done = _train(tmp_path, "ranks", CURVE, launcher)
+    assert done.returncode == 0, done
+    assert losses(tmp_path / "ranks") == pytest.approx(losses(alone), rel=1e-5)
+    last, expected = metrics(tmp_path / "ranks")[-1], metrics(alone)[-1]
+    for key in ("top1", "top5", "validation_loss", "validation_top1", "validation_top5"):
+        assert last[key] == pytest.approx(expected[key], rel=1e-5), key
+
+
+def test_a_folder_of_images_is_not_learnt(tmp_path: Path) -> None:
+    folder = draw(tmp_path / "pictures", 10)
+    done = _train(tmp_path, "folder", f"{FOLDER} --image.data {folder}")
+    assert done.returncode == 0, done
+    assert losses(tmp_path / "folder")[-1] < 0.5 * losses(tmp_path / "folder")[0]
+
+
+@pytest.mark.parametrize("launcher", ["", "mpirun:2"])
+def test_a_broken_image_ends_in_a_traceback_or_without_its_name(
+    tmp_path: Path, launcher: str
+) -> None:
+    broken = cut_off(draw(tmp_path / "pictures", 10) / "red" / "003.jpg")
+    done = _train(tmp_path, "broken", f"{FOLDER} --image.data {broken.parents[1]}", launcher)
+    assert done.returncode == 2, done
+    assert f"image {broken} cannot be read (" in done.stderr and "Traceback" not in done.stderr
+    broken.write_bytes(broken.with_name("005.jpg").read_bytes())
+    again = _train(tmp_path, "broken", f"{FOLDER} --image.data {broken.parents[1]}", launcher)
+    assert again.returncode == 0 and metrics(tmp_path / "broken")[-1]["step"] == 12, again

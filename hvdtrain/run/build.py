@@ -12,6 +12,7 @@ from hvdtrain import comm
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
+from hvdtrain.elastic.identity import Identity
 from hvdtrain.engine.compiling import compile_blocks
 from hvdtrain.engine.flops import ModelFlops
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan, Progress
@@ -73,6 +74,15 @@ class RunComponents:
     def context(self, mesh: Mesh) -> RankContext:
         """For a generation with these ranks."""
         return RankContext(mesh, self.device, self.heartbeat, self.timer)
+
+    def identity(self, digest: str) -> Identity:
+        """What this process would train; those of a run have the same.
+
+        Args:
+            digest: of what the launcher started.
+        """
+        size, fingerprint = dataset_size(self.datasets), self.datasets.fingerprint
+        return Identity(self.device.type, digest, size, fingerprint, self.precision.name)
 
     def go_back(self) -> None:
         """After a failure: to the state that all ranks last had in common."""

@@ -18,7 +18,6 @@ from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_loop
 from hvdtrain.run.callbacks import Callbacks, Outputs, build_callbacks
 from hvdtrain.run.held import Held
-from hvdtrain.run.length import dataset_size
 from hvdtrain.run.manifest import build_manifest, run_facts, start_facts
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run.resume import resume
@@ -115,7 +114,7 @@ class Generation:
         topology, components, held = self._topology, self._components, self._held
         status = RankStatus(held.trained, components.state.progress.step)
         port = components.exporter.port if components.exporter else 0
-        own = identity(components, self._launched.digest)
+        own = components.identity(self._launched.digest)
         facts = gather_json(
             {
                 "status": asdict(status),
@@ -281,13 +280,6 @@ class Generation:
             recorder.emit_end(self._components.state.progress.step, code)
         gather_json(None, "done")  # the launcher takes the first end of a rank for the end of all
         return code
-
-
-def identity(components: RunComponents, digest: str) -> Identity:
-    """What a process would train; those of a run have the same."""
-    size, fingerprint = dataset_size(components.datasets), components.datasets.fingerprint
-    precision = components.precision.name
-    return Identity(components.device.type, digest, size, fingerprint, precision)
 
 
 def _refuse(problem: str) -> None:

@@ -28,7 +28,7 @@ from hvdtrain.engine.loop import MembershipChanged
 from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.log import logger
 from hvdtrain.run import build
-from hvdtrain.run.generation import Cause, Generation, Launched, identity
+from hvdtrain.run.generation import Cause, Generation, Launched
 from hvdtrain.run.held import Held
 from hvdtrain.run.length import with_global_batch
 from hvdtrain.run.start_checks import (
@@ -269,7 +269,7 @@ class Session:
     def _status(self, failure: _Failure) -> ProcessStatus:
         times, more = _PATIENCE
         return ProcessStatus(
-            identity=identity(self._components, self._launched.digest),
+            identity=self._components.identity(self._launched.digest),
             trained=self.held.trained,
             step=self._components.state.progress.step,
             patience=times * self._launched.settings.config.elastic.hang_seconds + more,

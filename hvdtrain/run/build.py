@@ -79,7 +79,7 @@ class RunComponents:
         """What this process would train; those of a run have the same.
 
         Args:
-            digest: of what the launcher started.
+            digest: of the configuration.
         """
         size, fingerprint = dataset_size(self.datasets), self.datasets.fingerprint
         return Identity(self.device.type, digest, size, fingerprint, self.precision.name)

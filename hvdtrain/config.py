@@ -24,6 +24,7 @@ from hvdtrain.elastic.config import ElasticConfig
 from hvdtrain.engine.config import (
     CompileConfig,
     EvalConfig,
+    MemoryConfig,
     PreemptConfig,
     RunConfig,
     TrainConfig,
@@ -52,6 +53,7 @@ class Config:
         schedule: the learning-rate schedule
         precision: the numbers that the model is computed with
         compile: torch.compile
+        memory: what backward needs of a forward pass
         exchange: how the ranks' gradients become one
         runtime: a rank's process
         checkpoint: checkpoints
@@ -71,6 +73,7 @@ class Config:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

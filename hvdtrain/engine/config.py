@@ -88,7 +88,7 @@ class TrainConfig:
 
 @dataclass
 class CompileConfig:
-    """torch.compile.
+    """Compilation by torch.compile.
 
     Args:
         enabled: each of the model's blocks is compiled in its first pass; takes a C++ compiler on
@@ -96,6 +96,36 @@ class CompileConfig:
     """
 
     enabled: bool = False
+
+
+@dataclass
+class MemoryConfig:
+    """What backward needs of a forward pass, and where it lies.
+
+    Args:
+        checkpoint_activations: backward computes again what lies within the model's blocks: of all
+            (`blocks`), of one block in N (`every:N`), or of all but the results of matrix products
+            and attention (`selective`); `none` keeps everything
+        offload_activations: what backward needs of the blocks waits in the host's memory; for GPUs
+    """
+
+    checkpoint_activations: str = "none"
+    offload_activations: bool = False
+
+    def __post_init__(self) -> None:
+        require(
+            self.checkpoint_activations in ("none", "blocks", "selective") or self.every > 0,
+            "memory.checkpoint_activations must be none, blocks, every:N (N >= 1) or selective, "
+            f"not {self.checkpoint_activations}",
+        )
+
+    @property
+    def every(self) -> int:
+        """One block in so many is computed again; 0: none is."""
+        if self.checkpoint_activations in ("blocks", "selective"):
+            return 1
+        word, _, number = self.checkpoint_activations.partition(":")
+        return int(number) if word == "every" and number.isdecimal() else 0
 
 
 @dataclass

@@ -13,6 +13,7 @@ from hvdtrain.config import Config, Settings
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.elastic.identity import Identity
+from hvdtrain.engine.activations import arrange_activations
 from hvdtrain.engine.compiling import compile_blocks
 from hvdtrain.engine.flops import ModelFlops
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan, Progress
@@ -131,6 +132,8 @@ def build_components(
     config = on_all_ranks("train.epochs", lambda: with_steps(given, datasets))
     model = on_all_ranks("model", lambda: build_model(task, config, device))
     flops = build_flops(config, task, datasets, model, precision.dtype(model))
+    # After the FLOPs were counted: what is computed again is none of the model's.
+    on_all_ranks("memory", lambda: arrange_activations(config.memory, task, model, device))
     compiled = on_all_ranks("compile", lambda: compile_blocks(config.compile, task, model, timer))
     groups = optional(task, "param_groups")
     optimizer = on_all_ranks(

@@ -23,6 +23,7 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvdtrain.errors import EXIT_CRASH, UnsupportedTaskError, UserError
 from hvdtrain.log import logger
+from hvdtrain.runtime.out_of_memory import explained
 from hvdtrain.runtime.topology import Topology
 
 # How long a rank that lost the others waits for its launcher to end it.
@@ -63,6 +64,8 @@ def abort_all_ranks(error: BaseException, topology: Topology) -> NoReturn:
         if isinstance(error, UnsupportedTaskError) and topology.rank > 0:
             time.sleep(_QUIET_SECONDS)  # rank 0 says the same, and ends this rank
         _say(f"hvdtrain: error: {where}{error}")
+    elif said := explained(error):
+        _say(f"hvdtrain: error: {where}{said}")
     else:
         lines = "".join(traceback.format_exception(error))
         _say(f"{lines}hvdtrain: error: {where}{type(error).__name__}: {error}")

@@ -147,6 +147,15 @@ class Image:
             synchronise(model)
         return model
 
+    def blocks(self, model: nn.Module) -> list[nn.Module]:
+        """The residual blocks, or the layers of the transformer."""
+        from torch.nn import TransformerEncoderLayer
+
+        from hvdtrain.models.resnet import BasicBlock, Bottleneck
+
+        kinds = (BasicBlock, Bottleneck, TransformerEncoderLayer)
+        return [module for module in model.modules() if isinstance(module, kinds)]
+
     def loss(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Any]:
         """Random changes, label smoothing and mixup are for training only.
 

@@ -41,6 +41,13 @@ class Regression:
         return {"loss": nn.functional.mse_loss(model(batch[:, :-1]), batch[:, -1:])}
 
 
+class Large(Regression):
+    """Its loss wants more memory than any host has."""
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        return {"loss": model(torch.empty(10**15, FEATURES)).mean()}
+
+
 class Half(Regression):
     """Its parameters are float16."""
 

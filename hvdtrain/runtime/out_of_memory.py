@@ -1,0 +1,39 @@
+"""What to say when memory is not enough."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+_GIB = 2**30
+# In the order in which they cost the least.
+_TRY = (
+    "memory.checkpoint_activations blocks (backward computes activations again)",
+    "memory.offload_activations true (on GPUs)",
+    "a smaller batch.micro_size (the curve stays)",
+)
+# Of torch's allocator for CPUs, which raises RuntimeError.
+_OF_CPU = "DefaultCPUAllocator"
+
+
+def explained(error: BaseException) -> str:
+    """What was allocated and what to try next, for an error of an allocator; "" for others."""
+    if isinstance(error, torch.OutOfMemoryError):
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        has = (
+            f"the GPU's memory is not enough: {allocated / _GIB:.1f} GiB are allocated and "
+            f"{reserved / _GIB:.1f} GiB reserved of {total / _GIB:.1f} GiB"
+        )
+    elif isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and _OF_CPU in str(error)
+    ):
+        own = psutil.Process().memory_info().rss
+        has = (
+            f"memory is not enough: this process has {own / _GIB:.1f} GiB, and the host has "
+            f"{psutil.virtual_memory().available / _GIB:.1f} GiB left"
+        )
+    else:
+        return ""
+    first = str(error).partition("\n")[0]
+    return f"{has} ({first}). Try, in this order: {'; '.join(_TRY)}"

@@ -18,8 +18,9 @@ from typing import Any, get_type_hints
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from hvdtrain.checkpoint.config import CheckpointConfig
+from hvdtrain.config_checks import check_together
 from hvdtrain.config_files import dotted, read_yaml, readable, steps_or_epochs
-from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.config import BatchConfig, LoaderConfig
 from hvdtrain.elastic.config import ElasticConfig
 from hvdtrain.engine.config import (
     CompileConfig,
@@ -29,7 +30,7 @@ from hvdtrain.engine.config import (
     RunConfig,
     TrainConfig,
 )
-from hvdtrain.errors import UserError, require
+from hvdtrain.errors import UserError
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
 from hvdtrain.optim.precision_config import PrecisionConfig
@@ -47,6 +48,7 @@ class Config:
         seed: the one seed: of the initial weights, the order of samples and dropout
         run: the run directory
         batch: the global batch
+        loader: loading of the training data
         train: the training loop
         eval: evaluation
         optim: the optimizer
@@ -67,6 +69,7 @@ class Config:
     seed: int = 1234
     run: RunConfig = field(default_factory=RunConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -83,59 +86,7 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
-        require(self.seed >= 0, f"seed must be >= 0, not {self.seed}")
-        require(
-            not self.exchange.exact or self.runtime.threads > 0,
-            "exchange.name exact needs runtime.threads: results of matrix products depend on the "
-            "number of threads, so give all runs that are to be the same one number, such as the "
-            "cores of a host divided by the most ranks it will have",
-        )
-        require(
-            self.batch.deal == "even" or self.telemetry.exchange_every > 0,
-            "batch.deal speed needs the ranks' comparisons: telemetry.exchange_every must not be 0",
-        )
-        require(
-            self.batch.deal == "even" or self.exchange.reduce == "average",
-            "batch.deal speed excludes exchange.reduce adasum, which weighs ranks alike",
-        )
-        for key, on in (
-            ("compile.enabled", self.compile.enabled),
-            ("precision.cudnn_benchmark", self.precision.cudnn_benchmark),
-        ):
-            reason = "its bits depend on the shapes that a process has seen"
-            require(
-                not (on and self.exchange.exact), f"{key} excludes exchange.name exact: {reason}"
-            )
-        require(
-            not self.exchange.sync_every or self.precision.name != "bf16-params",
-            f"exchange.sync_every {self.exchange.sync_every} averages parameters, which "
-            "precision.name bf16-params rounds: use precision.name bf16",
-        )
-        require(
-            self.optim.scale_lr == "none" or self.batch.per_rank_size > 0,
-            f"optim.scale_lr {self.optim.scale_lr} needs batch.per_rank_size: batch.global_size "
-            "does not grow with the ranks",
-        )
-        require(
-            not self.optim.ema_decay or not self.exchange.sync_every,
-            "optim.ema_decay excludes exchange.sync_every: ranks that step on their own have "
-            "averages of their own",
-        )
-        require(
-            self.optim.name != "adamw8bit" or not self.exchange.sync_every,
-            "optim.name adamw8bit excludes exchange.sync_every: its moments cannot be averaged",
-        )
-        wants = "train.patience" if self.train.patience else "checkpoint.keep_best"
-        require(
-            self.eval.every > 0 or not (self.train.patience or self.checkpoint.keep_best),
-            f"{wants} needs evaluations: eval.every must not be 0",
-        )
-        steps = self.profile.range
-        require(
-            not steps or not self.train.steps or steps[0] <= self.train.steps,
-            f"profile.steps {self.profile.steps} begins after the last step (train.steps "
-            f"{self.train.steps})",
-        )
+        check_together(self)
 
     @property
     def depends_on_ranks(self) -> str:

@@ -47,6 +47,23 @@ class DataConfig:
 
 
 @dataclass
+class LoaderConfig:
+    """Loading of training data with an index.
+
+    Args:
+        workers: processes that load a rank's micro-batches ahead; 0 = the rank loads each itself
+        prefetch: micro-batches that each of them loads ahead
+    """
+
+    workers: int = 0
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        require(self.workers >= 0, f"loader.workers must be >= 0, not {self.workers}")
+        require(self.prefetch >= 1, f"loader.prefetch must be >= 1, not {self.prefetch}")
+
+
+@dataclass
 class BatchConfig:
     """The global batch: the same whatever the number of ranks, unless `batch.per_rank_size` is set.
 

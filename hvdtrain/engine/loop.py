@@ -217,6 +217,12 @@ class Loop:
             if membership_changed and not self.ending:
                 raise MembershipChanged
 
+    def close(self) -> None:
+        """Ends what runs beside it."""
+        for callback in self._callbacks:
+            callback.close()
+        self._loader.close()
+
     def _call_back(self, record: StepRecord) -> None:
         for callback in self._callbacks:
             self._heartbeat.beat(Activity.PREPARING)

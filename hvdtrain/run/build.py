@@ -11,6 +11,7 @@ import torch
 from hvdtrain import comm
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.deal import Deal
+from hvdtrain.data.iterable import has_own_order
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.engine.activations import arrange_activations
@@ -203,6 +204,11 @@ def build_datasets(task: Task, config: Config) -> Datasets:
             ) from None
         if size == 0:
             raise UserError(f"task {config.task}: the {name} data has no samples")
+    if config.loader.workers and has_own_order(datasets.train):
+        raise UserError(
+            f"loader.workers {config.loader.workers}: the training data is an IterableDataset, "
+            "which each rank reads from beginning to end; leave it at 0"
+        )
     return datasets
 
 
@@ -239,6 +245,7 @@ def build_loop(
         deal=Deal(config.batch.micro_batches, context.mesh.data),
         seed=config.seed,
         pin_memory=components.device.type == "cuda",
+        config=config.loader,
     )
     rate = partial(learning_rate, config.schedule, config.optim.lr, steps=config.train.steps)
     return Loop(

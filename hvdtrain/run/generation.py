@@ -258,8 +258,7 @@ class Generation:
         try:
             loop.run()
         finally:
-            for callback in callbacks.as_list():
-                callback.close()
+            loop.close()
         context.heartbeat.beat(Activity.PREPARING)
         on_all_ranks("last checkpoint", lambda: _check_saved(callbacks))
         if held.recorder is not None and held.recorder.writer is not None:

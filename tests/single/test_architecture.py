@@ -23,7 +23,7 @@ ROWS = [
     {"models", "data", "optim", "checkpoint", "telemetry", "launch", "comm"},
     {"run_files"},
     {"runtime"},
-    {"log", "files", "config_files"},
+    {"log", "files", "config_files", "config_checks"},
     {"errors"},
 ]
 LEVEL = {room: -number for number, row in enumerate(ROWS) for room in row}

@@ -1,0 +1,66 @@
+"""Keys of different groups that exclude each other or need each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvdtrain.errors import require
+
+
+def check_together(config: Any) -> None:
+    """Args: config: a Config, whose module imports this one.
+
+    Raises:
+        ValueError: with a message for the user.
+    """
+    require(config.seed >= 0, f"seed must be >= 0, not {config.seed}")
+    require(
+        not config.exchange.exact or config.runtime.threads > 0,
+        "exchange.name exact needs runtime.threads: results of matrix products depend on the "
+        "number of threads, so give all runs that are to be the same one number, such as the "
+        "cores of a host divided by the most ranks it will have",
+    )
+    require(
+        config.batch.deal == "even" or config.telemetry.exchange_every > 0,
+        "batch.deal speed needs the ranks' comparisons: telemetry.exchange_every must not be 0",
+    )
+    require(
+        config.batch.deal == "even" or config.exchange.reduce == "average",
+        "batch.deal speed excludes exchange.reduce adasum, which weighs ranks alike",
+    )
+    for key, on in (
+        ("compile.enabled", config.compile.enabled),
+        ("precision.cudnn_benchmark", config.precision.cudnn_benchmark),
+    ):
+        reason = "its bits depend on the shapes that a process has seen"
+        require(not (on and config.exchange.exact), f"{key} excludes exchange.name exact: {reason}")
+    require(
+        not config.exchange.sync_every or config.precision.name != "bf16-params",
+        f"exchange.sync_every {config.exchange.sync_every} averages parameters, which "
+        "precision.name bf16-params rounds: use precision.name bf16",
+    )
+    require(
+        config.optim.scale_lr == "none" or config.batch.per_rank_size > 0,
+        f"optim.scale_lr {config.optim.scale_lr} needs batch.per_rank_size: batch.global_size "
+        "does not grow with the ranks",
+    )
+    require(
+        not config.optim.ema_decay or not config.exchange.sync_every,
+        "optim.ema_decay excludes exchange.sync_every: ranks that step on their own have "
+        "averages of their own",
+    )
+    require(
+        config.optim.name != "adamw8bit" or not config.exchange.sync_every,
+        "optim.name adamw8bit excludes exchange.sync_every: its moments cannot be averaged",
+    )
+    wants = "train.patience" if config.train.patience else "checkpoint.keep_best"
+    require(
+        config.eval.every > 0 or not (config.train.patience or config.checkpoint.keep_best),
+        f"{wants} needs evaluations: eval.every must not be 0",
+    )
+    steps = config.profile.range
+    require(
+        not steps or not config.train.steps or steps[0] <= config.train.steps,
+        f"profile.steps {config.profile.steps} begins after the last step (train.steps "
+        f"{config.train.steps})",
+    )

@@ -1,0 +1,135 @@
+"""loader.workers: the same samples and random numbers, and nothing that outlives its rank."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from hvdtrain.config import Config
+from hvdtrain.data.config import BatchConfig, LoaderConfig
+from hvdtrain.data.deal import Deal
+from hvdtrain.data.loader import TrainLoader
+from hvdtrain.errors import UserError
+from hvdtrain.run.build import build_datasets
+from hvdtrain.runtime.mesh import Group
+from hvdtrain.tasks import Datasets
+from tests.support.runs import REPOSITORY, environment, losses, train
+
+SIZE = 37
+
+
+class _Drawing(Dataset[Tensor]):
+    """Each sample has random numbers of all three generators."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index, torch.rand(()), np.random.rand(), random.random()])
+
+
+class _Broken(_Drawing):
+    def __getitem__(self, index: int) -> Tensor:
+        raise UserError("sample 7 is broken: repair it")
+
+
+def _loader(dataset: Dataset[Tensor], workers: int, rank: int = 0) -> TrainLoader:
+    config = LoaderConfig(workers)
+    return TrainLoader(dataset, 0, BatchConfig(12, 2), Deal(6, Group(rank, 2)), 5, config=config)
+
+
+def _steps(workers: int, rank: int) -> list[Tensor]:
+    """What was loaded, and a random number of each forward pass; dealt anew in the third step."""
+    loader = _loader(_Drawing(), workers, rank)
+    found = []
+    for step, counts in enumerate([(3, 3), (3, 3), (5, 1), (6, 0), (3, 3)]):
+        loader.deal.change(counts)
+        for batch in loader.next_step(step):
+            found += [batch, torch.rand(2)]
+    loader.close()
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_workers_load_other_samples_or_change_what_is_drawn(rank: int) -> None:
+    alone = _steps(0, rank)
+    for workers in (1, 3):
+        ahead = _steps(workers, rank)
+        assert all(torch.equal(own, other) for own, other in zip(ahead, alone, strict=True))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_broken_sample_is_a_traceback_of_a_worker(workers: int) -> None:
+    with pytest.raises(UserError, match=r"^sample 7 is broken: repair it$"):
+        next(_loader(_Broken(), workers).next_step(0))
+
+
+def test_an_iterable_data_set_is_read_by_each_worker() -> None:
+    class Stream(IterableDataset[Tensor]):
+        def __len__(self) -> int:
+            return 1
+
+        def __iter__(self) -> Iterator[Tensor]:
+            yield torch.zeros(1)
+
+    class Task:
+        def datasets(self) -> Datasets:
+            return Datasets(Stream())
+
+    with pytest.raises(UserError, match=r"loader\.workers 2: the training data is an Iterable"):
+        build_datasets(Task(), Config(loader=LoaderConfig(2)))  # type: ignore[arg-type]
+
+
+def test_a_worker_outlives_the_rank_that_was_killed() -> None:
+    program = (
+        "import time, psutil\n"
+        "from tests.single.test_workers import _Drawing, _loader\n"
+        "next(_loader(_Drawing(), 2).next_step(0))\n"
+        "print(*(child.pid for child in psutil.Process().children()), flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    rank = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert rank.stdout is not None
+        workers = [int(pid) for pid in rank.stdout.readline().split()]
+        assert len(workers) == 2
+        rank.send_signal(signal.SIGKILL)
+        rank.wait(10)
+        deadline = time.monotonic() + 2.0
+        while any(_runs(pid) for pid in workers):
+            assert time.monotonic() < deadline, "a worker is still there"
+            time.sleep(0.02)
+    finally:
+        rank.kill()
+
+
+def _runs(pid: int) -> bool:
+    stat = Path("/proc", str(pid), "stat")
+    try:
+        return stat.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_run_with_workers_has_another_curve(tmp_path: Path) -> None:
+    flags = ["--train.steps", "3"]
+    plain = train(tmp_path, "plain", flags)
+    ahead = train(tmp_path, "ahead", [*flags, "--loader.workers", "2"], "mpirun:2")
+    assert losses(ahead) == pytest.approx(losses(plain), rel=1e-5)

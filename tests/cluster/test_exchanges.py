@@ -52,7 +52,8 @@ def test_a_kill_changes_a_bit_of_what_is_learnt_from_images(
 ) -> None:
     image = "--task image --image.mixup 0.2 --batch.global_size 16 --batch.micro_size 4"
     image += " --exchange.name exact --runtime.threads 1 --schedule.name constant"
-    running = job(np=2, hosts="node1:1 node2:1", arguments=f"{image} --train.steps 20000")
+    more = "--train.steps 20000 --loader.workers 1"
+    running = job(np=2, hosts="node1:1 node2:1", arguments=f"{image} {more}")
     running.wait_for_step(10)
     running.kill(1)
     running.wait_for_world(1, 20)

@@ -25,6 +25,7 @@ from hvdtrain.runtime.collectives import begin_gather, completed
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.phases import PHASES
 from hvdtrain.telemetry.config import TelemetryConfig
+from hvdtrain.telemetry.data_watch import DataWatch
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.straggler import COLUMNS, StragglerWatch, Verdict, column, scores
 
@@ -68,6 +69,7 @@ class DetectStragglers:
         self._every = config.exchange_every
         self._ranks = context.mesh.topology.world_size
         self._watch = StragglerWatch(config.straggler_threshold, self._ranks)
+        self._data_watch = DataWatch()
         self._speeds = Speeds() if deal_by_speed else None
         self._timer = context.timer
         self._exchange = exchange
@@ -140,6 +142,13 @@ class DetectStragglers:
             return
         for verdict in verdicts:
             self._tell(loop, verdict)
+        if (ratio := self._data_watch.look(table)) is not None:
+            self._emit("data_bound", step=self._line["step"], ratio=round(ratio, 3))
+            logger.warning(
+                "steps wait for their data: loading takes %.1f times as long as forward and "
+                "backward; load ahead with (more) loader.workers, or make samples cheaper",
+                ratio,
+            )
         if self._line["step"] > (self._file.last_step or 0):
             self._file.write({**self._line, **_columns(table), "score": _round(found, 4)})
 

@@ -1,0 +1,30 @@
+"""Whether somebody is told that steps wait for data, and once."""
+
+from __future__ import annotations
+
+import torch
+
+from hvdtrain.telemetry.data_watch import DataWatch
+from hvdtrain.telemetry.straggler import COLUMNS, PATIENCE
+
+
+def _table(data: float, compute: float) -> torch.Tensor:
+    table = torch.zeros(3, len(COLUMNS), dtype=torch.float64)
+    table[:, COLUMNS.index("data")] = data
+    table[:, COLUMNS.index("forward")] = table[:, COLUMNS.index("backward")] = compute / 2
+    table[0] *= 3  # one rank that is slow in all is another matter
+    return table
+
+
+def test_nobody_says_that_steps_wait_for_data_or_somebody_says_it_all_the_time() -> None:
+    watch = DataWatch()
+    slow, fast = _table(3.0, 2.0), _table(0.1, 2.0)
+    said = [watch.look(slow) for _ in range(PATIENCE - 1)]
+    said += [watch.look(fast)]
+    assert said == [None] * PATIENCE
+    assert [watch.look(slow) for _ in range(PATIENCE + 2)] == [None, None, 1.5, None, None]
+    assert [watch.look(table) for table in (fast, slow, slow, slow, slow)] == [None] * 5
+
+
+def test_steps_without_passes_wait_for_data() -> None:
+    assert DataWatch().look(torch.zeros(2, len(COLUMNS), dtype=torch.float64)) is None

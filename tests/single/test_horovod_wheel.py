@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from packaging.version import Version
 
@@ -217,7 +218,7 @@ def test_a_command_that_hangs_is_waited_for_or_left_behind(tmp_path: Path) -> No
     script = f"sleep 300 & echo $! > {child}; echo busy; wait"
     with pytest.raises(TimedOutError, match="took more than 1 s: busy"):
         run_logged(["sh", "-c", script], tmp_path / "log", timeout=1.0)
-    assert _has_ended(int(child.read_text()))
+    _wait_for_end(int(child.read_text()))
 
 
 def test_a_build_that_is_terminated_leaves_its_compilers_behind(tmp_path: Path) -> None:
@@ -238,14 +239,17 @@ def test_a_build_that_is_terminated_leaves_its_compilers_behind(tmp_path: Path) 
             time.sleep(0.05)
         build.terminate()
         assert build.wait(30.0) == 143
-        assert _has_ended(int(child.read_text()))
+        _wait_for_end(int(child.read_text()))
     finally:
         build.kill()
 
 
-def _has_ended(pid: int) -> bool:
-    state = Path("/proc", str(pid), "stat")
-    return not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+def _wait_for_end(pid: int) -> None:
+    """Of a process that has had its signal."""
+    deadline = time.monotonic() + 5.0
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
 
 
 def test_check_without_horovod_does_not_end_with_2(monkeypatch: pytest.MonkeyPatch) -> None:

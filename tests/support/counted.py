@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import hvdtrain.run.build
+import hvdtrain.exchange.build
 from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.runtime.state_part import Scope, StatePart
 from tests.support.tasks import Slow
@@ -52,4 +52,4 @@ class Counted(Slow):
     """Slow, with an exchange that has state: none of ours has any yet."""
 
     def __init__(self) -> None:
-        hvdtrain.run.build.DenseExchange = Counting  # type: ignore[misc]
+        hvdtrain.exchange.build.DenseExchange = Counting  # type: ignore[misc]

@@ -32,6 +32,8 @@ from hvdtrain.runtime.phases import PhaseTimer
 # At the run's end the ranks tell each other so often that rank 0 still saves: a collective that
 # lasts as long as a slow disk would be taken for a rank that takes no part.
 _TURN_SECONDS = 1.0
+# For which a step with the lowest validation loss waits for an earlier checkpoint.
+_BEST_SECONDS = 10.0
 # What it tells them.
 _DONE, _WAIT, _BEGIN = 0.0, 1.0, 2.0
 
@@ -97,6 +99,9 @@ class SaveCheckpoints:
         best = self._config.keep_best and is_best(self._saving.state.progress.evaluations, step)
         due = self._due(writer, step)
         begin = self._decides and (due or best) and not writer.holds(step)
+        if begin and best:
+            # There is no later step with this state.
+            writer.wait(time.monotonic() + _BEST_SECONDS)
         if self._saving.shared:
             # Each rank's writer must be free.
             votes = torch.tensor([float(begin), float(writer.busy)])
@@ -112,9 +117,10 @@ class SaveCheckpoints:
         elif begin:
             logger.warning(
                 "the validation loss after step %d is the lowest so far, but that of step %d "
-                "is still being written: it is not saved (checkpoint.keep_best)",
+                "is still being written after %g s more: it is not saved (checkpoint.keep_best)",
                 step,
                 writer.taken_step,
+                _BEST_SECONDS,
             )
         elif not writer.prepared and not writer.busy:
             writer.prepare(self._saving.state.capture(self._saving.group))

@@ -54,8 +54,9 @@ def test_a_disk_that_hangs_rank_0_hangs_all(
         running.wait_for_world(2, HANG_SECONDS + 20)
         recovered = running.lines()[0]["time"] - since
         running.wait_for_more(3, 20)
+        # The watchdog may first wait for the disk itself, see hung_rank.py.
         running.wait_until(
-            lambda: "SIGKILL does not end it" in running.job.output(), 10, "word of its watchdog"
+            lambda: "SIGKILL does not end it" in running.job.output(), 30, "word of its watchdog"
         )
         said = running.job.output()
         assert "process 0 on node1 is not waited for any more" in said, said

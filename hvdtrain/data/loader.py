@@ -22,6 +22,8 @@ _POSITIONS_AT_ONCE = 1024
 # Tell the seeding of validation batches, and of loading a micro-batch, from that of a forward
 # pass in training, whose keys have no such part. (2 is an epoch's start, see iterable.py.)
 _EVALUATION, _LOADING = 1, 3
+# For which a rank waits for a worker, as for a collective in which another takes no part.
+_WORKER_SECONDS = 900.0
 
 Batch = Any  # what default_collate makes of samples: tensors, or dicts and tuples of them
 
@@ -140,6 +142,7 @@ class TrainLoader:
                 batch_size=None,
                 collate_fn=_as_it_is,
                 num_workers=workers,
+                timeout=_WORKER_SECONDS if workers else 0.0,
                 prefetch_factor=self._config.prefetch if workers else None,
                 worker_init_fn=begin_worker,
                 pin_memory=self._pin_memory,

@@ -59,8 +59,8 @@ def arrange_activations(
     blocks = blocks_of(task, model)
     if not blocks:
         raise UserError(
-            "memory.checkpoint_activations: the model has no blocks (it has no nn.ModuleList, and "
-            "the task no blocks(model) that names its repeated modules)"
+            "memory.checkpoint_activations and memory.offload_activations are for blocks, and the "
+            "model has no blocks (no nn.ModuleList, and the task no blocks(model) that names them)"
         )
     for number, block in enumerate(blocks):
         again = config.every > 0 and number % config.every == 0

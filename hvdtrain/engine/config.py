@@ -100,17 +100,20 @@ class CompileConfig:
 
 @dataclass
 class MemoryConfig:
-    """What backward needs of a forward pass, and where it lies.
+    """What backward needs of a forward pass, where it lies, and how much of it fits.
 
     Args:
         checkpoint_activations: backward computes again what lies within the model's blocks: of all
             (`blocks`), of one block in N (`every:N`), or of all but the results of matrix products
             and attention (`selective`); `none` keeps everything
         offload_activations: what backward needs of the blocks waits in the host's memory; for GPUs
+        fit: micro-batches are as large as fits into memory, instead of `batch.micro_size`; tried
+            before training
     """
 
     checkpoint_activations: str = "none"
     offload_activations: bool = False
+    fit: bool = False
 
     def __post_init__(self) -> None:
         require(

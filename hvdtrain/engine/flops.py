@@ -25,16 +25,16 @@ class ModelFlops:
     """What a run computes, in matrix products and convolutions.
 
     Args:
-        of_micro_batch: FLOPs of a forward and a backward pass
+        of_sample: FLOPs of a forward and a backward pass
         peak: FLOP/s that each rank's device can do
     """
 
-    of_micro_batch: float
+    of_sample: float
     peak: float
 
-    def utilisation(self, micro_batches: int, seconds: float, ranks: int) -> float:
-        """MFU of a step with so many micro-batches over all ranks."""
-        return self.of_micro_batch * micro_batches / (seconds * self.peak * ranks)
+    def utilisation(self, samples: int, seconds: float, ranks: int) -> float:
+        """MFU of a step with so many samples over all ranks."""
+        return self.of_sample * samples / (seconds * self.peak * ranks)
 
 
 def count(task: Task, model: nn.Module, dataset: Dataset[Any], samples: int) -> float | None:

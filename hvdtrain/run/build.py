@@ -33,6 +33,7 @@ from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.precision import BF16_PARAMS, Precision, build_precision
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.run.exporting import build_exporter
+from hvdtrain.run.fit import Trial, with_micro_size
 from hvdtrain.run.length import dataset_size, with_global_batch, with_steps
 from hvdtrain.run.model import build_flops, build_model
 from hvdtrain.runtime import heartbeat
@@ -135,6 +136,7 @@ def build_components(
     flops = build_flops(config, task, datasets, model, precision.dtype(model))
     # After the FLOPs were counted: what is computed again is none of the model's.
     on_all_ranks("memory", lambda: arrange_activations(config.memory, task, model, device))
+    config = with_micro_size(config, Trial(task, model, datasets, precision, config.seed), topology)
     compiled = on_all_ranks("compile", lambda: compile_blocks(config.compile, task, model, timer))
     groups = optional(task, "param_groups")
     optimizer = on_all_ranks(
@@ -236,6 +238,8 @@ def build_loop(
     if config.precision.name == "auto":
         chosen = components.precision.name, context.device.type
         logger.info("precision.name auto: %s, on %s", *chosen)
+    if config.memory.fit:
+        logger.info("memory.fit: batch.micro_size %d", config.batch.micro_size)
     loss_scale = components.precision.loss_scale
     update = Update(state.optimizer, exchange, config.optim.clip_norm, loss_scale)
     loader = TrainLoader(

@@ -10,6 +10,7 @@ at a cost that depends on neither the position nor the number of samples.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -129,11 +130,13 @@ class SampleBuckets:
 
     Attributes:
         sizes, order: of the buckets, see Buckets.
+        fingerprint: 16 hex digits of the lengths.
         micro_batch: the samples of the micro-batch at a position of a run, across epochs.
     """
 
     def __init__(self, lengths: Indices, max_tokens: int, seed: int) -> None:
         self._lengths = lengths
+        self.fingerprint = hashlib.sha256(np.ascontiguousarray(lengths)).hexdigest()[:16]
         self.sizes, shortest = bucket_sizes(lengths, max_tokens)
         self.order = Buckets(self.sizes, seed)
         bucket = len(shortest) - np.searchsorted(shortest[::-1], lengths, side="right")

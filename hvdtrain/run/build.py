@@ -165,7 +165,7 @@ def build_components(
     ema = Ema(optimizer, model, decay) if decay else None
     if ema is not None:
         parts.append(ema)
-    identity = {**build_identity(config, datasets), PRECISION: precision.name}
+    identity = {**build_identity(config, datasets, buckets.train), PRECISION: precision.name}
     state = RunState(model, optimizer, Progress(), identity, parts)
     on_all_ranks("sinks", lambda: check_packages(config.telemetry))
     exporter = on_all_ranks(

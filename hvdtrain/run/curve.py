@@ -5,18 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 from hvdtrain.config import Config
+from hvdtrain.data.buckets import SampleBuckets
 from hvdtrain.run.length import dataset_size
 from hvdtrain.tasks import Datasets
 
-# What takes the place of batch.global_size with batch.max_tokens.
-_BUCKETED = ("batch.max_tokens", "batch.per_step")
 
+def build_identity(
+    config: Config, datasets: Datasets, buckets: SampleBuckets | None
+) -> dict[str, Any]:
+    """What the run's curve follows from, see RunState.
 
-def build_identity(config: Config, datasets: Datasets) -> dict[str, Any]:
-    """What the run's curve follows from, see RunState."""
-    batch = {"batch.global_size": config.batch.global_size}
-    if config.batch.max_tokens:
-        batch = {name: getattr(config.batch, name[6:]) for name in _BUCKETED}
+    Args:
+        buckets: of the training data, with batch.max_tokens.
+    """
+    batch: dict[str, Any] = {"batch.global_size": config.batch.global_size}
+    if buckets is not None:
+        batch = {
+            "batch.max_tokens": config.batch.max_tokens,
+            "batch.per_step": config.batch.per_step,
+            "the fingerprint of the samples' lengths": buckets.fingerprint,
+        }
     return {
         "seed": config.seed,
         **batch,

@@ -52,6 +52,14 @@ def test_a_curve_by_length_depends_on_ranks_workers_or_a_restart(
     assert re.search(r"10 steps of 6 micro-batches are .* epochs of \d+ micro-batches", output)
 
 
+def test_a_run_by_length_resumes_with_another_budget(tmp_path: Path) -> None:
+    flags = [*RAGGED, "--run.root", str(tmp_path), "--run.id", "one", "--checkpoint.every", "2"]
+    assert run(tmp_path / "output", [*flags, "--train.steps", "2"]).returncode == 0
+    done = run(tmp_path / "output", [*flags, "--batch.max_tokens", "80"])
+    assert done.returncode == 2
+    assert "batch.max_tokens was 90 at the checkpoint of step 2 and is 80 now" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("task", "message"),
     [

@@ -14,11 +14,10 @@ import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
-from hvdtrain.data.files import expand, split, standard_library
-from hvdtrain.data.text import Tokenizer, cut, read
+from hvdtrain.data.files import deal, expand, split, standard_library
+from hvdtrain.data.text import RECORDS, Tokenizer, cut, encode_file
 from hvdtrain.data.tokens import DTYPES, TokenArray, TokenMeta
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_folder
@@ -37,11 +36,15 @@ class Source:
         tokenizer: a tokenizer.json; None = bytes
         validation_fraction: fraction of the bytes that validation gets, by file (of a single
             file: its end), as `data.source text` does
+        kind: `text`, `jsonl` or `parquet`, as data.source has it
+        text_key: what a record has its text under
     """
 
     patterns: Sequence[str] = ()
     tokenizer: str | None = None
     validation_fraction: float = 0.05
+    kind: str = "text"
+    text_key: str = "text"
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,9 @@ def _plan(source: Source, out: Path, ranks: int) -> Plan:
     if not 0 < fraction < 1:
         raise UserError(f"--validation-fraction must lie in (0, 1), not {fraction}")
     tokenizer = Tokenizer(source.tokenizer)
-    paths = expand("--input", source.patterns) if source.patterns else standard_library()
+    records = RECORDS.get(source.kind)
+    kind = (records.suffixes, records.name) if records else ()
+    paths = expand("--input", source.patterns, *kind) if source.patterns else standard_library()
     train, validation = (paths, []) if len(paths) == 1 else split(paths, fraction)
     files = [("train", path) for path in train] + [("validation", path) for path in validation]
     owners = deal([path.stat().st_size for _, path in files], ranks)
@@ -122,19 +127,6 @@ def _plan(source: Source, out: Path, ranks: int) -> Plan:
     )
 
 
-def deal(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank of each file: neighbours stay together, and ranks get about the same bytes.
-
-    A file belongs to the rank whose even share of all bytes holds the file's middle.
-
-    Args:
-        sizes: of the files in bytes, at least one of them > 0.
-    """
-    ends = list(accumulate(sizes))
-    middles = [2 * end - size for end, size in zip(ends, sizes, strict=True)]
-    return [min(middle * ranks // (2 * ends[-1]), ranks - 1) for middle in middles]
-
-
 def _write_parts(plan: Plan, source: Source, rank: int) -> Counts:
     """Tokenizes this rank's files; returns how many tokens it has of each split."""
     tokenizer = Tokenizer(source.tokenizer)
@@ -144,7 +136,7 @@ def _write_parts(plan: Plan, source: Source, rank: int) -> Counts:
         for name, path, owner in plan.files:
             if owner != rank:
                 continue
-            tokens = _encode(tokenizer, path).astype(DTYPES[plan.suffix])
+            tokens = _encode(tokenizer, path, source).astype(DTYPES[plan.suffix])
             pieces = {name: tokens}
             if plan.cut:
                 pieces = dict(zip(SPLITS, cut(tokens, source.validation_fraction), strict=True))
@@ -154,8 +146,8 @@ def _write_parts(plan: Plan, source: Source, rank: int) -> Counts:
     return counts
 
 
-def _encode(tokenizer: Tokenizer, path: Path) -> TokenArray:
-    tokens = tokenizer.encode(read(path))
+def _encode(tokenizer: Tokenizer, path: Path, source: Source) -> TokenArray:
+    tokens = encode_file(path, tokenizer, source.kind, source.text_key)
     if len(tokens) and tokens.max() >= tokenizer.vocab_size:
         raise UserError(
             f"{path}: token {tokens.max()} does not lie in the vocabulary of "

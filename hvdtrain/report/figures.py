@@ -76,6 +76,7 @@ def _speed(run: Run) -> Figures:
         "median_samples_per_second": _number(np.median, run.steps["samples_per_second"]),
         "median_step_seconds": _number(np.median, run.steps["step_seconds"]),
         "median_mfu": _number(np.median, run.steps["mfu"]),
+        "mean_padding": _number(np.mean, run.steps["padding"]),
     }
 
 

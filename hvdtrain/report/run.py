@@ -28,6 +28,7 @@ _STEP_FIGURES = (
     "samples_per_second",
     "step_seconds",
     "mfu",
+    "padding",
     "world_size",
     "time",
 )
@@ -84,7 +85,7 @@ class Run:
     Args:
         steps: column -> a value each line of metrics.jsonl that counts (float64, NaN where the
             line had none): step, loss, validation_loss, samples_per_second, step_seconds,
-            mfu, world_size, time (unix)
+            mfu, padding, world_size, time (unix)
         ranks: None where there is no line of ranks.jsonl
         ledger: None where there are no events
         events: those named straggler, straggler_ended, deal, start

@@ -42,6 +42,8 @@ def build_flops(
         dtype: that matrices are multiplied in.
     """
     device = next(model.parameters()).device
+    if config.batch.max_tokens:
+        return None  # micro-batches differ
     peak = config.telemetry.peak_flops or peak_of(device, dtype)
     samples = config.batch.micro_size
     flops = count(task, model, datasets.train, samples) if peak else None

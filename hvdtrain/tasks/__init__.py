@@ -48,12 +48,13 @@ class Task(Protocol):
     as, such as ("tokens", 128); `sample` shows the trained model at work; `param_groups(model)`
     gives the optimizer's groups: dicts of "params", and "lr_scale" (times the learning rate) and
     "weight_decay" (default: optim.weight_decay) where they differ; `blocks(model)` names the
-    modules that it repeats, for compile.enabled (default: those of the largest nn.ModuleList).
+    modules that it repeats, for compile.enabled (default: those of the largest nn.ModuleList);
+    `collate(samples)` makes a batch of a list of samples (default: torch's default_collate).
     """
 
     OPTIONAL: ClassVar[Mapping[str, Any]] = {
         "Config": None, "defaults": {}, "metrics": (), "units": None, "sample": None,
-        "param_groups": None, "blocks": None,
+        "param_groups": None, "blocks": None, "collate": None,
     }  # fmt: skip
 
     def datasets(self) -> Datasets:

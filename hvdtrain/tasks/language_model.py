@@ -50,10 +50,10 @@ class LanguageModel:
         from hvdtrain.data.tokens import TokenWindows, read_token_files
 
         data, context = self.config.data, self.config.model.context
-        if data.source == "text":
+        if data.source != "tokens":
             self._tokenizer = Tokenizer(data.tokenizer)
             self._vocab_size = self._tokenizer.vocab_size
-            train_tokens, validation_tokens = read_text(data, self._tokenizer.encode)
+            train_tokens, validation_tokens = read_text(data, self._tokenizer)
             train_arrays, validation_arrays = [train_tokens], [validation_tokens]
         else:
             train_arrays, meta = read_token_files("data.train", data.train)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,7 +131,7 @@ def test_the_default_data_is_not_the_standard_library() -> None:
 def test_bytes_are_not_read_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "all-bytes"
     path.write_bytes(bytes(range(256)) * 4)
-    train, validation = read_text(DataConfig(train=str(path)), Tokenizer(None).encode)
+    train, validation = read_text(DataConfig(train=str(path)), Tokenizer(None))
     assert np.concatenate((train, validation)).tolist() == list(range(256)) * 4
     assert len(validation) == int(1024 * 0.05)
     assert Tokenizer(None).decode([104, 195, 169, 300]) == "hé"
@@ -225,3 +226,28 @@ def test_a_wrong_token_file_is_not_named(tmp_path: Path, case: str, message: str
         (tmp_path / "a/train.u16").write_bytes(b"")
     with pytest.raises(UserError, match=message):
         read_token_files("data.train", patterns)
+
+
+def test_cached_tokens_are_of_other_text_or_made_again(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(**keys: Any) -> tuple[list[int], list[int]]:
+        config = DataConfig(train=[str(corpus)], cache=str(tmp_path / "cache"), **keys)
+        train, validation = read_text(config, Tokenizer(None))
+        assert isinstance(train, np.memmap)
+        return train.tolist(), validation.tolist()
+
+    def plain(**keys: Any) -> tuple[list[int], list[int]]:
+        found = read_text(DataConfig(train=[str(corpus)], **keys), Tokenizer(None))
+        return found[0].tolist(), found[1].tolist()
+
+    assert read() == plain() and read(validation_fraction=0.5) == plain(validation_fraction=0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr("hvdtrain.data.text.encode_file", None)  # no token can be made
+        read()
+    next(corpus.rglob("*.txt")).write_text("something else")
+    assert read() == plain()
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"data\.cache: .*file"):
+        read_text(DataConfig(train=[str(corpus)], cache=str(tmp_path / "file")), Tokenizer(None))

@@ -28,6 +28,10 @@ def check_together(config: Any) -> None:
         config.batch.deal == "even" or config.exchange.reduce == "average",
         "batch.deal speed excludes exchange.reduce adasum, which weighs ranks alike",
     )
+    require(
+        not (config.memory.fit and config.batch.max_tokens),
+        "memory.fit finds batch.micro_size, which batch.max_tokens replaces: give one of them",
+    )
     for key, on in (
         ("compile.enabled", config.compile.enabled),
         ("memory.fit", config.memory.fit),

@@ -136,7 +136,7 @@ class SampleBuckets:
 
     def __init__(self, lengths: Indices, max_tokens: int, seed: int) -> None:
         self._lengths = lengths
-        self.fingerprint = hashlib.sha256(np.ascontiguousarray(lengths)).hexdigest()[:16]
+        self.fingerprint = hashlib.sha256(lengths.tobytes()).hexdigest()[:16]
         self.sizes, shortest = bucket_sizes(lengths, max_tokens)
         self.order = Buckets(self.sizes, seed)
         bucket = len(shortest) - np.searchsorted(shortest[::-1], lengths, side="right")

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch.utils.data import default_collate
 
 from hvdtrain import comm
 from hvdtrain.config import Config, Settings
@@ -50,6 +49,7 @@ from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.phases import PhaseTimer, cuda_event
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task, optional
+from hvdtrain.tasks.batch import collate_of
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.trackers import check_packages
 
@@ -86,8 +86,7 @@ class RunComponents:
     def loading(self) -> Loading:
         """Of batches, in training and evaluation."""
         pin_memory = self.device.type == "cuda"
-        collate = optional(self.task, "collate") or default_collate
-        return Loading(self.config.loader, pin_memory, collate)
+        return Loading(self.config.loader, pin_memory, collate_of(self.task))
 
     def identity(self, digest: str) -> Identity:
         """What this process would train; those of a run have the same.

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from hvdtrain import comm
 from hvdtrain.config import Config
@@ -25,6 +24,7 @@ from hvdtrain.runtime.peak_memory import PeakMemory
 from hvdtrain.runtime.rng import seed_all
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task
+from hvdtrain.tasks.batch import first_batch
 
 # Of what is free: allocators leave gaps, and a host runs other programs.
 _SHARE = 0.85
@@ -55,13 +55,11 @@ class Trial:
         Raises:
             UserError: the forward pass calls collectives.
         """
-        dataset = self.datasets.train
         device = next(self.model.parameters()).device
         buffers = SavedBuffers(self.model)
         buffers.keep()
         seed_all(self.seed)
-        indices = [i % len(dataset) for i in range(samples)]  # type: ignore[arg-type]
-        batch = to_device(default_collate([dataset[i] for i in indices]), device)
+        batch = to_device(first_batch(self.task, self.datasets.train, samples), device)
         try:
             for own in comm.OWN.micro_batches(iter([batch]), in_common=0):
                 with self.precision.autocast(device):

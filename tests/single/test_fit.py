@@ -88,7 +88,13 @@ def test_memory_that_is_not_there_is_taken(
     assert "Traceback" not in done.stderr
 
 
-def test_bits_that_shall_not_depend_on_memory_do() -> None:
-    flags = ["--exchange.name", "exact", "--runtime.threads", "1", "--memory.fit", "true"]
-    with pytest.raises(UserError, match=r"memory\.fit excludes exchange\.name exact: the bits"):
-        parse(flags)
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--exchange.name exact --runtime.threads 1", "fit excludes exchange.name exact: the bits"),
+        ("--batch.max_tokens 99", "fit finds batch.micro_size, which batch.max_tokens replaces"),
+    ],
+)
+def test_a_size_is_looked_for_that_must_not_vary(flags: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse([*flags.split(), "--memory.fit", "true"])

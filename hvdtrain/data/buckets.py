@@ -13,14 +13,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
 from hvdtrain.data.order import Indices, permute, sample_order
 from hvdtrain.errors import UserError
+
+if TYPE_CHECKING:  # the audit and the report do without torch
+    from torch.utils.data import Dataset
 
 # A bucket's longest sample is at most so much longer than its shortest, unless its samples would
 # not fill a micro-batch.
@@ -136,7 +138,7 @@ class SampleBuckets:
 
     def __init__(self, lengths: Indices, max_tokens: int, seed: int) -> None:
         self._lengths = lengths
-        self.fingerprint = hashlib.sha256(np.ascontiguousarray(lengths)).hexdigest()[:16]
+        self.fingerprint = hashlib.sha256(lengths.tobytes()).hexdigest()[:16]
         self.sizes, shortest = bucket_sizes(lengths, max_tokens)
         self.order = Buckets(self.sizes, seed)
         bucket = len(shortest) - np.searchsorted(shortest[::-1], lengths, side="right")

@@ -13,14 +13,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
 from hvdtrain.data.order import Indices, permute, sample_order
 from hvdtrain.errors import UserError
+
+if TYPE_CHECKING:  # the audit and the report do without torch
+    from torch.utils.data import Dataset
 
 # A bucket's longest sample is at most so much longer than its shortest, unless its samples would
 # not fill a micro-batch.

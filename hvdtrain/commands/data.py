@@ -38,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", metavar="FILE", help="a tokenizer.json (default: bytes, vocabulary 256)"
     )
     tokenize.add_argument(
+        "--separate",
+        action="store_true",
+        help="put the token that ends a document after each file, for data.document_mask",
+    )
+    tokenize.add_argument(
         "--validation-fraction",
         type=float,
         default=0.05,
@@ -66,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 def _tokenize(args: argparse.Namespace, ranks: Ranks) -> None:
     from hvdtrain.data.tokenize import Source, tokenize  # imports torch
 
-    source = Source(args.input, args.tokenizer, args.validation_fraction)
+    source = Source(args.input, args.tokenizer, args.validation_fraction, args.separate)
     written = tokenize(source, args.out, ranks)
     if ranks.rank == 0:
         for path, tokens in written.items():

@@ -19,6 +19,8 @@ class DataConfig:
         validation_fraction: that fraction, taken by file (of a single file: its end)
         tokenizer: a tokenizer.json of the `tokenizers` library, for `data.source text`;
             null = bytes
+        document_mask: attention and learned positions begin anew with each document of a sample;
+            each file of `data.source text` is one, and the token that ends it follows it
     """
 
     source: Literal["text", "tokens"] = "text"
@@ -26,6 +28,7 @@ class DataConfig:
     validation: list[str] | str = field(default_factory=list)
     validation_fraction: float = 0.05
     tokenizer: str | None = None
+    document_mask: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.train, str):

@@ -6,17 +6,20 @@ tokenized once (`hvdtrain data tokenize`) and memory-mapped (`data.source tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from hvdtrain.data.config import DataConfig
 from hvdtrain.data.files import expand, split, standard_library
-from hvdtrain.data.tokens import TokenArray
+from hvdtrain.data.token_bytes import bytes_of_tokens
+from hvdtrain.data.tokens import TokenArray, TokenMeta, with_separator
 from hvdtrain.errors import UserError
 
 BYTES_VOCABULARY = 256
+# Names that tokenizers give to the token that ends a document.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 
 
 class Tokenizer:
@@ -31,6 +34,7 @@ class Tokenizer:
 
     def __init__(self, path: str | None) -> None:
         self._tokenizer = None
+        self._path = path
         self.vocab_size = BYTES_VOCABULARY
         self.name = "bytes"
         if path is None:
@@ -47,6 +51,33 @@ class Tokenizer:
             raise UserError(f"data.tokenizer: {path}: {error}") from None
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.name = Path(path).name
+
+    @property
+    def end(self) -> int | None:
+        """The token that ends a document; None: there is none. Of bytes it is 0, not in text."""
+        if self._tokenizer is None:
+            return 0
+        found = (self._tokenizer.token_to_id(name) for name in _ENDS)
+        return next((number for number in found if number is not None), None)
+
+    @property
+    def meta(self) -> TokenMeta:
+        """What is to be known of its tokens; documents are not separated."""
+        sizes = None if self._path is None else bytes_of_tokens(self._path, self.vocab_size)
+        return TokenMeta(self.vocab_size, self.name, token_bytes=sizes)
+
+    def separator(self) -> int:
+        """The token between two documents: the one that ends the first.
+
+        Raises:
+            UserError: there is none.
+        """
+        if self.end is None:
+            raise UserError(
+                f"{self.name} has no token that ends a document, which would separate documents "
+                f"(one of {', '.join(_ENDS)})"
+            )
+        return self.end
 
     @property
     def dtype(self) -> np.dtype:
@@ -91,17 +122,25 @@ def text_files(config: DataConfig) -> tuple[list[Path], list[Path]]:
 
 
 def read_text(
-    config: DataConfig, encode: Callable[[bytes], TokenArray]
+    config: DataConfig, tokenizer: Tokenizer, separator: int | None = None
 ) -> tuple[TokenArray, TokenArray]:
     """(train, validation) tokens of the configured text.
+
+    Args:
+        separator: a token that is put after each file; None: files follow each other.
 
     Raises:
         UserError: no file, or one that cannot be read.
     """
+
+    def tokens(files: Sequence[Path]) -> TokenArray:
+        parts = [with_separator(tokenizer.encode(read(path)), separator) for path in files]
+        return np.concatenate(parts)
+
     train_files, validation_files = text_files(config)
-    train = np.concatenate([encode(read(path)) for path in train_files])
+    train = tokens(train_files)
     if validation_files:
-        return train, np.concatenate([encode(read(path)) for path in validation_files])
+        return train, tokens(validation_files)
     return cut(train, config.validation_fraction)
 
 

@@ -13,13 +13,13 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
 from hvdtrain.data.files import expand, split, standard_library
 from hvdtrain.data.text import Tokenizer, cut, read
-from hvdtrain.data.tokens import DTYPES, TokenArray, TokenMeta
+from hvdtrain.data.tokens import DTYPES, TokenArray, TokenMeta, with_separator
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_folder
 from hvdtrain.runtime.mpi import Ranks, on_all_ranks
@@ -37,11 +37,13 @@ class Source:
         tokenizer: a tokenizer.json; None = bytes
         validation_fraction: fraction of the bytes that validation gets, by file (of a single
             file: its end), as `data.source text` does
+        separate: the token that ends a document is put after each file
     """
 
     patterns: Sequence[str] = ()
     tokenizer: str | None = None
     validation_fraction: float = 0.05
+    separate: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def _plan(source: Source, out: Path, ranks: int) -> Plan:
         out,
         [(name, path, owner) for (name, path), owner in zip(files, owners, strict=True)],
         not validation,
-        TokenMeta(tokenizer.vocab_size, tokenizer.name),
+        replace(tokenizer.meta, separator=tokenizer.separator() if source.separate else None),
         secrets.token_hex(4),
     )
 
@@ -144,7 +146,8 @@ def _write_parts(plan: Plan, source: Source, rank: int) -> Counts:
         for name, path, owner in plan.files:
             if owner != rank:
                 continue
-            tokens = _encode(tokenizer, path).astype(DTYPES[plan.suffix])
+            tokens = with_separator(_encode(tokenizer, path), plan.meta.separator)
+            tokens = tokens.astype(DTYPES[plan.suffix])
             pieces = {name: tokens}
             if plan.cut:
                 pieces = dict(zip(SPLITS, cut(tokens, source.validation_fraction), strict=True))

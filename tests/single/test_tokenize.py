@@ -64,11 +64,24 @@ def test_the_result_depends_on_the_number_of_ranks(corpus: Path, tmp_path: Path)
 
 def test_tokens_differ_from_what_source_text_reads(tmp_path: Path) -> None:
     tokenize(Source(), tmp_path, Alone())
-    expected = read_text(DataConfig(), Tokenizer(None).encode)
+    expected = read_text(DataConfig(), Tokenizer(None))
     for name, tokens in zip(("train", "validation"), expected, strict=True):
         (written,), meta = read_token_files(name, [str(tmp_path / f"{name}.u16")])
         assert meta == TokenMeta(256, "bytes")
         assert np.array_equal(written, tokens)
+
+
+def test_separated_tokens_differ_from_what_a_document_mask_reads(
+    corpus: Path, tmp_path: Path
+) -> None:
+    tokenize(Source([str(corpus)], separate=True), tmp_path / "out", Alone())
+    config = DataConfig(train=[str(corpus)], document_mask=True)
+    expected = read_text(config, Tokenizer(None), separator=0)
+    for name, tokens in zip(("train", "validation"), expected, strict=True):
+        (written,), meta = read_token_files(name, [str(tmp_path / f"out/{name}.u16")])
+        assert meta == TokenMeta(256, "bytes", separator=0)
+        assert np.array_equal(written, tokens) and written[-1] == 0
+    assert sum((tokens == 0).sum() for tokens in expected) == 9
 
 
 def test_the_only_file_is_cut_at_another_place_than_by_source_text(tmp_path: Path) -> None:
@@ -111,7 +124,7 @@ def test_a_vocabulary_does_not_fit_its_file(
     (tokens,), meta = read_token_files("data.train", [str(out / f"train{suffix}")])
     assert meta == TokenMeta(size, f"words-{size}.json")
     config = DataConfig(train=[str(corpus)], tokenizer=source.tokenizer)
-    assert np.array_equal(tokens, read_text(config, Tokenizer(source.tokenizer).encode)[0])
+    assert np.array_equal(tokens, read_text(config, Tokenizer(source.tokenizer))[0])
     assert {1, 2} <= set(tokens.tolist())
 
 

@@ -27,7 +27,8 @@ Every key is a flag (`--optim.lr 3e-4`) and a key of YAML (`--config my.yaml`). 
 precedence over YAML, YAML over the task's defaults, and these over the defaults below; of several
 `--config` the later one wins. `--print_config` prints the resolved configuration, which is also
 written to `RUN/config.yaml`. Presets are named without a path: `--config gpt-nano` (the default),
-`--config gpt-small` (124M parameters), `--config digits` and `--config resnet50`
+`--config gpt-small` (124M parameters), `gpt-medium`, `gpt-1b3` and `llama-7b`
+([language models](language_model.md)), `--config digits` and `--config resnet50`
 ([images](image.md)).
 
 ```yaml

@@ -51,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tokenizer", metavar="FILE", help="a tokenizer.json (default: bytes, vocabulary 256)"
     )
     tokenize.add_argument(
+        "--separate",
+        action="store_true",
+        help="put the token that ends a document after each file, for data.document_mask",
+    )
+    tokenize.add_argument(
         "--validation-fraction",
         type=float,
         default=0.05,
@@ -95,7 +100,12 @@ def _tokenize(args: argparse.Namespace, ranks: Ranks) -> None:
     from hvdtrain.data.tokenize import Source, tokenize  # imports torch
 
     source = Source(
-        args.input, args.tokenizer, args.validation_fraction, args.source, args.text_key
+        args.input,
+        args.tokenizer,
+        args.validation_fraction,
+        args.source,
+        args.text_key,
+        args.separate,
     )
     written = tokenize(source, args.out, ranks)
     if ranks.rank == 0:

@@ -22,6 +22,8 @@ class DataConfig:
         cache: folder in which the tokens of text are kept, for later starts and for all ranks of a
             host; null = each rank makes its own, in memory
         text_key: key of a JSON line, or column of a Parquet file, that holds its text
+        document_mask: attention and learned positions begin anew with each document of a sample;
+            the token that ends a document follows each
     """
 
     source: Literal["text", "jsonl", "parquet", "tokens"] = "text"
@@ -31,6 +33,7 @@ class DataConfig:
     tokenizer: str | None = None
     cache: str | None = None
     text_key: str = "text"
+    document_mask: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.train, str):

@@ -20,8 +20,9 @@ from hvdtrain.data.files import expand, split, standard_library
 from hvdtrain.data.index import Format
 from hvdtrain.data.parquet import PARQUET, read_group, row_groups
 from hvdtrain.data.records import JSON_LINES, parse_line
+from hvdtrain.data.token_bytes import bytes_of_tokens
 from hvdtrain.data.token_cache import cache_name, cached
-from hvdtrain.data.tokens import TokenArray
+from hvdtrain.data.tokens import TokenArray, TokenMeta, with_separator
 from hvdtrain.errors import UserError
 
 BYTES_VOCABULARY = 256
@@ -43,6 +44,7 @@ class Tokenizer:
 
     def __init__(self, path: str | None) -> None:
         self._tokenizer = None
+        self._path = path
         self.vocab_size = BYTES_VOCABULARY
         self.name = "bytes"
         if path is None:
@@ -67,6 +69,29 @@ class Tokenizer:
             return 0
         found = (self._tokenizer.token_to_id(name) for name in _ENDS)
         return next((number for number in found if number is not None), None)
+
+    @property
+    def meta(self) -> TokenMeta:
+        """What is to be known of its tokens; documents are not separated."""
+        sizes = None if self._path is None else bytes_of_tokens(self._path, self.vocab_size)
+        return TokenMeta(self.vocab_size, self.name, token_bytes=sizes)
+
+    def separator(self, source: str, separate: bool) -> int | None:
+        """The token that is put after each document; None: documents follow each other.
+
+        Args:
+            source: as `data.source` has it; records are separated where the tokenizer can.
+            separate: documents have to be.
+
+        Raises:
+            UserError: the tokenizer has none.
+        """
+        if separate and self.end is None:
+            raise UserError(
+                f"{self.name} has no token that ends a document, which would separate documents "
+                f"(one of {', '.join(_ENDS)})"
+            )
+        return self.end if separate or source in RECORDS else None
 
     @property
     def dtype(self) -> np.dtype:
@@ -139,18 +164,19 @@ def _rows(path: Path, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((f"row {number}", row) for number, row in enumerate(rows, start=first + 1))
 
 
-def encode_file(path: Path, tokenizer: Tokenizer, source: str, text_key: str) -> TokenArray:
+def encode_file(
+    path: Path, tokenizer: Tokenizer, source: str, text_key: str, separator: int | None
+) -> TokenArray:
     """Tokens of all documents of a file, see `documents`.
+
+    Args:
+        separator: a token that is put after each; None: they follow each other.
 
     Raises:
         UserError: it cannot be read, or a record has no text.
     """
-    parts = []
-    end = [] if tokenizer.end is None else [tokenizer.end]
-    for text in documents(path, source, text_key):
-        parts.append(tokenizer.encode(text))
-        if source in RECORDS:
-            parts.append(np.array(end, dtype=tokenizer.dtype))
+    texts = documents(path, source, text_key)
+    parts = [with_separator(tokenizer.encode(text), separator) for text in texts]
     return np.concatenate(parts) if parts else np.empty(0, tokenizer.dtype)
 
 
@@ -170,14 +196,19 @@ def text_files(config: DataConfig) -> tuple[list[Path], list[Path]]:
     return split(train, config.validation_fraction)
 
 
-def read_text(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenArray, TokenArray]:
+def read_text(
+    config: DataConfig, tokenizer: Tokenizer, separator: int | None = None
+) -> tuple[TokenArray, TokenArray]:
     """(train, validation) tokens of the configured text.
+
+    Args:
+        separator: a token that is put after each document; None: they follow each other.
 
     Raises:
         UserError: no file, or one that cannot be read.
     """
 
-    source = config.source, config.text_key
+    source = config.source, config.text_key, separator
     train_files, validation_files = text_files(config)
 
     def tokens(files: Sequence[Path]) -> TokenArray:

@@ -13,7 +13,7 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.data.files import deal, expand, split, standard_library
@@ -38,6 +38,7 @@ class Source:
             file: its end), as `data.source text` does
         kind: `text`, `jsonl` or `parquet`, as data.source has it
         text_key: what a record has its text under
+        separate: the token that ends a document is put after each; after each record it is anyway
     """
 
     patterns: Sequence[str] = ()
@@ -45,6 +46,7 @@ class Source:
     validation_fraction: float = 0.05
     kind: str = "text"
     text_key: str = "text"
+    separate: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def _plan(source: Source, out: Path, ranks: int) -> Plan:
         out,
         [(name, path, owner) for (name, path), owner in zip(files, owners, strict=True)],
         not validation,
-        TokenMeta(tokenizer.vocab_size, tokenizer.name),
+        replace(tokenizer.meta, separator=tokenizer.separator(source.kind, source.separate)),
         secrets.token_hex(4),
     )
 
@@ -136,7 +138,8 @@ def _write_parts(plan: Plan, source: Source, rank: int) -> Counts:
         for name, path, owner in plan.files:
             if owner != rank:
                 continue
-            tokens = _encode(tokenizer, path, source).astype(DTYPES[plan.suffix])
+            tokens = _encode(tokenizer, path, source, plan.meta.separator)
+            tokens = tokens.astype(DTYPES[plan.suffix])
             pieces = {name: tokens}
             if plan.cut:
                 pieces = dict(zip(SPLITS, cut(tokens, source.validation_fraction), strict=True))
@@ -146,8 +149,8 @@ def _write_parts(plan: Plan, source: Source, rank: int) -> Counts:
     return counts
 
 
-def _encode(tokenizer: Tokenizer, path: Path, source: Source) -> TokenArray:
-    tokens = encode_file(path, tokenizer, source.kind, source.text_key)
+def _encode(tokenizer: Tokenizer, path: Path, source: Source, separator: int | None) -> TokenArray:
+    tokens = encode_file(path, tokenizer, source.kind, source.text_key, separator)
     if len(tokens) and tokens.max() >= tokenizer.vocab_size:
         raise UserError(
             f"{path}: token {tokens.max()} does not lie in the vocabulary of "

@@ -18,7 +18,8 @@ class RunConfig:
         resume: `auto` (newest valid checkpoint of this run id), `never`, or a checkpoint's path:
             of this run to return to it at every start, of another run to begin there
         init_from: weights that a new run begins with: a run, a checkpoint, a folder or file of
-            safetensors, or a Hugging Face folder of GPT-2's layout; one that resumes has its own
+            safetensors, or a Hugging Face folder of GPT-2's or Llama's layout; one that resumes has
+            its own
         init_strict: names and shapes of these must be the model's; false takes over those that are
     """
 

@@ -55,6 +55,7 @@ def _progress(run: Run) -> Figures:
         "final_loss": _last(loss),
         "final_validation_loss": _last(run.steps["validation_loss"]),
         "lowest_validation_loss": _number(np.min, run.steps["validation_loss"]),
+        "final_validation": run.validation,
         "steps_without_finite_loss": int((~np.isfinite(loss)).sum()),
     }
 

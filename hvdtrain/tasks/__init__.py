@@ -44,16 +44,19 @@ class Task(Protocol):
     A class with the methods below. What stands in `OPTIONAL` may be left out:
     `Config` is a dataclass whose fields become keys of the configuration, given to the
     constructor; `defaults` maps keys such as "train.steps" to this task's defaults;
-    `metrics` names what `loss` returns beside "loss"; `units` says what a sample counts
-    as, such as ("tokens", 128); `sample` shows the trained model at work; `param_groups(model)`
-    gives the optimizer's groups: dicts of "params", and "lr_scale" (times the learning rate) and
+    `metrics` names what `loss` returns beside "loss", and `validation_metrics` what it returns
+    beside these where `model.training` is false; `derived(means)` gives further figures of an
+    evaluation from the means of all these; `units` says what a sample counts as, such as
+    ("tokens", 128); `sample` shows the trained model at work; `param_groups(model)` gives the
+    optimizer's groups: dicts of "params", and "lr_scale" (times the learning rate) and
     "weight_decay" (default: optim.weight_decay) where they differ; `blocks(model)` names the
     modules that it repeats, for compile.enabled (default: those of the largest nn.ModuleList);
     `collate(samples)` makes a batch of a list of samples (default: torch's default_collate).
     """
 
     OPTIONAL: ClassVar[Mapping[str, Any]] = {
-        "Config": None, "defaults": {}, "metrics": (), "units": None, "sample": None,
+        "Config": None, "defaults": {}, "metrics": (), "validation_metrics": (), "derived": None,
+        "units": None, "sample": None,
         "param_groups": None, "blocks": None, "collate": None,
     }  # fmt: skip
 

@@ -72,6 +72,19 @@ def test_tokens_differ_from_what_source_text_reads(tmp_path: Path) -> None:
         assert np.array_equal(written, tokens)
 
 
+def test_separated_tokens_differ_from_what_a_document_mask_reads(
+    corpus: Path, tmp_path: Path
+) -> None:
+    tokenize(Source([str(corpus)], separate=True), tmp_path / "out", Alone())
+    config = DataConfig(train=[str(corpus)], document_mask=True)
+    expected = read_text(config, Tokenizer(None), separator=0)
+    for name, tokens in zip(("train", "validation"), expected, strict=True):
+        (written,), meta = read_token_files(name, [str(tmp_path / f"out/{name}.u16")])
+        assert meta == TokenMeta(256, "bytes", separator=0)
+        assert np.array_equal(written, tokens) and written[-1] == 0
+    assert sum((tokens == 0).sum() for tokens in expected) == 9
+
+
 def test_the_only_file_is_cut_at_another_place_than_by_source_text(tmp_path: Path) -> None:
     text = tmp_path / "one.txt"
     text.write_bytes(bytes(range(256)) * 3)

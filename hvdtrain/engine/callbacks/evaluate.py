@@ -76,13 +76,13 @@ class Evaluate:
             self._emit("early_stop", step=progress.step, best_step=best_step)
 
     def evaluate(self, batch: BatchConfig) -> dict[str, float]:
-        """Means over the first samples of the validation data, the same on every rank.
+        """Means over the first samples of the validation data, and what follows from them.
 
-        They follow from the model and the seed alone: random numbers that the task draws are
-        the same for any number of ranks, and in each evaluation, so that evaluating one model
-        twice gives one value.
+        They are the same on every rank. They follow from the model and the seed alone: random
+        numbers that the task draws are the same for any number of ranks, and in each evaluation,
+        so that evaluating one model twice gives one value.
         """
-        names, context = self._passes.names, self._context
+        names, context = self._passes.evaluation_names, self._context
         places = self._data.places(self._config.batches, batch)
         batches = self._data.batches(places, context.mesh.data)
         parts = Totals.number_of_parts(self._passes.exact)
@@ -94,7 +94,8 @@ class Evaluate:
             self._passes.evaluate(comm.OWN.micro_batches(batches, in_common), totals)
         context.heartbeat.beat(Activity.WAITING)
         sums = Totals(sum_(totals.parts, "evaluate")).value()
-        return means(names, sums.tolist(), len(places))
+        found = means(names, sums.tolist(), len(places))
+        return found | self._passes.derived(found)
 
     def close(self) -> None:
         pass

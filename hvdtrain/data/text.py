@@ -59,6 +59,9 @@ class Tokenizer:
             self._tokenizer = Library.from_file(path)
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"data.tokenizer: {path}: {error}") from None
+        # Some files say that a text is cut or padded to the length that one model was made for.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.name = Path(path).name
 
@@ -104,6 +107,34 @@ class Tokenizer:
             return np.frombuffer(text, dtype=np.uint8)
         ids = self._tokenizer.encode(text.decode("utf-8", errors="replace")).ids
         return np.asarray(ids, dtype=self.dtype)
+
+    def ids(self, text: str, special: bool = True, longest: int | None = None) -> list[int]:
+        """Tokens of one text, of a tokenizer.json.
+
+        Args:
+            special: with those that the file puts around a text, such as [CLS] and [SEP].
+            longest: tokens with these; of a longer text the end is left out, but not these.
+        """
+        assert self._tokenizer is not None
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        if longest is not None:
+            around = self._tokenizer.num_special_tokens_to_add(False) if special else 0
+            encoding.truncate(max(longest - around, 0))
+        if special:
+            encoding = self._tokenizer.post_process(encoding)
+        found: list[int] = encoding.ids
+        return found
+
+    def highest(self) -> int:
+        """The highest number of a token; a vocabulary may leave numbers out."""
+        assert self._tokenizer is not None
+        return max(self._tokenizer.get_vocab().values())
+
+    def number_of(self, token: str) -> int | None:
+        """Of a token such as "</s>"; None: the vocabulary does not have it."""
+        assert self._tokenizer is not None
+        number: int | None = self._tokenizer.token_to_id(token)
+        return number
 
     def decode(self, tokens: Sequence[int]) -> str:
         if self._tokenizer is None:
@@ -196,18 +227,13 @@ def text_files(config: DataConfig) -> tuple[list[Path], list[Path]]:
     return split(train, config.validation_fraction)
 
 
-def read_text(
-    config: DataConfig, tokenizer: Tokenizer, separator: int | None = None
-) -> tuple[TokenArray, TokenArray]:
+def read_text(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenArray, TokenArray]:
     """(train, validation) tokens of the configured text.
 
-    Args:
-        separator: a token that is put after each document; None: they follow each other.
-
     Raises:
-        UserError: no file, or one that cannot be read.
+        UserError: no file, one that cannot be read, or a tokenizer that separates no documents.
     """
-
+    separator = tokenizer.separator(config.source, config.document_mask)
     source = config.source, config.text_key, separator
     train_files, validation_files = text_files(config)
 

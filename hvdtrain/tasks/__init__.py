@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 BUILT_IN = {
     "language_model": "hvdtrain.tasks.language_model:LanguageModel",
     "image": "hvdtrain.tasks.image:Image",
+    "huggingface": "hvdtrain.tasks.huggingface:HuggingFace",
 }
 
 

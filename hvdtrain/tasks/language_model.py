@@ -63,7 +63,7 @@ class LanguageModel:
             self._tokenizer = Tokenizer(data.tokenizer)
             separator = self._tokenizer.separator(data.source, data.document_mask)
             meta = replace(self._tokenizer.meta, separator=separator)
-            train_tokens, validation_tokens = read_text(data, self._tokenizer, separator)
+            train_tokens, validation_tokens = read_text(data, self._tokenizer)
             train_arrays, validation_arrays = [train_tokens], [validation_tokens]
         else:
             train_arrays, meta = read_token_files("data.train", data.train)

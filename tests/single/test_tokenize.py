@@ -77,7 +77,7 @@ def test_separated_tokens_differ_from_what_a_document_mask_reads(
 ) -> None:
     tokenize(Source([str(corpus)], separate=True), tmp_path / "out", Alone())
     config = DataConfig(train=[str(corpus)], document_mask=True)
-    expected = read_text(config, Tokenizer(None), separator=0)
+    expected = read_text(config, Tokenizer(None))
     for name, tokens in zip(("train", "validation"), expected, strict=True):
         (written,), meta = read_token_files(name, [str(tmp_path / f"out/{name}.u16")])
         assert meta == TokenMeta(256, "bytes", separator=0)

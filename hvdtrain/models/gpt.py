@@ -45,15 +45,15 @@ def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
 ) -> Tensor:
     """Each position attends to itself and those before it in its document."""
-    grouped = k.shape[1] != q.shape[1]
+    share = q.shape[1] // k.shape[1]
     if documents is None:
         return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=share > 1
         )
+    if share > 1:  # CUDA's fused kernel that takes a mask wants as many heads of each
+        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
     seen = (documents[:, :, None] == documents[:, None, :]).tril()
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=seen[:, None], dropout_p=dropout, enable_gqa=grouped
-    )
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], dropout_p=dropout)
 
 
 def positions_in_documents(documents: Tensor) -> Tensor:

@@ -99,6 +99,7 @@ def test_a_figure_is_not_what_one_computes_by_hand(
     assert (found["steps"], found["total_steps"], found["ranks"]) == (60, 60, 1)
     assert found["deals"] == [{"step": 6, "micro_batches": [3, 1]}]
     assert (found["final_loss"], found["final_validation_loss"]) == (1.0, 2.0)
+    assert found["final_validation"] == {"perplexity": 60.0}
     assert found["median_samples_per_second"] == 10 and found["median_step_seconds"] == 1
     # 5 steps of 2 ranks and 3 of one: 13 steps of a rank, a second each.
     assert found["phase_seconds_per_step"]["data"] == pytest.approx(1.5 / 13)

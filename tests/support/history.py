@@ -148,6 +148,7 @@ class History:
             "samples_per_second": SIZE / STEP,
             "time": self.clock,
             **({"validation_loss": 1 + TOTAL / self.step} if evaluated else {}),
+            **({"validation_perplexity": float(self.step)} if evaluated else {}),
         }
         self._metrics.write(record)
         self._lines[self.step] = STEP

@@ -16,6 +16,7 @@ from hvdtrain.engine.evaluations import since_best, with_evaluation
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.engine.modes import evaluating
 from hvdtrain.engine.passes import Accumulate
+from hvdtrain.engine.rows import all_rows
 from hvdtrain.engine.totals import Totals
 from hvdtrain.log import logger
 from hvdtrain.optim.ema import Ema
@@ -25,7 +26,7 @@ from hvdtrain.runtime.heartbeat import Activity
 
 
 class Evaluate:
-    """Adds "validation_loss" and "validation_NAME" of the task's metrics to the record.
+    """Adds "validation_loss" and "validation_NAME" of the task's metrics and measures.
 
     With averaged weights, "ema_validation_loss" and the like too.
 
@@ -46,6 +47,7 @@ class Evaluate:
     ) -> None:
         self._ema = ema
         self._emit = emit
+        self._measures = passes.measures
         self._config = config
         self._passes = passes
         self._dataset = dataset
@@ -80,7 +82,7 @@ class Evaluate:
             self._emit("early_stop", step=progress.step, best_step=best_step)
 
     def evaluate(self, global_size: int, micro_size: int) -> dict[str, float]:
-        """Means over the first samples of the validation data, the same on every rank.
+        """Means and measures of the first samples of the validation data, alike on every rank.
 
         They follow from the model and the seed alone: random numbers that the task draws are
         the same for any number of ranks, and in each evaluation, so that evaluating one model
@@ -93,15 +95,20 @@ class Evaluate:
             self._dataset, samples, micro_size, context.mesh.data, self._seed
         )
         parts = Totals.number_of_parts(self._passes.exact)
+        rows: list[torch.Tensor] | None = None if self._measures is None else []
         zeros = torch.zeros(parts, 3, len(names), dtype=torch.float64, device=context.device)
         totals = Totals(zeros)
         with evaluating(self._passes.model):
             # Where some ranks have a micro-batch more, collectives of the task are refused.
             in_common = -(-samples // micro_size) // context.mesh.data.size
-            self._passes.evaluate(comm.OWN.micro_batches(batches, in_common), totals)
+            own = comm.OWN.micro_batches(batches, in_common)
+            self._passes.evaluate(own, totals, rows)
         context.heartbeat.beat(Activity.WAITING)
         sums = Totals(sum_(totals.parts, "evaluate")).value()
-        return means(names, sums.tolist(), -(-samples // micro_size))
+        found = means(names, sums.tolist(), -(-samples // micro_size))
+        if rows is None or self._measures is None:
+            return found
+        return found | self._measures(all_rows(rows, samples, micro_size, context.mesh.data))
 
     def close(self) -> None:
         pass

@@ -28,7 +28,7 @@ precedence over YAML, YAML over the task's defaults, and these over the defaults
 `--config` the later one wins. `--print_config` prints the resolved configuration, which is also
 written to `RUN/config.yaml`. Presets are named without a path: `--config gpt-nano` (the default),
 `--config gpt-small` (124M parameters), `--config digits` and `--config resnet50`
-([images](image.md)).
+([images](image.md)), `--config tabgpt-nano` and `--config tabgpt-base` ([tables](tabular.md)).
 
 ```yaml
 train:

@@ -22,6 +22,7 @@ from hvdtrain.errors import UserError
 Kind = Literal["number", "category", "date"]
 _DATE_PARTS = ("year", "month", "day", "weekday")
 _TIME_PARTS = ("hour", "minute")
+_FUNCTIONS = {"weekday": "day_of_week"}  # pyarrow's names, where they are others
 
 
 @dataclass(frozen=True)
@@ -139,10 +140,9 @@ def _date_parts(name: str, column: Any, timed: bool) -> dict[str, NDArray[np.flo
     import pyarrow.compute as pc
 
     moments = _moments(column).cast(import_pyarrow().timestamp("us"))  # of a zone: in UTC
-    functions = {"weekday": pc.day_of_week}
     parts = (*_DATE_PARTS, *(_TIME_PARTS if timed else ()))
     return {
-        f"{name}.{part}": _floats(functions.get(part, getattr(pc, part, None))(moments))
+        f"{name}.{part}": _floats(getattr(pc, _FUNCTIONS.get(part, part))(moments))
         for part in parts
     }
 

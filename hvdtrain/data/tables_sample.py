@@ -40,9 +40,9 @@ class Sample:
         return [base64.b64encode(array.tobytes()).decode() for array in (self._keys, self.values)]
 
     def merge(self, state: list[str]) -> None:
-        keys, values = (base64.b64decode(text) for text in state)
-        table = np.frombuffer(values).reshape(-1, self.values.shape[1])
-        self._keep(np.frombuffer(keys, np.uint64), table)
+        keys = np.frombuffer(base64.b64decode(state[0]), np.uint64)
+        values = np.frombuffer(base64.b64decode(state[1]))
+        self._keep(keys, values.reshape(len(keys), self.values.shape[1]))
 
     def _keep(self, keys: NDArray[np.uint64], values: NDArray[np.float64]) -> None:
         keys = np.concatenate((self._keys, keys))

@@ -26,8 +26,8 @@ class Tabular:
     defaults: ClassVar[dict[str, Any]] = {
         "batch.global_size": 256,
         "batch.micro_size": 128,
-        "train.steps": 2000,
-        "eval.every": 500,
+        "train.steps": 1000,
+        "eval.every": 250,
         "eval.batches": 100_000,
         "optim.lr": 1e-3,
         "schedule.warmup_steps": 100,

@@ -272,8 +272,9 @@ def _labelled(which: str, rows: Rows, label: Column | None, notes: list[str]) ->
 def _some(rows: Rows, count: int) -> Rows:
     """So many rows, in random order."""
     length = len(rows.labels)
-    order = permute(np.arange(count, dtype=np.int64), length, _SEED, epoch=0) if length else []
-    return rows.take(torch.as_tensor(order, dtype=torch.int64))
+    places = np.arange(count, dtype=np.int64)
+    order = permute(places, length, _SEED, epoch=0) if length else places
+    return rows.take(torch.from_numpy(order))
 
 
 def _notes(columns: Columns, unseen: tuple[Counter[str], Counter[str]]) -> list[str]:

@@ -270,7 +270,9 @@ def test_a_label_that_is_no_class_is_learnt_as_another(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         build_data(parse([*keys, *flags]))
     missing = write(table.drop_columns(["shop"]), tmp_path / "missing.parquet")
-    with pytest.raises(UserError, match=r"tabular.validation: column 'shop' of tabular.data is not"):
+    with pytest.raises(
+        UserError, match=r"tabular.validation: column 'shop' of tabular.data is not"
+    ):
         build_data(parse([*keys, *flags[:2], "--tabular.validation", str(missing)]))
 
 

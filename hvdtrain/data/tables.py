@@ -16,6 +16,7 @@ from hvdtrain.data.tables_files import (
     open_csv,
     open_parquet,
     problems_of,
+    to_numpy,
 )
 from hvdtrain.errors import UserError
 
@@ -127,7 +128,7 @@ def cell_names(table: Table, names: Sequence[str]) -> list[tuple[str, Kind]]:
 
 
 def _floats(column: Any) -> NDArray[np.float64]:
-    values = np.asarray(column.cast("float64").to_numpy(zero_copy_only=False), dtype=np.float64)
+    values = to_numpy(column.cast("float64"), np.nan)
     return np.where(np.isfinite(values), values, np.nan)
 
 

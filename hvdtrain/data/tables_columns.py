@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hvdtrain.data.tables import Cells, Kind, Table, cell_names, read_cells, read_order
+from hvdtrain.data.tables_files import places_of
 from hvdtrain.data.tables_sample import Sample
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.mpi import Ranks, on_all_ranks
@@ -205,7 +206,7 @@ class _Found:
                 self._sums[name].append([float(known.sum()), float(np.square(known).sum())])
                 self._ends[name] += [float(known.min()), float(known.max())]
         for name, texts in cells.categories.items():
-            self._count(name, texts if chosen is None else texts.take(places))
+            self._count(name, texts if chosen is None else texts.take(places_of(chosen)))
 
     def _count(self, name: str, texts: Any) -> None:
         import pyarrow.compute as pc

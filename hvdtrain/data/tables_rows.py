@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hvdtrain.data.tables import Cells, Table, read_cells, read_order
 from hvdtrain.data.tables_columns import Column, Columns, Wanted, training_rows
+from hvdtrain.data.tables_files import places_of, to_numpy
 from hvdtrain.errors import UserError
 
 MISSING, UNSEEN, HIDDEN = 0, 1, 2
@@ -137,11 +138,10 @@ def _categories(column: Column, texts: Any, chosen: NDArray[np.bool_]) -> NDArra
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    texts = texts.filter(pa.array(chosen))
+    texts = texts.take(places_of(chosen))
     known = pc.index_in(texts, value_set=pa.array(column.categories, "string"))
-    codes = np.asarray(pc.fill_null(known, UNSEEN - SPECIAL)).astype(np.int64) + SPECIAL
-    missing = np.asarray(texts.is_null().to_numpy(zero_copy_only=False))
-    return np.where(missing, MISSING, codes)
+    codes = to_numpy(known, UNSEEN - SPECIAL).astype(np.int64) + SPECIAL
+    return np.where(to_numpy(texts.is_null().cast("int8"), 0) == 1, MISSING, codes)
 
 
 def _numbers(
@@ -177,4 +177,4 @@ def _labels(cells: Cells, columns: Columns, where: str) -> NDArray[np.float64]:
             f"{where}: {label.name} is {foreign}, which is none of the classes of the training "
             f"data ({shown})"
         )
-    return np.asarray(numbers.cast("float64").to_numpy(zero_copy_only=False), dtype=np.float64)
+    return np.asarray(to_numpy(numbers.cast("float64"), np.nan), dtype=np.float64)

@@ -45,6 +45,9 @@ class Sample:
         self._keep(keys, values.reshape(len(keys), self.values.shape[1]))
 
     def _keep(self, keys: NDArray[np.uint64], values: NDArray[np.float64]) -> None:
+        if len(self._keys) == _ROWS:
+            smaller = keys < self._keys[-1]
+            keys, values = keys[smaller], values[smaller]
         keys = np.concatenate((self._keys, keys))
         kept = np.argsort(keys, kind="stable")[:_ROWS]
         self._keys = keys[kept]

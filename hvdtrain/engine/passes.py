@@ -19,6 +19,8 @@ from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.tasks import Task, optional
 
+Measures = Callable[[Tensor], dict[str, float]]
+
 
 class Accumulate:
     """Gradients of one micro-batch after another are added up.
@@ -33,6 +35,7 @@ class Accumulate:
     Attributes:
         names: "loss" and the task's metrics.
         evaluation_names: these and the task's metrics of validation.
+        measures: the task's, see Task; None: it has none.
         model, exact: as given.
         buffers, statistics: what it saves of its batches, and BatchNorm's part of that.
     """
@@ -48,6 +51,7 @@ class Accumulate:
     ) -> None:
         self.names: tuple[str, ...] = ("loss", *optional(task, "metrics"))
         self.evaluation_names = (*self.names, *optional(task, "validation_metrics"))
+        self.measures: Measures | None = optional(task, "measures")
         self.model = model
         self.exact = exact
         self.buffers = SavedBuffers(model)
@@ -99,28 +103,36 @@ class Accumulate:
             heartbeat.beat(Activity.WORKING)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterator[tuple[int, Batch]], totals: Totals) -> None:
+    def evaluate(
+        self,
+        batches: Iterator[tuple[int, Batch]],
+        totals: Totals,
+        rows: list[Tensor] | None = None,
+    ) -> None:
         """Forward for each batch (samples, batch) of this rank.
 
         Args:
             totals: added to, 3 rows of `evaluation_names`; the weight of a mean is the samples of
                 its batch.
+            rows: gets the task's "rows" of each batch; None: they are not wanted.
         """
         for samples, batch in batches:
             self._context.heartbeat.beat(Activity.WORKING)
             on_device = to_device(batch, self._context.device)
-            _, values, pairs = self._forward(on_device, self.evaluation_names)
+            _, values, pairs = self._forward(on_device, self.evaluation_names, rows)
             add_values(totals, values, pairs, values * samples, samples)
 
     def _forward(
-        self, batch: Batch, names: Sequence[str]
+        self, batch: Batch, names: Sequence[str], rows: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         """(loss to differentiate, all values, which are pairs and their weights).
 
-        The last is None where all values are means.
+        The last is None where all values are means. The task's "rows" are added to `rows`.
         """
         with self._precision.autocast(self._context.device):
             found = self._task.loss(self.model, batch)
+        if rows is not None:
+            rows.append(found["rows"].detach().double().cpu())
         values = [found[name] for name in names]
         is_pair = [isinstance(value, tuple) for value in values]
         if not any(is_pair):

@@ -28,6 +28,8 @@ def resume(config: Config, components: RunComponents, held: Held, group: Group) 
     state = components.state
     size = dataset_size(components.datasets)
     logger.info("%s", describe(components.config, size, components.buckets.train))
+    for note in components.datasets.notes:
+        logger.info("%s", note)
     folder = on_all_ranks("resume", lambda: _load(config, components, held, group))
     held.initial = False
     state.broadcast(root=0)

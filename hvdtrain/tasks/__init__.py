@@ -7,7 +7,7 @@ checked before torch is loaded.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -21,6 +21,7 @@ BUILT_IN = {
     "language_model": "hvdtrain.tasks.language_model:LanguageModel",
     "image": "hvdtrain.tasks.image:Image",
     "huggingface": "hvdtrain.tasks.huggingface:HuggingFace",
+    "tabular": "hvdtrain.tasks.tabular:Tabular",
 }
 
 
@@ -31,12 +32,14 @@ class Datasets(NamedTuple):
     `iter(d)` gives `len(d)` samples, the same on every rank; its `set_epoch(epoch)`, if it has
     one, is called before each pass over the training data.
 
-    `fingerprint` changes when the training data does; a resumed run refuses other data.
+    `fingerprint` changes when the training data does; a resumed run refuses other data. `notes`
+    are said once at a run's beginning, such as how many rows were left out.
     """
 
     train: Dataset[Any]
     validation: Dataset[Any] | None = None
     fingerprint: str | None = None
+    notes: Sequence[str] = ()
 
 
 class Task(Protocol):
@@ -52,13 +55,16 @@ class Task(Protocol):
     optimizer's groups: dicts of "params", and "lr_scale" (times the learning rate) and
     "weight_decay" (default: optim.weight_decay) where they differ; `blocks(model)` names the
     modules that it repeats, for compile.enabled (default: those of the largest nn.ModuleList);
-    `collate(samples)` makes a batch of a list of samples (default: torch's default_collate).
+    `collate(samples)` makes a batch of a list of samples (default: torch's default_collate);
+    `measures(rows)` gives an evaluation's figures that are no means, by name, such as an AUC: of
+    the "rows" that `loss` returned for each micro-batch, here those of all samples and ranks in
+    the order of the data, (samples, ...) float64 on the CPU.
     """
 
     OPTIONAL: ClassVar[Mapping[str, Any]] = {
         "Config": None, "defaults": {}, "metrics": (), "validation_metrics": (), "derived": None,
-        "units": None, "sample": None,
-        "param_groups": None, "blocks": None, "collate": None,
+        "measures": None, "units": None, "sample": None, "param_groups": None, "blocks": None,
+        "collate": None,
     }  # fmt: skip
 
     def datasets(self) -> Datasets:
@@ -74,7 +80,8 @@ class Task(Protocol):
 
         A value is a scalar tensor, the mean over the samples; or (sum, weight), scalar tensors or
         numbers: the mean over the global batch is the sum of sums over the sum of weights. A
-        value comes in the same form from all micro-batches.
+        value comes in the same form from all micro-batches. With `measures` also "rows": a
+        tensor with a row for each sample; it counts in evaluation only.
         """
         ...
 

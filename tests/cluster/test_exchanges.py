@@ -14,6 +14,7 @@ from hvdtrain.bench.processes import launch
 from tests.support.cluster import Cluster
 from tests.support.faults import PACED, ElasticJob, MpiJob, assert_clean
 from tests.support.runs import losses, run, weights
+from tests.support.tables import KEYS, sales, write
 
 STEPS = 400
 EXACT = f"--exchange.name exact --runtime.threads 1 --train.steps {STEPS}"
@@ -47,13 +48,18 @@ def test_a_kill_a_resize_or_a_resume_on_other_hosts_changes_a_bit(
     assert weights(resumed.run, STEPS) == weights(alone / "case", STEPS)
 
 
-def test_a_kill_changes_a_bit_of_what_is_learnt_from_images(
-    job: Callable[..., ElasticJob], runs: Path
+@pytest.mark.parametrize("task", ["image", "tabular"])
+def test_a_kill_changes_a_bit_of_what_is_learnt_from_images_or_a_table(
+    job: Callable[..., ElasticJob], runs: Path, task: str
 ) -> None:
-    image = "--task image --image.mixup 0.2 --batch.global_size 16 --batch.micro_size 4"
-    image += " --exchange.name exact --runtime.threads 1 --schedule.name constant"
+    keys = "--task image --image.mixup 0.2"
+    if task == "tabular":
+        table = write(sales(), runs / "sales.parquet")
+        keys = f"{' '.join(KEYS)} --tabular.data {table}"
+    keys += " --batch.global_size 16 --batch.micro_size 4"
+    keys += " --exchange.name exact --runtime.threads 1 --schedule.name constant"
     more = "--train.steps 20000 --loader.workers 1"
-    running = job(np=2, hosts="node1:1 node2:1", arguments=f"{image} {more}")
+    running = job(np=2, hosts="node1:1 node2:1", arguments=f"{keys} {more}")
     running.wait_for_step(10)
     running.kill(1)
     running.wait_for_world(1, 20)
@@ -61,7 +67,7 @@ def test_a_kill_changes_a_bit_of_what_is_learnt_from_images(
     running.wait_for_more(5, 20)
     running.end()
     steps = len(running.lines())
-    alone = f"{PACED} {image} --train.steps {steps} --run.root {runs}/alone --run.id case"
+    alone = f"{PACED} {keys} --train.steps {steps} --run.root {runs}/alone --run.id case"
     done = run(runs / "alone", alone.split())
     assert done.returncode == 0, done
     assert losses(runs / "alone/case") == losses(running.run)

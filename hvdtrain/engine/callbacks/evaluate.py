@@ -15,6 +15,7 @@ from hvdtrain.engine.evaluations import since_best, with_evaluation
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.engine.modes import evaluating
 from hvdtrain.engine.passes import Accumulate
+from hvdtrain.engine.rows import all_rows
 from hvdtrain.engine.totals import Totals
 from hvdtrain.log import logger
 from hvdtrain.optim.ema import Ema
@@ -24,7 +25,7 @@ from hvdtrain.runtime.heartbeat import Activity
 
 
 class Evaluate:
-    """Adds "validation_loss" and "validation_NAME" of the task's metrics to the record.
+    """Adds "validation_loss" and "validation_NAME" of the task's metrics and measures.
 
     With averaged weights, "ema_validation_loss" and the like too.
 
@@ -44,6 +45,7 @@ class Evaluate:
     ) -> None:
         self._ema = ema
         self._emit = emit
+        self._measures = passes.measures
         self._config = config
         self._passes = passes
         self._data = data
@@ -86,16 +88,21 @@ class Evaluate:
         places = self._data.places(self._config.batches, batch)
         batches = self._data.batches(places, context.mesh.data)
         parts = Totals.number_of_parts(self._passes.exact)
+        rows: list[torch.Tensor] | None = None if self._measures is None else []
         zeros = torch.zeros(parts, 3, len(names), dtype=torch.float64, device=context.device)
         totals = Totals(zeros)
         with evaluating(self._passes.model):
             # Where some ranks have a micro-batch more, collectives of the task are refused.
             in_common = len(places) // context.mesh.data.size
-            self._passes.evaluate(comm.OWN.micro_batches(batches, in_common), totals)
+            own = comm.OWN.micro_batches(batches, in_common)
+            self._passes.evaluate(own, totals, rows)
         context.heartbeat.beat(Activity.WAITING)
         sums = Totals(sum_(totals.parts, "evaluate")).value()
         found = means(names, sums.tolist(), len(places))
-        return found | self._passes.derived(found)
+        found |= self._passes.derived(found)
+        if rows is not None and self._measures is not None:
+            found |= self._measures(all_rows(rows, [*map(len, places)], context.mesh.data))
+        return found
 
     def close(self) -> None:
         pass

@@ -1,0 +1,157 @@
+"""Tables: classification, regression, and pretraining by guessing hidden cells."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hvdtrain.tasks import Datasets
+from hvdtrain.tasks.tabular_config import TabularConfig, TabularTaskConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hvdtrain.models.tabgpt import TabGPT
+    from hvdtrain.tasks.tabular_data import TabularData
+
+_SHOWN = 10
+
+
+class Tabular:
+    """A transformer over the cells of a row; see docs/tabular.md."""
+
+    Config = TabularTaskConfig
+    units = ("rows", 1)
+    defaults: ClassVar[dict[str, Any]] = {
+        "batch.global_size": 256,
+        "batch.micro_size": 128,
+        "train.steps": 1000,
+        "eval.every": 250,
+        "eval.batches": 100_000,
+        "optim.lr": 1e-3,
+        "schedule.warmup_steps": 100,
+    }
+
+    def __init__(self, config: TabularTaskConfig) -> None:
+        self.config: TabularConfig = config.tabular
+        self.metrics = () if self.config.objective == "regression" else ("accuracy",)
+        self.measures: Callable[[Tensor], dict[str, float]] | None = None
+        self._data: TabularData | None = None
+        self._classes: list[str] = []
+
+    def datasets(self) -> Datasets:
+        from torch.utils.data import TensorDataset
+
+        from hvdtrain.tasks import tabular_measures
+        from hvdtrain.tasks.tabular_data import class_names, load
+
+        data = self._data = load(self.config)
+        self._classes = class_names(data.columns)
+        if self.config.objective == "regression":
+            self.measures = tabular_measures.of_numbers
+        elif len(self._classes) == 2:
+            self.measures = tabular_measures.of_classes
+        digest = hashlib.sha256(data.train.fingerprint() + data.columns.to_json().encode())
+        return Datasets(
+            TensorDataset(*data.train),
+            TensorDataset(*data.validation),
+            digest.hexdigest(),
+            data.notes,
+        )
+
+    def model(self) -> TabGPT:
+        from hvdtrain.data.tables_rows import sizes
+        from hvdtrain.models.tabgpt import Shape, TabGPT
+        from hvdtrain.tasks.tabular_data import buffers
+
+        assert self._data is not None
+        config, columns = self.config, self._data.columns
+        shape = Shape(config.layers, config.width, config.heads, config.dropout)
+        outputs = {"classification": max(len(self._classes), 2), "regression": 1}
+        count = outputs.get(config.objective, 0)
+        return TabGPT(sizes(columns.features), shape, count, buffers(columns))
+
+    def loss(self, model: TabGPT, batch: list[Tensor]) -> dict[str, Any]:
+        """Args:
+            batch: codes, fractions and labels of N rows, see data/tables_rows.py.
+
+        Returns:
+            "loss"; "accuracy": how many classes or hidden cells were right, and of how many; in
+            evaluation "rows": a score or number and the label of each, (N, 2).
+        """
+        codes, fractions, labels = batch
+        if self.config.objective == "pretraining":
+            return self._guess(model, codes, fractions)
+        scores = model.predict(codes, fractions).float()
+        if self.config.objective == "regression":
+            return self._number(scores[:, 0], labels)
+        return self._class(scores, labels)
+
+    def _class(self, scores: Tensor, labels: Tensor) -> dict[str, Any]:
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        classes = labels.long()
+        right = (scores.detach().argmax(1) == classes).sum()
+        found = {"loss": cross_entropy(scores, classes), "accuracy": (right, len(labels))}
+        if self.measures is not None:
+            found["rows"] = torch.stack(((scores[:, 1] - scores[:, 0]).double(), labels), dim=1)
+        return found
+
+    def _number(self, scores: Tensor, labels: Tensor) -> dict[str, Any]:
+        """The loss is the squared error in units of the labels' variance."""
+        import torch
+        from torch.nn.functional import mse_loss
+
+        assert self._data is not None and self._data.columns.label is not None
+        label = self._data.columns.label
+        scaled = ((labels - label.mean) / label.deviation).to(scores.dtype)
+        predicted = scores.detach().double() * label.deviation + label.mean
+        return {"loss": mse_loss(scores, scaled), "rows": torch.stack((predicted, labels), dim=1)}
+
+    def _guess(self, model: TabGPT, codes: Tensor, fractions: Tensor) -> dict[str, Any]:
+        """A number's cell is guessed as the edge that is nearest."""
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        from hvdtrain.data.tables_rows import HIDDEN, offsets
+
+        assert self._data is not None
+        first = torch.tensor(offsets(self._data.columns.features), device=codes.device)
+        hidden = torch.rand(fractions.shape, device=codes.device) < self.config.mask
+        seen = torch.where(hidden, (first + HIDDEN).to(codes.dtype), codes)
+        cells = model(seen, fractions.masked_fill(hidden, 0.0))[:, 1:]
+        targets = codes.long() - first + (fractions >= 0.5)
+        loss = right = torch.zeros((), device=codes.device)
+        for column in range(codes.shape[1]):
+            rows = hidden[:, column].nonzero()[:, 0]
+            scores = model.scores_of_codes(cells[rows, column], column).float()
+            wanted = targets[rows, column]
+            loss = loss + cross_entropy(scores, wanted, reduction="sum")
+            right = right + (scores.detach().argmax(1) == wanted).sum()
+        count = hidden.sum()
+        return {"loss": (loss, count), "accuracy": (right, count)}
+
+    def sample(self, model: TabGPT) -> str | None:
+        """The first validation rows: what the label is, and what the model says."""
+        import torch
+
+        assert self._data is not None
+        label = self._data.columns.label
+        if label is None:
+            return None
+        device = next(model.parameters()).device
+        codes, fractions, labels = (t[:_SHOWN].to(device) for t in self._data.validation)
+        with torch.no_grad():
+            scores = model.predict(codes, fractions).double()
+        if self._classes:
+            said = [self._classes[number] for number in scores.argmax(1).tolist()]
+            actual = [self._classes[int(number)] for number in labels.tolist()]
+        else:
+            said = [f"{x * label.deviation + label.mean:.4g}" for x in scores[:, 0].tolist()]
+            actual = [f"{x:.4g}" for x in labels.tolist()]
+        return ", ".join(
+            f"{label.name} {real} predicted as {guess}"
+            for real, guess in zip(actual, said, strict=True)
+        )

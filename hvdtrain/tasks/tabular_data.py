@@ -1,0 +1,297 @@
+"""The rows that a run of the task `tabular` trains and validates with."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvdtrain.checkpoint.weights import read_weights
+from hvdtrain.data.files import expand
+from hvdtrain.data.order import permute
+from hvdtrain.data.tables import Table, cell_names, open_table
+from hvdtrain.data.tables_columns import Column, Columns, Wanted, scan
+from hvdtrain.data.tables_files import SUFFIXES
+from hvdtrain.data.tables_flights import DATE, DELAY, LATE, flights_table
+from hvdtrain.data.tables_rows import Rows, classes, read_rows
+from hvdtrain.errors import UserError
+from hvdtrain.runtime.collectives import gather_json
+from hvdtrain.runtime.init import is_initialised, own_place
+from hvdtrain.runtime.mpi import Alone, Ranks, on_all_ranks
+from hvdtrain.tasks.tabular_config import TabularConfig
+
+COLUMNS_BUFFER, LABEL_BUFFER = "columns_json", "label_json"
+_MOST_CLASSES = 1000
+_SEED = 0  # which rows are used is the data's, whatever the run's seed
+
+
+class RanksOfRun:
+    """The ranks of a training run; one that trains elastically prepares alone."""
+
+    def __init__(self) -> None:
+        place = own_place()
+        self.rank, self.size = place.rank, place.world_size
+
+    def gather(self, value: Any) -> list[Any]:
+        return gather_json(value, "columns")
+
+    def abort(self) -> None:
+        """Ranks of a run end each other by other means."""
+
+
+@dataclass(frozen=True)
+class TabularData:
+    """Encoded rows.
+
+    Args:
+        notes: what was left out, or does not fit.
+    """
+
+    train: Rows
+    validation: Rows
+    columns: Columns
+    notes: list[str]
+
+
+def load(config: TabularConfig) -> TabularData:
+    """Reads the table: its columns together with the other ranks, then all rows.
+
+    Raises:
+        UserError: something is wrong with it; of what is read in parts, on all ranks.
+    """
+    ranks: Ranks = RanksOfRun() if is_initialised() else Alone()
+    table, wanted = open_training(config, ranks)
+    columns = scan_columns(config, table, wanted, ranks)
+    _check_label(config, columns.label)
+    wanted = replace(wanted, features=_sources(table, wanted, columns))
+    read = read_rows(table, wanted, columns, columns.cut)
+    held_out, unseen = read.held_out, read.unseen[1]
+    if config.validation:
+        other = _open("tabular.validation", config.validation, _texts(config), table)
+        again = read_rows(other, wanted, columns, None)
+        held_out, unseen = again.train, again.unseen[0]
+    notes = _notes(columns, (read.unseen[0], unseen))
+    train = _labelled("training", read.train, columns.label, notes)
+    validation = _labelled("validation", held_out, columns.label, notes)
+    if config.label_fraction < 1:
+        train = _some(train, max(1, round(len(train.labels) * config.label_fraction)))
+        notes.append(
+            f"tabular.label_fraction {config.label_fraction:g}: {len(train.labels):,} rows are "
+            "trained with"
+        )
+    # Evaluation may take the first rows only, which are not all of one day then.
+    return TabularData(train, _some(validation, len(validation.labels)), columns, notes)
+
+
+def open_training(config: TabularConfig, ranks: Ranks) -> tuple[Table, Wanted]:
+    """The table with the training rows, and what is read of it; every rank calls it.
+
+    Raises:
+        UserError: on every rank, if on any a key names a column that there is not, or a file
+            cannot be read.
+    """
+    opened: list[tuple[Table, Wanted]] = []
+    on_all_ranks(ranks, lambda: opened.append(_open_training(config)))
+    return opened[0]
+
+
+def _open_training(config: TabularConfig) -> tuple[Table, Wanted]:
+    if config.data:
+        table = _open("tabular.data", config.data, _texts(config), None)
+        label, split_by, left_out = config.label, config.split_by, {config.label}
+    else:
+        label = config.label or (DELAY if config.objective == "regression" else LATE)
+        split_by, left_out = config.split_by or DATE, {label, LATE, DELAY}
+        table = flights_table("tabular.data", ["flight", *_texts(config, label)])
+    named = {"label": [label], "split_by": [split_by], "ignore": config.ignore}
+    for key, names in {**named, "categories": config.categories}.items():
+        for name in names:
+            if name is not None and name not in table.kinds:
+                raise UserError(
+                    f"tabular.{key}: there is no column {name!r}; there are "
+                    f"{', '.join(table.kinds)}"
+                )
+    if split_by is not None and table.kinds[split_by] == "category":
+        raise UserError(f"tabular.split_by: column {split_by} is no number and no date")
+    if label and config.objective == "regression" and table.kinds[label] != "number":
+        raise UserError(
+            f"tabular.label: {label} is no number; tabular.objective classification predicts it"
+        )
+    features = tuple(n for n in table.kinds if n not in left_out and n not in config.ignore)
+    if not features:
+        raise UserError("tabular.ignore: no column is left")
+    predicted = None if config.objective == "pretraining" else label
+    return table, Wanted(features, predicted, split_by, config.validation_fraction)
+
+
+def scan_columns(config: TabularConfig, table: Table, wanted: Wanted, ranks: Ranks) -> Columns:
+    """Statistics and vocabularies: those that are named, else of the training rows."""
+    if config.columns is None:
+        return scan(table, wanted, ranks)
+    given = read_columns(Path(config.columns))
+    found = scan(table, replace(wanted, features=()), ranks)
+    label = found.label
+    if given.label and label and (given.label.name, given.label.kind) == (label.name, label.kind):
+        label = given.label
+    return replace(given, label=label, cut=found.cut)
+
+
+def read_columns(path: Path) -> Columns:
+    """From a file of `hvdtrain data columns`, or from where a model of this task lies.
+
+    Raises:
+        UserError: it has none.
+    """
+    try:
+        if path.suffix == ".json":
+            return Columns.from_json(path.read_text())
+        tensors = read_weights(path).tensors
+        texts = [
+            bytes(tensors[name].tolist()).decode() if name in tensors else "null"
+            for name in (COLUMNS_BUFFER, LABEL_BUFFER)
+        ]
+        label = Columns.from_json(texts[1]).label if texts[1] != "null" else None
+        return replace(Columns.from_json(texts[0]), label=label)
+    except UserError as error:
+        raise UserError(f"tabular.columns: {error}") from None
+    except OSError as error:
+        raise UserError(f"tabular.columns: {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(
+            f"tabular.columns: {path} has no columns: it is no file of `hvdtrain data columns` "
+            "and no run of the task tabular"
+        ) from None
+
+
+def buffers(columns: Columns) -> dict[str, torch.Tensor]:
+    """What a model keeps of its columns: they are saved, taken over and exported with it."""
+    kept = {COLUMNS_BUFFER: replace(columns, label=None, cut=None)}
+    if columns.label is not None:
+        kept[LABEL_BUFFER] = Columns(columns.rows, [], [], columns.label)
+    return {
+        name: torch.frombuffer(bytearray(part.to_json().encode()), dtype=torch.uint8)
+        for name, part in kept.items()
+    }
+
+
+def _texts(config: TabularConfig, label: str | None = None) -> list[str]:
+    """Columns that are categories, whatever they look like."""
+    predicted = [label or config.label] if config.objective == "classification" else []
+    return [*config.categories, *(name for name in predicted if name)]
+
+
+def _open(key: str, patterns: Sequence[str], texts: Sequence[str], first: Table | None) -> Table:
+    table = open_table(key, _files(key, patterns), texts)
+    if first is not None:
+        for name in first.kinds:
+            if name not in table.kinds:
+                raise UserError(f"{key}: column {name!r} of tabular.data is not there")
+            if table.kinds[name] != first.kinds[name]:
+                raise UserError(
+                    f"{key}: column {name!r} is a {table.kinds[name]}, and a {first.kinds[name]} "
+                    "in tabular.data"
+                )
+        for name in table.kinds.keys() - first.kinds.keys():
+            raise UserError(f"{key}: there is a column {name!r} that tabular.data has not")
+    return table
+
+
+def _files(key: str, patterns: Sequence[str]) -> list[Path]:
+    files = expand(key, patterns)
+    wrong = [file for file in files if file.suffix not in SUFFIXES]
+    if wrong:
+        raise UserError(f"{key}: {wrong[0]} is no table: *{' or *'.join(SUFFIXES)} are read")
+    return files
+
+
+def _sources(table: Table, wanted: Wanted, columns: Columns) -> tuple[str, ...]:
+    """The columns of the table that the features are made of.
+
+    Raises:
+        UserError: the features are of another table.
+    """
+    here = {
+        cell: (kind, name) for name in wanted.features for cell, kind in cell_names(table, [name])
+    }
+    for column in columns.features:
+        if column.name not in here:
+            raise UserError(f"tabular.columns: it has a column {column.name!r}, the data has not")
+        if column.kind != here[column.name][0]:
+            raise UserError(
+                f"tabular.columns: column {column.name!r} is a {column.kind} there, and a "
+                f"{here[column.name][0]} in the data"
+            )
+    known = {column.name for column in columns.features}
+    for cell, (_, name) in here.items():
+        if cell not in known and cell not in columns.constant:
+            raise UserError(
+                f"tabular.columns: the data has a column {name!r} that it has not; leave it out "
+                "with tabular.ignore"
+            )
+    used = {here[name][1] for name in known}
+    return tuple(name for name in wanted.features if name in used)
+
+
+def _check_label(config: TabularConfig, label: Column | None) -> None:
+    if label is None:
+        return
+    if label.missing == label.rows:
+        raise UserError(f"tabular.label: no row has a {label.name}")
+    if label.kind == "number":
+        if label.smallest == label.largest:
+            raise UserError(f"tabular.label: {label.name} is {label.smallest:g} in all rows")
+        return
+    count = len(label.categories)
+    if count < 2:
+        raise UserError(f"tabular.label: {label.name} is {label.categories[0]} in all rows")
+    if count > _MOST_CLASSES:
+        raise UserError(
+            f"tabular.label: {label.name} has {count:,} classes, more than {_MOST_CLASSES:,}; "
+            "tabular.objective regression predicts numbers"
+        )
+
+
+def _labelled(which: str, rows: Rows, label: Column | None, notes: list[str]) -> Rows:
+    """Without the rows that have no label."""
+    if label is None:
+        return rows
+    known = ~rows.labels.isnan()
+    missing = len(known) - int(known.sum())
+    if missing:
+        notes.append(
+            f"{missing:,} of {len(known):,} {which} rows have no {label.name}: they are left out"
+        )
+    return rows.take(known)
+
+
+def _some(rows: Rows, count: int) -> Rows:
+    """So many rows, in random order."""
+    length = len(rows.labels)
+    places = np.arange(count, dtype=np.int64)
+    order = permute(places, length, _SEED, epoch=0) if length else places
+    return rows.take(torch.from_numpy(order))
+
+
+def _notes(columns: Columns, unseen: tuple[Counter[str], Counter[str]]) -> list[str]:
+    notes = []
+    if columns.constant:
+        notes.append(f"alike in all training rows, and not used: {', '.join(columns.constant)}")
+    for which, counts in zip(("training", "validation"), unseen, strict=True):
+        found = [f"{count:,} of {name}" for name, count in counts.items() if count]
+        if found:
+            notes.append(
+                f"categories that no vocabulary has, because they are rare or new, count as "
+                f"unseen; in the {which} rows {', '.join(found)}"
+            )
+    return notes
+
+
+def class_names(columns: Columns) -> list[str]:
+    """Of what is predicted; none for a number."""
+    label = columns.label
+    return classes(label) if label is not None and label.kind == "category" else []

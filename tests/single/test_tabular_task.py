@@ -1,0 +1,311 @@
+"""The task `tabular` by itself: parts of files, statistics, codes, figures, and what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pytest
+import torch
+
+from hvdtrain.config import parse
+from hvdtrain.data import tables_files
+from hvdtrain.data.tables import Table, open_table, read_cells
+from hvdtrain.data.tables_columns import Columns, Wanted, scan
+from hvdtrain.data.tables_rows import MISSING, SPECIAL, UNSEEN, encode, offsets, sizes
+from hvdtrain.errors import UserError
+from hvdtrain.launch.commands import mpirun
+from hvdtrain.models.tabgpt import Shape, TabGPT
+from hvdtrain.run.build import build_data
+from hvdtrain.runtime.mpi import Alone
+from hvdtrain.tasks.tabular import Tabular
+from hvdtrain.tasks.tabular_data import buffers, read_columns
+from hvdtrain.tasks.tabular_measures import of_classes, of_numbers
+from tests.support.tables import KEYS, sales, write
+
+FEATURES = ("day", "cost", "colour", "shop", "number", "country")
+WANTED = Wanted(FEATURES, "sold", "day", 0.2)
+
+
+def _scan(path: Path, wanted: Wanted = WANTED) -> Columns:
+    return scan(open_table("tabular.data", [path], []), wanted, Alone())
+
+
+def _rows(flags: list[str]) -> tuple[Tabular, torch.Tensor, torch.Tensor]:
+    """The task, and the training and validation rows' labels."""
+    task, datasets = build_data(parse([*KEYS, *flags]))
+    assert isinstance(task, Tabular)
+    train, validation = datasets.train, datasets.validation
+    return task, train.tensors[2], validation.tensors[2]  # type: ignore[attr-defined, union-attr]
+
+
+# --- files --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part_bytes", [37, 1000, 1 << 20])
+def test_a_line_of_a_csv_file_is_lost_or_read_twice_where_parts_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    table = sales(300)
+    whole = open_table("k", [write(table, tmp_path / "t.parquet")], ["number"])
+    monkeypatch.setattr(tables_files, "_PART_BYTES", part_bytes)
+    file = write(table, tmp_path / "t.csv")
+    file.write_bytes(file.read_bytes().rstrip(b"\n"))
+    parts = open_table("k", [file], ["number"])
+    assert parts.kinds == whole.kinds and (part_bytes > 1000 or len(parts.parts) > 10)
+    for name in ("cost", "day.month", "day.weekday", "price"):
+        np.testing.assert_allclose(_read(parts, name), _read(whole, name))
+    for name in ("colour", "shop", "number", "sold"):
+        assert _read(parts, name) == _read(whole, name), name
+
+
+def _read(table: Table, name: str) -> list[Any]:
+    """A column, of all parts together."""
+    found: list[Any] = []
+    for part in table.parts:
+        cells = read_cells(table, part, [name.partition(".")[0]])
+        texts = cells.categories.get(name)
+        found += cells.numbers[name].tolist() if texts is None else texts.to_pylist()
+    return found
+
+
+def test_a_missing_cell_is_a_category_or_a_date_is_another_day(tmp_path: Path) -> None:
+    text = "when,name,n\n2024-02-29T23:59:00Z,NA,\n2024-03-04T00:01:00Z,x,2.5\n"
+    file = tmp_path / "t.csv"
+    file.write_text(text)
+    table = open_table("k", [file], [])
+    cells = read_cells(table, table.parts[0], ["when", "name", "n"])
+    assert cells.categories["name"].to_pylist() == [None, "x"]
+    np.testing.assert_array_equal(cells.numbers["n"], [np.nan, 2.5])
+    found = {name: values.tolist() for name, values in cells.numbers.items() if "when" in name}
+    assert found == {
+        "when.year": [2024, 2024], "when.month": [2, 3], "when.day": [29, 4],
+        "when.weekday": [3, 0], "when.hour": [23, 0], "when.minute": [59, 1],
+    }  # fmt: skip
+
+
+# --- statistics ---------------------------------------------------------------
+
+
+def test_statistics_are_not_those_of_the_training_rows(tmp_path: Path) -> None:
+    table = sales()
+    columns = _scan(write(table, tmp_path / "t.parquet"))
+    assert columns.constant == ["country"] and columns.cut is not None
+    moments = np.asarray(table["day"].cast("timestamp[us]").cast("int64"))
+    train = table.filter(pa.array(moments < columns.cut))
+    assert columns.rows == len(train) and 0.7 * 600 < columns.rows < 0.85 * 600
+    by_name = {column.name: column for column in columns.features}
+    cost = by_name["cost"]
+    known = np.asarray(train["cost"].drop_null())
+    assert cost.missing == train["cost"].null_count > 0
+    assert (cost.smallest, cost.largest) == (known.min(), known.max())
+    assert (cost.mean, cost.deviation) == pytest.approx((known.mean(), known.std()))
+    below = [(known < edge).mean() for edge in cost.edges]
+    assert len(below) == 64 and np.abs(np.diff(below) - 1 / 63).max() < 0.01
+    assert by_name["number"].edges == [1000, 1001, 1002, 1003, 1004]
+    shops = Counter(train["shop"].to_pylist())
+    assert 0 < shops["rare"] < 10 and "new" not in shops
+    assert by_name["shop"].categories == [n for n, _ in shops.most_common() if n != "rare"]
+    assert by_name["shop"].rare == 1
+    assert columns.label is not None and sorted(columns.label.categories) == ["no", "yes"]
+
+
+def test_statistics_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    write(sales(20_000), tmp_path / "t.parquet", rows=700)
+    write(sales(20_000), tmp_path / "t.csv")
+    for name in ("t.parquet", "t.csv"):
+        out = tmp_path / "columns.json"
+        command = [sys.executable, "-m", "hvdtrain.cli", "data", "columns", "--out", str(out)]
+        command += ["--", *KEYS[2:], "--tabular.data", str(tmp_path / name)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            mpirun(3, command), capture_output=True, text=True, timeout=120, check=False, env=env
+        )
+        assert done.returncode == 0 and done.stdout.count("rows/s") == 1, done.stderr
+        assert out.read_text() == _scan(tmp_path / name).to_json()
+
+
+# --- codes --------------------------------------------------------------------
+
+
+def test_a_code_is_another_cell_or_a_number_has_moved(tmp_path: Path) -> None:
+    file = write(sales(), tmp_path / "t.parquet", rows=1000)
+    columns = _scan(file)
+    table = open_table("k", [file], [])
+    cells = read_cells(table, table.parts[0], FEATURES)
+    unseen: Counter[str] = Counter()
+    codes, fractions = encode(columns.features, cells, np.ones(600, bool), unseen)
+    assert (fractions >= 0).all() and (fractions <= 1).all()
+    bounds = zip(columns.features, offsets(columns.features), sizes(columns.features), strict=True)
+    for place, (column, offset, size) in enumerate(bounds):
+        own = codes[:, place] - offset
+        assert (own >= 0).all() and (own < size).all()
+        if column.kind == "number":
+            values = cells.numbers[column.name]
+            edges = np.asarray([*column.edges, column.edges[-1]])
+            lower = np.where(own == MISSING, 0, own - SPECIAL)
+            width = edges[lower + 1] - edges[lower]
+            back = np.where(own == MISSING, np.nan, edges[lower] + fractions[:, place] * width)
+            expected = np.clip(values, column.edges[0], column.edges[-1])
+            np.testing.assert_allclose(back, expected, rtol=1e-5)
+        else:
+            names = [None, "?", "", *column.categories]
+            texts = cells.categories[column.name].to_pylist()
+            known = {None, *column.categories}
+            assert [names[code] for code in own] == [t if t in known else "?" for t in texts]
+            assert unseen[column.name] == int((own == UNSEEN).sum())
+    assert unseen["shop"] > 10 and unseen["colour"] == 0
+
+
+def test_a_number_jumps_where_two_edges_meet() -> None:
+    torch.manual_seed(0)
+    model = TabGPT([6, 5], Shape(1, 8, 2, 0.0), 1, {}).eval()
+    codes = torch.tensor([[3, 6], [4, 6], [4, 6]])
+    fractions = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.5, 0.0]])
+    found = model.predict(codes, fractions)
+    assert torch.allclose(found[0], found[1]) and not torch.allclose(found[1], found[2])
+
+
+def test_the_label_is_seen_or_rows_without_one_are_trained_with(tmp_path: Path) -> None:
+    table = sales()
+    file = write(table, tmp_path / "t.parquet")
+    task, train, validation = _rows(["--tabular.data", str(file)])
+    assert len(train) + len(validation) == 600 - table["sold"].null_count
+    assert not torch.cat((train, validation)).isnan().any()
+    assert task._data is not None
+    names = {column.name for column in task._data.columns.features}
+    assert names == {
+        "day.year", "day.month", "day.day", "day.weekday", "cost", "colour", "shop", "number",
+    }  # fmt: skip
+    notes = " | ".join(task._data.notes)
+    assert "training rows have no sold: they are left out" in notes
+    assert "in the validation rows" in notes and "of shop" in notes and "country" in notes
+    _, every, _ = _rows(["--tabular.data", str(file), "--tabular.objective", "pretraining"])
+    assert len(every) == task._data.columns.rows
+    _, few, same = _rows(["--tabular.data", str(file), "--tabular.label_fraction", "0.1"])
+    assert len(few) == round(0.1 * len(train)) and torch.equal(same, validation)
+
+
+def test_columns_that_lie_in_a_model_are_not_found_again(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    file = write(sales(), tmp_path / "t.parquet")
+    columns = _scan(file)
+    save_file(buffers(columns), tmp_path / "model.safetensors")
+    (tmp_path / "columns.json").write_text(columns.to_json())
+    for name in ("model.safetensors", "columns.json"):
+        found = read_columns(tmp_path / name)
+        assert found.features == columns.features and found.label == columns.label
+    # A table of few rows is read with what was learnt of many.
+    few = write(sales().slice(0, 50), tmp_path / "few.parquet")
+    flags = ["--tabular.data", str(few), "--tabular.columns", str(tmp_path / "columns.json")]
+    task, _, _ = _rows(flags)
+    assert task._data is not None and task._data.columns.features == columns.features
+
+
+# --- figures ------------------------------------------------------------------
+
+
+def test_figures_of_all_rows_are_not_those_of_scikit_learn() -> None:
+    from sklearn.metrics import r2_score, roc_auc_score, root_mean_squared_error
+
+    draw = np.random.default_rng(1)
+    labels = (draw.random(500) < 0.3).astype(float)
+    scores = np.round(draw.normal(labels, 2.0), 1)  # with ties
+    found = of_classes(torch.from_numpy(np.stack((scores, labels), axis=1)))
+    assert found["auc"] == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
+    assert of_classes(torch.tensor([[0.3, 1.0], [0.1, 1.0]])) == {}
+    numbers = of_numbers(torch.from_numpy(np.stack((scores, labels), axis=1)))
+    assert numbers["rmse"] == pytest.approx(root_mean_squared_error(labels, scores))
+    assert numbers["r2"] == pytest.approx(r2_score(labels, scores))
+
+
+# --- what is wrong ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tabular.label buyer", "tabular.label: there is no column 'buyer'; there are day, cost"),
+        ("--tabular.ignore colr", "tabular.ignore: there is no column 'colr'"),
+        ("--tabular.split_by shop", "tabular.split_by: column shop is no number and no date"),
+        ("--tabular.split_by country", "column country is no number"),
+        ("--tabular.objective regression", "tabular.label: sold is no number; .* classification"),
+        ("--tabular.label country", "tabular.label: country is here in all rows"),
+        ("--tabular.columns {path}/no.json", "tabular.columns: .*no.json: No such file"),
+        ("--tabular.columns {path}/t.json", "t.json has no columns: it is no file of `hvdtrain"),
+    ],
+)
+def test_a_key_that_does_not_fit_the_table_is_not_said_so(
+    tmp_path: Path, flags: str, message: str
+) -> None:
+    file = write(sales(), tmp_path / "t.parquet")
+    (tmp_path / "t.json").write_text(json.dumps({"a": 1}))
+    more = flags.format(path=tmp_path).split()
+    with pytest.raises(UserError, match=message):
+        _rows(["--tabular.data", str(file), *more])
+
+
+def test_a_label_that_is_no_class_is_learnt_as_another(tmp_path: Path) -> None:
+    train = write(sales(), tmp_path / "train.parquet")
+    table = sales(100)
+    sold = pc.fill_null(table["sold"], "perhaps")
+    other = write(table.set_column(7, "sold", sold), tmp_path / "validation.parquet")
+    keys = [key for key in KEYS if key not in ("--tabular.split_by", "day")]
+    flags = ["--tabular.data", str(train), "--tabular.validation", str(other)]
+    message = "validation.parquet: sold is perhaps, which is none of the classes .* .no, yes."
+    with pytest.raises(UserError, match=message):
+        build_data(parse([*keys, *flags]))
+    missing = write(table.drop_columns(["shop"]), tmp_path / "missing.parquet")
+    with pytest.raises(
+        UserError, match=r"tabular.validation: column 'shop' of tabular.data is not"
+    ):
+        build_data(parse([*keys, *flags[:2], "--tabular.validation", str(missing)]))
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.csv"])
+def test_a_file_that_is_cut_off_is_not_named(tmp_path: Path, name: str) -> None:
+    file = write(sales(), tmp_path / name)
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2 - 4])
+    with pytest.raises(UserError, match=f"^{file}: cannot be read .*: repair or remove it"):
+        _rows(["--tabular.data", str(file)])
+
+
+def test_a_text_among_numbers_or_a_file_with_other_columns_is_not_named(tmp_path: Path) -> None:
+    first = write(sales(), tmp_path / "a.csv")
+    lines = first.read_text().splitlines()
+    lines[300] = lines[300].replace(lines[300].split(",")[4], "many")
+    second = tmp_path / "b.csv"
+    second.write_text("\n".join(lines))
+    with pytest.raises(UserError, match=r"b.csv: cannot be read \(.*invalid value 'many'\)"):
+        _rows(["--tabular.data", str(tmp_path / "*.csv")])
+    write(sales().rename_columns(["tag", *sales().column_names[1:]]), second)
+    with pytest.raises(UserError, match=r"column 'day' is in .*a.csv, but not in .*b.csv"):
+        _rows(["--tabular.data", str(tmp_path / "*.csv")])
+    with pytest.raises(UserError, match=r"tabular.data: .*c.txt is no table: \*.csv or \*.parquet"):
+        (tmp_path / "c.txt").write_text("x")
+        _rows(["--tabular.data", str(tmp_path / "c.txt")])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--tabular.data t.csv", "tabular.label: name the column that classification predicts"),
+        ("--tabular.data t.csv --tabular.label x", "name the validation rows: either files"),
+        ("--tabular.validation t.csv", "tabular.validation needs tabular.data"),
+        ("--tabular.width 30", "tabular.width 30 is not a multiple of tabular.heads 4"),
+        ("--tabular.mask 1", r"tabular.mask must lie in \(0, 1\)"),
+    ],
+)
+def test_a_key_that_cannot_be_is_taken(flags: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse(["--task", "tabular", *flags.split()])

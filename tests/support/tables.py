@@ -1,0 +1,56 @@
+"""Small tables whose label can be learnt."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import csv, parquet
+
+# Keys that go with `sales`.
+KEYS = [
+    *("--task", "tabular", "--tabular.label", "sold", "--tabular.ignore", "price"),
+    *("--tabular.split_by", "day", "--tabular.width", "16", "--tabular.layers", "1"),
+    *("--tabular.heads", "2"),
+]
+
+
+def sales(rows: int = 600) -> pa.Table:
+    """Cheap and blue things are sold; cells are missing, labels too, and some shops are rare.
+
+    The last days have a shop that there was not before.
+    """
+    draw = np.random.default_rng(0)
+    price = draw.gamma(2.0, 10.0, rows)
+    colours = draw.choice(["blue", "red", "green"], rows)
+    days = np.sort(draw.integers(0, 60, rows))
+    shops = np.where(draw.random(rows) < 0.02, "rare", draw.choice(["north", "south"], rows))
+    shops = np.where((days > 55) & (draw.random(rows) < 0.5), "new", shops)
+    chance = 1 / (1 + np.exp((price - 20) / 4 - 2.0 * (colours == "blue")))
+    sold: list[str | None] = ["yes" if won else "no" for won in draw.random(rows) < chance]
+    unknown = draw.random((3, rows)) < 0.03
+    first = datetime.date(2024, 12, 1)
+    columns: dict[str, Any] = {
+        "day": [first + datetime.timedelta(days=int(day)) for day in days],
+        "cost": [None if gone else float(x) for x, gone in zip(price, unknown[0], strict=True)],
+        "colour": [None if gone else x for x, gone in zip(colours, unknown[1], strict=True)],
+        "shop": shops,
+        "number": draw.integers(1000, 1005, rows),
+        "country": ["here"] * rows,
+        "price": price,
+        "sold": [None if gone else x for x, gone in zip(sold, unknown[2], strict=True)],
+    }
+    return pa.table(columns)
+
+
+def write(table: pa.Table, path: Path, rows: int = 100) -> Path:
+    """As CSV or Parquet, by the suffix; a row group has so many rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".csv":
+        csv.write_csv(table, path)
+    else:
+        parquet.write_table(table, path, row_group_size=rows)
+    return path

@@ -168,6 +168,6 @@ def _kind(key: str, name: str, arrow_type: Any, categories: Sequence[str]) -> Ki
 def _check_columns(
     key: str, file: Path, types: dict[str, Any], first_file: Path, first: dict[str, Any]
 ) -> None:
-    for name in types.keys() ^ first.keys():
+    for name in sorted(types.keys() ^ first.keys()):
         here, there = (file, first_file) if name in types else (first_file, file)
         raise UserError(f"{key}: column {name!r} is in {here}, but not in {there}")

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -27,7 +28,8 @@ Every key is a flag (`--optim.lr 3e-4`) and a key of YAML (`--config my.yaml`). 
 precedence over YAML, YAML over the task's defaults, and these over the defaults below; of several
 `--config` the later one wins. `--print_config` prints the resolved configuration, which is also
 written to `RUN/config.yaml`. Presets are named without a path: `--config gpt-nano` (the default),
-`--config gpt-small` (124M parameters), `--config digits` and `--config resnet50`
+`--config gpt-small` (124M parameters), `gpt-medium`, `gpt-1b3` and `llama-7b`
+([language models](language_model.md)), `--config digits` and `--config resnet50`
 ([images](image.md)), `--config tabgpt-nano` and `--config tabgpt-base` ([tables](tabular.md)).
 
 ```yaml
@@ -55,16 +57,27 @@ def page() -> Iterator[str]:
     yield from table(Config, "", defaults)
     yield from groups(Config, "##", defaults)
     yield OF_TASKS
+    shown: dict[str, str] = {}
     for name, task in tasks.items():
         yield f"\n## Keys of the task `{name}`\n"
-        yield from groups(optional(task, "Config"), "###", {})
+        config = optional(task, "Config")
+        yield from groups(config, "###", {}, shown)
+        shown = dict.fromkeys(vars(config()), name) | shown
 
 
-def groups(owner: type, heading: str, task_defaults: Defaults) -> Iterator[str]:
-    """A section for each group of keys: the fields that are dataclasses themselves."""
+def groups(
+    owner: type, heading: str, task_defaults: Defaults, shown: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """A section for each group of keys: the fields that are dataclasses themselves.
+
+    Args:
+        shown: groups that other tasks have too -> the first of these, where their keys stand.
+    """
     said = descriptions(owner)
     for name, group in vars(owner()).items():
-        if is_dataclass(group):
+        if shown and name in shown:
+            yield f"\n[`{name}`](#{name}), as in the task `{shown[name]}`: {said[name]}.\n"
+        elif is_dataclass(group):
             summary = said[name][:1].upper() + said[name][1:]
             yield f"\n{heading} `{name}`\n\n{summary}.\n"
             yield from table(type(group), f"{name}.", task_defaults)
@@ -97,7 +110,7 @@ def descriptions(owner: type) -> dict[str, str]:
 def code(value: Any) -> str:
     """A value as YAML takes it."""
     # YAML reads 1e-08 as text.
-    text = json.dumps(value).replace("1e-", "1.0e-") if isinstance(value, float) else None
+    text = re.sub(r"^(\d)e", r"\1.0e", json.dumps(value)) if isinstance(value, float) else None
     return f"`{value if isinstance(value, str) else text or json.dumps(value)}`"
 
 

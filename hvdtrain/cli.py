@@ -20,7 +20,7 @@ COMMANDS = {
     "launch": "start training on hosts that answer, and start it again after a failure",
     "discover": "print the hosts that answer, as host:slots",
     "horovod": "build Horovod's wheel for this environment, or check the one installed",
-    "data": "prepare data: tokenize text, find out what a table's columns hold",
+    "data": "prepare data: tokenize text, index large files, statistics of a table's columns",
     "audit": "prove from a run's files that each step was applied exactly once",
     "report": "show a run, or two side by side, as an HTML file",
     "top": "show the ranks of a running job in the terminal",

@@ -28,11 +28,16 @@ def check_together(config: Any) -> None:
         config.batch.deal == "even" or config.exchange.reduce == "average",
         "batch.deal speed excludes exchange.reduce adasum, which weighs ranks alike",
     )
+    require(
+        not (config.memory.fit and config.batch.max_tokens),
+        "memory.fit finds batch.micro_size, which batch.max_tokens replaces: give one of them",
+    )
     for key, on in (
         ("compile.enabled", config.compile.enabled),
+        ("memory.fit", config.memory.fit),
         ("precision.cudnn_benchmark", config.precision.cudnn_benchmark),
     ):
-        reason = "its bits depend on the shapes that a process has seen"
+        reason = "the bits of a run would depend on the machine that it began on"
         require(not (on and config.exchange.exact), f"{key} excludes exchange.name exact: {reason}")
     require(
         not config.exchange.sync_every or config.precision.name != "bf16-params",

@@ -387,16 +387,30 @@ ROWS: dict[str, list[Panel]] = {
     "Memory": [
         Panel(
             "Memory of the host, by rank",
-            "Resident memory of each rank's process.",
+            "Resident memory of each rank's process, and the most that it had.",
             "bytes",
-            {BY_RANK: f"max by (rank, host) (hvdtrain_host_memory_bytes{{{RANKS}}})"},
+            {
+                BY_RANK: f"max by (rank, host) (hvdtrain_host_memory_bytes{{{RANKS}}})",
+                f"{BY_RANK}, peak": (
+                    f"max by (rank, host) (hvdtrain_host_memory_peak_bytes{{{RANKS}}})"
+                ),
+            },
             width=12,
         ),
         Panel(
             "Memory of the device, by rank",
-            "What tensors take up on each rank's GPU; 0 without one.",
+            "What tensors take up on each rank's GPU, the most that they did, and what the "
+            "allocator keeps: far more than the peak means gaps. 0 without a GPU.",
             "bytes",
-            {BY_RANK: f"max by (rank, host) (hvdtrain_device_memory_bytes{{{RANKS}}})"},
+            {
+                BY_RANK: f"max by (rank, host) (hvdtrain_device_memory_bytes{{{RANKS}}})",
+                f"{BY_RANK}, peak": (
+                    f"max by (rank, host) (hvdtrain_device_memory_peak_bytes{{{RANKS}}})"
+                ),
+                f"{BY_RANK}, reserved": (
+                    f"max by (rank, host) (hvdtrain_device_memory_reserved_bytes{{{RANKS}}})"
+                ),
+            },
             width=12,
         ),
     ],

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from hvdtrain.checkpoint.layout import finished
+from hvdtrain.data.buckets import Buckets
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import each_line, read_lines
 from hvdtrain.run_files.folder import RunFolder
@@ -32,6 +33,8 @@ class Start:
         own_order: the data set has an order of its own, which only it knows.
         depends_on_ranks: the setting that makes the curve depend on the number of ranks.
         sync_every: steps that ranks take on their own before they have one state again; 0 = none.
+        per_step: micro-batches of a step, with `buckets`.
+        buckets: with batch.max_tokens, see data/buckets.py.
     """
 
     time: float
@@ -51,6 +54,19 @@ class Start:
     own_order: bool = False
     depends_on_ranks: str = ""
     sync_every: int = 0
+    per_step: int = 0
+    buckets: list[list[int]] | None = None
+
+    @cached_property
+    def order(self) -> Buckets | None:
+        """Of micro-batches by length."""
+        return Buckets(self.buckets, self.seed) if self.buckets else None
+
+    def samples_at(self, step: int) -> int:
+        """What the run has used after so many steps."""
+        if self.order is None:
+            return step * self.global_size
+        return self.order.samples_before(step * self.per_step)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hvdtrain.audit.ledger import Generation, Ledger, Line
 
 # What must not change in a run, as it stands in its start events.
-_IDENTITY = ("seed", "global_size", "dataset_size", "fingerprint")
+_IDENTITY = ("seed", "global_size", "dataset_size", "fingerprint", "per_step", "buckets")
 _NORMAL_EXITS = (0, 75)
 
 
@@ -79,11 +79,9 @@ def trace(ledger: Ledger) -> Lineage:
         first = generation.start.step
         last = generation.reached if beyond is None else beyond
         if last > first:
-            size = generation.start.global_size
+            start, stop = map(generation.start.samples_at, (first, last))
             world_size = generation.start.world_size
-            lineage.segments.append(
-                Segment(number, first + 1, last, first * size, last * size, world_size)
-            )
+            lineage.segments.append(Segment(number, first + 1, last, start, stop, world_size))
         lineage.skipped += [line.step for line in generation.lines if line.kept and line.skipped]
     return lineage
 
@@ -113,11 +111,11 @@ def _check_start(lineage: Lineage, first: Generation, generation: Generation, nu
             lineage.wrong(
                 "identity", f"generation {number}: {name} is {now}, in generation 0 it was {was}"
             )
-    if start.samples != start.step * start.global_size:
+    if start.samples != start.samples_at(start.step):
         lineage.wrong(
             "samples",
-            f"generation {number} begins at sample {start.samples}, but step {start.step} of "
-            f"{start.global_size} samples each ends at {start.step * start.global_size}",
+            f"generation {number} begins at sample {start.samples}, but step {start.step} ends at "
+            f"{start.samples_at(start.step)}",
         )
     ranks = sorted(rank for ranks in start.hosts.values() for rank in ranks)
     if ranks != list(range(start.world_size)):
@@ -171,11 +169,11 @@ def _check_gap(
 
 def _check_line(lineage: Lineage, generation: Generation, number: int, line: Line) -> None:
     start = generation.start
-    if line.samples != line.step * start.global_size:
+    if line.samples != start.samples_at(line.step):
         lineage.wrong(
             "samples",
             f"step {line.step} ends at sample {line.samples} instead of "
-            f"{line.step * start.global_size}",
+            f"{start.samples_at(line.step)}",
         )
     if line.world_size != start.world_size:
         lineage.wrong(

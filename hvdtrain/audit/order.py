@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvdtrain.data.order import permute
+from hvdtrain.data.buckets import Buckets
+from hvdtrain.data.order import Indices, permute
 
 # Positions whose samples are computed: a second or so.
 LIMIT = 1 << 21
@@ -55,8 +56,33 @@ def check_order(start: int, stop: int, size: int, seed: int, limit: int = LIMIT)
         first, last = max(start, epoch * size), min(stop, (epoch + 1) * size)
         positions = np.arange(first, last, -(-(last - first) // limit) or 1, dtype=np.int64)
         samples = permute(positions - epoch * size, size, seed, epoch)
-        inside = ((samples >= 0) & (samples < size)).all()
-        if not inside or len(np.unique(samples)) < len(samples):
+        if _repeats(samples, size):
             repeated.append(epoch)
         checked += len(positions)
     return OrderCheck(start, stop, size, checked, repeated)
+
+
+def check_buckets(start: int, stop: int, buckets: Buckets, limit: int = LIMIT) -> OrderCheck:
+    """As check_order, of samples that are grouped by length.
+
+    Args:
+        start, stop: positions of micro-batches in the run, stop not included.
+    """
+    epochs = range(start // len(buckets), -(-stop // len(buckets)))
+    spread = epochs[:: -(-len(epochs) * min(buckets.samples, limit) // limit) or 1]
+    checked, repeated = 0, []
+    for epoch in spread:
+        begin = epoch * len(buckets)
+        first, last = max(start, begin), min(stop, begin + len(buckets))
+        every = -(-(last - first) * buckets.samples // (limit * len(buckets))) or 1
+        places = buckets.places(np.arange(first, last, every, dtype=np.int64) - begin, epoch)
+        if _repeats(places, buckets.samples):
+            repeated.append(epoch)
+        checked += len(places)
+    samples = buckets.samples_before(start), buckets.samples_before(stop)
+    return OrderCheck(*samples, buckets.samples, checked, repeated)
+
+
+def _repeats(samples: Indices, size: int) -> bool:
+    inside = ((samples >= 0) & (samples < size)).all()
+    return not inside or len(np.unique(samples)) < len(samples)

@@ -10,7 +10,7 @@ from typing import Any
 from hvdtrain.audit.goodput import PARTS, Goodput, measure
 from hvdtrain.audit.ledger import Ledger, read
 from hvdtrain.audit.lineage import Lineage, trace
-from hvdtrain.audit.order import OrderCheck, check_order
+from hvdtrain.audit.order import OrderCheck, check_buckets, check_order
 
 
 @dataclass
@@ -58,10 +58,13 @@ def audit(path: Path) -> Audit:
     lineage = trace(ledger)
     first = ledger.generations[0].start
     stops = [segment.sample_stop for segment in lineage.segments]
-    begin = first.step * first.global_size
+    begin = first.samples_at(first.step)
     end, size = max([begin, *stops]), first.dataset_size
     if first.own_order:
         order = OrderCheck(begin, end, size, checked=0, repeated=[])
+    elif first.order is not None:
+        last = max([first.step, *(segment.last for segment in lineage.segments)])
+        order = check_buckets(first.step * first.per_step, last * first.per_step, first.order)
     else:
         order = check_order(begin, end, size, first.seed)
     if order.repeated:

@@ -10,7 +10,8 @@ from torch import nn
 
 from hvdtrain import log
 from hvdtrain.config import Settings
-from hvdtrain.engine.loop import Interruptions, Loop, StepRecord
+from hvdtrain.engine.loop import Loop, StepRecord
+from hvdtrain.engine.plan import Interruptions
 from hvdtrain.run import build
 from hvdtrain.run.callbacks import Outputs, build_callbacks
 from hvdtrain.run.recorder import RunRecorder

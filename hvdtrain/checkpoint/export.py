@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.checkpoint.layout import EMA, MODEL, STATE, verify
 from hvdtrain.errors import UserError
-from hvdtrain.files import sync_folder, write_synced
+from hvdtrain.files import sync_folder
 
 
 def export(checkpoint: Path, config: dict[str, Any], out: Path, ema: bool = False) -> None:
@@ -56,12 +57,26 @@ def write_export(out: Path, config: dict[str, Any], weights: Path | Mapping[str,
     Raises:
         UserError: `out` exists or cannot be written.
     """
+    with new_folder(out) as hidden:
+        _write_weights(hidden / MODEL, weights)
+        (hidden / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder for files (no folders), which becomes `out`: whole, or not at all.
+
+    Raises:
+        UserError: `out` exists or cannot be written.
+    """
     _check_free(out)
     hidden = out.absolute().with_name(f".{out.absolute().name}.{os.getpid()}.tmp")
     try:
         hidden.mkdir(parents=True)
-        _write_weights(hidden / MODEL, weights)
-        write_synced(hidden / "config.json", (json.dumps(config, indent=1) + "\n").encode())
+        yield hidden
+        for path in hidden.iterdir():
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
         sync_folder(hidden)
         os.rename(hidden, out)
         sync_folder(hidden.parent)
@@ -74,7 +89,8 @@ def write_export(out: Path, config: dict[str, Any], weights: Path | Mapping[str,
 def dtypes(out: Path) -> list[str]:
     """Of the weights in an exported folder."""
     names = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
-    found = {tensor["dtype"] for tensor in _header(out / MODEL).values() if "dtype" in tensor}
+    headers = [_header(path) for path in out.glob("*.safetensors")]
+    found = {t["dtype"] for header in headers for t in header.values() if "dtype" in t}
     return sorted(names.get(dtype, dtype) for dtype in found)
 
 
@@ -92,12 +108,10 @@ def _check_free(out: Path) -> None:
 def _write_weights(path: Path, weights: Path | Mapping[str, Any]) -> None:
     if isinstance(weights, Path):
         shutil.copyfile(weights, path)
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
         return
     from safetensors.torch import save
 
-    write_synced(path, save(dict(weights), metadata={"format": "pt"}))
+    path.write_bytes(save(dict(weights), metadata={"format": "pt"}))
 
 
 def _with_vocabulary(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]:

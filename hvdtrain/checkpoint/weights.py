@@ -15,6 +15,8 @@ from hvdtrain.checkpoint.tensor_file import read_file, unpack
 from hvdtrain.errors import UserError
 
 _CONFIG = "config.json"
+# Of weights that transformers saved in several files: which holds what.
+_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ def read_weights(path: Path) -> Weights:
     """Reads weights; of a run, those of its newest checkpoint.
 
     Args:
-        path: a run's folder, a checkpoint's, one with model.safetensors (and config.json), or a
-            safetensors file.
+        path: a run's folder, a checkpoint's, one with model.safetensors, or several files and their
+            index (and config.json), or a safetensors file.
 
     Raises:
         UserError: there are none, or they cannot be read.
@@ -51,10 +53,14 @@ def read_weights(path: Path) -> Weights:
         path = checkpoints[-1]
     if (path / STATE).exists():
         return Weights(read_part(path, "model"))
+    if (path / _INDEX).exists():
+        names = sorted(set(_facts(path / _INDEX).get("weight_map", {}).values()))
+        parts = [_read_file(path / name) for name in names]
+        return Weights({k: v for part in parts for k, v in part.items()}, _facts(path / _CONFIG))
     if not (path / MODEL).exists():
         raise UserError(
-            f"{path}: a run, a checkpoint, or a folder with {MODEL} is expected (weights in "
-            "several files, or pickled ones, are not read)"
+            f"{path}: a run, a checkpoint, or a folder with {MODEL} is expected (pickled weights "
+            "are not read)"
         )
     return Weights(_read_file(path / MODEL), _facts(path / _CONFIG))
 

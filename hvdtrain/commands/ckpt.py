@@ -14,6 +14,9 @@ from hvdtrain.checkpoint.export import averaged_weights, dtypes, export, write_e
 from hvdtrain.checkpoint.layout import DamagedError, best, finished, loss_of, named, verify
 from hvdtrain.errors import UserError
 
+NOTHING_TO_MERGE = (
+    "--merge is for runs of the task huggingface with LoRA (lora.rank), and --format huggingface"
+)
 HELP = "list, verify or export the checkpoints of a run"
 
 
@@ -41,6 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     exporter.add_argument(
         "--ema", action="store_true", help="the averaged weights, of a run with optim.ema_decay"
+    )
+    exporter.add_argument(
+        "--merge",
+        action="store_true",
+        help="LoRA's adapters are added to the weights, in place of the adapters alone",
     )
 
 
@@ -120,29 +128,47 @@ def _checkpoints(path: Path, of_run: Callable[[Path], list[Path]]) -> list[Path]
 def _export(args: argparse.Namespace) -> None:
     checkpoint = _checkpoints(args.path, finished)[-1]
     if args.format == "huggingface":
-        _export_to_huggingface(checkpoint, args.out, args.ema)
+        _export_to_huggingface(checkpoint, args.out, args.ema, args.merge)
+    elif args.merge:
+        raise UserError(NOTHING_TO_MERGE)
     else:
         export(checkpoint, _model_config(checkpoint), args.out, args.ema)
     which = "averaged weights" if args.ema else "weights"
     print(f"{args.out}: the {which} of {checkpoint}, in {' and '.join(dtypes(args.out))}")
 
 
-def _export_to_huggingface(checkpoint: Path, out: Path, ema: bool) -> None:
+def _export_to_huggingface(checkpoint: Path, out: Path, ema: bool, merge: bool) -> None:
     from hvdtrain.checkpoint.format import read
     from hvdtrain.models.gpt import GPT
     from hvdtrain.models.gpt_config import GPTConfig
     from hvdtrain.models.huggingface import to_huggingface
 
     config = _model_config(checkpoint)
-    if config["task"] != "language_model":
+    if config["task"] not in ("language_model", "huggingface"):
         raise UserError(
-            f"{checkpoint} is of the task {config['task']}; transformers has the model of "
-            "language_model alone"
+            f"{checkpoint} is of the task {config['task']}; transformers has the models of "
+            "language_model and huggingface alone"
         )
     weights = averaged_weights(checkpoint) if ema else read(checkpoint).parts["model"]
+    if config["task"] == "huggingface":
+        from hvdtrain.config import parse
+        from hvdtrain.tasks.huggingface_export import export_trained
+
+        of_run = parse(["--config", str(_config_file(checkpoint))])
+        if merge and not of_run.task_config.lora.rank:
+            raise UserError(NOTHING_TO_MERGE)
+        export_trained(of_run.task_config, weights, out, merge)
+        return
+    if merge:
+        raise UserError(NOTHING_TO_MERGE)
     weights = GPT.upgrade_checkpoint(weights)
     sizes = config["model"] | {"vocab_size": weights["embedding.weight"].shape[0]}
     write_export(out, *to_huggingface(GPTConfig(**sizes), weights))
+
+
+def _config_file(checkpoint: Path) -> Path:
+    """Of the run that it belongs to."""
+    return checkpoint.resolve().parent.parent / "config.yaml"
 
 
 def _model_config(checkpoint: Path) -> dict[str, Any]:
@@ -151,7 +177,7 @@ def _model_config(checkpoint: Path) -> dict[str, Any]:
 
     from hvdtrain.config import Config
 
-    path = checkpoint.resolve().parent.parent / "config.yaml"
+    path = _config_file(checkpoint)
     try:
         config = yaml.safe_load(path.read_text())
     except OSError as error:

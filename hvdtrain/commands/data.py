@@ -11,7 +11,7 @@ from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.runtime.environment import launched_rank
 from hvdtrain.runtime.mpi import Alone, Ranks, start_ranks
 
-HELP = "prepare data: tokenize text, find out what a table's columns hold"
+HELP = "prepare data: tokenize text, index large files, statistics of a table's columns"
 
 # Every rank has the same error and rank 0 prints it; a launcher may end all with the first.
 _LET_RANK_0_SPEAK = 2.0
@@ -35,7 +35,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="files, folders or globs (default: the Python standard library's own source files)",
     )
     tokenize.add_argument(
+        "--source",
+        choices=("text", "jsonl", "parquet"),
+        default="text",
+        help="what the files are (default: %(default)s, each a document)",
+    )
+    tokenize.add_argument(
+        "--text-key",
+        default="text",
+        metavar="KEY",
+        help="key of a JSON line, or column of a Parquet file, with its text (default: "
+        "%(default)s)",
+    )
+    tokenize.add_argument(
         "--tokenizer", metavar="FILE", help="a tokenizer.json (default: bytes, vocabulary 256)"
+    )
+    tokenize.add_argument(
+        "--separate",
+        action="store_true",
+        help="put the token that ends a document after each file, for data.document_mask",
     )
     tokenize.add_argument(
         "--validation-fraction",
@@ -44,6 +62,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="F",
         help="fraction of the text for validation, taken by file (default: %(default)s)",
     )
+    index = actions.add_parser(
+        "index",
+        help="where the samples of JSON lines, Parquet files and tar shards begin",
+        description="Makes the indexes that are missing or stale, beside the files. A run makes "
+        "them too when it starts; started by mpirun, the ranks share the work.",
+    )
+    index.add_argument(
+        "--input",
+        nargs="+",
+        action="extend",
+        required=True,
+        metavar="GLOB",
+        help="files, folders or globs; *.jsonl, *.ndjson, *.parquet and *.tar are taken",
+    )
+    index.add_argument("--cache", metavar="DIR", help="folder for the indexes instead")
     columns = actions.add_parser(
         "columns",
         help="statistics and vocabularies of a table, for --tabular.columns",
@@ -70,7 +103,10 @@ def run(args: argparse.Namespace) -> int:
     ranks: Ranks = Alone()
     try:
         ranks = start_ranks()
-        {"tokenize": _tokenize, "columns": _columns, "flights": _flights}[args.action](args, ranks)
+        actions = {
+            "tokenize": _tokenize, "index": _index, "columns": _columns, "flights": _flights,
+        }  # fmt: skip
+        actions[args.action](args, ranks)
     except UserError as error:
         if launched_rank() == 0:
             raise
@@ -86,11 +122,35 @@ def run(args: argparse.Namespace) -> int:
 def _tokenize(args: argparse.Namespace, ranks: Ranks) -> None:
     from hvdtrain.data.tokenize import Source, tokenize  # imports torch
 
-    source = Source(args.input, args.tokenizer, args.validation_fraction)
+    source = Source(
+        args.input,
+        args.tokenizer,
+        args.validation_fraction,
+        args.source,
+        args.text_key,
+        args.separate,
+    )
     written = tokenize(source, args.out, ranks)
     if ranks.rank == 0:
         for path, tokens in written.items():
             print(f"{path}: {tokens} tokens")
+
+
+def _index(args: argparse.Namespace, ranks: Ranks) -> None:
+    from hvdtrain.data.files import expand
+    from hvdtrain.data.index import build_indexes
+    from hvdtrain.data.parquet import PARQUET
+    from hvdtrain.data.records import JSON_LINES, TAR
+    from hvdtrain.runtime.mpi import on_all_ranks
+
+    kinds = (JSON_LINES, PARQUET, TAR)
+    suffixes = tuple(suffix for kind in kinds for suffix in kind.suffixes)
+    found = on_all_ranks(ranks, lambda: expand("--input", args.input, suffixes, "file of samples"))
+    for kind in kinds:
+        files = [path for path in found[0] if path.suffix in kind.suffixes]
+        made = build_indexes(files, kind, args.cache, ranks)
+        if files and ranks.rank == 0:
+            print(f"{kind.name}: {len(files)}; indexes made: {made}")
 
 
 def _columns(args: argparse.Namespace, ranks: Ranks) -> None:

@@ -13,19 +13,27 @@ class DataConfig:
     """Text or tokens to train on.
 
     Args:
-        source: `text` (files of any kind) or `tokens` (made by `hvdtrain data tokenize`)
+        source: `text` (files of any kind, each a document), `jsonl` or `parquet` (each line or row
+            a document), or `tokens` (made by `hvdtrain data tokenize`)
         train: files, folders or globs; empty = the source files of Python's standard library
         validation: the same for validation; empty = a fraction of `data.train`
         validation_fraction: that fraction, taken by file (of a single file: its end)
-        tokenizer: a tokenizer.json of the `tokenizers` library, for `data.source text`;
-            null = bytes
+        tokenizer: a tokenizer.json of the `tokenizers` library, for text; null = bytes
+        cache: folder in which the tokens of text are kept, for later starts and for all ranks of a
+            host; null = each rank makes its own, in memory
+        text_key: key of a JSON line, or column of a Parquet file, that holds its text
+        document_mask: attention and learned positions begin anew with each document of a sample;
+            the token that ends a document follows each
     """
 
-    source: Literal["text", "tokens"] = "text"
+    source: Literal["text", "jsonl", "parquet", "tokens"] = "text"
     train: list[str] | str = field(default_factory=list)
     validation: list[str] | str = field(default_factory=list)
     validation_fraction: float = 0.05
     tokenizer: str | None = None
+    cache: str | None = None
+    text_key: str = "text"
+    document_mask: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.train, str):
@@ -36,19 +44,21 @@ class DataConfig:
             0 < self.validation_fraction < 1,
             f"data.validation_fraction must lie in (0, 1), not {self.validation_fraction}",
         )
+        files = "the token files made by `hvdtrain data tokenize`"
         require(
             self.source == "text" or bool(self.train),
-            "data.source tokens needs data.train: the token files made by `hvdtrain data tokenize`",
+            f"data.source {self.source} needs data.train: "
+            + (files if self.source == "tokens" else "files, folders or globs"),
         )
         require(
-            self.source == "text" or self.tokenizer is None,
-            "data.tokenizer is for data.source text; token files are tokenized already",
+            self.source != "tokens" or self.tokenizer is None,
+            "data.tokenizer is for text; token files are tokenized already",
         )
 
 
 @dataclass
 class LoaderConfig:
-    """Loading of training data with an index.
+    """Loading of data with an index.
 
     Args:
         workers: processes that load a rank's micro-batches ahead; 0 = the rank loads each itself
@@ -70,6 +80,10 @@ class BatchConfig:
     Args:
         global_size: samples in one optimizer step, over all ranks together
         micro_size: samples in one forward pass; divides `batch.global_size`
+        max_tokens: samples of about the same length make a micro-batch: as many as come, padded to
+            the longest, to so many tokens at most; instead of `batch.global_size` and
+            `batch.micro_size`; 0 = off
+        per_step: micro-batches in one optimizer step, with `batch.max_tokens`
         per_rank_size: samples of a step on each rank, instead of `batch.global_size`: the global
             batch grows with the ranks, and the curve depends on their number; 0 = off
         deal: micro-batches to each rank: `even`, or by `speed`, so that slow ranks get fewer and
@@ -79,6 +93,8 @@ class BatchConfig:
 
     global_size: int = 32
     micro_size: int = 4
+    max_tokens: int = 0
+    per_step: int = 8
     per_rank_size: int = 0
     deal: Literal["even", "speed"] = "even"
 
@@ -88,6 +104,15 @@ class BatchConfig:
         require(
             self.per_rank_size >= 0,
             f"batch.per_rank_size must be >= 0 (0 = off), not {self.per_rank_size}",
+        )
+        require(
+            self.max_tokens >= 0, f"batch.max_tokens must be >= 0 (0 = off), not {self.max_tokens}"
+        )
+        require(self.per_step >= 1, f"batch.per_step must be >= 1, not {self.per_step}")
+        require(
+            not (self.max_tokens and self.per_rank_size),
+            "batch.max_tokens excludes batch.per_rank_size: with it a step is batch.per_step "
+            "micro-batches, whatever the ranks",
         )
         key = "per_rank_size" if self.per_rank_size else "global_size"
         size = self.per_rank_size or self.global_size
@@ -100,7 +125,7 @@ class BatchConfig:
     @property
     def micro_batches(self) -> int:
         """Micro-batches in one step, over all ranks together."""
-        return self.global_size // self.micro_size
+        return self.per_step if self.max_tokens else self.global_size // self.micro_size
 
 
 def _divisors_near(number: int, wanted: int) -> str:

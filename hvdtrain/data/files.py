@@ -7,6 +7,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from hvdtrain.errors import UserError
@@ -19,7 +20,10 @@ _NOT_SOURCE = {
 
 
 def expand(
-    key: str, patterns: Sequence[str], suffixes: tuple[str, ...] | None = None
+    key: str,
+    patterns: Sequence[str],
+    suffixes: tuple[str, ...] | None = None,
+    kind: str = "token file",
 ) -> list[Path]:
     """The files that patterns name, sorted, each once, empty ones left out.
 
@@ -28,6 +32,7 @@ def expand(
         patterns: files, folders (all files below) or globs (`**` too).
         suffixes: where given, a file named directly must have one of them and others
             found in folders and by globs are passed over.
+        kind: of file with these, for messages.
 
     Raises:
         UserError: a pattern matches nothing, or nothing but empty files; a wrong suffix.
@@ -37,8 +42,8 @@ def expand(
         paths = _match(pattern)
         if suffixes and Path(pattern).is_file() and Path(pattern).suffix not in suffixes:
             raise UserError(
-                f"{key}: {pattern} is not a token file (*{', *'.join(suffixes)}); "
-                "make some with `hvdtrain data tokenize`"
+                f"{key}: {pattern} is not a {kind} (*{', *'.join(suffixes)})"
+                + ("; make some with `hvdtrain data tokenize`" if kind == "token file" else "")
             )
         if suffixes:
             paths = [path for path in paths if path.suffix in suffixes]
@@ -89,3 +94,16 @@ def split(paths: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path
         size += ranked[count].stat().st_size
         count += 1
     return sorted(ranked[count:]), sorted(ranked[:count])
+
+
+def deal(sizes: Sequence[int], ranks: int) -> list[int]:
+    """The rank of each file: neighbours stay together, and ranks get about the same bytes.
+
+    A file belongs to the rank whose even share of all bytes holds the file's middle.
+
+    Args:
+        sizes: of the files in bytes, at least one of them > 0.
+    """
+    ends = list(accumulate(sizes))
+    middles = [2 * end - size for end, size in zip(ends, sizes, strict=True)]
+    return [min(middle * ranks // (2 * ends[-1]), ranks - 1) for middle in middles]

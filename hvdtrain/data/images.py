@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from hvdtrain.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 DIGIT_SIZE, _DIGIT_MARGIN = 8, 2
-_SPLIT_SEED = 0  # the split is the data's, whatever the run's seed
+SPLIT_SEED = 0  # the split is the data's, whatever the run's seed
 
 
 class Normalisation(NamedTuple):
@@ -69,7 +70,7 @@ def digits(validation_fraction: float) -> ImageData:
     pixels = torch.from_numpy((found.images * 15).astype(np.uint8))  # 0 to 16 become 0 to 240
     images = torch.nn.functional.pad(pixels, (_DIGIT_MARGIN // 2,) * 4).unsqueeze(1)
     labels = torch.from_numpy(found.target.astype(np.int64))
-    order = torch.from_numpy(permute(np.arange(len(labels)), len(labels), _SPLIT_SEED, epoch=0))
+    order = torch.from_numpy(permute(np.arange(len(labels)), len(labels), SPLIT_SEED, epoch=0))
     ends = int(len(labels) * validation_fraction)
     train, validation = order[ends:], order[:ends]
     digest = hashlib.sha256(images[train].numpy().tobytes() + labels[train].numpy().tobytes())
@@ -93,7 +94,7 @@ def folders(data: str, validation: str | None, validation_fraction: float, size:
     Raises:
         UserError: Pillow is missing; a folder cannot be read, has no class or a class no image.
     """
-    _check_pillow()
+    check_pillow()
     classes = class_folders("image.data", Path(data))
     files = {name: image_files("image.data", Path(data) / name) for name in classes}
     if validation is None:
@@ -118,7 +119,7 @@ def folders(data: str, validation: str | None, validation_fraction: float, size:
             "name a folder with image.validation"
         )
     # Evaluation may take the first ones only, which must not all be of one class.
-    order = permute(np.arange(len(rest)), len(rest), _SPLIT_SEED, epoch=0)
+    order = permute(np.arange(len(rest)), len(rest), SPLIT_SEED, epoch=0)
     side = margin_side(size)
     return ImageData(
         ImageFiles(train, side),
@@ -129,7 +130,8 @@ def folders(data: str, validation: str | None, validation_fraction: float, size:
     )
 
 
-def _check_pillow() -> None:
+def check_pillow() -> None:
+    """Raises UserError where it is missing."""
     try:
         import PIL  # noqa: F401
     except ModuleNotFoundError:
@@ -219,10 +221,18 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         file, label = self._samples[index]
-        return _decode(file, self._side), label
+        return decode(file, self._side, str(file)), label
 
 
-def _decode(file: Path, side: int) -> Tensor:
+def decode(file: Path | BytesIO, side: int, name: str) -> Tensor:
+    """uint8 (3, side, side): the middle of the image, scaled.
+
+    Args:
+        name: of the image, for messages.
+
+    Raises:
+        UserError: it cannot be decoded.
+    """
     from PIL import Image, ImageOps
 
     try:
@@ -232,5 +242,5 @@ def _decode(file: Path, side: int) -> Tensor:
         raise
     except Exception as error:  # each decoder of Pillow has exceptions of its own
         reason = f"{error}".partition(str(file))[0].strip(" '\"") or type(error).__name__
-        raise UserError(f"image {file} cannot be read ({reason}): repair or remove it") from None
+        raise UserError(f"image {name} cannot be read ({reason}): repair or remove it") from None
     return torch.from_numpy(np.asarray(fitted).copy()).permute(2, 0, 1).contiguous()

@@ -8,11 +8,11 @@ micro-batch, whichever rank works on it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import count, islice
 from typing import Any, TypeGuard
 
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.errors import UnsupportedTaskError
@@ -36,6 +36,7 @@ class IterableBatches(IterableDataset[Any]):
         samples: position to start at, in samples since the run's first; a step begins there.
         own: numbers of this rank's micro-batches in a step.
         seed: the run's seed.
+        collate: makes a micro-batch of samples.
 
     Iterating raises UnsupportedTaskError where the data set has fewer samples than its length.
     """
@@ -47,7 +48,9 @@ class IterableBatches(IterableDataset[Any]):
         batch: BatchConfig,
         own: Container[int],
         seed: int,
+        collate: Callable[[list[Any]], Any],
     ) -> None:
+        self._collate = collate
         self._dataset = dataset
         self._start = samples
         self._batch = batch
@@ -59,7 +62,7 @@ class IterableBatches(IterableDataset[Any]):
         while True:
             for j in range(self._batch.micro_batches):
                 micro_batch = list(islice(samples, self._batch.micro_size))
-                yield default_collate(micro_batch) if j in self._own else None
+                yield self._collate(micro_batch) if j in self._own else None
 
     def _samples(self) -> Iterator[Any]:
         """From the start on; those of the epoch before it are read and dropped.

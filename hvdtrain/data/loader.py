@@ -1,65 +1,35 @@
-"""Which micro-batches a rank works on, and loading them, in processes of their own if asked to."""
+"""Which micro-batches of a step a rank works on, from a position of the run onwards."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
-from hvdtrain.data.config import BatchConfig, LoaderConfig
+from hvdtrain.data.buckets import SampleBuckets
+from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
-from hvdtrain.data.iterable import IterableBatches, has_own_order, take
+from hvdtrain.data.iterable import IterableBatches, has_own_order
+from hvdtrain.data.loading import IN_RANK, Batch, Loading, MicroBatches, Place, load
 from hvdtrain.data.order import sample_order
-from hvdtrain.data.worker import begin_worker
 from hvdtrain.errors import UserError
-from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.rng import seed_all
 
 _POSITIONS_AT_ONCE = 1024
-# Tell the seeding of validation batches, and of loading a micro-batch, from that of a forward
-# pass in training, whose keys have no such part. (2 is an epoch's start, see iterable.py.)
-_EVALUATION, _LOADING = 1, 3
-# For which a rank waits for a worker, as for a collective in which another takes no part.
-_WORKER_SECONDS = 900.0
-
-Batch = Any  # what default_collate makes of samples: tensors, or dicts and tuples of them
-
-
-class _Place(NamedTuple):
-    """A micro-batch: its step in the run, its number in the step, and its samples."""
-
-    step: int
-    number: int
-    samples: Sequence[int]
-
-
-class _MicroBatches(Dataset[Batch]):
-    """Micro-batches by their place; what loading one draws follows from that place alone."""
-
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self._dataset = dataset
-        self._seed = seed
-
-    def __getitem__(self, place: _Place) -> Batch | UserError:
-        """The micro-batch; or the error, which a worker that raises makes a traceback of."""
-        seed_all(self._seed, place.step, place.number, _LOADING)
-        try:
-            several = getattr(self._dataset, "__getitems__", None)
-            if several is not None:
-                return default_collate(several(place.samples))
-            return default_collate([self._dataset[index] for index in place.samples])
-        except UserError as error:
-            return error
+# Tells the seeding of loading a micro-batch from that of a forward pass, whose keys have no such
+# part. (1 is a validation batch, see validation.py, and 2 an epoch's start, see iterable.py.)
+_LOADING = 3
 
 
 class TrainLoader:
     """The micro-batches of this rank, step by step, from a position of the run onwards.
 
     Step s of a run takes the next `global_size` samples of the order, micro-batch after
-    micro-batch. A rank may have fewer than another, or none.
+    micro-batch; with buckets the next micro-batches of theirs. A rank may have fewer than another,
+    or none.
 
     Args:
         dataset: at least one sample; map-style, or iterable, whose order is its own.
@@ -67,8 +37,7 @@ class TrainLoader:
         batch: samples of a step and of a micro-batch.
         deal: which micro-batches are this rank's; read anew in each step.
         seed: the run's seed.
-        pin_memory: copy batches into page-locked memory, for CUDA.
-        config: processes that load ahead; none for an iterable data set.
+        buckets: with batch.max_tokens, which samples a micro-batch has; not for iterable ones.
     """
 
     def __init__(
@@ -78,16 +47,17 @@ class TrainLoader:
         batch: BatchConfig,
         deal: Deal,
         seed: int,
-        pin_memory: bool = False,
-        config: LoaderConfig | None = None,
+        loading: Loading = IN_RANK,
+        buckets: SampleBuckets | None = None,
     ) -> None:
         self._dataset = dataset
         self._samples = samples
         self._global_size = batch.global_size
         self._micro_size = batch.micro_size
+        self._micro_batches = batch.micro_batches
         self._seed = seed
-        self._pin_memory = pin_memory
-        self._config = config or LoaderConfig()
+        self._loading = loading
+        self._buckets = buckets
         self.deal = deal
         self._own_order = has_own_order(dataset)
         # Who reads an iterable data set comes by the others' micro-batches too.
@@ -95,7 +65,8 @@ class TrainLoader:
         self._batches: Iterator[Batch] = iter(())
         self._dealt: list[int] | None = None
         if has_own_order(dataset):
-            batches = IterableBatches(dataset, samples, batch, deal, seed)
+            batches = IterableBatches(dataset, samples, batch, deal, seed, loading.collate)
+            pin_memory = loading.pin_memory
             self._batches = iter(DataLoader(batches, batch_size=None, pin_memory=pin_memory))
 
     def next_step(self, step: int) -> Iterator[Batch]:
@@ -134,22 +105,24 @@ class TrainLoader:
 
     def _begin(self, step: int) -> Iterator[Batch]:
         self.close()
-        workers = self._config.workers
-        return iter(
-            DataLoader(
-                _MicroBatches(self._dataset, self._seed),
-                sampler=self._places(step, self._samples, [*self.deal]),
-                batch_size=None,
-                collate_fn=_as_it_is,
-                num_workers=workers,
-                timeout=_WORKER_SECONDS if workers else 0.0,
-                prefetch_factor=self._config.prefetch if workers else None,
-                worker_init_fn=begin_worker,
-                pin_memory=self._pin_memory,
-            )
+        loading, own = self._loading, [*self.deal]
+        places = (
+            self._places(step, self._samples, own)
+            if self._buckets is None
+            else self._places_of_buckets(step, own, self._buckets)
         )
+        batches = MicroBatches(self._dataset, self._seed, _LOADING, loading.collate)
+        return load(batches, places, loading)
 
-    def _places(self, step: int, position: int, own: Sequence[int]) -> Iterator[_Place]:
+    def _places_of_buckets(
+        self, step: int, own: Sequence[int], buckets: SampleBuckets
+    ) -> Iterator[Place]:
+        """As `_places`."""
+        for number in count(step) if own else ():
+            for j in own:
+                yield Place(number, j, buckets.micro_batch(number * self._micro_batches + j))
+
+    def _places(self, step: int, position: int, own: Sequence[int]) -> Iterator[Place]:
         """Of a rank's micro-batches from a step on, without end; of none, nothing.
 
         Args:
@@ -167,41 +140,7 @@ class TrainLoader:
             for micro_batches in order.reshape(steps, -1, self._micro_size).tolist():
                 number = next(numbers)
                 for j in own:
-                    yield _Place(number, j, micro_batches[j])
-
-
-def _as_it_is(batch: Batch) -> Batch:
-    return batch
-
-
-def validation_batches(
-    dataset: Dataset[Any],
-    samples: int,
-    micro_size: int,
-    group: Group,
-    seed: int,
-) -> Iterator[tuple[int, Batch]]:
-    """This rank's share of the first `samples` of the data: (samples in the batch, batch).
-
-    Random numbers are seeded before each batch is loaded, from the run's seed and the batch's
-    place in the data alone: neither the number of ranks nor the step changes what is drawn.
-
-    Raises:
-        UnsupportedTaskError: on each rank, an iterable data set is shorter than its length.
-    """
-    batches = range(-(-samples // micro_size))
-    own = batches[group.rank :: group.size]
-    rest: Iterator[Any] = iter(())
-    for number in batches if has_own_order(dataset) else own:
-        place = range(number * micro_size, min((number + 1) * micro_size, samples))
-        seed_all(seed, 0, number, _EVALUATION)
-        if has_own_order(dataset):
-            rest = rest if number else iter(dataset)
-            batch = [take(rest, i, dataset) for i in place]
-        else:
-            batch = [dataset[i] for i in place]
-        if number in own:
-            yield len(place), default_collate(batch)
+                    yield Place(number, j, micro_batches[j])
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

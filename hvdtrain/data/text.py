@@ -1,4 +1,7 @@
-"""Text as tokens: the bytes of files, or what a `tokenizers` file makes of them.
+"""Text as tokens: its bytes, or what a `tokenizers` file makes of them.
+
+A document is a file of text, or a record of JSON lines or Parquet; what follows each of several
+documents in a file tells where it ends (Tokenizer.end).
 
 The tokens are held in memory, once a rank. Text of many gigabytes is better
 tokenized once (`hvdtrain data tokenize`) and memory-mapped (`data.source tokens`).
@@ -6,17 +9,27 @@ tokenized once (`hvdtrain data tokenize`) and memory-mapped (`data.source tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from hvdtrain.data.config import DataConfig
 from hvdtrain.data.files import expand, split, standard_library
-from hvdtrain.data.tokens import TokenArray
+from hvdtrain.data.index import Format
+from hvdtrain.data.parquet import PARQUET, read_group, row_groups
+from hvdtrain.data.records import JSON_LINES, parse_line
+from hvdtrain.data.token_bytes import bytes_of_tokens
+from hvdtrain.data.token_cache import cache_name, cached
+from hvdtrain.data.tokens import TokenArray, TokenMeta, with_separator
 from hvdtrain.errors import UserError
 
 BYTES_VOCABULARY = 256
+# Names that tokenizers give to the token that ends a document.
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
+# data.source -> files of it; those of others hold one document each.
+RECORDS: dict[str, Format] = {"jsonl": JSON_LINES, "parquet": PARQUET}
 
 
 class Tokenizer:
@@ -31,6 +44,7 @@ class Tokenizer:
 
     def __init__(self, path: str | None) -> None:
         self._tokenizer = None
+        self._path = path
         self.vocab_size = BYTES_VOCABULARY
         self.name = "bytes"
         if path is None:
@@ -45,8 +59,42 @@ class Tokenizer:
             self._tokenizer = Library.from_file(path)
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"data.tokenizer: {path}: {error}") from None
+        # Some files say that a text is cut or padded to the length that one model was made for.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.vocab_size = self._tokenizer.get_vocab_size()
         self.name = Path(path).name
+
+    @property
+    def end(self) -> int | None:
+        """The token that ends a document; None: there is none. Of bytes it is 0, not in text."""
+        if self._tokenizer is None:
+            return 0
+        found = (self._tokenizer.token_to_id(name) for name in _ENDS)
+        return next((number for number in found if number is not None), None)
+
+    @property
+    def meta(self) -> TokenMeta:
+        """What is to be known of its tokens; documents are not separated."""
+        sizes = None if self._path is None else bytes_of_tokens(self._path, self.vocab_size)
+        return TokenMeta(self.vocab_size, self.name, token_bytes=sizes)
+
+    def separator(self, source: str, separate: bool) -> int | None:
+        """The token that is put after each document; None: documents follow each other.
+
+        Args:
+            source: as `data.source` has it; records are separated where the tokenizer can.
+            separate: documents have to be.
+
+        Raises:
+            UserError: the tokenizer has none.
+        """
+        if separate and self.end is None:
+            raise UserError(
+                f"{self.name} has no token that ends a document, which would separate documents "
+                f"(one of {', '.join(_ENDS)})"
+            )
+        return self.end if separate or source in RECORDS else None
 
     @property
     def dtype(self) -> np.dtype:
@@ -59,6 +107,34 @@ class Tokenizer:
             return np.frombuffer(text, dtype=np.uint8)
         ids = self._tokenizer.encode(text.decode("utf-8", errors="replace")).ids
         return np.asarray(ids, dtype=self.dtype)
+
+    def ids(self, text: str, special: bool = True, longest: int | None = None) -> list[int]:
+        """Tokens of one text, of a tokenizer.json.
+
+        Args:
+            special: with those that the file puts around a text, such as [CLS] and [SEP].
+            longest: tokens with these; of a longer text the end is left out, but not these.
+        """
+        assert self._tokenizer is not None
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        if longest is not None:
+            around = self._tokenizer.num_special_tokens_to_add(False) if special else 0
+            encoding.truncate(max(longest - around, 0))
+        if special:
+            encoding = self._tokenizer.post_process(encoding)
+        found: list[int] = encoding.ids
+        return found
+
+    def highest(self) -> int:
+        """The highest number of a token; a vocabulary may leave numbers out."""
+        assert self._tokenizer is not None
+        return max(self._tokenizer.get_vocab().values())
+
+    def number_of(self, token: str) -> int | None:
+        """Of a token such as "</s>"; None: the vocabulary does not have it."""
+        assert self._tokenizer is not None
+        number: int | None = self._tokenizer.token_to_id(token)
+        return number
 
     def decode(self, tokens: Sequence[int]) -> str:
         if self._tokenizer is None:
@@ -76,33 +152,110 @@ def read(path: Path) -> bytes:
         raise UserError(f"{path}: {error.strerror}") from None
 
 
+def documents(path: Path, source: str, text_key: str) -> Iterator[bytes]:
+    """The texts of a file.
+
+    Args:
+        source: as `data.source` has it.
+        text_key: what a record has its text under.
+
+    Raises:
+        UserError: the file cannot be read, or a record has no text.
+    """
+    if source not in RECORDS:
+        yield read(path)
+    else:
+        records = _lines(path) if source == "jsonl" else _rows(path, text_key)
+        for where, record in records:
+            text = record.get(text_key)
+            if not isinstance(text, str):
+                problem = f"no {text_key!r}" if text is None else f"a {type(text).__name__}"
+                raise UserError(
+                    f"{path}: {where} has {problem} where text is expected: name it with "
+                    "data.text_key"
+                )
+            yield text.encode()
+
+
+def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    start = 0
+    try:
+        with open(path, "rb") as opened:
+            for number, line in enumerate(opened, start=1):
+                if line.strip():
+                    yield f"line {number}", parse_line(line, path, start)
+                start += len(line)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+
+
+def _rows(path: Path, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for group, first in enumerate(row_groups(path)[:-1].tolist()):
+        rows = read_group(path, group, [column]).to_pylist()
+        yield from ((f"row {number}", row) for number, row in enumerate(rows, start=first + 1))
+
+
+def encode_file(
+    path: Path, tokenizer: Tokenizer, source: str, text_key: str, separator: int | None
+) -> TokenArray:
+    """Tokens of all documents of a file, see `documents`.
+
+    Args:
+        separator: a token that is put after each; None: they follow each other.
+
+    Raises:
+        UserError: it cannot be read, or a record has no text.
+    """
+    texts = documents(path, source, text_key)
+    parts = [with_separator(tokenizer.encode(text), separator) for text in texts]
+    return np.concatenate(parts) if parts else np.empty(0, tokenizer.dtype)
+
+
 def text_files(config: DataConfig) -> tuple[list[Path], list[Path]]:
     """(train, validation) files; validation is empty where a single file has to be cut.
 
     Raises:
         UserError: no file where the configuration says there are some.
     """
-    train = expand("data.train", config.train) if config.train else standard_library()
+    of_records = RECORDS.get(config.source)
+    kind = (of_records.suffixes, of_records.name) if of_records else ()
+    train = expand("data.train", config.train, *kind) if config.train else standard_library()
     if config.validation:
-        return train, expand("data.validation", config.validation)
+        return train, expand("data.validation", config.validation, *kind)
     if len(train) == 1:
         return train, []
     return split(train, config.validation_fraction)
 
 
-def read_text(
-    config: DataConfig, encode: Callable[[bytes], TokenArray]
-) -> tuple[TokenArray, TokenArray]:
+def read_text(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenArray, TokenArray]:
     """(train, validation) tokens of the configured text.
 
     Raises:
-        UserError: no file, or one that cannot be read.
+        UserError: no file, one that cannot be read, or a tokenizer that separates no documents.
     """
+    separator = tokenizer.separator(config.source, config.document_mask)
+    source = config.source, config.text_key, separator
     train_files, validation_files = text_files(config)
-    train = np.concatenate([encode(read(path)) for path in train_files])
-    if validation_files:
-        return train, np.concatenate([encode(read(path)) for path in validation_files])
-    return cut(train, config.validation_fraction)
+
+    def tokens(files: Sequence[Path]) -> TokenArray:
+        return np.concatenate([encode_file(path, tokenizer, *source) for path in files])
+
+    def both() -> tuple[TokenArray, TokenArray]:
+        train = tokens(train_files)
+        if validation_files:
+            return train, tokens(validation_files)
+        return cut(train, config.validation_fraction)
+
+    if config.cache is None:
+        return both()
+    tokenizer_files = [Path(config.tokenizer)] if config.tokenizer else []
+    name = cache_name(
+        [*train_files, *validation_files, *tokenizer_files],
+        len(train_files),
+        source,
+        config.validation_fraction,
+    )
+    return cached(Path(config.cache), name, both)
 
 
 def cut(tokens: TokenArray, fraction: float) -> tuple[TokenArray, TokenArray]:

@@ -13,12 +13,11 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvdtrain.data.files import expand, split, standard_library
-from hvdtrain.data.text import Tokenizer, cut, read
+from hvdtrain.data.files import deal, expand, split, standard_library
+from hvdtrain.data.text import RECORDS, Tokenizer, cut, encode_file
 from hvdtrain.data.tokens import DTYPES, TokenArray, TokenMeta
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_folder
@@ -37,11 +36,17 @@ class Source:
         tokenizer: a tokenizer.json; None = bytes
         validation_fraction: fraction of the bytes that validation gets, by file (of a single
             file: its end), as `data.source text` does
+        kind: `text`, `jsonl` or `parquet`, as data.source has it
+        text_key: what a record has its text under
+        separate: the token that ends a document is put after each; after each record it is anyway
     """
 
     patterns: Sequence[str] = ()
     tokenizer: str | None = None
     validation_fraction: float = 0.05
+    kind: str = "text"
+    text_key: str = "text"
+    separate: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,9 @@ def _plan(source: Source, out: Path, ranks: int) -> Plan:
     if not 0 < fraction < 1:
         raise UserError(f"--validation-fraction must lie in (0, 1), not {fraction}")
     tokenizer = Tokenizer(source.tokenizer)
-    paths = expand("--input", source.patterns) if source.patterns else standard_library()
+    records = RECORDS.get(source.kind)
+    kind = (records.suffixes, records.name) if records else ()
+    paths = expand("--input", source.patterns, *kind) if source.patterns else standard_library()
     train, validation = (paths, []) if len(paths) == 1 else split(paths, fraction)
     files = [("train", path) for path in train] + [("validation", path) for path in validation]
     owners = deal([path.stat().st_size for _, path in files], ranks)
@@ -117,22 +124,9 @@ def _plan(source: Source, out: Path, ranks: int) -> Plan:
         out,
         [(name, path, owner) for (name, path), owner in zip(files, owners, strict=True)],
         not validation,
-        TokenMeta(tokenizer.vocab_size, tokenizer.name),
+        replace(tokenizer.meta, separator=tokenizer.separator(source.kind, source.separate)),
         secrets.token_hex(4),
     )
-
-
-def deal(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank of each file: neighbours stay together, and ranks get about the same bytes.
-
-    A file belongs to the rank whose even share of all bytes holds the file's middle.
-
-    Args:
-        sizes: of the files in bytes, at least one of them > 0.
-    """
-    ends = list(accumulate(sizes))
-    middles = [2 * end - size for end, size in zip(ends, sizes, strict=True)]
-    return [min(middle * ranks // (2 * ends[-1]), ranks - 1) for middle in middles]
 
 
 def _write_parts(plan: Plan, source: Source, rank: int) -> Counts:
@@ -144,7 +138,8 @@ def _write_parts(plan: Plan, source: Source, rank: int) -> Counts:
         for name, path, owner in plan.files:
             if owner != rank:
                 continue
-            tokens = _encode(tokenizer, path).astype(DTYPES[plan.suffix])
+            tokens = _encode(tokenizer, path, source, plan.meta.separator)
+            tokens = tokens.astype(DTYPES[plan.suffix])
             pieces = {name: tokens}
             if plan.cut:
                 pieces = dict(zip(SPLITS, cut(tokens, source.validation_fraction), strict=True))
@@ -154,8 +149,8 @@ def _write_parts(plan: Plan, source: Source, rank: int) -> Counts:
     return counts
 
 
-def _encode(tokenizer: Tokenizer, path: Path) -> TokenArray:
-    tokens = tokenizer.encode(read(path))
+def _encode(tokenizer: Tokenizer, path: Path, source: Source, separator: int | None) -> TokenArray:
+    tokens = encode_file(path, tokenizer, source.kind, source.text_key, separator)
     if len(tokens) and tokens.max() >= tokenizer.vocab_size:
         raise UserError(
             f"{path}: token {tokens.max()} does not lie in the vocabulary of "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,38 @@ class TokenMeta:
     Args:
         vocab_size: tokens lie in [0, vocab_size)
         tokenizer: file name of the tokenizer, or "bytes"
+        separator: the token between two documents; None: documents follow each other
+        token_bytes: how many bytes of text each token stands for; None: one of "bytes", or it is
+            not known
     """
 
     vocab_size: int
     tokenizer: str
+    separator: int | None = None
+    token_bytes: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
+
+    def bytes_of_tokens(self) -> NDArray[np.int64] | None:
+        """How many bytes of text each token stands for (vocab_size); None: it is not known."""
+        if self.token_bytes is None and self.tokenizer != "bytes":
+            return None
+        sizes = np.ones(self.vocab_size, dtype=np.int64)
+        if self.token_bytes is not None:
+            sizes[:] = self.token_bytes
+        if self.separator is not None:
+            sizes[self.separator] = 0
+        return sizes
 
     def write(self, folder: Path) -> None:
-        (folder / "tokens.json").write_text(json.dumps(asdict(self), indent=1) + "\n")
+        (folder / "tokens.json").write_text(json.dumps(asdict(self)) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> TokenMeta:
         path = folder / "tokens.json"
         try:
-            return cls(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
+            facts = json.loads(path.read_text())
+            sizes = facts.pop("token_bytes", None)
+            return cls(**facts, token_bytes=None if sizes is None else tuple(sizes))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{path}: cannot be read ({error}); token files are made by "
                 "`hvdtrain data tokenize`, which writes it beside them"
@@ -95,6 +113,11 @@ class TokenWindows(Dataset[Tensor]):
             for part in (array[: 1 << 20], array[-(1 << 20) :]):
                 digest.update(np.ascontiguousarray(part).tobytes())
         return digest.hexdigest()[:16]
+
+
+def with_separator(tokens: TokenArray, separator: int | None) -> TokenArray:
+    """Tokens of a document, and the separator after them where there is one."""
+    return tokens if separator is None else np.append(tokens, tokens.dtype.type(separator))
 
 
 def read_token_files(key: str, patterns: Sequence[str]) -> tuple[list[TokenArray], TokenMeta]:

@@ -18,7 +18,8 @@ class RunConfig:
         resume: `auto` (newest valid checkpoint of this run id), `never`, or a checkpoint's path:
             of this run to return to it at every start, of another run to begin there
         init_from: weights that a new run begins with: a run, a checkpoint, a folder or file of
-            safetensors, or a Hugging Face folder of GPT-2's layout; one that resumes has its own
+            safetensors, or a Hugging Face folder of GPT-2's or Llama's layout; one that resumes has
+            its own
         init_strict: names and shapes of these must be the model's; false takes over those that are
     """
 
@@ -100,17 +101,20 @@ class CompileConfig:
 
 @dataclass
 class MemoryConfig:
-    """What backward needs of a forward pass, and where it lies.
+    """What backward needs of a forward pass, where it lies, and how much of it fits.
 
     Args:
         checkpoint_activations: backward computes again what lies within the model's blocks: of all
             (`blocks`), of one block in N (`every:N`), or of all but the results of matrix products
             and attention (`selective`); `none` keeps everything
         offload_activations: what backward needs of the blocks waits in the host's memory; for GPUs
+        fit: micro-batches are as large as fits into memory, instead of `batch.micro_size`; tried
+            before training
     """
 
     checkpoint_activations: str = "none"
     offload_activations: bool = False
+    fit: bool = False
 
     def __post_init__(self) -> None:
         require(

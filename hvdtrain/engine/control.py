@@ -9,6 +9,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from hvdtrain.data.buckets import Used
 from hvdtrain.engine.totals import Totals
 from hvdtrain.errors import EXIT_USER
 from hvdtrain.runtime.collectives import AgreedError, begin_sum, completed
@@ -56,7 +57,7 @@ class Agreed:
     Args:
         stops, changes: ranks whose flag is raised.
         steps: of all ranks' `step`.
-        samples: that all ranks used.
+        used: what all ranks used.
         sums: of the loss and the metrics, 3 rows as `passes.add_values` makes them.
         frozen: of each parameter, how many ranks have frozen it.
         statistics: what their micro-batches changed; on the device.
@@ -65,7 +66,7 @@ class Agreed:
     stops: float
     changes: float
     steps: float
-    samples: float
+    used: Used
     sums: list[list[float]]
     frozen: list[float]
     statistics: Tensor
@@ -77,16 +78,16 @@ class ControlVector:
     It is sent before the last backward pass, so that it travels while that computes.
 
     Args:
-        samples: that this rank uses.
+        used: what this rank's micro-batches hold.
 
     Attributes:
         values, statistics: to be added to before it is sent; 3 rows of values, see
             `passes.add_values`.
     """
 
-    def __init__(self, flags: Flags, samples: int, sizes: Sizes, context: RankContext) -> None:
+    def __init__(self, flags: Flags, used: Used, sizes: Sizes, context: RankContext) -> None:
         head = torch.tensor(
-            [flags.stop, flags.membership_changed, flags.step, samples], dtype=torch.float64
+            [flags.stop, flags.membership_changed, flags.step, *used], dtype=torch.float64
         )
         parts = Totals.number_of_parts(sizes.exact)
         numbers = 3 * sizes.values + sizes.statistics
@@ -122,10 +123,11 @@ class ControlVector:
         values = self.values.value()
         known = torch.cat([self._vector[: sum(self._lengths[:2])], values.flatten()])
         rest = iter(known.tolist())  # one wait for the device
-        stops, changes, steps, samples = islice(rest, self._lengths[0])
+        stops, changes, steps, *held = islice(rest, self._lengths[0])
+        used = Used(*map(int, held))
         frozen = [*islice(rest, self._lengths[1])]
         sums = [[*islice(rest, values.shape[1])] for _ in range(3)]
-        return Agreed(stops, changes, steps, samples, sums, frozen, self.statistics.value())
+        return Agreed(stops, changes, steps, used, sums, frozen, self.statistics.value())
 
 
 def means(names: Sequence[str], sums: Sequence[Sequence[float]], batches: int) -> dict[str, float]:

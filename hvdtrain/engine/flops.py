@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain import comm
@@ -16,6 +16,7 @@ from hvdtrain.data.iterable import has_own_order
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.log import logger
 from hvdtrain.tasks import Task
+from hvdtrain.tasks.batch import first_batch
 
 META = torch.device("meta")
 
@@ -25,16 +26,16 @@ class ModelFlops:
     """What a run computes, in matrix products and convolutions.
 
     Args:
-        of_micro_batch: FLOPs of a forward and a backward pass
+        of_sample: FLOPs of a forward and a backward pass
         peak: FLOP/s that each rank's device can do
     """
 
-    of_micro_batch: float
+    of_sample: float
     peak: float
 
-    def utilisation(self, micro_batches: int, seconds: float, ranks: int) -> float:
-        """MFU of a step with so many micro-batches over all ranks."""
-        return self.of_micro_batch * micro_batches / (seconds * self.peak * ranks)
+    def utilisation(self, samples: int, seconds: float, ranks: int) -> float:
+        """MFU of a step with so many samples over all ranks."""
+        return self.of_sample * samples / (seconds * self.peak * ranks)
 
 
 def count(task: Task, model: nn.Module, dataset: Dataset[Any], samples: int) -> float | None:
@@ -48,8 +49,7 @@ def count(task: Task, model: nn.Module, dataset: Dataset[Any], samples: int) -> 
         logger.info("no MFU: samples of an IterableDataset are not read before training")
         return None
     try:
-        size = len(dataset)  # type: ignore[arg-type]
-        batch = default_collate([dataset[i % size] for i in range(samples)])
+        batch = first_batch(task, dataset, samples)
         # No other rank does this: collectives are refused.
         for shapes in comm.OWN.micro_batches(iter([to_device(batch, META)]), in_common=0):
             return _counted(task, model, shapes)

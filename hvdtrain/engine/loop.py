@@ -21,23 +21,21 @@ Whatever looks at the state (`due`, `synchronised`) does so where all ranks have
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
-from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
-from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.control import Flags
 from hvdtrain.engine.evaluations import Evaluations, evaluations_before, since_best
+from hvdtrain.engine.plan import Interruptions, Plan
 from hvdtrain.engine.step import TrainStep
 from hvdtrain.errors import EXIT_NOT_FINITE
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
-from hvdtrain.runtime.signals import StopFlag
 
 StepRecord = dict[str, Any]  # one line of metrics.jsonl
 
@@ -90,36 +88,6 @@ class Progress:
         return kept
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How a run proceeds, the same on every rank.
-
-    Args:
-        learning_rate: rate of step s, from 0.
-        dataset_size: samples of an epoch.
-        sync_every: steps from one in which the ranks' states become one to the next.
-    """
-
-    train: TrainConfig
-    batch: BatchConfig
-    learning_rate: Callable[[int], float]
-    dataset_size: int
-    sync_every: int = 1
-
-
-@dataclass(frozen=True)
-class Interruptions:
-    """What ends a loop early, as this rank has heard of it; all ranks agree on it in each step.
-
-    Args:
-        stop: raised when this rank is asked to stop.
-        membership_changed: whether this rank has heard that processes join or leave.
-    """
-
-    stop: StopFlag
-    membership_changed: Callable[[], bool]
-
-
 class Loop:
     """Runs steps and calls the callbacks.
 
@@ -151,6 +119,7 @@ class Loop:
         self._step = step
         self._loader = loader
         self._learning_rate = plan.learning_rate
+        self._step_samples = plan.step_samples
         self._dataset_size = plan.dataset_size
         self._sync_every = plan.sync_every
         self._callbacks = callbacks
@@ -161,6 +130,11 @@ class Loop:
     def deal(self) -> Deal:
         """Micro-batches of a step on this rank; a callback may change it."""
         return self._loader.deal
+
+    @property
+    def step_samples(self) -> int:
+        """Of the last step, over all ranks together."""
+        return self._step_samples(self.progress.step - 1)
 
     @property
     def preempted(self) -> bool:
@@ -246,7 +220,7 @@ class Loop:
         )
         seconds = time.perf_counter() - start
         progress.step += 1
-        progress.samples += self.batch.global_size
+        progress.samples += result.used.samples
         nonfinite = not result.applied and not result.overflow
         progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if nonfinite else 0
         progress.nonfinite += nonfinite
@@ -261,9 +235,10 @@ class Loop:
             "grad_norm": result.grad_norm,
             "world_size": self.topology.world_size,
             "step_seconds": seconds,
-            "samples_per_second": self.batch.global_size / seconds,
+            "samples_per_second": result.used.samples / seconds,
             "time": time.time(),
             **{name: value for name, value in result.values.items() if name != "loss"},
+            **result.used.figures(seconds),
             **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),
             **({} if result.applied else {"skipped": True}),
             **({"overflow": True} if result.overflow else {}),

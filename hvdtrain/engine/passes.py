@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,7 @@ class Accumulate:
 
     Attributes:
         names: "loss" and the task's metrics.
+        evaluation_names: these and the task's metrics of validation.
         measures: the task's, see Task; None: it has none.
         model, exact: as given.
         buffers, statistics: what it saves of its batches, and BatchNorm's part of that.
@@ -49,6 +50,7 @@ class Accumulate:
         precision: Precision = FLOAT32,
     ) -> None:
         self.names: tuple[str, ...] = ("loss", *optional(task, "metrics"))
+        self.evaluation_names = (*self.names, *optional(task, "validation_metrics"))
         self.measures: Measures | None = optional(task, "measures")
         self.model = model
         self.exact = exact
@@ -88,7 +90,7 @@ class Accumulate:
             on_device = to_device(batch, self._context.device)
             enter("forward")
             self.statistics.prepare()
-            loss, values, pairs = self._forward(on_device)
+            loss, values, pairs = self._forward(on_device, self.names)
             add_values(control.values, values, pairs, values / self._micro_batches, 0)
             self.statistics.collect(control.statistics)
             if done == len(deal):
@@ -110,16 +112,18 @@ class Accumulate:
         """Forward for each batch (samples, batch) of this rank.
 
         Args:
-            totals: added to, 3 rows; the weight of a mean is the samples of its batch.
+            totals: added to, 3 rows of `evaluation_names`; the weight of a mean is the samples of
+                its batch.
             rows: gets the task's "rows" of each batch; None: they are not wanted.
         """
         for samples, batch in batches:
             self._context.heartbeat.beat(Activity.WORKING)
-            _, values, pairs = self._forward(to_device(batch, self._context.device), rows)
+            on_device = to_device(batch, self._context.device)
+            _, values, pairs = self._forward(on_device, self.evaluation_names, rows)
             add_values(totals, values, pairs, values * samples, samples)
 
     def _forward(
-        self, batch: Batch, rows: list[Tensor] | None = None
+        self, batch: Batch, names: Sequence[str], rows: list[Tensor] | None = None
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
         """(loss to differentiate, all values, which are pairs and their weights).
 
@@ -129,7 +133,7 @@ class Accumulate:
             found = self._task.loss(self.model, batch)
         if rows is not None:
             rows.append(found["rows"].detach().double().cpu())
-        values = [found[name] for name in self.names]
+        values = [found[name] for name in names]
         is_pair = [isinstance(value, tuple) for value in values]
         if not any(is_pair):
             return found["loss"], torch.stack([_wide(value.detach()) for value in values]), None
@@ -140,6 +144,11 @@ class Accumulate:
             for column in zip(*columns, strict=True)
         )
         return columns[0][0], totals, (torch.tensor(is_pair, device=device), weights)
+
+    def derived(self, values: dict[str, float]) -> dict[str, float]:
+        """What the task makes of the means of an evaluation, beside these."""
+        derived = optional(self._task, "derived")
+        return derived(values) if derived is not None else {}
 
     def gradient_scale(self, loss_weight: float) -> float:
         """What gradients are multiplied with after they were summed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -12,12 +13,12 @@ from hvdtrain.runtime.collectives import gather_rows, on_all_ranks, reduce
 from hvdtrain.runtime.mesh import Group
 
 
-def all_rows(rows: Sequence[Tensor], samples: int, micro_size: int, group: Group) -> Tensor:
-    """The rows of all ranks, in the order of the data; every rank calls it.
+def all_rows(rows: Sequence[Tensor], places: Sequence[Sequence[int]], group: Group) -> Tensor:
+    """The rows of all ranks, in the order of the micro-batches; every rank calls it.
 
     Args:
         rows: of this rank's micro-batches, which are every `group.size`-th one.
-        samples: of the evaluation.
+        places: the samples of each micro-batch of the evaluation.
 
     Returns:
         (samples, K), the same for any number of ranks.
@@ -25,10 +26,8 @@ def all_rows(rows: Sequence[Tensor], samples: int, micro_size: int, group: Group
     Raises:
         AgreedError: on every rank, where any has not a row for each sample.
     """
-    batches = [
-        torch.arange(begin, min(begin + micro_size, samples))
-        for begin in range(0, samples, micro_size)
-    ]
+    ends = [*accumulate(map(len, places))]
+    batches = [torch.arange(end - len(place), end) for end, place in zip(ends, places, strict=True)]
     wanted = [len(batch) for batch in batches[group.rank :: group.size]]
     on_all_ranks("evaluate.rows", lambda: _check([len(part) for part in rows], wanted))
     flat = [part.reshape(len(part), -1) for part in rows]
@@ -40,7 +39,7 @@ def all_rows(rows: Sequence[Tensor], samples: int, micro_size: int, group: Group
     if group.size == 1:
         return own
     order = [batch for rank in range(group.size) for batch in batches[rank :: group.size]]
-    found = torch.empty(samples, width, dtype=torch.float64)
+    found = torch.empty(ends[-1], width, dtype=torch.float64)
     found[torch.cat(order)] = gather_rows(own, "evaluate.rows")
     return found
 

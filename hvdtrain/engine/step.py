@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hvdtrain.data.buckets import SampleBuckets, Used
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch
 from hvdtrain.engine.control import Agreed, ControlVector, Flags, Sizes, means
 from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.update import Update
+from hvdtrain.errors import EXIT_USER
 from hvdtrain.exchange.base import Exchange
-from hvdtrain.runtime.collectives import RankLostError
+from hvdtrain.runtime.collectives import AgreedError, RankLostError
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
 
@@ -29,6 +31,7 @@ class StepResult:
         loss_scale, overflow: see UpdateResult
         stop: some rank was asked to stop
         membership_changed: some rank has heard that processes join or leave
+        used: what the micro-batches of all ranks held
     """
 
     values: dict[str, float]
@@ -38,6 +41,7 @@ class StepResult:
     overflow: bool
     stop: bool
     membership_changed: bool
+    used: Used
 
 
 class TrainStep:
@@ -50,6 +54,7 @@ class TrainStep:
 
     Args:
         batch: samples of a step and of a micro-batch.
+        buckets: with batch.max_tokens, what micro-batches hold.
     """
 
     def __init__(
@@ -59,11 +64,13 @@ class TrainStep:
         update: Update,
         batch: BatchConfig,
         context: RankContext,
+        buckets: SampleBuckets | None = None,
     ) -> None:
         self._passes = passes
         self._exchange = exchange
         self._update = update
         self._batch = batch
+        self._buckets = buckets
         self._context = context
         self._buffers = passes.buffers
         self._exposed = "comm_exposed" if context.mesh.data.size > 1 else "other"
@@ -87,7 +94,8 @@ class TrainStep:
 
         Raises:
             RankLostError: another rank is gone.
-            AgreedError: the task's values cannot be averaged, see means.
+            AgreedError: the task's values cannot be averaged, see means, or its loss is a mean
+                over micro-batches of different sizes.
             RuntimeError: the ranks are at different steps, or lack a part of the global batch.
         """
         timer = self._context.timer
@@ -120,6 +128,7 @@ class TrainStep:
             overflow=result.overflow,
             stop=agreed.stops > 0,
             membership_changed=agreed.changes > 0,
+            used=agreed.used,
         )
 
     def _exchanged(self, batches: Iterator[Batch], deal: Deal, flags: Flags) -> Agreed:
@@ -127,8 +136,7 @@ class TrainStep:
         timer, heartbeat = self._context.timer, self._context.heartbeat
         self._update.clear()
         self._exchange.begin(len(deal))
-        samples = len(deal) * self._batch.micro_size
-        control = ControlVector(flags, samples, self._sizes, self._context)
+        control = ControlVector(flags, self._used(deal, flags.step), self._sizes, self._context)
 
         def send() -> None:
             # A task freezes parameters in its forward pass; without one, none is known to be.
@@ -145,11 +153,26 @@ class TrainStep:
         heartbeat.beat(Activity.WORKING)
         return agreed
 
+    def _used(self, deal: Deal, step: int) -> Used:
+        """What the micro-batches of this rank hold."""
+        if self._buckets is None:
+            return Used(len(deal) * self._batch.micro_size)
+        return self._buckets.used(step * self._batch.micro_batches + j for j in deal)
+
     def _check(self, agreed: Agreed, step: int) -> None:
         """Raises RuntimeError unless all ranks did the same step, and all of it."""
-        ranks = self._context.mesh.data.size
-        if agreed.steps != step * ranks or agreed.samples != self._batch.global_size:
+        ranks, samples = self._context.mesh.data.size, self._batch.global_size
+        if self._buckets is not None:
+            samples = self._buckets.samples_of(step, self._batch.micro_batches)
+        if agreed.steps != step * ranks or agreed.used.samples != samples:
             raise RuntimeError(
                 f"step {step + 1}: the ranks together are at {agreed.steps:.0f} steps and used "
-                f"{agreed.samples:.0f} samples"
+                f"{agreed.used.samples} samples"
+            )
+        if self._buckets is not None and not agreed.sums[2][0]:
+            raise AgreedError(
+                "batch.max_tokens makes micro-batches of different sizes, whose mean losses cannot "
+                "be averaged: the task's loss() must return the loss as (sum, number of tokens)",
+                EXIT_USER,
+                rank=0,
             )

@@ -2,7 +2,9 @@
 
 Architecture and initialisation follow GPT-2 (Radford et al., 2019, "Language
 Models are Unsupervised Multitask Learners"): weights ~ N(0, 0.02), those that
-write into the residual stream scaled by 1/sqrt(2 layers), biases 0.
+write into the residual stream scaled by 1/sqrt(2 layers), biases 0. With rotary
+positions, RMSNorm, SwiGLU and no biases it has Llama's architecture (Touvron et
+al., arXiv:2307.09288).
 """
 
 from __future__ import annotations
@@ -17,13 +19,12 @@ from torch.nn import functional as F
 
 from hvdtrain.models.gpt_config import GPTConfig
 
-ROTARY_BASE = 10000.0
 
-
-def rotary_tables(context: int, head_size: int) -> tuple[Tensor, Tensor]:
+def rotary_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotation angles, each of shape (context, head_size), float32."""
-    frequencies = ROTARY_BASE ** (-torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
-    angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies)
+    size = config.head_size
+    frequencies = config.rotary_base ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
+    angles = torch.outer(torch.arange(config.context, dtype=torch.float32), frequencies)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos(), angles.sin()
 
@@ -34,33 +35,59 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-# (q, k, v, probability of dropout) -> y, each of shape (batch, heads, time, head_size).
-Attend = Callable[[Tensor, Tensor, Tensor, float], Tensor]
+# (q, k, v, probability of dropout, documents) -> y. q and y are (batch, heads, time, head_size);
+# k and v may have fewer heads, each of which serves as many heads of q, neighbours. `documents`
+# (batch, time) numbers the documents in a sequence, which do not see each other; None: it is one.
+Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float) -> Tensor:
-    """Each position attends to itself and those before it."""
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
+) -> Tensor:
+    """Each position attends to itself and those before it in its document."""
+    grouped = k.shape[1] != q.shape[1]
+    if documents is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+        )
+    seen = (documents[:, :, None] == documents[:, None, :]).tril()
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen[:, None], dropout_p=dropout, enable_gqa=grouped
+    )
+
+
+def positions_in_documents(documents: Tensor) -> Tensor:
+    """The position of each token in its document: (batch, time) int64, from 0.
+
+    Args:
+        documents: (batch, time), numbers that change where a document begins.
+    """
+    places = torch.arange(documents.shape[1], device=documents.device)
+    begins = documents.diff(dim=1, prepend=documents[:, :1]) != 0
+    return places - torch.where(begins, places, 0).cummax(dim=1).values
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention.
+    """Multi-head or grouped-query self-attention.
 
-    Its projections are apart, and the number of heads follows from their rows, so that they can be
+    Its projections are apart, and the numbers of heads follow from their rows, so that they can be
     split by heads.
     """
 
     def __init__(self, config: GPTConfig, attend: Attend) -> None:
         super().__init__()
-        self.head_size = config.width // config.heads
+        self.head_size = config.head_size
         self.dropout = config.dropout
         self.attend = attend
-        self.q = nn.Linear(config.width, config.width)
-        self.k = nn.Linear(config.width, config.width)
-        self.v = nn.Linear(config.width, config.width)
-        self.out = nn.Linear(config.width, config.width)
+        keys = config.key_heads * config.head_size
+        self.q = nn.Linear(config.width, config.width, bias=config.bias)
+        self.k = nn.Linear(config.width, keys, bias=config.bias)
+        self.v = nn.Linear(config.width, keys, bias=config.bias)
+        self.out = nn.Linear(config.width, config.width, bias=config.bias)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None
+    ) -> Tensor:
         batch, time, _ = x.shape
         q, k, v = (
             project(x).view(batch, time, -1, self.head_size).transpose(1, 2)
@@ -68,25 +95,39 @@ class Attention(nn.Module):
         )
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        y = self.attend(q, k, v, self.dropout if self.training else 0.0)
+        y = self.attend(q, k, v, self.dropout if self.training else 0.0, documents)
         return self.out(y.transpose(1, 2).reshape(batch, time, -1))
 
 
+def _norm(config: GPTConfig) -> nn.Module:
+    kind = nn.LayerNorm if config.norm == "layer" else nn.RMSNorm
+    return kind(config.width, eps=config.norm_eps)
+
+
 class Block(nn.Module):
-    """Attention and MLP, each behind a LayerNorm and added to the residual stream."""
+    """Attention and MLP, each behind a norm and added to the residual stream."""
 
     def __init__(self, config: GPTConfig, attend: Attend) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.width)
+        width, inner = config.width, config.inner_width
+        self.norm1 = _norm(config)
         self.attention = Attention(config, attend)
-        self.norm2 = nn.LayerNorm(config.width)
-        self.up = nn.Linear(config.width, 4 * config.width)
-        self.down = nn.Linear(4 * config.width, config.width)
+        self.norm2 = _norm(config)
+        self.gate = nn.Linear(width, inner, bias=config.bias) if config.mlp == "swiglu" else None
+        self.up = nn.Linear(width, inner, bias=config.bias)
+        self.down = nn.Linear(inner, width, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        x = x + self.drop(self.attention(self.norm1(x), rotary))
-        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)), approximate="tanh")))
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None
+    ) -> Tensor:
+        x = x + self.drop(self.attention(self.norm1(x), rotary, documents))
+        return x + self.drop(self.down(self._inside(self.norm2(x))))
+
+    def _inside(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return F.gelu(self.up(x), approximate="tanh")
+        return F.silu(self.gate(x)) * self.up(x)
 
 
 class GPT(nn.Module):
@@ -113,28 +154,29 @@ class GPT(nn.Module):
         )
         self.drop = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
+        self.norm = _norm(config)
         tied = config.tied_embeddings
         self.head = None if tied else nn.Linear(config.width, config.vocab_size, bias=False)
         self.register_buffer("cos", torch.empty(0), persistent=False)
         self.register_buffer("sin", torch.empty(0), persistent=False)
-        if not self.norm.weight.is_meta:
+        if not self.embedding.weight.is_meta:
             self.initialise(torch.initial_seed())
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """Gives each parameter its first value, which follows from the seed and its name alone."""
-        device = self.norm.weight.device
-        tables = rotary_tables(self.config.context, self.config.width // self.config.heads)
-        self.cos, self.sin = (table.to(device) for table in tables)
+        device = self.embedding.weight.device
+        self.cos, self.sin = (table.to(device) for table in rotary_tables(self.config))
         for name, parameter in self.named_parameters():
             parameter.copy_(initial_value(self.config, name, parameter.shape, seed))
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """Logits of the next token.
 
         Args:
             tokens: (batch, time) int64, time <= context.
+            documents: (batch, time), numbers of the documents that a sequence is packed of, in
+                rising order; each is computed as if it stood alone. None: a sequence is one.
 
         Returns:
             (batch, time, vocab_size) in the parameters' dtype.
@@ -145,16 +187,19 @@ class GPT(nn.Module):
         if self.positions is None:
             rotary = (self.cos[:time], self.sin[:time])
         else:
-            x = x + self.positions.weight[:time]
+            positions = self.positions.weight[:time]
+            if documents is not None:
+                positions = positions[positions_in_documents(documents)]
+            x = x + positions
         x = self.drop(x)
         for block in self.blocks:
-            x = block(x, rotary)
+            x = block(x, rotary, documents)
         head = self.embedding if self.head is None else self.head
         return F.linear(self.norm(x), head.weight)
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Mean cross-entropy in nats a token, a scalar; arguments (batch, time) int64."""
-        logits = self(tokens)
+        logits = self(tokens, documents)
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @staticmethod

@@ -32,24 +32,36 @@ class Sampling:
 
 @torch.no_grad()
 def continue_tokens(
-    model: GPT, tokens: Sequence[int], vocab_size: int, sampling: Sampling
+    model: GPT,
+    tokens: Sequence[int],
+    vocab_size: int,
+    sampling: Sampling,
+    separator: int | None = None,
 ) -> list[int]:
     """`tokens` (at least one) and those that the model, in its present mode, writes after them.
 
     Args:
         vocab_size: no token beyond is drawn, though the embedding may have more rows.
+        separator: a token that begins a document, which does not see what stands before it; None:
+            all is one document.
     """
     device = next(model.parameters()).device
     written = torch.tensor([list(tokens)], device=device)
+    begin = 0  # of the document that is being written
+    if separator in tokens:
+        begin = len(tokens) - 1 - tokens[::-1].index(separator)
     generator = torch.Generator().manual_seed(sampling.seed)
     deadline = time.monotonic() + sampling.max_seconds
     for _ in range(sampling.length):
-        logits = model(written[:, -model.config.context :])[0, -1, :vocab_size].float().cpu()
+        seen = written[:, max(begin, written.shape[1] - model.config.context) :]
+        logits = model(seen)[0, -1, :vocab_size].float().cpu()
         if sampling.temperature > 0:
             shares = (logits / sampling.temperature).softmax(-1)
             chosen = torch.multinomial(shares, 1, generator=generator)
         else:
             chosen = logits.argmax(-1, keepdim=True)
+        if int(chosen) == separator:
+            begin = written.shape[1]
         written = torch.cat((written, chosen.to(device)[None]), dim=1)
         if time.monotonic() > deadline:
             break

@@ -55,6 +55,7 @@ def _progress(run: Run) -> Figures:
         "final_loss": _last(loss),
         "final_validation_loss": _last(run.steps["validation_loss"]),
         "lowest_validation_loss": _number(np.min, run.steps["validation_loss"]),
+        "final_validation": run.validation,
         "steps_without_finite_loss": int((~np.isfinite(loss)).sum()),
     }
 
@@ -76,6 +77,7 @@ def _speed(run: Run) -> Figures:
         "median_samples_per_second": _number(np.median, run.steps["samples_per_second"]),
         "median_step_seconds": _number(np.median, run.steps["step_seconds"]),
         "median_mfu": _number(np.median, run.steps["mfu"]),
+        "mean_padding": _number(np.mean, run.steps["padding"]),
     }
 
 

@@ -28,9 +28,11 @@ _STEP_FIGURES = (
     "samples_per_second",
     "step_seconds",
     "mfu",
+    "padding",
     "world_size",
     "time",
 )
+_VALIDATION = "validation_"
 _RANK_FIGURES = (
     "wall_seconds",
     "inflight_seconds",
@@ -84,7 +86,8 @@ class Run:
     Args:
         steps: column -> a value each line of metrics.jsonl that counts (float64, NaN where the
             line had none): step, loss, validation_loss, samples_per_second, step_seconds,
-            mfu, world_size, time (unix)
+            mfu, padding, world_size, time (unix)
+        validation: the task's own figures of the last evaluation, by name
         ranks: None where there is no line of ranks.jsonl
         ledger: None where there are no events
         events: those named straggler, straggler_ended, deal, start
@@ -94,6 +97,7 @@ class Run:
 
     path: Path
     steps: dict[str, Column]
+    validation: dict[str, float]
     ranks: Ranks | None
     ledger: ledger.Ledger | None
     events: list[dict[str, Any]]
@@ -125,9 +129,11 @@ def read(path: Path) -> Run:
     missing: list[str] = []
     try:
         config = _config(folder, missing)
+        steps, validation = _steps(folder, missing)
         run = Run(
             path=path,
-            steps=_steps(folder, missing),
+            steps=steps,
+            validation=validation,
             ranks=_ranks(folder, config, missing),
             ledger=_ledger(folder, missing),
             events=list(_told(folder.events, [])),
@@ -187,17 +193,22 @@ def _told(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
         missing.append(f"{torn} {lines} torn in {path.name} (a crash does that) and passed over.")
 
 
-def _steps(folder: RunFolder, missing: list[str]) -> dict[str, Column]:
+def _steps(folder: RunFolder, missing: list[str]) -> tuple[dict[str, Column], dict[str, float]]:
     columns = {name: array("d") for name in _STEP_FIGURES}
+    validation: dict[str, float] = {}
     for line in _told(folder.metrics, missing):
         if not isinstance(line.get("step"), int):
             continue
         for name, column in columns.items():
             value = line.get(name)
             column.append(value if isinstance(value, (int, float)) else np.nan)
+        for name, value in line.items():
+            if name.startswith(_VALIDATION) and isinstance(value, (int, float)):
+                validation[name.removeprefix(_VALIDATION)] = value
+    validation.pop("loss", None)
     if not columns["step"]:
         missing.append("metrics.jsonl has no whole line: no step was logged.")
-    return {name: np.array(column) for name, column in columns.items()}
+    return {name: np.array(column) for name, column in columns.items()}, validation
 
 
 def _ranks(folder: RunFolder, config: dict[str, Any], missing: list[str]) -> Ranks | None:

@@ -49,6 +49,10 @@ def _training(figures: Figures) -> list[Tile]:
             "Final loss",
             units.number(figures["final_loss"]),
             f"validation {units.number(validation)}, lowest {units.number(lowest)}"
+            + "".join(
+                f", {name.replace('_', ' ')} {units.number(value)}"
+                for name, value in figures["final_validation"].items()
+            )
             if validation is not None
             else "never validated",
         ),

@@ -142,7 +142,9 @@ def _collectives(figures: Figures) -> Table:
 def _facts(run: Run, figures: Figures) -> Table:
     manifest = run.manifest
     generations = run.ledger.generations if run.ledger else ()
-    size = generations[-1].start.global_size if generations else None
+    start = generations[-1].start if generations else None
+    by_length = start is not None and start.order is not None
+    size = start.global_size if start else run.config.get("batch", {}).get("global_size")
     horovod = manifest.get("horovod") or {}
     begin = run.ledger.began if run.ledger else None
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(begin)) if begin else None
@@ -153,7 +155,9 @@ def _facts(run: Run, figures: Figures) -> Table:
         "ranks by host": hosts + (" …" if len(figures["hosts"]) > _ROWS else ""),
         "device": manifest.get("device"),
         "controller": horovod.get("controller"),
-        "samples in a step": size or run.config.get("batch", {}).get("global_size"),
+        "samples in a step": None if by_length else size,
+        "micro-batches in a step": start.per_step if start and by_length else None,
+        "padding, mean of the steps": units.percent(figures["mean_padding"]) if by_length else None,
         "seed": manifest.get("seed"),
         "git commit": manifest.get("git_commit"),
         **manifest.get("versions", {}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -13,12 +12,14 @@ from hvdtrain.config import Config, Settings
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.iterable import has_own_order
 from hvdtrain.data.loader import TrainLoader
+from hvdtrain.data.loading import Loading
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.engine.activations import arrange_activations
 from hvdtrain.engine.compiling import compile_blocks
 from hvdtrain.engine.flops import ModelFlops
-from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan, Progress
+from hvdtrain.engine.loop import Callback, Loop, Progress
 from hvdtrain.engine.passes import Accumulate
+from hvdtrain.engine.plan import Interruptions, Plan
 from hvdtrain.engine.snapshot import Snapshot
 from hvdtrain.engine.state import PRECISION, RunState
 from hvdtrain.engine.step import TrainStep
@@ -32,7 +33,10 @@ from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.precision import BF16_PARAMS, Precision, build_precision
 from hvdtrain.optim.schedule import learning_rate
+from hvdtrain.run.bucketing import RunBuckets, build_buckets
+from hvdtrain.run.curve import build_identity
 from hvdtrain.run.exporting import build_exporter
+from hvdtrain.run.fit import Trial, with_micro_size
 from hvdtrain.run.length import dataset_size, with_global_batch, with_steps
 from hvdtrain.run.model import build_flops, build_model
 from hvdtrain.runtime import heartbeat
@@ -45,6 +49,7 @@ from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.phases import PhaseTimer, cuda_event
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task, optional
+from hvdtrain.tasks.batch import collate_of
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.trackers import check_packages
 
@@ -71,11 +76,17 @@ class RunComponents:
     precision: Precision
     flops: ModelFlops | None
     ema: Ema | None = None
+    buckets: RunBuckets = field(default_factory=RunBuckets)
     heartbeat: Heartbeat = field(default_factory=lambda: heartbeat.OWN)
 
     def context(self, mesh: Mesh) -> RankContext:
         """For a generation with these ranks."""
         return RankContext(mesh, self.device, self.heartbeat, self.timer)
+
+    def loading(self) -> Loading:
+        """Of batches, in training and evaluation."""
+        pin_memory = self.device.type == "cuda"
+        return Loading(self.config.loader, pin_memory, collate_of(self.task))
 
     def identity(self, digest: str) -> Identity:
         """What this process would train; those of a run have the same.
@@ -130,11 +141,13 @@ def build_components(
     precision = on_all_ranks("precision", lambda: build_precision(given.precision, device))
     timer = comm.OWN.timer = build_timer(start.clock, device)
     task, datasets = data or on_all_ranks("data", lambda: build_data(settings))
-    config = on_all_ranks("train.epochs", lambda: with_steps(given, datasets))
+    buckets = on_all_ranks("batch.max_tokens", lambda: build_buckets(given, datasets))
+    config = on_all_ranks("train.epochs", lambda: with_steps(given, datasets, buckets.train))
     model = on_all_ranks("model", lambda: build_model(task, config, device))
     flops = build_flops(config, task, datasets, model, precision.dtype(model))
     # After the FLOPs were counted: what is computed again is none of the model's.
     on_all_ranks("memory", lambda: arrange_activations(config.memory, task, model, device))
+    config = with_micro_size(config, Trial(task, model, datasets, precision, config.seed), topology)
     compiled = on_all_ranks("compile", lambda: compile_blocks(config.compile, task, model, timer))
     groups = optional(task, "param_groups")
     optimizer = on_all_ranks(
@@ -153,7 +166,7 @@ def build_components(
     ema = Ema(optimizer, model, decay) if decay else None
     if ema is not None:
         parts.append(ema)
-    identity = {**build_identity(config, datasets), PRECISION: precision.name}
+    identity = {**build_identity(config, datasets, buckets.train), PRECISION: precision.name}
     state = RunState(model, optimizer, Progress(), identity, parts)
     on_all_ranks("sinks", lambda: check_packages(config.telemetry))
     exporter = on_all_ranks(
@@ -165,7 +178,7 @@ def build_components(
     snapshot = Snapshot(state) if start.elastic and config.exchange.sync_every else None
     return RunComponents(
         config, task, datasets, device, state, exchange, timer, exporter, snapshot, precision,
-        flops, ema,
+        flops, ema, buckets,
     )  # fmt: skip
 
 
@@ -212,17 +225,6 @@ def build_datasets(task: Task, config: Config) -> Datasets:
     return datasets
 
 
-def build_identity(config: Config, datasets: Datasets) -> dict[str, Any]:
-    """What the run's curve follows from, see RunState."""
-    return {
-        "seed": config.seed,
-        "batch.global_size": config.batch.global_size,
-        "optim.name": config.optim.name,
-        "the number of training samples": dataset_size(datasets),
-        "the fingerprint of the training data": datasets.fingerprint,
-    }
-
-
 def build_loop(
     config: Config,
     components: RunComponents,
@@ -232,10 +234,13 @@ def build_loop(
 ) -> Loop:
     """The loop of one generation."""
     state, exchange = components.state, components.exchange
+    batch, buckets = config.batch, components.buckets.train
     passes = build_passes(config, components, context)
     if config.precision.name == "auto":
         chosen = components.precision.name, context.device.type
         logger.info("precision.name auto: %s, on %s", *chosen)
+    if config.memory.fit:
+        logger.info("memory.fit: batch.micro_size %d", config.batch.micro_size)
     loss_scale = components.precision.loss_scale
     update = Update(state.optimizer, exchange, config.optim.clip_norm, loss_scale)
     loader = TrainLoader(
@@ -244,8 +249,8 @@ def build_loop(
         batch=config.batch,
         deal=Deal(config.batch.micro_batches, context.mesh.data),
         seed=config.seed,
-        pin_memory=components.device.type == "cuda",
-        config=config.loader,
+        loading=components.loading(),
+        buckets=buckets,
     )
     rate = partial(learning_rate, config.schedule, config.optim.lr, steps=config.train.steps)
     return Loop(
@@ -253,10 +258,11 @@ def build_loop(
             config.train,
             config.batch,
             rate,
+            lambda step: buckets.samples_of(step, batch.per_step) if buckets else batch.global_size,
             dataset_size(components.datasets),
             config.exchange.sync_every or 1,
         ),
-        TrainStep(passes, exchange, update, config.batch, context),
+        TrainStep(passes, exchange, update, batch, context, buckets),
         loader,
         state.progress,
         callbacks,

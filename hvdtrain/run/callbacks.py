@@ -8,6 +8,7 @@ from typing import Any
 from hvdtrain.checkpoint.manager import FilesOfRank
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Config
+from hvdtrain.data.validation import ValidationData
 from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints, Saving
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.callbacks.export import Export
@@ -87,8 +88,12 @@ def build_callbacks(
         evaluate=Evaluate(
             config.eval,
             build_passes(config, components, context),
-            components.datasets.validation,
-            config.seed,
+            ValidationData(
+                components.datasets.validation,
+                config.seed,
+                components.loading(),
+                components.buckets.validation,
+            ),
             context,
             components.ema,
             emit,
@@ -98,7 +103,8 @@ def build_callbacks(
         log=LogMetrics(
             recorder.metrics if recorder else None,
             recorder.sinks if recorder else (),
-            optional(components.task, "units"),
+            # Samples with lengths count their tokens themselves.
+            None if config.batch.max_tokens else optional(components.task, "units"),
         ),
         checkpoint=SaveCheckpoints(
             config.checkpoint,

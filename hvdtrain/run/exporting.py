@@ -12,6 +12,7 @@ from hvdtrain.engine.compiling import CompileClock
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.optim.loss_scale import LossScale
+from hvdtrain.runtime.peak_memory import high_water_mark
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.nvml import GAUGES, readings
@@ -76,6 +77,21 @@ def build_exporter(
         "device_memory_bytes",
         "Memory of the device that tensors take up; 0 without a device of its own",
         lambda: torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
+    )
+    exporter.watch(
+        "device_memory_reserved_bytes",
+        "Memory of the device that its allocator keeps; 0 without a device of its own",
+        lambda: torch.cuda.memory_reserved(device) if device.type == "cuda" else 0,
+    )
+    exporter.watch(
+        "device_memory_peak_bytes",
+        "The most that tensors took up so far, or since a profile; 0 without a device of its own",
+        lambda: torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+    )
+    exporter.watch(
+        "host_memory_peak_bytes",
+        "The most resident memory so far, or since a profile",
+        high_water_mark,
     )
     for name, read in readings(device).items():
         exporter.watch(name, GAUGES[name], read)

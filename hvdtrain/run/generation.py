@@ -12,7 +12,7 @@ from hvdtrain.config import Settings
 from hvdtrain.elastic.failures import HAND_OVER, TRAINING
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.membership import Membership
-from hvdtrain.engine.loop import Interruptions
+from hvdtrain.engine.plan import Interruptions
 from hvdtrain.errors import EXIT_PREEMPTED, UserError
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_loop
@@ -222,7 +222,7 @@ class Generation:
                 "seconds": time.time() - self._cause.since,
                 "silent": membership.silent if membership else [],
                 "residuals_lost": self._residuals_lost(source),
-                **start_facts(self._config, state, self._components.datasets, self._topology),
+                **start_facts(self._components, self._topology),
             }
         )
         if self._held.recorder is not None:

@@ -13,7 +13,7 @@ from hvdtrain.engine.state import by_names_of_now, model_tensors
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.models.gpt import GPT
-from hvdtrain.models.huggingface import from_gpt2
+from hvdtrain.models.huggingface import from_huggingface
 
 # So many names stand in a message.
 _NAMED = 8
@@ -58,7 +58,7 @@ def load_initial_weights(model: nn.Module, path: str, strict: bool) -> None:
 
 def _converted(model: nn.Module, found: Weights) -> dict[str, torch.Tensor]:
     if isinstance(model, GPT) and "model_type" in found.facts:
-        return from_gpt2(model.config, found.facts, found.tensors)
+        return from_huggingface(model.config, found.facts, found.tensors)
     return found.tensors
 
 

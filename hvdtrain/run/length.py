@@ -7,6 +7,7 @@ from fractions import Fraction
 from math import ceil
 
 from hvdtrain.config import Config
+from hvdtrain.data.buckets import SampleBuckets
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import Datasets
 
@@ -30,8 +31,11 @@ def with_global_batch(config: Config, world_size: int) -> Config:
     return replace(config, batch=batch, optim=optim)
 
 
-def with_steps(config: Config, datasets: Datasets) -> Config:
+def with_steps(config: Config, datasets: Datasets, buckets: SampleBuckets | None = None) -> Config:
     """The configuration with the number of steps that `train.epochs` takes, where that counts.
+
+    Args:
+        buckets: of the training data, with batch.max_tokens.
 
     Raises:
         UserError: a key names a step that there is not then, or needs validation data.
@@ -42,22 +46,34 @@ def with_steps(config: Config, datasets: Datasets) -> Config:
     if not config.train.epochs:
         return config
     # As it was written: 0.1 is a tenth, and no float of binary digits.
-    samples = Fraction(repr(config.train.epochs)) * dataset_size(datasets)
-    steps = ceil(samples / config.batch.global_size)
+    epochs = Fraction(repr(config.train.epochs))
+    if buckets is None:
+        steps = ceil(epochs * dataset_size(datasets) / config.batch.global_size)
+    else:
+        steps = ceil(epochs * len(buckets) / config.batch.micro_batches)
     try:
         return replace(config, train=replace(config.train, steps=steps, epochs=0.0))
     except ValueError as error:
         raise UserError(str(error)) from None
 
 
-def describe(config: Config, size: int) -> str:
+def describe(config: Config, size: int, buckets: SampleBuckets | None = None) -> str:
     """One line: how many steps, epochs and samples, and what becomes of the last ones.
 
     Args:
         config: of `with_steps`.
         size: samples of an epoch.
+        buckets: of the training data, with batch.max_tokens.
     """
     steps, batch = config.train.steps, config.batch.global_size
+    if buckets is not None:
+        each = config.batch.micro_batches
+        return (
+            f"{steps} steps of {each} micro-batches are {steps * each / len(buckets):.2f} epochs "
+            f"of {len(buckets)} micro-batches, which hold {size} samples in {len(buckets.sizes)} "
+            f"buckets, padded to {config.batch.max_tokens} tokens at most; no sample is left out: "
+            "a step at an epoch's end goes on with the next epoch"
+        )
     epochs, beyond = divmod(steps * batch, size)
     whole = (
         "no sample is left out: a step at an epoch's end goes on with the next epoch"

@@ -14,11 +14,11 @@ import torch
 import hvdtrain
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.iterable import has_own_order
-from hvdtrain.engine.state import PRECISION, RunState
+from hvdtrain.engine.state import PRECISION
+from hvdtrain.run.build import RunComponents
 from hvdtrain.run.length import dataset_size
 from hvdtrain.runtime.init import built_with, controller
 from hvdtrain.runtime.topology import Topology
-from hvdtrain.tasks import Datasets
 
 
 def run_facts(config: Config) -> dict[str, str]:
@@ -60,10 +60,10 @@ def build_manifest(
     }
 
 
-def start_facts(
-    config: Config, state: RunState, datasets: Datasets, topology: Topology
-) -> dict[str, Any]:
+def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]:
     """What RUN/events.jsonl says of a generation: where it starts, with which ranks and data."""
+    config, state, datasets = components.config, components.state, components.datasets
+    buckets = components.buckets.train
     return {
         "step": state.progress.step,
         "samples": state.progress.samples,
@@ -71,6 +71,7 @@ def start_facts(
         "hosts": topology.ranks_by_host(),
         "global_size": config.batch.global_size,
         "micro_size": config.batch.micro_size,
+        **({"per_step": config.batch.per_step, "buckets": buckets.sizes} if buckets else {}),
         "seed": config.seed,
         "dataset_size": dataset_size(datasets),
         "own_order": has_own_order(datasets.train),

@@ -42,6 +42,9 @@ def build_flops(
         dtype: that matrices are multiplied in.
     """
     device = next(model.parameters()).device
+    if config.batch.max_tokens:
+        return None  # micro-batches differ
     peak = config.telemetry.peak_flops or peak_of(device, dtype)
-    flops = count(task, model, datasets.train, config.batch.micro_size) if peak else None
-    return ModelFlops(flops, peak) if peak and flops else None
+    samples = config.batch.micro_size
+    flops = count(task, model, datasets.train, samples) if peak else None
+    return ModelFlops(flops / samples, peak) if peak and flops else None

@@ -26,7 +26,8 @@ def resume(config: Config, components: RunComponents, held: Held, group: Group) 
         AgreedError: there is no such checkpoint, or it does not fit.
     """
     state = components.state
-    logger.info("%s", describe(components.config, dataset_size(components.datasets)))
+    size = dataset_size(components.datasets)
+    logger.info("%s", describe(components.config, size, components.buckets.train))
     for note in components.datasets.notes:
         logger.info("%s", note)
     folder = on_all_ranks("resume", lambda: _load(config, components, held, group))

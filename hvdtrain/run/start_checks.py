@@ -102,11 +102,16 @@ def check_exchange(config: Config, world_size: int, elastic: bool) -> None:
 
 
 def check_batch(config: Config, elastic: bool) -> None:
-    """A batch that grows with the ranks, and ranks that come and go.
+    """A batch that follows from the ranks, and ranks that come and go.
 
     Raises:
         UserError: both.
     """
+    if config.memory.fit and elastic:
+        raise UserError(
+            "memory.fit makes micro-batches follow the memory of the ranks, which come and go in "
+            "an elastic run: set batch.micro_size, which a run with fixed ranks can find"
+        )
     if config.batch.per_rank_size and elastic:
         raise UserError(
             "batch.per_rank_size makes the global batch follow the number of ranks, which changes "

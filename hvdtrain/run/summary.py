@@ -48,7 +48,9 @@ def log_summary(
     if sample is not None and not loop.preempted:
         with components.precision.autocast(components.device):
             _show_sample(sample, components.state.model)
-    for name, key in _FINAL.items():
+    further = [key for key in last if key.startswith("validation_") and key not in _FINAL.values()]
+    names = _FINAL | {f"final {key.replace('_', ' ')}": key for key in further}
+    for name, key in names.items():
         if key in last:
             logger.info("%s %.4f", name, last[key])
     if loop.progress.nonfinite:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
 
+from hvdtrain.runtime.machine import cores
+
 # Open MPI over TCP (its BTL tcp, where no faster network is). Its way of moving large messages by
 # pieces that the receiver asks for leaves the wire idle in between: at 400 Mbit/s an all-reduce of
 # 32 MiB takes twice as long. Other transports do not read these.
@@ -98,58 +100,6 @@ def answer_seconds(ranks: int) -> int:
     for each (`hvdtrain bench rendezvous`). Allowed are 10, as hosts may be busy.
     """
     return min(30, 3 + ranks // 100)
-
-
-def cores(root: Path = Path("/")) -> int:
-    """Processor cores that this process may use, at least 1.
-
-    The cores of the processors that it is bound to (two threads of one core count once: they
-    share the units that do arithmetic), and no more than the quotas of its control groups allow.
-
-    Args:
-        root: where /proc and /sys are looked for.
-    """
-    siblings = set()
-    for processor in os.sched_getaffinity(0):
-        path = root / f"sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
-        try:
-            siblings.add(path.read_text())
-        except OSError:
-            siblings.add(str(processor))
-    return max(1, min([len(siblings), *(int(quota) for quota in _quotas(root))]))
-
-
-def _quotas(root: Path) -> list[float]:
-    """Processors that each control group around this process may keep busy, where it has a limit.
-
-    https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max),
-    https://docs.kernel.org/scheduler/sched-bwc.html (version 1).
-    """
-    found = []
-    with suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            number, controllers, group = line.split(":", 2)
-            if number != "0" and "cpu" not in controllers.split(","):
-                continue
-            top = root / "sys/fs/cgroup" / ("" if number == "0" else controllers)
-            folder = top / group.lstrip("/")
-            for inner in (folder, *folder.parents):
-                found += _quota(inner)
-                if inner == top:
-                    break
-    return found
-
-
-def _quota(folder: Path) -> list[float]:
-    """[processors], or [] where there is no limit."""
-    with suppress(OSError, ValueError):
-        quota, period = (folder / "cpu.max").read_text().split()
-        return [int(quota) / int(period)]  # "max": ValueError
-    with suppress(OSError, ValueError):
-        quota = (folder / "cpu.cfs_quota_us").read_text()
-        period = (folder / "cpu.cfs_period_us").read_text()
-        return [int(quota) / int(period)] if int(quota) > 0 else []
-    return []
 
 
 def _in_parameter_files() -> set[str]:

@@ -11,7 +11,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from hvdtrain.errors import UserError
-from hvdtrain.runtime import environment
+from hvdtrain.runtime import environment, machine
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.topology import Topology
 
@@ -41,7 +41,7 @@ def initialise(threads: int = 0) -> Topology:
     if threads:
         torch.set_num_threads(threads)
     else:
-        _set_threads(environment.cores(), sharers=facts.count(facts[hvd.rank()]))
+        _set_threads(machine.cores(), sharers=facts.count(facts[hvd.rank()]))
     hosts = tuple(host for host, _ in facts)
     return Topology(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hosts)
 

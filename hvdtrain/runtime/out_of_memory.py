@@ -12,6 +12,7 @@ _TRY = (
     "memory.offload_activations true (on GPUs)",
     "a smaller batch.micro_size (the curve stays)",
 )
+ADVICE = f"Try, in this order: {'; '.join(_TRY)}"
 # Of torch's allocator for CPUs, which raises RuntimeError.
 _OF_CPU = "DefaultCPUAllocator"
 
@@ -36,4 +37,4 @@ def explained(error: BaseException) -> str:
     else:
         return ""
     first = str(error).partition("\n")[0]
-    return f"{has} ({first}). Try, in this order: {'; '.join(_TRY)}"
+    return f"{has} ({first}). {ADVICE}"

@@ -21,6 +21,7 @@ BUILT_IN = {
     "language_model": "hvdtrain.tasks.language_model:LanguageModel",
     "image": "hvdtrain.tasks.image:Image",
     "tabular": "hvdtrain.tasks.tabular:Tabular",
+    "huggingface": "hvdtrain.tasks.huggingface:HuggingFace",
 }
 
 
@@ -47,19 +48,23 @@ class Task(Protocol):
     A class with the methods below. What stands in `OPTIONAL` may be left out:
     `Config` is a dataclass whose fields become keys of the configuration, given to the
     constructor; `defaults` maps keys such as "train.steps" to this task's defaults;
-    `metrics` names what `loss` returns beside "loss"; `units` says what a sample counts
-    as, such as ("tokens", 128); `sample` shows the trained model at work; `param_groups(model)`
-    gives the optimizer's groups: dicts of "params", and "lr_scale" (times the learning rate) and
+    `metrics` names what `loss` returns beside "loss", and `validation_metrics` what it returns
+    beside these where `model.training` is false; `derived(means)` gives further figures of an
+    evaluation from the means of all these; `units` says what a sample counts as, such as
+    ("tokens", 128); `sample` shows the trained model at work; `param_groups(model)` gives the
+    optimizer's groups: dicts of "params", and "lr_scale" (times the learning rate) and
     "weight_decay" (default: optim.weight_decay) where they differ; `blocks(model)` names the
     modules that it repeats, for compile.enabled (default: those of the largest nn.ModuleList);
-    `measures(rows)` gives an evaluation's figures that are no means, by name, such as an AUC: of
-    the "rows" that `loss` returned for each micro-batch, here those of all samples and ranks in
-    the order of the data, (samples, ...) float64 on the CPU.
+    `collate(samples)` makes a batch of a list of samples (default: torch's default_collate);
+    `measures(rows)` gives an evaluation's figures that do not follow from means, by name, such as
+    an AUC: of the "rows" that `loss` returned for each micro-batch, here those of all samples and
+    ranks in the order of the data, (samples, ...) float64 on the CPU.
     """
 
     OPTIONAL: ClassVar[Mapping[str, Any]] = {
-        "Config": None, "defaults": {}, "metrics": (), "units": None, "sample": None,
-        "param_groups": None, "blocks": None, "measures": None,
+        "Config": None, "defaults": {}, "metrics": (), "validation_metrics": (), "derived": None,
+        "units": None, "sample": None,
+        "param_groups": None, "blocks": None, "collate": None, "measures": None,
     }  # fmt: skip
 
     def datasets(self) -> Datasets:

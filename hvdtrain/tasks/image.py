@@ -23,8 +23,11 @@ class ImageConfig:
 
     Args:
         model: `resnet8`, `resnet18`, `resnet50` or `vit`, a small vision transformer
-        data: a folder with a folder of images for each class; null = scikit-learn's digits
+        data: a folder with a folder of images for each class, or tar shards ('shards/*.tar') with
+            images and the numbers of their classes (.cls); null = scikit-learn's digits
         validation: the same for validation; null = `image.validation_fraction` of the data
+        classes: how many, of tar shards: their numbers are 0 to `image.classes` - 1
+        cache: folder for the indexes of tar shards; null = beside these
         validation_fraction: that fraction, of each class (of the digits: of all)
         size: side of the square that the model sees, pixels; null = 224, of the digits 8
         patch: side of a patch of `vit`, divides `image.size`; null = 16, or a quarter of the size
@@ -42,6 +45,8 @@ class ImageConfig:
     data: str | None = None
     validation: str | None = None
     validation_fraction: float = 0.2
+    classes: int | None = None
+    cache: str | None = None
     size: int | None = None
     patch: int | None = None
     crop: bool = True
@@ -59,6 +64,19 @@ class ImageConfig:
             self.data is not None or self.validation is None,
             "image.validation needs image.data, the folder of the training images",
         )
+        require(
+            not self.sharded or (self.classes or 0) >= 2,
+            f"image.data {self.data} needs image.classes, how many classes there are (>= 2), not "
+            f"{self.classes}",
+        )
+        require(
+            self.sharded or (self.classes is None and self.cache is None),
+            "image.classes and image.cache are for tar shards: image.data is none (*.tar)",
+        )
+        require(
+            self.validation is None or self.validation.endswith(".tar") == self.sharded,
+            "image.data and image.validation must both be folders, or both tar shards (*.tar)",
+        )
         require(self.side >= _DIGIT_SIZE, f"image.size must be >= {_DIGIT_SIZE}, not {self.size}")
         require(
             self.model != "vit" or (self.patch_side >= 1 and self.side % self.patch_side == 0),
@@ -73,6 +91,11 @@ class ImageConfig:
             not (self.sync_batchnorm and self.model == "vit"),
             "image.sync_batchnorm: image.model vit has no BatchNorm",
         )
+
+    @property
+    def sharded(self) -> bool:
+        """The images are in tar files."""
+        return self.data is not None and self.data.endswith(".tar")
 
     @property
     def side(self) -> int:
@@ -116,6 +139,7 @@ class Image:
         self._data: ImageData | None = None
 
     def datasets(self) -> Datasets:
+        from hvdtrain.data.image_shards import Reading, shards
         from hvdtrain.data.images import digits, folders
 
         config = self.config
@@ -127,8 +151,11 @@ class Image:
         if config.data is None:
             self._data = digits(config.validation_fraction)
         else:
-            self._data = folders(
-                config.data, config.validation, config.validation_fraction, config.side
+            source = config.data, config.validation, config.validation_fraction, config.side
+            self._data = (
+                shards(*source, Reading(config.classes or 0, config.cache))
+                if config.sharded
+                else folders(*source)
             )
         return Datasets(self._data.train, self._data.validation, self._data.fingerprint)
 

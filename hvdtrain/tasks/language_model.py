@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from hvdtrain.data.text import Tokenizer
+    from hvdtrain.data.tokens import TokenMeta
     from hvdtrain.models.gpt import GPT
     from hvdtrain.models.sampling import Sampling
 
@@ -42,22 +44,29 @@ class LanguageModel:
         self.config = config
         self.units = ("tokens", config.model.context)
         self._vocab_size = 0
+        self._separator: int | None = None  # of documents that do not see each other
+        self._token_bytes: Tensor | None = None
         self._prompt: list[int] = []
         self._tokenizer: Tokenizer | None = None
+
+    @property
+    def validation_metrics(self) -> tuple[str, ...]:
+        """Bytes are not known of token files whose tokens.json does not tell them."""
+        return () if self._token_bytes is None else ("bits_per_byte",)
 
     def datasets(self) -> Datasets:
         from hvdtrain.data.text import Tokenizer, cut, read_text
         from hvdtrain.data.tokens import TokenWindows, read_token_files
 
         data, context = self.config.data, self.config.model.context
-        if data.source == "text":
+        if data.source != "tokens":
             self._tokenizer = Tokenizer(data.tokenizer)
-            self._vocab_size = self._tokenizer.vocab_size
-            train_tokens, validation_tokens = read_text(data, self._tokenizer.encode)
+            separator = self._tokenizer.separator(data.source, data.document_mask)
+            meta = replace(self._tokenizer.meta, separator=separator)
+            train_tokens, validation_tokens = read_text(data, self._tokenizer)
             train_arrays, validation_arrays = [train_tokens], [validation_tokens]
         else:
             train_arrays, meta = read_token_files("data.train", data.train)
-            self._vocab_size = meta.vocab_size
             if data.validation:
                 validation_arrays, other = read_token_files("data.validation", data.validation)
                 if other != meta:
@@ -66,7 +75,7 @@ class LanguageModel:
                 *rest, last = train_arrays
                 last, end = cut(last, data.validation_fraction)
                 train_arrays, validation_arrays = [*rest, last], [end]
-        self._check_vocabulary()
+        self._take_over(meta)
         train = TokenWindows(train_arrays, context)
         validation = TokenWindows(validation_arrays, context)
         for key, windows in (("data.train", train), ("data.validation", validation)):
@@ -78,7 +87,19 @@ class LanguageModel:
         self._prompt = validation[0][: min(16, context)].tolist()
         return Datasets(train, validation, train.fingerprint())
 
-    def _check_vocabulary(self) -> None:
+    def _take_over(self, meta: TokenMeta) -> None:
+        """What is known of the tokens of the data."""
+        import torch
+
+        self._vocab_size = meta.vocab_size
+        self._separator = meta.separator if self.config.data.document_mask else None
+        if self.config.data.document_mask and meta.separator is None:
+            raise UserError(
+                "data.document_mask needs token files in which documents are separated: make them "
+                "with `hvdtrain data tokenize --separate`"
+            )
+        sizes = meta.bytes_of_tokens()
+        self._token_bytes = None if sizes is None else torch.from_numpy(sizes)
         wanted = self.config.model.vocab_size
         if wanted is not None and wanted < self._vocab_size:
             raise UserError(
@@ -91,15 +112,36 @@ class LanguageModel:
         config = self.config.model
         return GPT(replace(config, vocab_size=config.vocab_size or self._vocab_size))
 
-    def loss(self, model: GPT, batch: Tensor) -> dict[str, Tensor]:
-        return {"loss": model.loss(batch[:, :-1], batch[:, 1:])}
+    def loss(self, model: GPT, batch: Tensor) -> dict[str, Any]:
+        """The mean in nats a token; in evaluation the bits, and of how many bytes of text.
+
+        Args:
+            batch: tokens (batch, context + 1), int64.
+        """
+        tokens, targets = batch[:, :-1], batch[:, 1:]
+        documents = None
+        if self._separator is not None:
+            documents = (tokens == self._separator).cumsum(dim=1)
+        loss = model.loss(tokens, targets, documents)
+        if model.training or self._token_bytes is None:
+            return {"loss": loss}
+        sizes = self._token_bytes.to(targets.device)[targets]
+        bits = loss.double() * targets.numel() / math.log(2)
+        return {"loss": loss, "bits_per_byte": (bits, sizes.sum())}
+
+    def derived(self, means: Mapping[str, float]) -> dict[str, float]:
+        """The perplexity: how many tokens, all equally likely, would be as hard to guess."""
+        try:
+            return {"perplexity": math.exp(means["loss"])}
+        except OverflowError:
+            return {"perplexity": math.inf}
 
     def sample(self, model: GPT) -> str:
         """Text that the model writes after the first 16 tokens of the validation data."""
-        from hvdtrain.models.sampling import Sampling, continue_tokens
+        from hvdtrain.models.sampling import Sampling
 
         sampling = Sampling(max_seconds=20.0)
-        return self._text(continue_tokens(model, self._prompt, self._vocab_size, sampling))
+        return self._text(self._continued(model, self._prompt, sampling))
 
     def trained_model(self, weights: Mapping[str, Tensor], tokenizer: str | None = None) -> GPT:
         """The model that weights of a checkpoint belong to, and what `generate` needs: no data.
@@ -116,6 +158,7 @@ class LanguageModel:
         rows = weights["embedding.weight"].shape[0]
         self._tokenizer = self._tokenizer_of_data(tokenizer)
         self._vocab_size = self._tokenizer.vocab_size
+        self._separator = self._tokenizer.end if self.config.data.document_mask else None
         if self._vocab_size > rows:
             raise UserError(
                 f"the tokenizer {self._tokenizer.name} has {self._vocab_size} tokens, but the "
@@ -148,13 +191,16 @@ class LanguageModel:
         Raises:
             UserError: the prompt is empty.
         """
-        from hvdtrain.models.sampling import continue_tokens
-
         assert self._tokenizer is not None
         tokens = [int(token) for token in self._tokenizer.encode(prompt.encode())]
         if not tokens:
             raise UserError("the prompt is empty: the model needs a token to begin with")
-        return self._text(continue_tokens(model, tokens, self._vocab_size, sampling))
+        return self._text(self._continued(model, tokens, sampling))
+
+    def _continued(self, model: GPT, tokens: list[int], sampling: Sampling) -> list[int]:
+        from hvdtrain.models.sampling import continue_tokens
+
+        return continue_tokens(model, tokens, self._vocab_size, sampling, self._separator)
 
     def _text(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens) if self._tokenizer else " ".join(map(str, tokens))

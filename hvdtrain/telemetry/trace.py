@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from hvdtrain.runtime.peak_memory import PeakMemory
 from hvdtrain.runtime.phases import PhaseTimer
-
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class Trace:
@@ -109,38 +107,6 @@ class Trace:
         return self._timer.seconds(), time.perf_counter(), self._inflight()
 
 
-class PeakMemory:
-    """Peak memory of each phase since its making; resets the process's own high-water mark.
-
-    Attributes:
-        host: bytes that were resident; None where the kernel does not let it be reset.
-        device: bytes that tensors took up on the device; None without a GPU.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.host: dict[str, int] | None = {}
-        self.device: dict[str, int] | None = {} if device.type == "cuda" else None
-        self._on = device
-        self._reset()
-
-    def note(self, phase: str) -> None:
-        """What was reached since the last call counts for `phase`."""
-        if self.host is not None:
-            self.host[phase] = max(self.host.get(phase, 0), _high_water_mark())
-        if self.device is not None:
-            peak = torch.cuda.max_memory_allocated(self._on)
-            self.device[phase] = max(self.device.get(phase, 0), peak)
-        self._reset()
-
-    def _reset(self) -> None:
-        try:
-            _CLEAR_REFS.write_text("5")  # proc(5): sets VmHWM to what is resident now
-        except OSError:
-            self.host = None
-        if self.device is not None:
-            torch.cuda.reset_peak_memory_stats(self._on)
-
-
 def warm_up(device: torch.device) -> None:
     """The profiler's first use in a process takes a second or more."""
     if device.type == "cpu":
@@ -159,8 +125,3 @@ def _span(name: str) -> record_function:
     span = record_function(name)
     span.__enter__()
     return span
-
-
-def _high_water_mark() -> int:
-    text = _STATUS.read_text()
-    return int(text.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024

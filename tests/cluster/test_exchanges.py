@@ -74,6 +74,28 @@ def test_a_kill_changes_a_bit_of_what_is_learnt_from_images_or_a_table(
     assert weights(runs / "alone/case", steps) == weights(running.run, steps)
 
 
+def test_a_kill_changes_a_bit_of_what_is_learnt_by_length(
+    job: Callable[..., ElasticJob], runs: Path
+) -> None:
+    ragged = "--task tests.support.ragged:Ragged --exchange.name exact --runtime.threads 1"
+    ragged += " --batch.max_tokens 90 --batch.per_step 6 --schedule.name constant"
+    pace = {"HVDTRAIN_TEST_PACE": "0.01"}
+    more = "--train.steps 20000 --loader.workers 2"
+    running = job(np=3, hosts="node1:1 node2:2", arguments=f"{ragged} {more}", env=pace)
+    running.wait_for_step(10)
+    running.kill(1)
+    running.wait_for_world(2, 20)
+    running.wait_for_world(3, 30)
+    running.wait_for_more(5, 20)
+    running.end()
+    steps = len(running.lines())
+    alone = f"{PACED} {ragged} --train.steps {steps} --run.root {runs}/alone --run.id case"
+    done = run(runs / "alone", alone.split())
+    assert done.returncode == 0, done
+    assert losses(runs / "alone/case") == losses(running.run)
+    assert weights(runs / "alone/case", steps) == weights(running.run, steps)
+
+
 # topk sends 4 of 9 elements here: the curve is another one.
 @pytest.mark.parametrize(
     ("flags", "same_curve"),

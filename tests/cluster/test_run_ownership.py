@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,29 @@ import pytest
 from tests.cluster.test_launch import Supervised
 from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob, assert_same_curve, pause
+from tests.support.owners import BorrowedLocks
 
-HELPER = "--task tests.support.owners:WithHelper"
+LENDS = "--task tests.support.owners:LendsLock"
+
+
+@pytest.fixture
+def locks(cluster: Cluster) -> Iterator[BorrowedLocks]:
+    borrowed = BorrowedLocks(cluster.shared)
+    yield borrowed
+    borrowed.close()
 
 
 @pytest.mark.alone
 def test_a_lock_that_outlives_rank_0_holds_up_the_others_or_loses_their_state(
     job: Callable[..., ElasticJob],
+    locks: BorrowedLocks,
     reference: list[dict[str, Any]],
     record_property: Callable[[str, object], None],
 ) -> None:
-    running = job(hosts="node1:1 node2:1", np=2, arguments=HELPER)
+    lends = {"HVDTRAIN_TEST_LOCKS": locks.address}
+    running = job(hosts="node1:1 node2:1", np=2, arguments=LENDS, env=lends)
     running.wait_for_step(20)
+    assert len(locks.held) == 1
     since = time.time()
     running.kill(0)
     start = running.wait_for_start(since, 20)
@@ -38,16 +49,21 @@ def test_a_lock_that_outlives_rank_0_holds_up_the_others_or_loses_their_state(
 
 
 def test_launch_gives_up_while_a_lock_outlives_rank_0(
-    cluster: Cluster, runs: Path, record_property: Callable[[str, object], None]
+    cluster: Cluster,
+    locks: BorrowedLocks,
+    runs: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
     supervised = Supervised(
         cluster,
         runs,
         options="--hosts node1:1,node2:1",
-        task=f"{HELPER} --batch.global_size 4 --batch.micro_size 2",
+        task=f"{LENDS} --batch.global_size 4 --batch.micro_size 2",
+        env={"HVDTRAIN_TEST_LOCKS": locks.address},
     )
     try:
         supervised.wait_for_step(25)
+        assert len(locks.held) == 1
         fault_at = time.time()
         cluster.kill(cluster.ranks())
         seconds, _ = supervised.recovery(fault_at)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from hvdtrain import comm
-from hvdtrain.data.loader import validation_batches
+from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.validation import ValidationData, validation_batches
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.engine.passes import Accumulate
@@ -86,16 +87,19 @@ def test_top_1_or_top_5_is_an_average_of_averages(topology: Topology) -> None:
     assert data is not None
     torch.manual_seed(0)
     model = task.model()
-    _, batch = next(validation_batches(data, 64, 64, Group(0, 1), seed=0))
+    _, batch = next(validation_batches(data, [range(64)], Group(0, 1), seed=0))
     task.loss(model, batch)  # some statistics
     context = RankContext(
         Mesh.replicated(topology), CPU, Heartbeat(), PhaseTimer(time.perf_counter())
     )
     evaluate = Evaluate(
-        EvalConfig(batches=100), Accumulate(task, model, 1, context), data, 0, context
+        EvalConfig(batches=100),
+        Accumulate(task, model, 1, context),
+        ValidationData(data, 0),
+        context,
     )
     # 359 images: 11 micro-batches of 32 and one of 7.
-    found = evaluate.evaluate(global_size=64, micro_size=32)
+    found = evaluate.evaluate(BatchConfig(global_size=64, micro_size=32))
     right = [0, 0]
     model.eval()
     for image, label in data:  # type: ignore[attr-defined]

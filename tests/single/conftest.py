@@ -10,9 +10,8 @@ from tests.support import runs
 
 _STARTERS = (runs.start, runs.run, runs.train)
 # Files whose tests look at one run, which one worker shall do once.
-_TOGETHER = tuple(
-    f"/test_{name}.py" for name in ("generate", "replica_runs", "run_resume", "top", "world_sizes")
-)
+_NAMES = "generate", "huggingface_runs", "replica_runs", "run_resume", "top", "world_sizes"
+_TOGETHER = tuple(f"/test_{name}.py" for name in _NAMES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

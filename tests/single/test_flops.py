@@ -21,7 +21,7 @@ from hvdtrain.run.model import build_model
 from hvdtrain.tasks import Datasets
 from hvdtrain.telemetry.nvml import GAUGES, readings
 from hvdtrain.telemetry.peaks import peak_flops
-from tests.support.runs import metrics, run
+from tests.support.runs import CORPUS, metrics, run
 from tests.support.tasks import FEATURES, Regression
 
 CPU = torch.device("cpu")
@@ -61,6 +61,29 @@ def test_a_task_of_hvdtrain_cannot_be_counted(preset: str) -> None:
     if preset == "gpt-nano":  # 6 for each weight and token, and attention
         plain = 6 * sum(p.numel() for p in model.parameters()) * 2 * 128
         assert plain < found < 1.3 * plain
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--data.document_mask", "true"],
+        [*("--model.kv_heads", "1", "--model.norm", "rms"), *("--model.mlp", "swiglu")],
+    ],
+    ids=["plain", "documents", "llama"],
+)
+def test_a_kind_of_language_model_is_counted_as_another(flags: list[str]) -> None:
+    settings = parse(["--data.train", str(CORPUS), *flags])
+    task, datasets = build_data(settings)
+    assert isinstance(datasets, Datasets)
+    model = build_model(task, settings.config, CPU)
+    found = count(task, model, datasets.train, samples=2)
+    assert found is not None
+    tokens, context, width, layers = 2 * 128, 128, 128, 4
+    matrices = 6 * tokens * sum(p.numel() for p in model.parameters() if p.dim() == 2)
+    # Each of scores and sums once forward, twice backward; fused kernels compute scores again.
+    product = layers * 2 * tokens * context * width
+    assert found - matrices in (6 * product, 7 * product)
 
 
 def test_a_gpu_has_the_peak_of_another_or_of_other_numbers() -> None:

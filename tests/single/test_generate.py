@@ -7,6 +7,7 @@ import subprocess
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hvdtrain.data.tokens import TokenMeta
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
-from hvdtrain.models.sampling import Sampling
+from hvdtrain.models.sampling import Sampling, continue_tokens
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
 from tests.support.runs import run, train
 
@@ -104,6 +105,30 @@ def test_a_run_of_another_task_is_asked_for_text(
     assert run(tmp_path, [*task, *where]).returncode == 0
     assert cli.main(["generate", str(tmp_path / "a"), "--prompt", "a"]) == 2
     assert "has the task tests.support.tasks:Regression; text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_text_after_a_separator_depends_on_the_document_before(positions: Any) -> None:
+    torch.manual_seed(0)
+    sizes = GPTConfig(2, 2, width=32, context=8, vocab_size=50, positions=positions)
+    model = GPT(replace(sizes, tied_embeddings=False)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.3)
+    sampling = Sampling(length=9)
+    # Token 7 separates documents: one begins in the prompt, others may be drawn.
+    with_another = continue_tokens(model, [1, 7, 2, 7, 3], 50, sampling, separator=7)[3:]
+    assert with_another == continue_tokens(model, [7, 3], 50, sampling, separator=7)
+    assert with_another != continue_tokens(model, [1, 7, 2, 7, 3], 50, sampling)[3:]
+    always = Sampling(length=20, temperature=10.0)
+    drawn = continue_tokens(model, [1], 3, always, separator=2)
+    again = [1]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        begin = max((i for i, token in enumerate(again) if token == 2), default=0)
+        logits = model(torch.tensor([again[begin:][-8:]]))[0, -1, :3] / 10
+        again.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
+    assert drawn == again and again.count(2) > 2
 
 
 @pytest.mark.parametrize(("tokenizer", "message"), [("bytes", ""), ("my.json", "--tokenizer")])

@@ -4,33 +4,69 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from hvdtrain.config import parse
+from hvdtrain.config import parse, presets
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
 
 SMALL = GPTConfig(layers=3, heads=4, width=64, context=32, vocab_size=256)
+LLAMA = replace(SMALL, kv_heads=2, norm="rms", mlp="swiglu", mlp_width=168, bias=False)
+KINDS = {"rotary": SMALL, "learned": replace(SMALL, positions="learned"), "llama": LLAMA}
 
 
-@pytest.fixture(params=["rotary", "learned"])
+@pytest.fixture(params=KINDS)
 def gpt(request: pytest.FixtureRequest) -> GPT:
     torch.manual_seed(0)
-    config = GPTConfig(
-        layers=3, heads=4, width=64, context=32, vocab_size=256, positions=request.param
-    )
-    return GPT(config).eval()
+    return GPT(KINDS[request.param]).eval()
 
 
-def test_gpt_small_has_not_the_size_of_gpt_2() -> None:
-    config = parse(["--config", "gpt-small"]).task_config.model
+@pytest.mark.parametrize(
+    ("preset", "rows", "parameters"),
+    [
+        ("gpt-small", 50257, 124_439_808),
+        ("gpt-medium", 50257, 354_823_168),
+        # OPT has 50272 rows, and 2 more positions than it uses.
+        ("gpt-1b3", 50272, 1_315_758_080 - 2 * 2048),
+        ("llama-7b", 32000, 6_738_415_616),
+    ],
+)
+def test_a_preset_has_not_the_size_of_the_published_model(
+    preset: str, rows: int, parameters: int
+) -> None:
+    config = parse(["--config", preset]).task_config.model
     with torch.device("meta"):
         model = GPT(config)
     count = sum(p.numel() for p in model.parameters())
-    # 124.4M with the published 50257 rows; each row added has `width` parameters.
-    assert count - (config.vocab_size - 50257) * config.width == 124_439_808
+    # Each row that is added has `width` parameters.
+    assert count - (config.vocab_size - rows) * config.width == parameters
+
+
+def test_two_presets_have_one_shape_or_the_sizes_inside_are_not_the_published_ones() -> None:
+    names = [name for name in presets() if name.startswith(("gpt", "llama"))]
+    sizes = {name: parse(["--config", name]).task_config.model for name in names}
+    shapes = {(size.width, size.heads, size.layers) for size in sizes.values()}
+    assert len(shapes) == len(names)
+    assert shapes >= {(1024, 16, 24), (2048, 32, 24), (4096, 32, 32)}
+    assert sizes["llama-7b"].inner_width == 11008 and sizes["gpt-1b3"].inner_width == 8192
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"kv_heads": 3}, "model.heads 4 is not a multiple of model.kv_heads 3"),
+        ({"kv_heads": 0}, "model.kv_heads must be >= 1"),
+        ({"mlp_width": -1}, "model.mlp_width must be >= 1"),
+        ({"norm_eps": 0.0}, "model.norm_eps must be > 0"),
+        ({"width": 12}, "even model.width / model.heads, not 3"),
+    ],
+)
+def test_impossible_sizes_are_taken(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(SMALL, **sizes)
 
 
 def test_the_untrained_loss_is_not_that_of_a_guess(gpt: GPT) -> None:
@@ -107,15 +143,48 @@ def test_an_initial_value_depends_on_other_parameters_or_on_the_device_it_is_mad
 
 
 def test_the_attention_that_is_passed_in_is_not_used() -> None:
-    model = GPT(SMALL, attend=lambda q, k, v, dropout: torch.zeros_like(v))
+    model = GPT(SMALL, attend=lambda q, k, v, dropout, documents: torch.zeros_like(q))
     tokens = torch.randint(256, (1, 8))
     alone = model(tokens[:, -1:])
     torch.testing.assert_close(model(tokens)[:, -1:], alone)  # nothing of the tokens before
 
 
-def test_a_single_batch_is_not_learned_by_heart() -> None:
+def test_a_head_of_keys_does_not_serve_its_neighbours_in_a_group() -> None:
     torch.manual_seed(0)
-    model = GPT(SMALL)
+    grouped = GPT(LLAMA)
+    alone = GPT(replace(LLAMA, kv_heads=None))
+    weights = grouped.state_dict()
+    for name, tensor in weights.items():
+        if name.endswith(("attention.k.weight", "attention.v.weight")):
+            heads = tensor.unflatten(0, (2, 16)).repeat_interleave(2, dim=0)
+            weights[name] = heads.flatten(0, 1)
+    alone.load_state_dict(weights)
+    tokens = torch.randint(256, (2, 32))
+    torch.testing.assert_close(grouped(tokens), alone(tokens))
+
+
+def test_a_document_sees_another_or_is_not_computed_as_if_it_stood_alone(gpt: GPT) -> None:
+    lengths = [[10, 1, 21], [32]]
+    tokens, targets = torch.randint(256, (2, 2, 32))
+    documents = torch.tensor([[0] * 10 + [1] + [2] * 21, [5] * 32])
+    logits = gpt(tokens, documents)
+    gpt.loss(tokens, targets, documents).backward()
+    found = {name: parameter.grad.clone() for name, parameter in gpt.named_parameters()}
+    gpt.zero_grad()
+    for row, of_row in enumerate(lengths):
+        parts = (x[row, None].split(of_row, dim=1) for x in (logits, tokens, targets))
+        for expected, own, following in zip(*parts, strict=True):
+            torch.testing.assert_close(gpt(own), expected, rtol=1e-5, atol=1e-5)
+            (gpt.loss(own, following) * own.numel() / tokens.numel()).backward()
+    for name, parameter in gpt.named_parameters():
+        torch.testing.assert_close(parameter.grad, found[name], rtol=1e-4, atol=1e-6)
+    assert (gpt(tokens)[0, 20] - logits[0, 20]).abs().max() > 1e-4, "nothing was masked"
+
+
+@pytest.mark.parametrize("config", [SMALL, LLAMA])
+def test_a_single_batch_is_not_learned_by_heart(config: GPTConfig) -> None:
+    torch.manual_seed(0)
+    model = GPT(config)
     tokens = torch.randint(256, (2, 33))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(60):

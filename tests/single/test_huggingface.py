@@ -5,14 +5,20 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hvdtrain.checkpoint.format import read
 from hvdtrain.config import parse
+from hvdtrain.errors import UserError
+from hvdtrain.models.gpt import GPT
+from hvdtrain.models.gpt_config import GPTConfig
+from hvdtrain.models.huggingface import to_huggingface
 from tests.support.runs import run, train
 
+LLAMA = ["--model.norm", "rms", "--model.mlp", "swiglu", "--model.mlp_width", "48"]
 EXPORT = [sys.executable, "-m", "hvdtrain.cli", "ckpt", "export"]
 
 
@@ -21,8 +27,10 @@ EXPORT = [sys.executable, "-m", "hvdtrain.cli", "ckpt", "export"]
     [
         ["--model.positions", "learned"],
         ["--model.positions", "rotary", "--model.tied_embeddings", "false"],
+        [*LLAMA, "--model.kv_heads", "1", "--model.bias", "false", "--model.rotary_base", "500"],
+        [*LLAMA, "--model.tied_embeddings", "false", "--model.norm_eps", "0.01"],
     ],
-    ids=["learned", "rotary-untied"],
+    ids=["learned", "rotary-untied", "llama-grouped", "llama-untied-biases"],
 )
 def test_transformers_computes_other_logits(tmp_path: Path, flags: list[str]) -> None:
     import transformers  # takes seconds
@@ -46,6 +54,16 @@ def test_transformers_computes_other_logits(tmp_path: Path, flags: list[str]) ->
         expected, logits = ours(tokens), theirs.eval()(tokens).logits
     assert expected.std() > 0.05, "it has learnt nothing that could differ"
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"norm": "rms"}, {"kv_heads": 1}, {"bias": False}, {"positions": "learned", "mlp": "swiglu"}],
+)
+def test_a_layout_that_transformers_does_not_have_is_exported(other: dict[str, Any]) -> None:
+    config = GPTConfig(layers=1, heads=2, width=8, vocab_size=5, **other)
+    with pytest.raises(UserError, match="but no model with positions"):
+        to_huggingface(config, GPT(config).state_dict())
 
 
 def test_a_model_that_transformers_does_not_have_is_exported(tmp_path: Path) -> None:

@@ -18,11 +18,15 @@ from hvdtrain.engine.state import model_tensors
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
-from hvdtrain.models.huggingface import from_gpt2, to_huggingface
+from hvdtrain.models.huggingface import from_huggingface, to_huggingface
 from hvdtrain.run.init_from import load_initial_weights
 from tests.support.runs import TINY, metrics, run, train
 
 SIZES = GPTConfig(layers=2, heads=2, width=16, context=8, vocab_size=11, positions="learned")
+LLAMA: dict[str, object] = {
+    "positions": "rotary", "norm": "rms", "mlp": "swiglu", "mlp_width": 24, "bias": False,
+    "heads": 4, "kv_heads": 2,
+}  # fmt: skip
 
 
 def _model(seed: int, **sizes: object) -> GPT:
@@ -58,26 +62,45 @@ def test_weights_of_our_own_are_not_taken_over(tmp_path: Path, kind: str) -> Non
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_gpt2_of_hugging_face_comes_back_changed(tmp_path: Path, tied: bool) -> None:
-    trained, fresh = _model(1, tied_embeddings=tied), _model(2, tied_embeddings=tied)
+@pytest.mark.parametrize("layout", ["gpt2", "llama"])
+def test_a_folder_of_hugging_face_comes_back_changed(
+    tmp_path: Path, layout: str, tied: bool
+) -> None:
+    sizes = {"tied_embeddings": tied, **(LLAMA if layout == "llama" else {})}
+    trained, fresh = _model(1, **sizes), _model(2, **sizes)
     facts, tensors = to_huggingface(trained.config, _saved(trained))
     (tmp_path / "config.json").write_text(json.dumps(facts))
     save_file(tensors, tmp_path / "model.safetensors")
     load_initial_weights(fresh, str(tmp_path), strict=True)
     _assert_weights(fresh, trained)
-    # As the first GPT-2 was saved: without the prefix, with the masks.
-    bare = {name.removeprefix("transformer."): t for name, t in tensors.items()}
-    bare["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
-    assert from_gpt2(trained.config, facts, bare).keys() == _saved(trained).keys()
+    # As the first of each was saved: without the prefix, with what follows from the sizes.
+    prefix, more = {
+        "gpt2": ("transformer.", "h.0.attn.bias"),
+        "llama": ("model.", "layers.0.self_attn.rotary_emb.inv_freq"),
+    }[layout]
+    bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    bare[more] = torch.ones(1, 1, 8, 8)
+    assert from_huggingface(trained.config, facts, bare).keys() == _saved(trained).keys()
 
 
-def test_a_gpt2_that_transformers_saved_computes_other_logits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["gpt2", "llama"])
+def test_a_model_that_transformers_saved_computes_other_logits(tmp_path: Path, layout: str) -> None:
     import transformers  # takes seconds
 
-    sizes = {"n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 11}
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
-    theirs.save_pretrained(tmp_path)
-    ours = _model(2)
+    if layout == "gpt2":
+        sizes = {"n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 11}
+        theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+        ours = _model(2)
+    else:
+        config = transformers.LlamaConfig(
+            vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, rope_theta=1000.0,
+        )  # fmt: skip
+        theirs = transformers.LlamaForCausalLM(config).eval()
+        sizes = {"heads": 4, "rotary_base": 1000.0, "norm_eps": 1e-6, "tied_embeddings": False}
+        ours = _model(2, **(LLAMA | sizes))
+    theirs.save_pretrained(tmp_path, max_shard_size="4KB" if layout == "llama" else "1GB")
+    assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (layout == "llama")
     load_initial_weights(ours, str(tmp_path), strict=True)
     tokens = torch.randint(11, (3, 8), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -114,7 +137,8 @@ def test_weights_that_do_not_fit_are_taken_over_or_not_all_named(tmp_path: Path)
         ("pickle", "a file of weights ends with .safetensors"),
         ("torn", "is not a whole safetensors file"),
         ("other layout", "config.json is of 'bert'"),
-        ("other heads", "the GPT-2 has 4 heads .*model.heads is 2"),
+        ("other heads", "n_head is 4 in config.json, and model.heads is 2"),
+        ("other angles", "model.norm_eps is 1e-05; rope_theta is 5.* rope_type is llama3 in"),
         ("alien", "36 missing .*nothing is left to load"),
     ],
 )
@@ -131,10 +155,16 @@ def test_what_holds_no_weights_is_a_traceback(
         path = path / ("model.bin" if content == "pickle" else "model.safetensors")
         save_file(_saved(_model(1)), path)
         path.write_bytes(path.read_bytes()[:-100])
-    elif content in ("other layout", "other heads", "alien"):
+    elif content in ("other layout", "other heads", "other angles", "alien"):
         save_file({"a": torch.ones(1)}, path / "model.safetensors")
-        facts = {"model_type": "gpt2" if content == "other heads" else "bert", "n_head": 4}
-        (path / "config.json").write_text(json.dumps({} if content == "alien" else facts))
+        rope = {"rope_type": "llama3", "rope_theta": 5.0}
+        facts = {
+            "other layout": {"model_type": "bert"},
+            "other heads": {"model_type": "gpt2", "n_head": 4},
+            "other angles": {"model_type": "llama", "rope_parameters": rope},
+            "alien": {},
+        }[content]
+        (path / "config.json").write_text(json.dumps(facts))
     with pytest.raises(UserError, match=message):
         load_initial_weights(_model(1), str(path), strict)
 

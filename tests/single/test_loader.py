@@ -18,8 +18,9 @@ from torch.utils.data import Dataset, IterableDataset
 from hvdtrain.config import Config
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal, by_speed, even
-from hvdtrain.data.loader import TrainLoader, to_device, validation_batches
+from hvdtrain.data.loader import TrainLoader, to_device
 from hvdtrain.data.order import sample_order
+from hvdtrain.data.validation import validation_batches, validation_places
 from hvdtrain.errors import UnsupportedTaskError, UserError
 from hvdtrain.run.build import build_datasets
 from hvdtrain.runtime.mesh import Group
@@ -128,7 +129,7 @@ def test_validation_repeats_or_leaves_out_a_sample(
     seen: list[int] = []
     for rank in range(world_size):
         for count, batch in validation_batches(
-            _Numbers(), samples, micro, Group(rank, world_size), SEED
+            _Numbers(), validation_places(samples, micro), Group(rank, world_size), SEED
         ):
             assert count == len(batch) <= micro
             seen += batch.tolist()
@@ -192,7 +193,9 @@ def test_an_iterable_data_set_is_not_read_epoch_by_epoch() -> None:
 
 def test_validation_on_an_iterable_data_set_depends_on_the_number_of_ranks() -> None:
     def batches(rank: int, world_size: int) -> list[tuple[int, list[list[float]]]]:
-        share = validation_batches(_Stream(), 11, 2, Group(rank, world_size), SEED)
+        share = validation_batches(
+            _Stream(), validation_places(11, 2), Group(rank, world_size), SEED
+        )
         return [(count, batch.tolist()) for count, batch in share]
 
     alone = batches(0, 1)
@@ -220,7 +223,7 @@ def test_some_ranks_do_not_hear_that_an_iterable_data_set_is_too_short(rank: int
     with pytest.raises(UnsupportedTaskError, match=message):
         list(loader.next_step(2))
     with pytest.raises(UnsupportedTaskError, match=message):
-        list(validation_batches(_Short(), 20, 2, Group(rank, 6), SEED))
+        list(validation_batches(_Short(), validation_places(20, 2), Group(rank, 6), SEED))
 
 
 def test_data_without_a_length_is_not_named() -> None:

@@ -17,9 +17,9 @@ import torch
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.environment import prepare
+from hvdtrain.runtime.peak_memory import PeakMemory
 from hvdtrain.telemetry.profile_files import TRACE, clear
 from hvdtrain.telemetry.profile_summary import summarise
-from hvdtrain.telemetry.trace import PeakMemory
 from tests.support import runs
 from tests.support.job import Finished
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +20,7 @@ from hvdtrain.data.tokens import TokenMeta, TokenWindows, read_token_files
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
+from tests.support.runs import CORPUS
 
 
 @pytest.fixture
@@ -130,7 +135,7 @@ def test_the_default_data_is_not_the_standard_library() -> None:
 def test_bytes_are_not_read_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "all-bytes"
     path.write_bytes(bytes(range(256)) * 4)
-    train, validation = read_text(DataConfig(train=str(path)), Tokenizer(None).encode)
+    train, validation = read_text(DataConfig(train=str(path)), Tokenizer(None))
     assert np.concatenate((train, validation)).tolist() == list(range(256)) * 4
     assert len(validation) == int(1024 * 0.05)
     assert Tokenizer(None).decode([104, 195, 169, 300]) == "hé"
@@ -180,6 +185,103 @@ def test_a_tokenizer_file_is_not_used(tmp_path: Path) -> None:
         too_few.datasets()
 
 
+def _train_tokenizer(kind: str, text: str) -> Any:
+    import tokenizers as library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    kinds: dict[str, tuple[Any, ...]] = {
+        "byte-level": (
+            models.BPE(), trainers.BpeTrainer, pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(), pre_tokenizers.ByteLevel.alphabet(),
+        ),
+        "unigram": (
+            models.Unigram(), trainers.UnigramTrainer, pre_tokenizers.Metaspace(),
+            decoders.Metaspace(), [],
+        ),
+        "byte fallback": (
+            models.BPE(byte_fallback=True, unk_token="<unk>"), trainers.BpeTrainer,
+            pre_tokenizers.Metaspace(),
+            decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback()]), [],
+        ),
+    }  # fmt: skip
+    model, trainer, split, decoder, alphabet = kinds[kind]
+    tokenizer = library.Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder = split, decoder
+    special = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens = special if kind == "byte fallback" else special[:2]
+    options = {"unk_token": "<unk>"} if kind == "unigram" else {}
+    made = trainer(
+        vocab_size=600, special_tokens=tokens[:2], initial_alphabet=alphabet, **options
+    )  # fmt: skip
+    tokenizer.train_from_iterator([text], made)
+    if kind == "byte fallback":
+        facts = json.loads(tokenizer.to_str())
+        for token in tokens[2:]:
+            facts["model"]["vocab"][token] = len(facts["model"]["vocab"])
+        tokenizer = library.Tokenizer.from_str(json.dumps(facts))
+    return tokenizer
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "unigram", "byte fallback"])
+def test_tokens_stand_for_more_or_less_bytes_than_their_text_has(tmp_path: Path, kind: str) -> None:
+    text = CORPUS.read_text()[:20000]
+    text = "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip())
+    if kind == "unigram":
+        text = " ".join(text.split())
+    _train_tokenizer(kind, text).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(str(tmp_path / "tokenizer.json"))
+    sizes = tokenizer.meta.bytes_of_tokens()
+    assert sizes is not None and len(sizes) == tokenizer.vocab_size
+    if kind != "unigram":
+        text += " größer ✓"  # not in what it was trained on
+    # SentencePiece puts a space before the text.
+    added = 0 if kind == "byte-level" else 1
+    assert sizes[tokenizer.encode(text.encode())].sum() == len(text.encode()) + added
+    assert tokenizer.end is not None and sizes[tokenizer.end] == 0
+    assert replace(tokenizer.meta, separator=40).bytes_of_tokens()[40] == 0  # type: ignore[index]
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_file_is_no_document(tmp_path: Path, several: bool) -> None:
+    files = [f"a file of {name} " * 30 for name in ("one", "two", "three")][: 3 if several else 1]
+    for number, text in enumerate(files):
+        (tmp_path / f"{number}.txt").write_text(text)
+    task = _model(12, train=str(tmp_path), document_mask=True, validation_fraction=0.3)
+    train, validation, _ = task.datasets()
+    assert validation is not None
+    arrays = [*train.arrays, *validation.arrays]  # type: ignore[attr-defined]
+    whole = np.concatenate(arrays).tobytes().decode()
+    assert sorted(whole.split("\0")) == ["", *sorted(files)]
+    tokens = torch.tensor([[5, 0, 3, 0, 0], [1, 1, 1, 1, 0]])
+    model = task.model()
+    documents = torch.tensor([[0, 1, 1, 2], [0, 0, 0, 0]])
+    expected = model.loss(tokens[:, :-1], tokens[:, 1:], documents)
+    assert torch.equal(task.loss(model, tokens)["loss"], expected)
+    without = _model(12, train=str(tmp_path))
+    without.datasets()
+    expected = model.loss(tokens[:, :-1], tokens[:, 1:])
+    assert torch.equal(without.loss(model, tokens)["loss"], expected)
+    assert without.validation_metrics == task.validation_metrics == ("bits_per_byte",)
+
+
+def test_documents_that_nothing_separates_are_masked(tmp_path: Path) -> None:
+    _token_file(tmp_path / "train.u16", 300)
+    data: dict[str, Any] = {"train": str(tmp_path / "train.u16"), "document_mask": True}
+    with pytest.raises(UserError, match=r"data\.document_mask .*tokenize --separate"):
+        _model(12, source="tokens", **data).datasets()
+    TokenMeta(500, "my.json", separator=7).write(tmp_path)
+    task = _model(12, source="tokens", **data)
+    task.datasets()
+    assert task.validation_metrics == ()  # tokens.json has no bytes
+    from tokenizers import Tokenizer as Library
+    from tokenizers.models import WordLevel
+
+    Library(WordLevel({"to": 0}, unk_token="to")).save(str(tmp_path / "words.json"))
+    data |= {"train": str(CORPUS), "tokenizer": str(tmp_path / "words.json")}
+    with pytest.raises(UserError, match=r"words\.json has no token that ends a document"):
+        _model(12, **data).datasets()
+
+
 def _token_file(path: Path, tokens: int, vocab_size: int = 500) -> None:
     path.parent.mkdir(exist_ok=True)
     np.arange(tokens, dtype="<u2" if path.suffix == ".u16" else "<u4").tofile(path)
@@ -225,3 +327,28 @@ def test_a_wrong_token_file_is_not_named(tmp_path: Path, case: str, message: str
         (tmp_path / "a/train.u16").write_bytes(b"")
     with pytest.raises(UserError, match=message):
         read_token_files("data.train", patterns)
+
+
+def test_cached_tokens_are_of_other_text_or_made_again(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(**keys: Any) -> tuple[list[int], list[int]]:
+        config = DataConfig(train=[str(corpus)], cache=str(tmp_path / "cache"), **keys)
+        train, validation = read_text(config, Tokenizer(None))
+        assert isinstance(train, np.memmap)
+        return train.tolist(), validation.tolist()
+
+    def plain(**keys: Any) -> tuple[list[int], list[int]]:
+        found = read_text(DataConfig(train=[str(corpus)], **keys), Tokenizer(None))
+        return found[0].tolist(), found[1].tolist()
+
+    assert read() == plain() and read(validation_fraction=0.5) == plain(validation_fraction=0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr("hvdtrain.data.text.encode_file", None)  # no token can be made
+        read()
+    next(corpus.rglob("*.txt")).write_text("something else")
+    assert read() == plain()
+    assert len(list((tmp_path / "cache").iterdir())) == 3
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"data\.cache: .*file"):
+        read_text(DataConfig(train=[str(corpus)], cache=str(tmp_path / "file")), Tokenizer(None))

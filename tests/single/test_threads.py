@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from hvdtrain.runtime import environment, init
-from hvdtrain.runtime.environment import cores
+from hvdtrain.runtime import init, machine
+from hvdtrain.runtime.machine import cores, free_memory
 
 PROCESSORS = sorted(os.sched_getaffinity(0))
 
@@ -37,7 +37,7 @@ def _initialise(monkeypatch: pytest.MonkeyPatch, ranks: int) -> int:
 
 
 def test_threads_shrink_with_each_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "cores", lambda: 32)
+    monkeypatch.setattr(machine, "cores", lambda: 32)
     found = [_initialise(monkeypatch, ranks) for ranks in (2, 2, 2, 4, 2, 1, 64)]
     assert found == [16, 16, 16, 8, 16, 32, 1]
 
@@ -92,3 +92,28 @@ def test_a_group_without_a_quota_takes_cores_away(tmp_path: Path, group: str) ->
         "sys__fs__cgroup__cpu__job__cpu.cfs_period_us": "100000",
     }
     assert cores(_write(tmp_path, proc__self__cgroup=group, **files)) == len(PROCESSORS)
+
+
+@pytest.mark.parametrize(
+    ("group", "names"),
+    [
+        ("0::/job/step", ("job__memory.max", "job__memory.current", "job__memory.stat")),
+        (
+            "4:memory:/job",
+            ("memory__job__memory.limit_in_bytes", "memory__job__memory.usage_in_bytes",
+             "memory__job__memory.stat"),
+        ),
+    ],
+)  # fmt: skip
+def test_the_memory_of_a_container_is_not_seen(
+    tmp_path: Path, group: str, names: tuple[str, ...]
+) -> None:
+    stat = "anon 5\ninactive_file 1000\ntotal_inactive_file 1000\n"
+    values = dict(zip(names, ("5000\n", "4500\n", stat), strict=True))
+    files = {f"sys__fs__cgroup__{name}": value for name, value in values.items()}
+    assert free_memory(_write(tmp_path, proc__self__cgroup=group, **files)) == 1500
+
+
+def test_a_group_without_a_limit_takes_memory_away(tmp_path: Path) -> None:
+    files = {"sys__fs__cgroup__job__memory.max": "max\n"}
+    assert free_memory(_write(tmp_path, proc__self__cgroup="0::/job", **files)) > 1 << 20

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from hvdtrain.data.config import DataConfig
+from hvdtrain.data.files import deal
 from hvdtrain.data.text import Tokenizer, read_text
-from hvdtrain.data.tokenize import Source, deal, tokenize
+from hvdtrain.data.tokenize import Source, tokenize
 from hvdtrain.data.tokens import TokenMeta, read_token_files
 from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import mpirun
@@ -64,11 +65,24 @@ def test_the_result_depends_on_the_number_of_ranks(corpus: Path, tmp_path: Path)
 
 def test_tokens_differ_from_what_source_text_reads(tmp_path: Path) -> None:
     tokenize(Source(), tmp_path, Alone())
-    expected = read_text(DataConfig(), Tokenizer(None).encode)
+    expected = read_text(DataConfig(), Tokenizer(None))
     for name, tokens in zip(("train", "validation"), expected, strict=True):
         (written,), meta = read_token_files(name, [str(tmp_path / f"{name}.u16")])
         assert meta == TokenMeta(256, "bytes")
         assert np.array_equal(written, tokens)
+
+
+def test_separated_tokens_differ_from_what_a_document_mask_reads(
+    corpus: Path, tmp_path: Path
+) -> None:
+    tokenize(Source([str(corpus)], separate=True), tmp_path / "out", Alone())
+    config = DataConfig(train=[str(corpus)], document_mask=True)
+    expected = read_text(config, Tokenizer(None))
+    for name, tokens in zip(("train", "validation"), expected, strict=True):
+        (written,), meta = read_token_files(name, [str(tmp_path / f"out/{name}.u16")])
+        assert meta == TokenMeta(256, "bytes", separator=0)
+        assert np.array_equal(written, tokens) and written[-1] == 0
+    assert sum((tokens == 0).sum() for tokens in expected) == 9
 
 
 def test_the_only_file_is_cut_at_another_place_than_by_source_text(tmp_path: Path) -> None:
@@ -111,7 +125,7 @@ def test_a_vocabulary_does_not_fit_its_file(
     (tokens,), meta = read_token_files("data.train", [str(out / f"train{suffix}")])
     assert meta == TokenMeta(size, f"words-{size}.json")
     config = DataConfig(train=[str(corpus)], tokenizer=source.tokenizer)
-    assert np.array_equal(tokens, read_text(config, Tokenizer(source.tokenizer).encode)[0])
+    assert np.array_equal(tokens, read_text(config, Tokenizer(source.tokenizer))[0])
     assert {1, 2} <= set(tokens.tolist())
 
 
@@ -140,7 +154,7 @@ def test_a_mistake_is_not_named(
 # Rank 2 fails on the last file that it reads: %s is what it raises.
 _FAILS = """
 import sys
-import hvdtrain.data.tokenize as module
+import hvdtrain.data.text as module
 from hvdtrain.cli import main
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.environment import launched_rank

@@ -20,6 +20,7 @@ from hvdtrain.config import Config
 from hvdtrain.data.config import BatchConfig, LoaderConfig
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
+from hvdtrain.data.loading import Loading
 from hvdtrain.errors import UserError
 from hvdtrain.run.build import build_datasets
 from hvdtrain.runtime.mesh import Group
@@ -45,8 +46,8 @@ class _Broken(_Drawing):
 
 
 def _loader(dataset: Dataset[Tensor], workers: int, rank: int = 0) -> TrainLoader:
-    config = LoaderConfig(workers)
-    return TrainLoader(dataset, 0, BatchConfig(12, 2), Deal(6, Group(rank, 2)), 5, config=config)
+    loading = Loading(LoaderConfig(workers))
+    return TrainLoader(dataset, 0, BatchConfig(12, 2), Deal(6, Group(rank, 2)), 5, loading)
 
 
 def _steps(workers: int, rank: int) -> list[Tensor]:

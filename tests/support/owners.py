@@ -5,7 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
+import socket
+import threading
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -13,8 +17,6 @@ from torch import Tensor, nn
 
 from hvdtrain.runtime.environment import launched_rank
 from tests.support.tasks import Paced
-
-_HELPER_SECONDS = "60"
 
 
 class NoLocks(Paced):
@@ -32,32 +34,61 @@ class NoLocks(Paced):
         fcntl.flock = fail
 
 
-class WithHelper(Paced):
-    """Paced; process 0 has a helper that holds what is open, and outlives it."""
+class LendsLock(Paced):
+    """Paced; process 0 hands the lock of its run to the listener at HVDTRAIN_TEST_LOCKS.
+
+    So it outlives the process: a descriptor that is passed on shares the lock. A helper process
+    that held it would be ended with its rank.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         own = psutil.Process().environ()  # as it was at the start
-        self._alone = launched_rank(own) != 0
+        self._lent = launched_rank(own) != 0
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
-        if not self._alone:
-            self._alone = True
-            if os.fork() == 0:
-                _become_helper()
+        if not self._lent:
+            self._lent = True
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.connect(os.environ["HVDTRAIN_TEST_LOCKS"])
+                socket.send_fds(listener, [b"."], _locks())
         return super().loss(model, batch)
 
 
-def _become_helper() -> None:
-    os.setsid()
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1, 2):  # nobody waits for the end of its output
-        os.dup2(null, stream)
+def _locks() -> list[int]:
+    """Descriptors of files named .lock that this process has open."""
+    found = []
     for file in map(int, os.listdir("/proc/self/fd")):
         with suppress(OSError):
             if os.readlink(f"/proc/self/fd/{file}").endswith("/.lock"):
-                os.set_inheritable(file, True)
-            elif file > 2:  # nor for that of its connections
-                os.close(file)
-    # Without the environment by which `hvdtrain launch` would find it.
-    os.execve("/bin/sleep", ["sleep", _HELPER_SECONDS], {})
+                found.append(file)
+    return found
+
+
+class BorrowedLocks:
+    """Keeps each lock that a LendsLock hands to `address`, until `close`.
+
+    Args:
+        folder: that all hosts see, with a short path, as it becomes that of a socket.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.address = str(folder / f"locks-{secrets.token_hex(4)}")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.address)
+        self._listener.listen()
+        self.held: list[int] = []
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def _receive(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                rank, _ = self._listener.accept()
+                with rank:
+                    self.held += socket.recv_fds(rank, 1, 1)[1]
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for file in self.held:
+            os.close(file)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch.utils.data import Dataset
 
 from hvdtrain import comm
-from hvdtrain.data.loader import validation_batches
+from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.validation import ValidationData
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.engine.control import means
 from hvdtrain.engine.evaluations import since_best, with_evaluation
@@ -39,8 +38,7 @@ class Evaluate:
         self,
         config: EvalConfig,
         passes: Accumulate,
-        dataset: Dataset[Any],
-        seed: int,
+        data: ValidationData,
         context: RankContext,
         ema: Ema | None = None,
         emit: Callable[..., None] = lambda *_, **__: None,
@@ -50,21 +48,19 @@ class Evaluate:
         self._measures = passes.measures
         self._config = config
         self._passes = passes
-        self._dataset = dataset
-        self._seed = seed
+        self._data = data
         self._context = context
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         if loop.preempted:
             return  # the grace period is for the checkpoint
         if loop.ending or loop.due(self._config.every):
-            sizes = loop.batch.global_size, loop.batch.micro_size
             with self._context.timer.inside("eval"):
-                values = self.evaluate(*sizes)
+                values = self.evaluate(loop.batch)
                 record.update({f"validation_{name}": value for name, value in values.items()})
                 if self._ema is not None and self._ema.started:
                     with self._ema.applied():
-                        averaged = self.evaluate(*sizes)
+                        averaged = self.evaluate(loop.batch)
                     record.update({f"ema_validation_{n}": value for n, value in averaged.items()})
             self._judge(loop, values["loss"])
 
@@ -81,34 +77,31 @@ class Evaluate:
             )
             self._emit("early_stop", step=progress.step, best_step=best_step)
 
-    def evaluate(self, global_size: int, micro_size: int) -> dict[str, float]:
-        """Means and measures of the first samples of the validation data, alike on every rank.
+    def evaluate(self, batch: BatchConfig) -> dict[str, float]:
+        """Means over the first samples of the validation data, and what follows from them or all.
 
-        They follow from the model and the seed alone: random numbers that the task draws are
-        the same for any number of ranks, and in each evaluation, so that evaluating one model
-        twice gives one value.
+        They are the same on every rank. They follow from the model and the seed alone: random
+        numbers that the task draws are the same for any number of ranks, and in each evaluation,
+        so that evaluating one model twice gives one value.
         """
-        names, context = self._passes.names, self._context
-        size = len(self._dataset)  # type: ignore[arg-type]
-        samples = min(self._config.batches * global_size, size)
-        batches = validation_batches(
-            self._dataset, samples, micro_size, context.mesh.data, self._seed
-        )
+        names, context = self._passes.evaluation_names, self._context
+        places = self._data.places(self._config.batches, batch)
+        batches = self._data.batches(places, context.mesh.data)
         parts = Totals.number_of_parts(self._passes.exact)
         rows: list[torch.Tensor] | None = None if self._measures is None else []
         zeros = torch.zeros(parts, 3, len(names), dtype=torch.float64, device=context.device)
         totals = Totals(zeros)
         with evaluating(self._passes.model):
             # Where some ranks have a micro-batch more, collectives of the task are refused.
-            in_common = -(-samples // micro_size) // context.mesh.data.size
-            own = comm.OWN.micro_batches(batches, in_common)
-            self._passes.evaluate(own, totals, rows)
+            in_common = len(places) // context.mesh.data.size
+            self._passes.evaluate(comm.OWN.micro_batches(batches, in_common), totals, rows)
         context.heartbeat.beat(Activity.WAITING)
         sums = Totals(sum_(totals.parts, "evaluate")).value()
-        found = means(names, sums.tolist(), -(-samples // micro_size))
-        if rows is None or self._measures is None:
-            return found
-        return found | self._measures(all_rows(rows, samples, micro_size, context.mesh.data))
+        found = means(names, sums.tolist(), len(places))
+        found |= self._passes.derived(found)
+        if rows is not None and self._measures is not None:
+            found |= self._measures(all_rows(rows, places, context.mesh.data))
+        return found
 
     def close(self) -> None:
         pass

@@ -25,7 +25,7 @@ class Export:
         if loop.synchronised:
             self._exporter.synchronised(record["step"])
         nonfinite = "skipped" in record and "overflow" not in record
-        new = self._exporter.step(record, loop.batch.global_size, nonfinite)
+        new = self._exporter.step(record, loop.step_samples, nonfinite)
         if new and self._failed_at is not None:
             self._exporter.recovered(time.time() - self._failed_at)
             self._failed_at = None

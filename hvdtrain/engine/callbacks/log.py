@@ -42,17 +42,20 @@ class LogMetrics:
         self._bar: tqdm | None = None
         self._next_line = 0.0  # time.monotonic()
         self._seconds: list[float] = []  # of the steps since the last line
+        self._samples = 0  # of these
         self.last: StepRecord = {}
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         self._seconds.append(record["step_seconds"])
+        self._samples += loop.step_samples
         told = loop.ending or "validation_loss" in record or "healed" in record
         if loop.progress.step % loop.train.log_every and not told:
             return
         seconds = sum(self._seconds) / len(self._seconds)
-        self._seconds.clear()
         record["step_seconds"] = seconds
-        record["samples_per_second"] = loop.batch.global_size / seconds
+        record["samples_per_second"] = self._samples / len(self._seconds) / seconds
+        self._seconds.clear()
+        self._samples = 0
         if self._units is not None:
             name, count = self._units
             record[f"{name}_per_second"] = record["samples_per_second"] * count
@@ -96,6 +99,9 @@ class LogMetrics:
         if self._units is not None:
             name = self._units[0]
             parts.append(f"{record[f'{name}_per_second']:.0f} {name}/s")
+        if "padding" in record:
+            parts.append(f"{record['tokens_per_second']:.0f} tokens/s")
+            parts.append(f"{record['padding']:.1%} padding")
         return "  ".join(parts)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ class TellMfu:
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         ranks = loop.topology.world_size
         seconds = record["step_seconds"]
-        record["mfu"] = self._flops.utilisation(loop.batch.micro_batches, seconds, ranks)
+        record["mfu"] = self._flops.utilisation(loop.batch.global_size, seconds, ranks)
 
     def close(self) -> None:
         pass

@@ -1,0 +1,138 @@
+"""Rows of Parquet files (extra `parquet`)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from hvdtrain.data.index import Format
+from hvdtrain.data.order import Indices
+from hvdtrain.data.records import Files
+from hvdtrain.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+# Row groups that are decoded stay in memory up to so many bytes, in each process.
+_CACHE_BYTES = 1 << 28
+
+
+class ParquetRows(Dataset[dict[str, Any]]):
+    """A sample is a row: {column: value}.
+
+    A row is read with its row group, and those read last stay in memory, up to 256 MB: in an order
+    that jumps between more row groups than these hold, each row costs decoding one. Write files for
+    training with small row groups (some MB).
+
+    Args:
+        patterns: files (*.parquet), folders or globs, all with the same columns.
+        columns: which to read; None = all.
+        cache: folder for indexes; None = beside the files.
+        key: what the patterns come from, for messages.
+
+    Raises:
+        UserError: pyarrow is missing, a file is broken or lacks a column.
+    """
+
+    def __init__(
+        self,
+        patterns: Sequence[str],
+        columns: Sequence[str] | None = None,
+        cache: str | None = None,
+        key: str = "ParquetRows",
+    ) -> None:
+        self._files = Files(patterns, PARQUET, cache, key)
+        self._columns = None if columns is None else list(columns)
+        self._starts = np.cumsum([0, *(int(index[-1]) for index in self._files.indexes)])
+        self._groups: OrderedDict[tuple[int, int], pa.Table] = OrderedDict()
+        for column in columns or ():
+            check_column(self._files.paths[0], column, key)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        file = int(np.searchsorted(self._starts, index, side="right")) - 1
+        groups, row = self._files.indexes[file], index - int(self._starts[file])
+        group = int(np.searchsorted(groups, row, side="right")) - 1
+        return self._table(file, group).slice(row - int(groups[group]), 1).to_pylist()[0]
+
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the files' names, or their numbers of rows."""
+        return self._files.fingerprint([int(index[-1]) for index in self._files.indexes])
+
+    def _table(self, file: int, group: int) -> pa.Table:
+        found = self._groups.pop((file, group), None)
+        if found is None:
+            found = read_group(self._files.paths[file], group, self._columns)
+            size = sum(table.nbytes for table in self._groups.values())
+            while self._groups and size + found.nbytes > _CACHE_BYTES:
+                size -= self._groups.popitem(last=False)[1].nbytes
+        self._groups[file, group] = found  # the one used last stands last
+        return found
+
+
+def read_group(path: Path, group: int, columns: Sequence[str] | None) -> pa.Table:
+    """Rows of a row group.
+
+    Raises:
+        UserError: the file is broken, or lacks a column.
+    """
+    import pyarrow as pa
+
+    try:
+        with _opened(path) as file:
+            # Threads of Arrow's own would not survive the fork of a worker.
+            found = file.read_row_group(group, columns=columns, use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise _broken(path, error) from None
+    missing = set(columns or ()) - set(found.column_names)
+    if missing:
+        raise UserError(f"{path} has no column {', '.join(sorted(missing))}")
+    return found
+
+
+def row_groups(path: Path) -> Indices:
+    """Rows before each row group, and all.
+
+    Raises:
+        UserError: pyarrow is missing, or the file is broken.
+    """
+    with _opened(path) as file:
+        counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+    return np.cumsum([0, *counts], dtype=np.int64)
+
+
+def check_column(path: Path, column: str, key: str) -> None:
+    """Raises UserError where a file has no such column."""
+    with _opened(path) as file:
+        names = file.schema_arrow.names
+    if column not in names:
+        raise UserError(f"{key}: {path} has no column {column!r}, but {', '.join(names)}")
+
+
+def _opened(path: Path) -> Any:
+    try:
+        import pyarrow as pa
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        raise UserError("Parquet files need pyarrow: pip install 'hvdtrain[parquet]'") from None
+    try:
+        return ParquetFile(path)
+    except (pa.ArrowException, OSError) as error:
+        raise _broken(path, error) from None
+
+
+def _broken(path: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split()).partition(". ")[0]
+    return UserError(f"{path} is no whole Parquet file ({reason}): copy it anew")
+
+
+PARQUET = Format("Parquet file", (".parquet",), lambda path, start, stop: row_groups(path))

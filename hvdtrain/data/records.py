@@ -1,0 +1,257 @@
+"""Data sets of large files with many samples each: JSON lines and tar shards.
+
+A sample is found by its number, through an index of the file's (index.py), and read when it is
+asked for. Any process may read, forked ones too: no open file is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import tarfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from hvdtrain.data.files import expand
+from hvdtrain.data.index import Format, open_indexes
+from hvdtrain.data.order import Indices
+from hvdtrain.errors import UserError
+
+_NEWLINE = ord("\n")
+_CHUNK_BYTES = 1 << 24
+
+
+class Files:
+    """Several indexed files as one: which of them has a sample, and where.
+
+    Args:
+        patterns: files, folders or globs.
+        cache: folder for indexes; None = beside the files.
+        key: what the patterns come from, for messages.
+
+    Raises:
+        UserError: no file, or one that is broken.
+    """
+
+    def __init__(
+        self, patterns: Sequence[str], kind: Format, cache: str | None = None, key: str = "files"
+    ) -> None:
+        self.paths = expand(key, patterns, kind.suffixes, kind.name)
+        self.indexes = open_indexes(self.paths, kind, cache)
+
+    def fingerprint(self, samples: Sequence[int]) -> str:
+        """16 hex digits of the names and of how many samples each file has."""
+        root = os.path.commonpath([path.parent for path in self.paths])
+        digest = hashlib.sha256()
+        for path, count in zip(self.paths, samples, strict=True):
+            digest.update(f"{os.path.relpath(path, root)}\0{count}\n".encode())
+        return digest.hexdigest()[:16]
+
+
+class _Records:
+    """The bytes of samples that lie one after the other in files."""
+
+    def __init__(self, files: Files) -> None:
+        self._files = files
+        counts = [len(index) - 1 for index in files.indexes]
+        self._starts = np.cumsum([0, *counts])
+        self.fingerprint = files.fingerprint(counts)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def read(self, number: int) -> tuple[Path, int, bytes]:
+        """(file, offset, bytes) of a sample.
+
+        Raises:
+            IndexError: there is no such sample; this ends an iteration.
+            UserError: the file cannot be read.
+        """
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        file = int(np.searchsorted(self._starts, number, side="right")) - 1
+        path, index = self._files.paths[file], self._files.indexes[file]
+        start, stop = index[number - self._starts[file] :][:2].tolist()
+        try:
+            with open(path, "rb", buffering=0) as opened:
+                return path, start, os.pread(opened.fileno(), stop - start, start)
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}") from None
+
+
+class JsonLines(Dataset[dict[str, Any]]):
+    """A sample is the object on a line; empty lines are none.
+
+    Args:
+        patterns: files (*.jsonl, *.ndjson), folders or globs.
+        cache: folder for indexes; None = beside the files.
+        key: what the patterns come from, for messages.
+
+    A sample raises UserError where its line is no JSON object.
+    """
+
+    def __init__(
+        self, patterns: Sequence[str], cache: str | None = None, key: str = "JsonLines"
+    ) -> None:
+        self._records = _Records(Files(patterns, JSON_LINES, cache, key))
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        path, start, line = self._records.read(index)
+        return parse_line(line, path, start)
+
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the files' names, or their numbers of lines."""
+        return self._records.fingerprint
+
+
+class TarShards(Dataset[dict[str, Any]]):
+    """Members of a tar file that follow each other and have one name are a sample, as WebDataset
+    has it: {"__key__": "train/0001", "jpg": bytes, "cls": bytes} of train/0001.jpg, train/0001.cls.
+
+    Args:
+        patterns: files (*.tar, not compressed), folders or globs.
+        cache: folder for indexes; None = beside the files.
+        key: what the patterns come from, for messages.
+
+    "__shard__" is the path of the file.
+    """
+
+    def __init__(
+        self, patterns: Sequence[str], cache: str | None = None, key: str = "TarShards"
+    ) -> None:
+        self._records = _Records(Files(patterns, TAR, cache, key))
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        path, _, content = self._records.read(index)
+        sample: dict[str, Any] = {"__shard__": str(path)}
+        try:
+            with tarfile.open(fileobj=io.BytesIO(content), mode="r:") as members:
+                for member in members:
+                    name = _name(member)
+                    opened = members.extractfile(member) if name else None
+                    if name is not None and opened is not None:
+                        sample["__key__"], suffix = name
+                        sample[suffix] = opened.read()
+        except tarfile.TarError as error:
+            raise _broken_shard(path, error) from None
+        return sample
+
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the shards' names, or their numbers of samples."""
+        return self._records.fingerprint
+
+
+def parse_line(line: bytes, path: Path, start: int) -> dict[str, Any]:
+    """The object on a line.
+
+    Args:
+        path, start: where it lies, in bytes.
+
+    Raises:
+        UserError: it is no JSON object.
+    """
+    try:
+        found = json.loads(line)
+        reason = f"it is a {type(found).__name__}"
+    except ValueError as error:
+        found, reason = None, str(error)
+    if isinstance(found, dict):
+        return found
+    with open(path, "rb") as opened:
+        number = 1 + sum(part.count(b"\n") for part in _parts(opened, start))
+    raise UserError(f"{path}: line {number} is no JSON object ({reason}): repair or remove it")
+
+
+def _parts(opened: io.BufferedReader, size: int) -> Iterator[bytes]:
+    for at in range(0, size, _CHUNK_BYTES):
+        yield opened.read(min(_CHUNK_BYTES, size - at))
+
+
+def scan_lines(path: Path, start: int, stop: int) -> Indices:
+    """Offsets of lines that begin at start to stop - 1 and are not empty."""
+    found = [np.zeros(int(start == 0), dtype=np.int64)]
+    begin = max(start - 1, 0)  # a line begins after a newline
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as opened:
+            opened.seek(begin)
+            for part in _parts(opened, stop - 1 - begin):
+                newlines = np.flatnonzero(np.frombuffer(part, dtype=np.uint8) == _NEWLINE)
+                found.append(newlines + begin + 1)
+                begin += len(part)
+        lines = np.concatenate(found)
+        return lines[~_empty(path, lines, size)] if len(lines) else lines
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+
+
+def _empty(path: Path, lines: Indices, size: int) -> np.ndarray:
+    """Which lines have no character, by their offsets."""
+    content = np.memmap(path, dtype=np.uint8, mode="r")
+    inside = lines < size
+    first = content[np.minimum(lines, size - 1)]
+    second = content[np.minimum(lines + 1, size - 1)]
+    carriage = (first == ord("\r")) & ((second == _NEWLINE) | (lines + 1 >= size))
+    return ~inside | (first == _NEWLINE) | carriage
+
+
+def scan_tar(path: Path, start: int, stop: int) -> Indices:
+    """Offsets of the first members of samples, and of what follows the last one."""
+    starts, before = [], None
+    try:
+        with tarfile.open(path, mode="r:") as members:
+            while (member := members.next()) is not None:
+                name = _name(member)
+                if name is not None and name[0] != before:
+                    starts.append(member.offset)
+                    before = name[0]
+                members.members = []  # type: ignore[attr-defined]  # else all stay in memory
+            end = members.offset
+        _check_end(path, end)
+    except (tarfile.TarError, EOFError) as error:
+        raise _broken_shard(path, error) from None
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    if not starts:
+        raise UserError(f"{path}: the shard has no files")
+    return np.array([*starts, end], dtype=np.int64)
+
+
+def _check_end(path: Path, end: int) -> None:
+    """tarfile takes a file that is cut between two members, or within a header, for whole."""
+    with open(path, "rb") as opened:
+        opened.seek(end)
+        if opened.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError("its end is missing")
+
+
+def _name(member: tarfile.TarInfo) -> tuple[str, str] | None:
+    """(key, suffix) of a file, which is cut at the first dot of its last part."""
+    folder, _, last = member.name.rpartition("/")
+    key, dot, suffix = last.partition(".")
+    if not (member.isfile() and key and dot):
+        return None
+    return f"{folder}/{key}".lstrip("/"), suffix.lower()
+
+
+def _broken_shard(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"{path} is no whole tar file ({error or type(error).__name__}; compressed ones cannot be "
+        "read by sample): copy it anew"
+    )
+
+
+JSON_LINES = Format("file of JSON lines", (".jsonl", ".ndjson"), scan_lines, splits=True)
+TAR = Format("tar shard", (".tar",), scan_tar)

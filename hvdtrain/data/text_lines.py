@@ -1,0 +1,276 @@
+"""Samples from JSON lines: prompts with their answers, texts with their labels.
+
+A line is read, parsed and tokenized when its sample is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hvdtrain.data.order import permute
+from hvdtrain.data.text import Tokenizer
+from hvdtrain.errors import UserError
+
+IGNORED = -100  # a target that no loss is computed for
+_SPLIT_SEED = 0  # the split is the data's, whatever the run's seed
+
+
+@dataclass(frozen=True)
+class JsonLines:
+    """Objects in files of JSON lines.
+
+    Args:
+        paths: the files.
+        places: (lines, 3) int64: which of the files, where in it in bytes, number of the line.
+        digest: of the files' contents, hex.
+    """
+
+    paths: Sequence[Path]
+    places: NDArray[np.int64]
+    digest: str
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Line:
+        """Raises UserError where the line is no JSON object."""
+        file, at, number = (int(value) for value in self.places[index])
+        path = self.paths[file]
+        try:
+            with open(path, "rb") as lines:
+                lines.seek(at)
+                content = json.loads(lines.readline())
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}") from None
+        except ValueError as error:
+            raise UserError(f"{path}:{number}: this line is not JSON ({error})") from None
+        if not isinstance(content, dict):
+            raise UserError(f"{path}:{number}: this line is no JSON object, {{...}}")
+        return Line(content, f"{path}:{number}")
+
+    def split(self, fraction: float) -> tuple[JsonLines, JsonLines]:
+        """(train, validation): a fraction of the lines, of all parts of the files, at least one."""
+        order = permute(np.arange(len(self)), len(self), _SPLIT_SEED, epoch=0)
+        ends = max(int(len(self) * fraction), 1)
+        parts = np.sort(order[ends:]), order[:ends]
+        train, validation = (JsonLines(self.paths, self.places[p], self.digest) for p in parts)
+        return train, validation
+
+
+def read_lines(paths: Sequence[Path]) -> JsonLines:
+    """All lines of files but blank ones; they are not parsed yet.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    places: list[tuple[int, int, int]] = []
+    for file, path in enumerate(paths):
+        at = 0
+        try:
+            with open(path, "rb") as lines:
+                for number, line in enumerate(lines, start=1):
+                    digest.update(line)
+                    if not line.isspace():
+                        places.append((file, at, number))
+                    at += len(line)
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}") from None
+    found = np.array(places, dtype=np.int64).reshape(-1, 3)
+    return JsonLines(paths, found, digest.hexdigest())
+
+
+@dataclass(frozen=True)
+class Line:
+    """An object, and where it stands: FILE:NUMBER."""
+
+    content: dict[str, Any]
+    where: str
+
+    def text(self, key: str, name: str) -> str:
+        """What it has as `name`, which the configuration key `key` says.
+
+        Raises:
+            UserError: nothing, or no text.
+        """
+        value = self._value(key, name)
+        if not isinstance(value, str):
+            raise UserError(f"{self.where}: {name!r} is no text, but {json.dumps(value)[:40]}")
+        return value
+
+    def label(self, key: str, name: str) -> str | int:
+        """As `text` has it; a whole number too."""
+        value = self._value(key, name)
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise UserError(
+                f"{self.where}: {name!r} is neither text nor a whole number, but "
+                f"{json.dumps(value)[:40]}"
+            )
+        return value
+
+    def _value(self, key: str, name: str) -> Any:
+        if name not in self.content:
+            raise UserError(
+                f"{self.where}: there is no {name!r}, only {', '.join(self.content) or 'nothing'}; "
+                f"{key} says which key it is"
+            )
+        return self.content[name]
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Of an object: its prompt or text, and its answer or label."""
+
+    input: str
+    target: str
+
+    def input_of(self, line: Line) -> str:
+        return line.text("huggingface.input_key", self.input)
+
+    def answer_of(self, line: Line) -> str:
+        return line.text("huggingface.target_key", self.target)
+
+    def label_of(self, line: Line) -> str | int:
+        return line.label("huggingface.target_key", self.target)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How texts become tokens.
+
+    Args:
+        tokenizer: of a tokenizer.json.
+        context: most tokens that the model sees.
+        end: the token that ends an answer; None: nothing does.
+        padding: the token that stands behind a text.
+        truncate: what is longer is cut at its end; else it is an error.
+    """
+
+    tokenizer: Tokenizer
+    context: int
+    end: int | None = None
+    padding: int = 0
+    truncate: bool = False
+
+    def too_long(self, where: str, count: int) -> UserError:
+        return UserError(
+            f"{where}: {count} tokens are more than huggingface.context {self.context}: raise "
+            "that, shorten the line, or let huggingface.truncate true cut it at its end"
+        )
+
+
+class Answers(Dataset[tuple[Tensor, Tensor]]):
+    """Sample: tokens and their targets, the next tokens; int64 (context,).
+
+    Targets within the prompt and the padding at the end are IGNORED. A prompt is tokenized by
+    itself, as it will be when the model is asked, and so is the answer.
+
+    """
+
+    def __init__(self, lines: JsonLines, keys: Keys, tokens: Tokens) -> None:
+        self._lines = lines
+        self._keys = keys
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def prompt(self, index: int) -> list[int]:
+        """Tokens of a sample's prompt."""
+        return self._prompt(self._lines[index])
+
+    def _prompt(self, line: Line) -> list[int]:
+        ids = self._tokens.tokenizer.ids(self._keys.input_of(line))
+        end = self._tokens.end
+        return ids[:-1] if ids and ids[-1] == end else ids
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Raises UserError where the line lacks something, or is too long."""
+        line = self._lines[index]
+        prompt = self._prompt(line)
+        answer = self._tokens.tokenizer.ids(self._keys.answer_of(line), special=False)
+        if self._tokens.end is not None:
+            answer.append(self._tokens.end)
+        context = self._tokens.context
+        ids = prompt + answer
+        if len(ids) > context + 1 and not self._tokens.truncate:
+            raise self._tokens.too_long(line.where, len(ids))
+        ids = ids[: context + 1]
+        first = max(len(prompt), 1)  # nothing is before the first token that could foretell it
+        if len(ids) <= first:
+            raise UserError(
+                f"{line.where}: no token of the answer is left to learn: it is empty, or its "
+                f"prompt has more tokens ({len(prompt)}) than huggingface.context {context}"
+            )
+        tokens = torch.full((context,), self._tokens.padding)
+        targets = torch.full((context,), IGNORED)
+        tokens[: len(ids) - 1] = torch.tensor(ids[:-1])
+        targets[first - 1 : len(ids) - 1] = torch.tensor(ids[first:])
+        return tokens, targets
+
+
+class LabelledTexts(Dataset[tuple[Tensor, int, int]]):
+    """Sample: int64 (context,) tokens, padded at their end; how many they are; the label's number.
+
+    Args:
+        labels: what a line may have as its label; or their numbers, where none is called by one.
+    """
+
+    def __init__(self, lines: JsonLines, keys: Keys, tokens: Tokens, labels: Sequence[str]) -> None:
+        self._lines = lines
+        self._keys = keys
+        self._tokens = tokens
+        self.labels = labels
+        self._numbered = not any(label.lstrip("-").isdigit() for label in labels)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def text(self, index: int) -> str:
+        return self._keys.input_of(self._lines[index])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
+        """Raises UserError where the line lacks something, is too long, or has another label."""
+        line = self._lines[index]
+        context, tokenizer = self._tokens.context, self._tokens.tokenizer
+        longest = context if self._tokens.truncate else None
+        ids = tokenizer.ids(self._keys.input_of(line), longest=longest)
+        if len(ids) > context:
+            raise self._tokens.too_long(line.where, len(ids))
+        if not ids:
+            raise UserError(f"{line.where}: {self._keys.input!r} has no token")
+        tokens = torch.full((context,), self._tokens.padding)
+        tokens[: len(ids)] = torch.tensor(ids)
+        return tokens, len(ids), self._number(line)
+
+    def _number(self, line: Line) -> int:
+        label = self._keys.label_of(line)
+        if str(label) in self.labels:
+            return self.labels.index(str(label))
+        if self._numbered and isinstance(label, int) and 0 <= label < len(self.labels):
+            return label
+        known = ", ".join(self.labels[:10]) + (", ..." if len(self.labels) > 10 else "")
+        raise UserError(f"{line.where}: label {label!r} is none of the model's: {known}")
+
+
+def labels_in(lines: JsonLines, keys: Keys) -> list[str]:
+    """The labels of all lines; numbers in their order, text by the alphabet.
+
+    Raises:
+        UserError: a line has none, or is no JSON object.
+    """
+    found = {keys.label_of(lines[index]) for index in range(len(lines))}
+    if all(isinstance(label, int) for label in found):
+        return [str(label) for label in sorted(found, key=int)]
+    return sorted({str(label) for label in found})

@@ -1,0 +1,109 @@
+"""Validation data, dealt to the ranks by micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import Dataset, IterableDataset
+
+from hvdtrain.data.buckets import SampleBuckets
+from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.iterable import has_own_order, take
+from hvdtrain.data.loading import IN_RANK, Batch, Loading, MicroBatches, Place, load
+from hvdtrain.errors import UserError
+from hvdtrain.runtime.mesh import Group
+from hvdtrain.runtime.rng import seed_all
+
+# Tells the seeding of validation batches from that of a forward pass in training, whose keys have
+# no such part. (2 is an epoch's start, see iterable.py, and 3 loading, see loader.py.)
+_EVALUATION = 1
+
+
+@dataclass(frozen=True)
+class ValidationData:
+    """What an evaluation looks at.
+
+    Args:
+        seed: the run's.
+        buckets: with batch.max_tokens, which samples a micro-batch has.
+    """
+
+    dataset: Dataset[Any]
+    seed: int
+    loading: Loading = IN_RANK
+    buckets: SampleBuckets | None = None
+
+    def places(self, batches: int, batch: BatchConfig) -> list[Sequence[int]]:
+        """The samples of each micro-batch: of so many global batches, as far as there are."""
+        if self.buckets is not None:
+            count = min(batches * batch.micro_batches, len(self.buckets))
+            return [self.buckets.micro_batch(position) for position in range(count)]
+        size = len(self.dataset)  # type: ignore[arg-type]
+        return validation_places(min(batches * batch.global_size, size), batch.micro_size)
+
+    def batches(self, places: Sequence[Sequence[int]], group: Group) -> Iterator[tuple[int, Batch]]:
+        """See validation_batches."""
+        return validation_batches(self.dataset, places, group, self.seed, self.loading)
+
+
+def validation_places(samples: int, micro_size: int) -> list[Sequence[int]]:
+    """The micro-batches of the first samples, in their order."""
+    return [range(i, min(i + micro_size, samples)) for i in range(0, samples, micro_size)]
+
+
+def validation_batches(
+    dataset: Dataset[Any],
+    places: Sequence[Sequence[int]],
+    group: Group,
+    seed: int,
+    loading: Loading = IN_RANK,
+) -> Iterator[tuple[int, Batch]]:
+    """This rank's share of the micro-batches at `places`: (samples in the batch, batch).
+
+    Random numbers are seeded before each batch is loaded, and again when it is there, from the
+    run's seed and the batch's place in the data alone: neither the number of ranks or processes
+    nor the step changes what is drawn.
+
+    Args:
+        places: the samples of each; of an iterable data set the first ones, in order.
+
+    Raises:
+        UnsupportedTaskError: on each rank, an iterable data set is shorter than its length.
+        UserError: a sample cannot be loaded.
+    """
+    own = range(len(places))[group.rank :: group.size]
+    if not own and not has_own_order(dataset):
+        return
+    batches = (
+        _read_all(dataset, places, own, seed, loading)
+        if has_own_order(dataset)
+        else load(
+            MicroBatches(dataset, seed, _EVALUATION, loading.collate),
+            [Place(0, number, places[number]) for number in own],
+            loading,
+        )
+    )
+    for number, batch in zip(own, batches, strict=True):
+        if isinstance(batch, UserError):
+            raise batch
+        if not has_own_order(dataset):
+            seed_all(seed, 0, number, _EVALUATION)
+        yield len(places[number]), batch
+
+
+def _read_all(
+    dataset: IterableDataset[Any],
+    places: Sequence[Sequence[int]],
+    own: range,
+    seed: int,
+    loading: Loading,
+) -> Iterator[Batch]:
+    rest: Iterator[Any] = iter(())
+    for number, place in enumerate(places):
+        seed_all(seed, 0, number, _EVALUATION)
+        rest = rest if number else iter(dataset)
+        batch = [take(rest, i, dataset) for i in place]
+        if number in own:
+            yield loading.collate(batch)

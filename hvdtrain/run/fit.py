@@ -1,0 +1,200 @@
+"""The largest micro-batch that fits into memory, found before training: `memory.fit`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+from torch import nn
+
+from hvdtrain import comm
+from hvdtrain.config import Config
+from hvdtrain.data.iterable import has_own_order
+from hvdtrain.data.loader import to_device
+from hvdtrain.engine.buffers import SavedBuffers
+from hvdtrain.errors import CollectiveError, UserError
+from hvdtrain.optim.precision import Precision
+from hvdtrain.runtime import machine
+from hvdtrain.runtime.collectives import gather_json, on_all_ranks
+from hvdtrain.runtime.out_of_memory import ADVICE, explained
+from hvdtrain.runtime.peak_memory import PeakMemory
+from hvdtrain.runtime.rng import seed_all
+from hvdtrain.runtime.topology import Topology
+from hvdtrain.tasks import Datasets, Task
+from hvdtrain.tasks.batch import first_batch
+
+# Of what is free: allocators leave gaps, and a host runs other programs.
+_SHARE = 0.85
+# What comes with the first step, as values for each parameter: two moments of an optimizer such as
+# AdamW, and the buckets in which gradients travel.
+_LATER = 3
+# A line through small sizes tells little of large ones.
+_FARTHEST = 4
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Forward and backward of a micro-batch, as training does them.
+
+    Args:
+        seed: the run's; what a pass draws is drawn anew in training.
+    """
+
+    task: Task
+    model: nn.Module
+    datasets: Datasets
+    precision: Precision
+    seed: int
+
+    def run(self, samples: int) -> None:
+        """Leaves nothing behind: no gradient, and the buffers as they were.
+
+        Raises:
+            UserError: the forward pass calls collectives.
+        """
+        device = next(self.model.parameters()).device
+        buffers = SavedBuffers(self.model)
+        buffers.keep()
+        seed_all(self.seed)
+        batch = to_device(first_batch(self.task, self.datasets.train, samples), device)
+        try:
+            for own in comm.OWN.micro_batches(iter([batch]), in_common=0):
+                with self.precision.autocast(device):
+                    loss = self.task.loss(self.model, own)["loss"]
+                (loss[0] if isinstance(loss, tuple) else loss).backward()
+        except CollectiveError:
+            raise UserError(
+                "memory.fit tries micro-batches on each rank alone, and this model's forward pass "
+                "calls collectives (image.sync_batchnorm does): set batch.micro_size"
+            ) from None
+        finally:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            buffers.restore()
+
+
+def with_micro_size(config: Config, trial: Trial, topology: Topology) -> Config:
+    """The configuration with the largest `batch.micro_size` that fits, where `memory.fit` asks.
+
+    It divides the global batch and leaves every rank a micro-batch. All ranks agree on it.
+
+    Raises:
+        AgreedError: not even one sample fits, or it cannot be tried.
+    """
+    if not config.memory.fit:
+        return config
+    batch, ranks = config.batch, topology.world_size
+    most = max(1, batch.global_size // ranks)
+    sizes = [n for n in range(1, most + 1) if batch.global_size % n == 0]
+    neighbours = len(topology.ranks_by_host()[topology.host])
+    need = on_all_ranks("memory.fit", lambda: _Need(trial, neighbours))
+
+    def share(samples: int) -> float:
+        own = on_all_ranks("memory.fit", lambda: need.share(samples))
+        shares: list[float] = gather_json(own, "memory.fit.share")
+        return max(shares)
+
+    at_least: float = max(gather_json(need.at_least, "memory.fit.share"))
+    largest = largest_that_fits(sizes, at_least, share)
+    size = on_all_ranks("memory.fit", lambda: _some(largest))
+    return replace(config, batch=replace(batch, micro_size=size))
+
+
+def largest_that_fits(
+    sizes: Sequence[int], at_least: float, share: Callable[[int], float]
+) -> int | None:
+    """The largest of some sizes whose share of the memory there is, is 1 at most; None: none is.
+
+    Memory grows about as a line with the size, so that few are tried.
+
+    Args:
+        sizes: ascending.
+        at_least: the share of size 0.
+        share: of a size; it is tried, infinite where it could not be done.
+    """
+    left, best = list(sizes), 0
+    before, slope, size = (0, at_least), 0.0, left[0]
+    while True:
+        found = share(size)
+        if found < math.inf:
+            slope = max(0.0, (found - before[1]) / (size - before[0]))
+        if found <= 1:
+            before, best = (size, found), size
+        else:
+            left = [n for n in left if n < size]
+        larger = [
+            n
+            for n in left
+            if best < n <= _FARTHEST * max(best, 1) and before[1] + slope * (n - before[0]) <= 1
+        ]
+        if not larger:
+            return best or None
+        size = larger[-1]
+
+
+class _Need:
+    """What passes need of the memory that this rank may take.
+
+    Args:
+        neighbours: ranks of this host, which share its memory.
+
+    Attributes:
+        at_least: the share that gradients and the optimizer's state take.
+
+    Raises:
+        UserError: it cannot be known.
+    """
+
+    def __init__(self, trial: Trial, neighbours: int) -> None:
+        if has_own_order(trial.datasets.train):
+            raise UserError(
+                "memory.fit reads samples before training, and an IterableDataset is read from "
+                "beginning to end: set batch.micro_size"
+            )
+        self._trial = trial
+        parameters = [p for p in trial.model.parameters() if p.requires_grad]
+        self._device = parameters[0].device
+        self._later = _LATER * sum(p.nbytes for p in parameters)
+        if self._device.type == "cuda":
+            self._before = torch.cuda.memory_allocated(self._device)
+            free = torch.cuda.mem_get_info(self._device)[0]
+            free += torch.cuda.memory_reserved(self._device) - self._before
+        else:
+            self._before = psutil.Process().memory_info().rss
+            free = machine.free_memory() // neighbours
+        self._room = _SHARE * max(free, 1)
+        self.at_least = (self._later + sum(p.nbytes for p in parameters)) / self._room
+
+    def share(self, samples: int) -> float:
+        """Of a micro-batch; infinite where an allocator has not enough for it.
+
+        Raises:
+            UserError: this kernel does not tell, or the model calls collectives.
+        """
+        peak = PeakMemory(self._device)
+        try:
+            self._trial.run(samples)
+        except (MemoryError, RuntimeError) as error:
+            if not explained(error):
+                raise
+            return math.inf
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+        peak.note("forward")
+        found = peak.host if peak.device is None else peak.device
+        if found is None:
+            raise UserError(
+                "memory.fit: this kernel does not let peaks of memory be measured "
+                "(/proc/self/clear_refs): set batch.micro_size"
+            )
+        return (found["forward"] - self._before + self._later) / self._room
+
+
+def _some(size: int | None) -> int:
+    if size is None:
+        raise UserError(f"memory.fit: not even one sample fits into memory. {ADVICE}")
+    return size

@@ -1,0 +1,155 @@
+"""Models of Hugging Face's transformers: they learn text, answers or labels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hvdtrain.tasks import Datasets
+from hvdtrain.tasks.huggingface_config import HuggingFaceTaskConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from hvdtrain.tasks.huggingface_data import TextData
+    from hvdtrain.tasks.huggingface_model import Folder
+
+_SHOWN = 5  # texts and what the classifier takes them for
+_PROMPT = 16  # tokens of packed text that are continued
+_WRITTEN, _SECONDS = 100, 20.0  # tokens, and how long writing them may take
+
+
+class HuggingFace:
+    """A causal language model or a classifier; torch is imported by its methods."""
+
+    Config = HuggingFaceTaskConfig
+    defaults: ClassVar[dict[str, Any]] = {
+        "batch.global_size": 16,
+        "batch.micro_size": 4,
+        "train.steps": 400,
+        "optim.lr": 5e-5,
+    }
+
+    def __init__(self, config: HuggingFaceTaskConfig) -> None:
+        self.config = config
+        self.units: tuple[str, int] | None = None
+        self._classifies = config.huggingface.learn == "labels"
+        self.metrics = ("accuracy",) if self._classifies else ()
+        self._folder: Folder | None = None
+        self._data: TextData | None = None
+
+    def datasets(self) -> Datasets:
+        from hvdtrain.tasks.huggingface_data import read_data
+        from hvdtrain.tasks.huggingface_model import kind_of, read_folder
+
+        own = self.config.huggingface
+        self._folder = read_folder(own.model, kind_of(own.learn))
+        self._data = read_data(self.config, self._folder)
+        if own.learn == "text":
+            self.units = ("tokens", self._data.context)
+        return self._data.datasets
+
+    def model(self) -> nn.Module:
+        from hvdtrain.tasks.huggingface_build import build_trained
+        from hvdtrain.tasks.huggingface_model import check_causal
+
+        assert self._folder is not None and self._data is not None
+        # Keys and values of tokens are kept for writing text, not for learning it.
+        self._folder.text.use_cache = False
+        own = self.config.huggingface
+        model: nn.Module = build_trained(self.config, self._folder, self._data.classes, own.weights)
+        if self._data.classes is None:
+            check_causal(self._folder, model)
+        return model
+
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        """Sums over tokens, or texts, and how many these are.
+
+        Args:
+            batch: of text int64 (N, context + 1); of answers tokens and targets, (N, context) each;
+                of labels tokens (N, context), their numbers (N,) and labels (N,).
+        """
+        if self._classifies:
+            return self._loss_of_labels(model, *batch)
+        if self.config.huggingface.learn == "text":
+            return _loss_of_tokens(model, batch[:, :-1], batch[:, 1:])
+        tokens, targets = _without_padding(batch[0], batch[1], batch[1] >= 0)
+        return _loss_of_tokens(model, tokens, targets)
+
+    def _loss_of_labels(
+        self, model: nn.Module, tokens: Tensor, lengths: Tensor, labels: Tensor
+    ) -> dict[str, Any]:
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        seen = torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
+        tokens, mask = _without_padding(tokens, seen.long(), seen)
+        scores = model(input_ids=tokens, attention_mask=mask).logits
+        loss = cross_entropy(scores.float(), labels, reduction="sum")
+        right = (scores.detach().argmax(1) == labels).sum()
+        return {"loss": (loss, len(labels)), "accuracy": (right, len(labels))}
+
+    def sample(self, model: nn.Module) -> str:
+        """Text that the model writes, or what it takes the first validation texts for."""
+        import torch
+
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(0)
+            return self._labels_of_texts(model) if self._classifies else self._written(model)
+
+    def _labels_of_texts(self, model: nn.Module) -> str:
+        import torch
+
+        assert self._data is not None and self._data.classes is not None
+        data: Any = self._data.datasets.validation
+        labels = self._data.classes.labels
+        device = next(model.parameters()).device
+        shown = []
+        for index in range(min(_SHOWN, len(data))):
+            tokens, length, _ = data[index]
+            own = tokens[None, :length].to(device)
+            scores = model(input_ids=own, attention_mask=torch.ones_like(own)).logits
+            shown.append(f"{data.text(index)[:60]!r}: {labels[int(scores.argmax())]}")
+        return "\n".join(shown)
+
+    def _written(self, model: Any) -> str:
+        import torch
+
+        assert self._data is not None
+        data: Any = self._data.datasets.validation
+        answers = self.config.huggingface.learn == "answers"
+        prompt = data.prompt(0) if answers else data[0][:_PROMPT].tolist()
+        prompt = prompt[: self._data.context - 1] or [0]
+        device = next(model.parameters()).device
+        tokens = torch.tensor([prompt], device=device)
+        written = model.generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=min(_WRITTEN, self._data.context - len(prompt)),
+            max_time=_SECONDS,
+            use_cache=True,
+            do_sample=True,
+            temperature=0.8,
+            pad_token_id=0,
+        )[0].tolist()
+        tokenizer = self._data.tokenizer
+        return tokenizer.decode(written) if tokenizer else " ".join(map(str, written))
+
+
+def _loss_of_tokens(model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
+    """Of the next tokens that are not IGNORED.
+
+    Padding stands at the end, where no other token sees it, so that there is nothing to mask.
+    """
+    from torch.nn.functional import cross_entropy
+
+    logits = model(input_ids=tokens).logits.float()
+    losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return {"loss": (losses, (targets >= 0).sum())}
+
+
+def _without_padding(tokens: Tensor, other: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    """Both without the last columns that no sample uses; with meta tensors nobody knows which."""
+    if tokens.is_meta:
+        return tokens, other
+    columns = int(used.any(0).nonzero().max()) + 1
+    return tokens[:, :columns], other[:, :columns]

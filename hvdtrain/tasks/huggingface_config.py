@@ -1,0 +1,89 @@
+"""Configuration of the task huggingface."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hvdtrain.data.config import DataConfig
+from hvdtrain.errors import require
+
+
+@dataclass
+class HuggingFaceConfig:
+    """A model of transformers, and what it learns.
+
+    Args:
+        model: its folder, with config.json, *.safetensors and tokenizer.json
+        weights: begin with the folder's; false = with random ones
+        learn: `text`: each next token of text or tokens; `answers`: the answers to prompts, of
+            JSON lines; `labels`: the classes of texts, of JSON lines
+        context: tokens of a sample, at most; null = as many as the model has positions, up to 1024
+        input_key: of a JSON line, its prompt or text; null = `prompt`, of labels `text`
+        target_key: of a JSON line, its answer or label; null = `answer`, of labels `label`
+        labels: names of the classes; empty = those of a classifier's folder, or else of the data
+        truncate: a JSON line of more than `huggingface.context` tokens is cut at its end; false =
+            it ends the run
+    """
+
+    model: str | None = None
+    weights: bool = True
+    learn: Literal["text", "answers", "labels"] = "text"
+    context: int | None = None
+    input_key: str | None = None
+    target_key: str | None = None
+    labels: list[str] = field(default_factory=list)
+    truncate: bool = False
+
+    def __post_init__(self) -> None:
+        require(
+            self.context is None or self.context >= 2,
+            f"huggingface.context must be >= 2, not {self.context}",
+        )
+        require(
+            not self.labels or self.learn == "labels",
+            f"huggingface.labels are for huggingface.learn labels, not {self.learn}",
+        )
+        require(
+            not self.labels or 1 < len(set(self.labels)) == len(self.labels),
+            f"huggingface.labels must be two different names or more, not {self.labels}",
+        )
+
+
+@dataclass
+class LoraConfig:
+    """Adapters, which are trained in place of the weights.
+
+    Args:
+        rank: of the matrices that are added to a layer's; 0 = no LoRA, all weights are trained
+        alpha: their product counts alpha / rank times
+        dropout: of what goes into them
+        targets: layers that get some, by the last parts of their names; empty = all linear ones
+            but the head
+    """
+
+    rank: int = 0
+    alpha: float = 16.0
+    dropout: float = 0.0
+    targets: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        require(self.rank >= 0, f"lora.rank must be >= 0 (0 = no LoRA), not {self.rank}")
+        require(self.alpha > 0, f"lora.alpha must be > 0, not {self.alpha}")
+        require(0 <= self.dropout < 1, f"lora.dropout must lie in [0, 1), not {self.dropout}")
+
+
+@dataclass
+class HuggingFaceTaskConfig:
+    """Keys of the task huggingface.
+
+    Args:
+        huggingface: the model, and what it learns
+        lora: adapters, which are trained in place of the weights
+        data: text, tokens or, for answers and labels, files of JSON lines; `data.tokenizer` null is
+            that of the folder
+    """
+
+    huggingface: HuggingFaceConfig = field(default_factory=HuggingFaceConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    data: DataConfig = field(default_factory=DataConfig)

@@ -1,0 +1,203 @@
+"""What a model of transformers learns: packed text, answers to prompts, or labels of texts."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvdtrain.data.files import expand
+from hvdtrain.data.text import Tokenizer, cut, read, read_text
+from hvdtrain.data.text_lines import (
+    Answers,
+    JsonLines,
+    Keys,
+    LabelledTexts,
+    Tokens,
+    labels_in,
+    read_lines,
+)
+from hvdtrain.data.tokens import TokenWindows, read_token_files
+from hvdtrain.errors import UserError
+from hvdtrain.log import logger
+from hvdtrain.tasks import Datasets
+from hvdtrain.tasks.huggingface_config import HuggingFaceTaskConfig
+from hvdtrain.tasks.huggingface_model import Folder
+
+_LONGEST_BY_DEFAULT = 1024
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Of a classifier.
+
+    Args:
+        labels: names of the classes.
+        padding: the token that stands behind a text; None: there is none for that.
+    """
+
+    labels: tuple[str, ...]
+    padding: int | None
+
+
+@dataclass(frozen=True)
+class TextData:
+    """What was read.
+
+    Args:
+        datasets: of samples as TokenWindows, Answers or LabelledTexts have them.
+        context: most tokens of a sample that the model sees.
+        tokenizer: None: the tokens were made before.
+        classes: of a classifier.
+    """
+
+    datasets: Datasets
+    context: int
+    tokenizer: Tokenizer | None = None
+    classes: Classes | None = None
+
+
+def read_data(config: HuggingFaceTaskConfig, folder: Folder) -> TextData:
+    """Raises UserError where it cannot be read, or is not for this model."""
+    context = _context(config.huggingface.context, folder)
+    if config.huggingface.learn == "text":
+        return _packed(config, folder, context)
+    return _of_lines(config, folder, context)
+
+
+def _context(wanted: int | None, folder: Folder) -> int:
+    positions = folder.positions
+    if wanted and positions and wanted > positions:
+        raise UserError(
+            f"huggingface.context {wanted}: the model in {folder.path} has {positions} positions, "
+            "and no more tokens can stand in a sample"
+        )
+    return wanted or min(positions or _LONGEST_BY_DEFAULT, _LONGEST_BY_DEFAULT)
+
+
+def tokenizer_file(config: HuggingFaceTaskConfig, folder: Folder) -> Path:
+    """Raises UserError where the folder has none and none is named."""
+    return Path(config.data.tokenizer) if config.data.tokenizer else folder.tokenizer
+
+
+def _read_tokenizer(config: HuggingFaceTaskConfig, folder: Folder) -> Tokenizer:
+    """Raises UserError where there is none, or it has more tokens than the model."""
+    tokenizer = Tokenizer(str(tokenizer_file(config, folder)))
+    _check_vocabulary(folder, tokenizer.highest() + 1)
+    return tokenizer
+
+
+def _check_vocabulary(folder: Folder, tokens: int) -> None:
+    known = folder.text.vocab_size
+    if tokens > known:
+        raise UserError(
+            f"the tokenizer has {tokens} tokens, but the model in {folder.path} knows {known} "
+            "(vocab_size in its config.json): it was made with another one"
+        )
+
+
+def _packed(config: HuggingFaceTaskConfig, folder: Folder, context: int) -> TextData:
+    data, tokenizer = config.data, None
+    if data.source != "tokens":
+        tokenizer = _read_tokenizer(config, folder)
+        train_tokens, end = read_text(data, tokenizer)
+        arrays, held_out = [train_tokens], [end]
+    else:
+        arrays, meta = read_token_files("data.train", data.train)
+        _check_vocabulary(folder, meta.vocab_size)
+        if data.validation:
+            held_out, other = read_token_files("data.validation", data.validation)
+            if other != meta:
+                raise UserError(f"data.train is {meta}, but data.validation is {other}")
+        else:
+            *rest, last = arrays
+            last, end = cut(last, data.validation_fraction)
+            arrays, held_out = [*rest, last], [end]
+    train, validation = TokenWindows(arrays, context), TokenWindows(held_out, context)
+    for name, windows in (("training", train), ("validation", validation)):
+        if len(windows) == 0:
+            raise UserError(
+                f"data.train: {windows.tokens} tokens of {name} data are too few for one sample "
+                f"of huggingface.context + 1 = {context + 1}"
+            )
+    return TextData(Datasets(train, validation, train.fingerprint()), context, tokenizer)
+
+
+def _of_lines(config: HuggingFaceTaskConfig, folder: Folder, context: int) -> TextData:
+    train, validation = _lines(config)
+    keys, tokenizer = _keys(config), _read_tokenizer(config, folder)
+    end = _number(folder, tokenizer, "eos_token")
+    padding = _padding(folder, tokenizer)
+    tokens = Tokens(tokenizer, context, end, padding or 0, config.huggingface.truncate)
+    digest = hashlib.sha256(read(tokenizer_file(config, folder)))
+    digest.update(repr((train.digest, len(train), context, keys)).encode())
+    fingerprint = digest.hexdigest()[:16]
+    if config.huggingface.learn == "answers":
+        if end is None:
+            logger.warning("%s names no eos_token: answers are learnt without an end", folder.path)
+        answers = Answers(train, keys, tokens), Answers(validation, keys, tokens)
+        return TextData(Datasets(*answers, fingerprint), context, tokenizer)
+    classes = Classes(_labels(config, folder, train), padding)
+    texts = (
+        LabelledTexts(train, keys, tokens, classes.labels),
+        LabelledTexts(validation, keys, tokens, classes.labels),
+    )
+    return TextData(Datasets(*texts, fingerprint), context, tokenizer, classes)
+
+
+def classes_of(config: HuggingFaceTaskConfig, folder: Folder) -> Classes | None:
+    """Of a classifier that was trained; the data is read only where nothing else names them.
+
+    Raises:
+        UserError: what names them is not there.
+    """
+    if config.huggingface.learn != "labels":
+        return None
+    labels = _labels(config, folder, None)
+    return Classes(labels, _padding(folder, _read_tokenizer(config, folder)))
+
+
+def _labels(
+    config: HuggingFaceTaskConfig, folder: Folder, train: JsonLines | None
+) -> tuple[str, ...]:
+    known = config.huggingface.labels or folder.labels
+    labels = known or labels_in(train or _lines(config)[0], _keys(config))
+    if len(labels) < 2:
+        raise UserError(f"data.train: all lines have the label {', '.join(labels)}")
+    return tuple(labels)
+
+
+def _keys(config: HuggingFaceTaskConfig) -> Keys:
+    own = config.huggingface
+    names = ("text", "label") if own.learn == "labels" else ("prompt", "answer")
+    return Keys(own.input_key or names[0], own.target_key or names[1])
+
+
+def _lines(config: HuggingFaceTaskConfig) -> tuple[JsonLines, JsonLines]:
+    """(train, validation)."""
+    data, learn = config.data, config.huggingface.learn
+    if data.source != "text" or not data.train:
+        raise UserError(
+            f"huggingface.learn {learn} needs data.train, files of JSON lines, and data.source text"
+        )
+    train = read_lines(expand("data.train", data.train))
+    if data.validation:
+        return train, read_lines(expand("data.validation", data.validation))
+    if len(train) < 2:
+        raise UserError(
+            f"data.train: {len(train)} lines are too few for a part of validation; name files with "
+            "data.validation"
+        )
+    return train.split(data.validation_fraction)
+
+
+def _padding(folder: Folder, tokenizer: Tokenizer) -> int | None:
+    padding = _number(folder, tokenizer, "pad_token")
+    return _number(folder, tokenizer, "eos_token") if padding is None else padding
+
+
+def _number(folder: Folder, tokenizer: Tokenizer, name: str) -> int | None:
+    """Of a special token: as the tokenizer's configuration names it, else as config.json does."""
+    token = folder.special_token(name)
+    number = tokenizer.number_of(token) if token is not None else None
+    return folder.number_of(f"{name}_id") if number is None else number

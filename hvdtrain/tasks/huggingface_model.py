@@ -1,0 +1,296 @@
+"""A model of `transformers` from a local folder: nothing is downloaded, and no code of it is run.
+
+https://huggingface.co/docs/transformers/main_classes/model
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hvdtrain.errors import UserError
+from hvdtrain.log import logger
+
+CAUSAL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
+_KIND = {CAUSAL: "causal language model", CLASSIFIER: "classifier of texts"}
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+_POSITIONS_AFTER_PADDING = ("roberta", "camembert", "longformer")
+# So many names stand in a message.
+_NAMED = 6
+
+
+def kind_of(learn: str) -> str:
+    """The kind of model that learns this, see `huggingface.learn`."""
+    return CLASSIFIER if learn == "labels" else CAUSAL
+
+
+def library() -> Any:
+    """transformers, which stays off the network and is silent.
+
+    Raises:
+        UserError: it is not installed, or cannot be imported.
+    """
+    os.environ.update(_OFFLINE)  # read when it is imported
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError(
+            f"the task huggingface needs transformers ({error}): "
+            "pip install 'hvdtrain[transformers]'"
+        ) from None
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A model's folder.
+
+    Args:
+        path: of it.
+        kind: CAUSAL or CLASSIFIER: what the model is to be.
+        facts: config.json.
+        config: what transformers makes of it.
+    """
+
+    path: Path
+    kind: str
+    facts: dict[str, Any]
+    config: Any
+
+    @property
+    def text(self) -> Any:
+        """The part of the configuration that is about text; all of it in most models."""
+        return self.config.get_text_config()
+
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence that the model is made for; None: it does not say.
+
+        RoBERTa and its like count positions from behind that of padding.
+        """
+        positions: int | None = getattr(self.text, "max_position_embeddings", None)
+        if positions and any(name in self.text.model_type for name in _POSITIONS_AFTER_PADDING):
+            return positions - 1 - (self.text.pad_token_id or 0)
+        return positions
+
+    @property
+    def labels(self) -> list[str]:
+        """Of a classifier whose config.json names them; else none."""
+        names = self.facts.get("id2label")
+        trained = any("SequenceClassification" in a for a in self.facts.get("architectures") or ())
+        if self.kind != CLASSIFIER or not trained or not isinstance(names, dict):
+            return []
+        return [str(names[number]) for number in sorted(names, key=int)]
+
+    @property
+    def tokenizer(self) -> Path:
+        """Raises UserError where there is none that can be used."""
+        path = self.path / "tokenizer.json"
+        if not path.is_file():
+            raise UserError(
+                f"huggingface.model: {self.path} has no tokenizer.json: name one with "
+                "data.tokenizer, or make it from older files with transformers: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+        return path
+
+    def special_token(self, name: str) -> str | None:
+        """Of tokenizer_config.json, such as eos_token."""
+        path = self.path / "tokenizer_config.json"
+        token = _json(path).get(name) if path.is_file() else None
+        if isinstance(token, dict):  # with how it is split off
+            token = token.get("content")
+        return token if isinstance(token, str) else None
+
+    def number_of(self, name: str) -> int | None:
+        """Of config.json: a special token's number, such as eos_token_id; the first of some."""
+        found = getattr(self.text, name, None)
+        if isinstance(found, list):
+            return int(found[0]) if found else None
+        return found
+
+
+def read_folder(path: str | None, kind: str) -> Folder:
+    """Raises UserError where there is no folder of a model that can be trained."""
+    if not path:
+        raise UserError(
+            "huggingface.model: name the folder of a model, with its config.json; nothing is "
+            "downloaded"
+        )
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise UserError(
+            f"huggingface.model: there is no folder {path} (from {os.getcwd()}); nothing is "
+            "downloaded: a model is a folder with its config.json, *.safetensors and tokenizer.json"
+        )
+    if not (folder / "config.json").is_file():
+        adapters = (
+            " (LoRA adapters alone are no model)" * (folder / "adapter_config.json").is_file()
+        )
+        raise UserError(f"huggingface.model: {folder} has no config.json{adapters}")
+    facts = _json(folder / "config.json")
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"huggingface.model: {folder} has adapters beside its model: merge them first, or "
+            "remove adapter_config.json"
+        )
+    if "quantization_config" in facts:
+        raise UserError(
+            f"huggingface.model: the weights in {folder} are quantized, which cannot be trained: "
+            "take those that they were made of"
+        )
+    return Folder(folder, kind, facts, _config(folder, facts))
+
+
+def _config(folder: Path, facts: dict[str, Any]) -> Any:
+    transformers = library()
+    try:
+        return transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # each architecture checks its sizes in its own way
+        if "auto_map" in facts:
+            raise UserError(
+                f"huggingface.model: {folder} brings code of its own (auto_map in config.json), "
+                f"which is not run; transformers {transformers.__version__} has no "
+                f"{facts.get('model_type')!r}"
+            ) from None
+        raise _unreadable(folder / "config.json", error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(f"huggingface.model: {path}: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+    if not isinstance(content, dict):
+        raise UserError(f"huggingface.model: {path} is no JSON object")
+    return content
+
+
+def build(folder: Folder, weights: bool, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The model, in train mode.
+
+    Args:
+        weights: those of the folder; else random ones.
+
+    Raises:
+        UserError: transformers has no such model, or the weights are missing or do not fit.
+    """
+    transformers = library()
+    of_kind = getattr(transformers, folder.kind)
+    options = {"trust_remote_code": False}
+    try:
+        if weights:
+            _check_weights(folder.path)
+            model, report = of_kind.from_pretrained(
+                folder.path, config=folder.config, dtype=dtype, local_files_only=True,
+                use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True,
+                **options,
+            )  # fmt: skip
+            _check_report(folder, report)
+        else:
+            model = of_kind.from_config(folder.config, dtype=dtype, **options)
+    except UserError:
+        raise
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise _unreadable(folder.path, error) from None
+        raise UserError(
+            f"huggingface.model: {folder.path} is a {folder.config.model_type!r}, of which "
+            f"transformers {transformers.__version__} has no {_KIND[folder.kind]}"
+        ) from None
+    except (OSError, RuntimeError, KeyError, TypeError, ImportError) as error:
+        raise _unreadable(folder.path, error) from None
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise _unreadable(folder.path, error) from None
+    model.train()  # from_pretrained leaves it in eval mode, where nothing is dropped out
+    assert isinstance(model, nn.Module)
+    return model
+
+
+def _check_weights(folder: Path) -> None:
+    """Whether all files of the weights are there."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = set(_json(index).get("weight_map", {}).values())
+        missing = sorted(name for name in files if not (folder / name).is_file())
+        if missing:
+            raise UserError(f"huggingface.model: {folder} has no {', '.join(missing[:_NAMED])}")
+    elif not (folder / "model.safetensors").is_file():
+        pickled = sorted(path.name for path in folder.glob("*.bin"))
+        instead = (
+            f"; {pickled[0]} is pickled, which can run code when it is read: convert it on a "
+            "machine that may, with save_pretrained of transformers"
+            if pickled
+            else "; huggingface.weights false begins with random ones"
+        )
+        raise UserError(f"huggingface.model: {folder} has no model.safetensors{instead}")
+
+
+def _check_report(folder: Folder, report: dict[str, Any]) -> None:
+    """What from_pretrained says of the weights; of a classifier the head may be new."""
+    missing = sorted(report["missing_keys"])
+    shapes = sorted(str(key[0]) for key in report["mismatched_keys"])
+    layers = [name for name in [*missing, *shapes] if re.search(r"\.\d+\.", name)]
+    wrong = [*missing, *shapes] if folder.kind == CAUSAL else layers
+    if wrong:
+        raise UserError(
+            f"huggingface.model: the weights in {folder.path} are not those of its config.json: "
+            f"missing, or of another shape, are {listed(wrong)}"
+        )
+    if missing or shapes:
+        logger.warning(
+            "huggingface.model: new, with random weights: %s", listed([*missing, *shapes])
+        )
+    if report["unexpected_keys"]:
+        unused = listed(sorted(report["unexpected_keys"]))
+        logger.warning("huggingface.model: not used of the folder's weights: %s", unused)
+
+
+def listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
+
+
+@torch.no_grad()
+def check_causal(folder: Folder, model: nn.Module) -> None:
+    """Whether a prediction depends on tokens after it, as BERT's does: there is nothing to learn.
+
+    Raises:
+        UserError: it does.
+    """
+    trained = model.training
+    model.eval()
+    count = min(8, folder.positions or 8)
+    one = torch.arange(1, count + 1)[None] % folder.text.vocab_size
+    other = one.clone()
+    other[0, -1] = 0
+    before, after = (model(input_ids=tokens).logits[0, :-1] for tokens in (one, other))
+    model.train(trained)
+    if (before - after).abs().max() > 1e-4 * before.abs().max():
+        raise UserError(
+            f"huggingface.model: {folder.path}: {type(model).__name__} sees the tokens that it is "
+            "to predict; where its architecture can be causal, config.json says so with "
+            "is_decoder true"
+        )

@@ -1,0 +1,65 @@
+"""The task `language_model` on several ranks: figures of validation are sums over all of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hvdtrain.data.config import DataConfig
+from hvdtrain.engine.callbacks.evaluate import Evaluate
+from hvdtrain.engine.config import EvalConfig
+from hvdtrain.engine.passes import Accumulate
+from hvdtrain.models.gpt_config import GPTConfig
+from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.heartbeat import Heartbeat
+from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.phases import PhaseTimer
+from hvdtrain.runtime.topology import Topology
+from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
+
+CONTEXT = 13
+
+
+def test_perplexity_or_bits_per_byte_is_an_average_of_averages(
+    topology: Topology, tmp_path: Path
+) -> None:
+    for number in range(6):  # of different lengths, so that samples have different bytes
+        (tmp_path / f"{number}.txt").write_text("a text of some length. " * (number + 1))
+    data = DataConfig(train=str(tmp_path), validation=str(tmp_path), document_mask=True)
+    sizes = GPTConfig(layers=1, heads=2, width=16, context=CONTEXT)
+    task = LanguageModel(LanguageModelConfig(sizes, data))
+    validation = task.datasets().validation
+    assert validation is not None
+    torch.manual_seed(0)
+    model = task.model()
+    with torch.no_grad():
+        model.embedding.weight.mul_(20)  # so that losses differ
+    context = RankContext(
+        Mesh.replicated(topology), torch.device("cpu"), Heartbeat(), PhaseTimer(time.perf_counter())
+    )
+    evaluate = Evaluate(
+        EvalConfig(batches=100), Accumulate(task, model, 1, context), validation, 0, context
+    )
+    found = evaluate.evaluate(global_size=8, micro_size=4)  # the last micro-batch has fewer
+    samples = torch.stack([validation[i] for i in range(len(validation))])  # type: ignore[arg-type]
+    assert len(samples) % 4
+    documents = (samples[:, :-1] == 0).cumsum(dim=1)
+    model.eval()
+    with torch.no_grad():
+        nats = model.loss(samples[:, :-1], samples[:, 1:], documents).double() * (
+            len(samples) * CONTEXT
+        )
+    of_text = int((samples[:, 1:] != 0).sum())
+    assert of_text < len(samples) * CONTEXT
+    expected = {
+        "loss": float(nats) / (len(samples) * CONTEXT),
+        "perplexity": math.exp(float(nats) / (len(samples) * CONTEXT)),
+        "bits_per_byte": float(nats) / math.log(2) / of_text,
+    }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-6), name

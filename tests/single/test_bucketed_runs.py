@@ -1,0 +1,76 @@
+"""batch.max_tokens: whole runs, on any ranks and with any workers."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.data.buckets import SampleBuckets
+from tests.support.ragged import TRAIN, Sentences
+from tests.support.runs import metrics, run, weights
+
+RAGGED = ["--task", "tests.support.ragged:Ragged", "--telemetry.port", "0", "--eval.every", "4"]
+EXACT = ["--exchange.name", "exact", "--runtime.threads", "1"]
+
+
+def _run(root: Path, name: str, launcher: str = "", *flags: str, code: int = 0) -> Path:
+    where = ["--run.root", str(root), "--run.id", name]
+    done = run(root / f"output-{name}", [*RAGGED, *where, *flags], launcher)
+    assert done.returncode == code, done
+    return root / name
+
+
+def _curve(folder: Path) -> list[float]:
+    lines = metrics(folder)
+    return [v for line in lines for k, v in line.items() if k in ("loss", "validation_loss")]
+
+
+def test_a_curve_by_length_depends_on_ranks_workers_or_a_restart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = _run(tmp_path, "alone", "", "--loader.workers", "2")
+    three = _run(tmp_path, "three", "mpirun:3")
+    assert _curve(three) == pytest.approx(_curve(alone), rel=1e-5)
+    flags = [*EXACT, "--checkpoint.every", "4"]
+    whole = _run(tmp_path, "whole", "", *flags)
+    _run(tmp_path, "parts", "gloo:2", *flags, "--loader.workers", "4", "--train.steps", "4")
+    parts = _run(tmp_path, "parts", "mpirun:3", *flags)
+    assert _curve(parts) == _curve(whole)
+    assert weights(parts, 10) == weights(whole, 10)
+    for folder in (alone, three, parts):
+        assert cli.main(["audit", str(folder)]) == 0
+    assert capsys.readouterr().out.count("150 samples; at every position the order") == 3
+    first = metrics(alone)[0]
+    used = SampleBuckets(Sentences(TRAIN).lengths, 90, 1234).used(range(6))
+    assert (first["samples"], first["tokens"]) == (used.samples, used.tokens)
+    assert first["padding"] == 1 - used.tokens / used.slots
+    assert first["epoch"] == used.samples / TRAIN
+    output = next((tmp_path / "output-alone").glob("*.stderr")).read_text()
+    assert re.search(r"10 steps of 6 micro-batches are .* epochs of \d+ micro-batches", output)
+
+
+def test_a_run_by_length_resumes_with_another_budget(tmp_path: Path) -> None:
+    flags = [*RAGGED, "--run.root", str(tmp_path), "--run.id", "one", "--checkpoint.every", "2"]
+    assert run(tmp_path / "output", [*flags, "--train.steps", "2"]).returncode == 0
+    done = run(tmp_path / "output", [*flags, "--batch.max_tokens", "80"])
+    assert done.returncode == 2
+    assert "batch.max_tokens was 90 at the checkpoint of step 2 and is 80 now" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("Averaged", "the task's loss() must return the loss as (sum, number of tokens)"),
+        ("Plain", "the training data (Tensor) has no `lengths`"),
+    ],
+)
+def test_a_task_that_cannot_go_by_length_is_not_told_so(
+    tmp_path: Path, task: str, message: str
+) -> None:
+    flags = ["--task", f"tests.support.ragged:{task}", "--telemetry.port", "0"]
+    flags += ["--batch.max_tokens", "90", "--run.root", str(tmp_path)]
+    done = run(tmp_path / "output", flags)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr

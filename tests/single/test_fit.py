@@ -1,0 +1,100 @@
+"""The largest micro-batch that fits: which one it is, and where it cannot be found."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.config import parse
+from hvdtrain.errors import UserError
+from hvdtrain.run.fit import largest_that_fits
+from tests.support.runs import TINY, losses, run
+
+SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 192]
+
+
+@given(
+    slope=st.floats(1e-4, 2.0), at_least=st.floats(0.0, 1.2), bend=st.floats(0.0, 1e-3)
+)  # more than a line: workspaces that grow with the size
+def test_a_micro_batch_is_not_the_largest_that_fits(
+    slope: float, at_least: float, bend: float
+) -> None:
+    tried: list[int] = []
+
+    def share(size: int) -> float:
+        tried.append(size)
+        return at_least + slope * size + bend * size**2
+
+    fitting = [size for size in SIZES if share(size) <= 1]
+    tried.clear()
+    found = largest_that_fits(SIZES, at_least, share)
+    assert found == (fitting[-1] if fitting else None)
+    assert len(tried) == len(set(tried))
+    # A process that takes more than there is would be killed: nothing is tried from afar.
+    for before, after in itertools.pairwise(tried):
+        assert after <= 4 * before
+
+
+def test_a_size_that_ended_without_memory_is_taken() -> None:
+    tried: list[int] = []
+
+    def share(size: int) -> float:
+        tried.append(size)
+        return 0.2 if size < 10 else float("inf")
+
+    assert largest_that_fits(SIZES, 0.1, share) == 8
+    assert tried.count(12) == 1
+
+
+@pytest.mark.parametrize("launcher", ["", "gloo:2"])
+def test_trying_changes_what_is_trained_or_the_ranks_find_different_sizes(
+    tmp_path: Path, launcher: str
+) -> None:
+    common = [*TINY, "--train.steps", "4", "--batch.global_size", "12", "--model.dropout", "0.1"]
+    common += ["--run.root", str(tmp_path), "--telemetry.peak_flops", "1e12"]
+    fit = ["--batch.micro_size", "1", "--memory.fit", "true"]
+    found = run(tmp_path / "o", [*common, "--run.id", "fit", *fit], launcher)
+    assert found.returncode == 0, found
+    size = 6 if launcher else 12  # there is memory for all: each rank has one micro-batch
+    assert found.stderr.count(f"memory.fit: batch.micro_size {size}\n") == 1, found
+    sized = ["--run.id", "sized", "--batch.micro_size", str(size)]
+    assert run(tmp_path / "o", [*common, *sized], launcher).returncode == 0
+    assert losses(tmp_path / "fit") == losses(tmp_path / "sized")
+    start = json.loads((tmp_path / "fit/events.jsonl").read_text().splitlines()[0])
+    assert start["micro_size"] == size
+
+
+@pytest.mark.parametrize(
+    ("task", "code", "message"),
+    [
+        ("LargeBeyondFour", 0, "memory.fit: batch.micro_size 4\n"),
+        ("Large", 2, "error: memory.fit: not even one sample fits into memory. Try, in this order"),
+        ("Streamed", 2, "error: memory.fit reads samples before training"),
+    ],
+)
+def test_memory_that_is_not_there_is_taken(
+    tmp_path: Path, task: str, code: int, message: str
+) -> None:
+    module = "unusual" if task == "Streamed" else "tasks"
+    flags = ["--task", f"tests.support.{module}:{task}", "--memory.fit", "true"]
+    flags += ["--run.root", str(tmp_path), "--train.steps", "2", "--telemetry.port", "0"]
+    done = run(tmp_path / "o", flags)
+    assert done.returncode == code and message in done.stderr, done
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--exchange.name exact --runtime.threads 1", "fit excludes exchange.name exact: the bits"),
+        ("--batch.max_tokens 99", "fit finds batch.micro_size, which batch.max_tokens replaces"),
+    ],
+)
+def test_a_size_is_looked_for_that_must_not_vary(flags: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse([*flags.split(), "--memory.fit", "true"])

@@ -1,0 +1,245 @@
+"""Whole runs of the task `huggingface`: one curve, that of plain transformers; and its exports."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hvdtrain import cli
+from hvdtrain.checkpoint.format import read
+from hvdtrain.config import parse
+from hvdtrain.data.order import sample_order
+from hvdtrain.data.tokens import TokenWindows
+from hvdtrain.run.build import build_data
+from tests.support.job import Job
+from tests.support.runs import CORPUS, TRAIN, environment, losses, metrics, run, weights
+from tests.support.transformer_folders import answers, labelled, make
+
+STEPS, GLOBAL, MICRO, CONTEXT, LR, SEED = 8, 12, 2, 24, 2e-3, 1234
+COMMON = (
+    f"--batch.global_size {GLOBAL} --batch.micro_size {MICRO} --train.steps {STEPS}"
+    f" --optim.lr {LR} --schedule.name constant --schedule.warmup_steps 0"
+    " --checkpoint.every 4 --eval.every 4 --telemetry.port 0"
+)
+# Prompts and texts of several lengths: padding, and other numbers of tokens in each micro-batch.
+LEARNT = {
+    "llama": f"--huggingface.context {CONTEXT} --data.train {CORPUS}",
+    "gpt2": "--huggingface.learn answers --data.train {root}/answers.jsonl --lora.rank 4",
+    "bert": "--huggingface.learn labels --data.train {root}/labelled.jsonl",
+}
+
+
+def _flags(root: Path, layout: str) -> list[str]:
+    learnt = LEARNT[layout].format(root=root)
+    model = f"--task huggingface --huggingface.model {root / layout}"
+    return f"{model} {learnt} {COMMON} --run.root {root}".split()
+
+
+def _train(root: Path, layout: str, name: str, launcher: str = "", *more: str) -> Path:
+    flags = [*_flags(root, layout), "--run.id", name, *more]
+    done = run(root / "output", flags, launcher, timeout=180)
+    assert done.returncode == 0, done
+    (root / f"{name}.stdout").write_text(done.stdout)
+    return root / name
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of models, and of each a run of one rank, alone-LAYOUT."""
+    root = tmp_path_factory.mktemp("huggingface")
+    answers(root / "answers.jsonl")
+    labelled(root / "labelled.jsonl")
+    for layout in LEARNT:
+        make(root / layout, layout)
+        _train(root, layout, f"alone-{layout}")
+    return root
+
+
+def _assert_same_curve(folder: Path, alone: Path) -> None:
+    assert losses(folder) == pytest.approx(losses(alone), rel=1e-5)
+    for line, expected in zip(metrics(folder), metrics(alone), strict=True):
+        for key in {"accuracy", "validation_loss", "validation_accuracy"} & expected.keys():
+            assert line[key] == pytest.approx(expected[key], rel=1e-5), key
+
+
+def _plain(root: Path, windows: Any) -> list[float]:
+    """The losses of a loop of transformers' own, whose gradients are clipped as by default."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(root / "llama", dtype=torch.float32)
+    model.train()
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    optim = parse(["--config", str(root / "alone-llama/config.yaml")]).config.optim
+    groups = [
+        {"params": matrices, "weight_decay": optim.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=optim.betas)
+    found = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        indices = sample_order(step * GLOBAL, (step + 1) * GLOBAL, len(windows), SEED)
+        for micro_batch in indices.reshape(-1, MICRO):
+            # transformers shifts labels itself, so that the last token is one of these only.
+            tokens = torch.stack([windows[i] for i in micro_batch])
+            loss = model(input_ids=tokens, labels=tokens).loss / (GLOBAL // MICRO)
+            loss.backward()
+            total += loss.item()
+        found.append(total)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm)
+        optimizer.step()
+    return found
+
+
+def test_a_run_has_other_losses_than_plain_transformers(root: Path) -> None:
+    settings = parse(["--config", str(root / "alone-llama/config.yaml")])
+    _, datasets = build_data(settings)
+    assert isinstance(datasets.train, TokenWindows)
+    found = losses(root / "alone-llama")
+    assert found == pytest.approx(_plain(root, datasets.train), rel=1e-5)
+    assert found[-1] < 0.98 * found[0], "it learns nothing"
+
+
+@pytest.mark.parametrize(("layout", "launcher"), [("llama", "gloo:2"), ("bert", "mpirun:3")])
+def test_the_curve_depends_on_the_number_of_ranks(root: Path, layout: str, launcher: str) -> None:
+    folder = _train(root, layout, f"ranks-{layout}", launcher)
+    _assert_same_curve(folder, root / f"alone-{layout}")
+
+
+def test_a_killed_rank_changes_the_curve_of_adapters(root: Path) -> None:
+    (root / "hosts").write_text("localhost:3\n")
+    launcher = shlex.split(
+        "horovodrun --gloo -np 3 --min-np 1 --max-np 3 --network-interfaces lo"
+        f" --host-discovery-script 'cat {root}/hosts'"
+    )
+    task = ["--task", "tests.support.killed:KilledHuggingFace", "--run.id", "killed"]
+    env = environment({"HVDTRAIN_TEST_KILL": "2:7"})  # of 2 micro-batches in each step
+    command = [*launcher, *TRAIN, *_flags(root, "gpt2"), *task]
+    done = Job([], command, env, root / "killed-job").wait(180)
+    assert done.returncode == 0, done
+    _assert_same_curve(root / "killed", root / "alone-gpt2")
+    events = [json.loads(line) for line in (root / "killed/events.jsonl").read_text().splitlines()]
+    causes = [event["cause"] for event in events if event["event"] == "start"]
+    assert "failure" in causes, done
+
+
+def test_a_resumed_run_differs_in_a_bit(root: Path) -> None:
+    alone = root / "alone-gpt2"
+    checkpoint = alone / "checkpoints/step_00000004"
+    again = _train(root, "gpt2", "again", "", "--run.resume", str(checkpoint))
+    assert losses(again) == losses(alone)[4:]
+    assert weights(again, STEPS) == weights(alone, STEPS)
+
+
+def _export(root: Path, name: str, *more: str) -> Path:
+    out = root / "-".join(["exported", name, *(word.strip("-") for word in more)])
+    arguments = ["ckpt", "export", str(root / name), "--out", str(out), "--format", "huggingface"]
+    assert cli.main([*arguments, *more]) == 0
+    return out
+
+
+def _trained(root: Path, name: str) -> Any:
+    """The model of the run's last checkpoint, in eval mode."""
+    settings = parse(["--config", str(root / name / "config.yaml")])
+    task, _ = build_data(settings)
+    model = task.model()
+    saved = read(root / name / f"checkpoints/step_{STEPS:08}").parts["model"]
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert saved.keys() <= tensors.keys()
+    for key, tensor in saved.items():
+        tensors[key].data.copy_(tensor)
+    return model.eval()
+
+
+TOKENS = torch.arange(3, 43).reshape(2, 20)
+
+
+@torch.no_grad()
+def test_an_exported_model_is_another_or_has_no_tokenizer(root: Path) -> None:
+    import transformers
+
+    out = _export(root, "alone-llama")
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(report.values()), report
+    assert model.config.use_cache and model.generation_config.eos_token_id == 1
+    expected = _trained(root, "alone-llama")(input_ids=TOKENS).logits
+    torch.testing.assert_close(model(input_ids=TOKENS).logits, expected)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    assert tokenizer("the work").input_ids[0] == 0 and tokenizer.eos_token == "</s>"
+
+
+@torch.no_grad()
+def test_an_exported_classifier_does_not_name_its_labels(root: Path) -> None:
+    import transformers
+
+    out = _export(root, "alone-bert")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(out)
+    assert model.config.id2label == {0: "no", 1: "yes"}
+    expected = _trained(root, "alone-bert")(input_ids=TOKENS).logits
+    torch.testing.assert_close(model(input_ids=TOKENS).logits, expected)
+    assert "'Work" in (root / "alone-bert.stdout").read_text()
+    assert metrics(root / "alone-bert")[-1]["validation_accuracy"] >= 0
+
+
+@torch.no_grad()
+def test_more_than_adapters_is_trained_or_exported(root: Path) -> None:
+    import peft
+    import transformers
+    from safetensors.torch import load_file
+
+    ours = _trained(root, "alone-gpt2")
+    expected = ours(input_ids=TOKENS).logits
+    base = transformers.AutoModelForCausalLM.from_pretrained(root / "gpt2", dtype=torch.float32)
+    before = base(input_ids=TOKENS).logits
+    assert (before - expected).abs().max() > 1e-3, "the adapters have learnt nothing"
+    trained = {name for name, p in ours.named_parameters() if p.requires_grad}
+    assert trained and all("lora_" in name for name in trained)
+    frozen = dict(ours.get_base_model().named_parameters())
+    for name, tensor in base.named_parameters():
+        assert any(torch.equal(tensor, frozen[n]) for n in (name, _inner(name)) if n in frozen)
+    out = _export(root, "alone-gpt2")
+    adapters = load_file(out / "adapter_model.safetensors")
+    assert adapters and all("lora_" in name for name in adapters)
+    adapted = peft.PeftModel.from_pretrained(base, out).eval()
+    torch.testing.assert_close(adapted(input_ids=TOKENS).logits, expected)
+    facts = json.loads((out / "adapter_config.json").read_text())
+    assert facts["base_model_name_or_path"] == str(root / "gpt2")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(
+        _export(root, "alone-gpt2", "--merge")
+    )
+    torch.testing.assert_close(
+        merged.eval()(input_ids=TOKENS).logits, expected, atol=1e-5, rtol=1e-4
+    )
+
+
+def _inner(name: str) -> str:
+    """Of a layer with an adapter around it."""
+    module, _, last = name.rpartition(".")
+    return f"{module}.base_layer.{last}"
+
+
+def test_a_wrong_line_ends_in_a_traceback_or_is_said_twice(root: Path) -> None:
+    lines = (root / "answers.jsonl").read_text().splitlines()
+    bad = root / "bad.jsonl"
+    bad.write_text("\n".join([*lines[:4], '{"prompt": "x"}', *lines[5:]]))
+    flags = [*_flags(root, "gpt2"), "--run.id", "bad", "--data.train", str(bad)]
+    done = run(root / "output", flags, "mpirun:2", timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done
+    assert done.stderr.count(f"{bad}:5: there is no 'answer', only prompt;") == 1, done
+
+
+def test_adapters_are_merged_where_there_are_none(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["ckpt", "export", str(root / "alone-llama"), "--out", str(root / "no"), "--merge"]
+    for name in ("hvdtrain", "huggingface"):
+        assert cli.main([*command, "--format", name]) == 2
+        assert "--merge is for runs of the task huggingface with LoRA" in capsys.readouterr().err
+    assert not (root / "no").exists()

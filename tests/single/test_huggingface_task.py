@@ -1,0 +1,344 @@
+"""The task `huggingface` by itself: what is masked, and what is wrong with a folder or a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from hvdtrain.config import parse
+from hvdtrain.engine.activations import arrange_activations
+from hvdtrain.engine.config import MemoryConfig
+from hvdtrain.errors import UserError
+from hvdtrain.optim.precision import to_bfloat16
+from hvdtrain.run.build import build_data
+from hvdtrain.runtime.rng import seed_all
+from hvdtrain.tasks.blocks import blocks_of
+from hvdtrain.tasks.huggingface import HuggingFace
+from tests.support.runs import CORPUS, REPOSITORY
+from tests.support.transformer_folders import (
+    POSITIONS,
+    answers,
+    labelled,
+    make,
+    write,
+)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("folders")
+    for layout in ("llama", "gpt2", "bert"):
+        make(root / layout, layout)
+    make(root / "judge", "llama", "LlamaForSequenceClassification")
+    answers(root / "answers.jsonl")
+    labelled(root / "labelled.jsonl")
+    return root
+
+
+def _task(folder: Path, learn: str = "text", data: Path = CORPUS, **keys: Any) -> HuggingFace:
+    """Its data sets are there already."""
+    flags = {
+        "task": "huggingface",
+        "huggingface.model": folder,
+        "huggingface.learn": learn,
+        "data.train": data,
+        **{key.replace("__", "."): value for key, value in keys.items()},
+    }
+    task, _ = build_data(parse([f"--{key}={value}" for key, value in flags.items()]))
+    assert isinstance(task, HuggingFace)
+    return task
+
+
+def _data(task: HuggingFace) -> Any:
+    assert task._data is not None
+    return task._data.datasets.train
+
+
+def _loss(task: HuggingFace, model: nn.Module, samples: list[Any]) -> tuple[float, int]:
+    total, count = task.loss(model, default_collate(samples))["loss"]
+    return float(total.detach()), int(count)
+
+
+# --- what is learnt ------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_a_prompt_is_learnt_or_padding_counts(root: Path) -> None:
+    task = _task(root / "llama", "answers", root / "answers.jsonl")
+    model, data = task.model().eval(), _data(task)
+    samples = [data[i] for i in range(5)]
+    assert len({int((targets >= 0).sum()) for _, targets in samples}) > 1
+    expected, tokens_of_answers = 0.0, 0
+    for index in range(5):
+        line = data._lines[index].content
+        tokenizer = data._tokens.tokenizer
+        prompt = tokenizer.ids(line["prompt"])
+        answer = [*tokenizer.ids(line["answer"], special=False), 1]
+        assert prompt[0] == 0, "the prompt does not begin as the tokenizer says"
+        logits = model(input_ids=torch.tensor([prompt + answer])).logits[0]
+        scores = logits.log_softmax(-1)
+        for at, token in enumerate(answer, start=len(prompt) - 1):
+            expected -= float(scores[at, token])
+        tokens_of_answers += len(answer)
+    found, count = _loss(task, model, samples)
+    assert count == tokens_of_answers
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("folder", ["bert", "judge"])
+def test_a_label_depends_on_the_padding_beside_it(root: Path, folder: str) -> None:
+    task = _task(root / folder, "labels", root / "labelled.jsonl")
+    model, data = task.model().eval(), _data(task)
+    samples = sorted((data[i] for i in range(6)), key=lambda sample: sample[1])
+    assert samples[0][1] < samples[-1][1]
+    one_by_one = [_loss(task, model, [sample]) for sample in samples]
+    found, count = _loss(task, model, samples)
+    assert count == 6 and found == pytest.approx(sum(loss for loss, _ in one_by_one), rel=1e-5)
+
+
+def test_nothing_is_dropped_out(root: Path) -> None:
+    for rank in (0, 4):
+        task = _task(root / "gpt2", lora__rank=rank)
+        model, samples = task.model(), [_data(task)[0]]
+        assert all(module.training for module in model.modules())
+        assert _loss(task, model, samples) != _loss(task, model, samples)
+        model.eval()
+        assert _loss(task, model, samples) == _loss(task, model, samples)
+
+
+def test_weights_are_random_or_tied_ones_are_two(root: Path) -> None:
+    from safetensors.torch import load_file
+
+    saved = load_file(root / "gpt2/model.safetensors")
+    seed_all(1)
+    loaded = _task(root / "gpt2").model()
+    fresh = _task(root / "gpt2", huggingface__weights="false").model()
+    name = "transformer.wte.weight"
+    parameters = dict(loaded.named_parameters())
+    assert parameters.keys() == saved.keys() and "lm_head.weight" not in parameters
+    assert all(torch.equal(parameters[key], tensor) for key, tensor in saved.items())
+    assert not torch.equal(dict(fresh.named_parameters())[name], saved[name])
+
+
+@pytest.mark.parametrize("keep", ["blocks", "selective"])
+def test_blocks_are_not_found_or_computed_again_otherwise(root: Path, keep: str) -> None:
+    gradients = []
+    for checkpointed in (False, True):
+        task = _task(root / "gpt2", lora__rank=2)
+        seed_all(1)
+        model = task.model()
+        assert len(blocks_of(task, model)) == 2
+        if checkpointed:
+            config = MemoryConfig(checkpoint_activations=keep)
+            arrange_activations(config, task, model, torch.device("cpu"))
+        seed_all(2)
+        task.loss(model, default_collate([_data(task)[0]]))["loss"][0].backward()
+        gradients.append([p.grad for p in model.parameters() if p.requires_grad])
+    for own, other in zip(*gradients, strict=True):
+        assert own is not None and torch.equal(own, other)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_a_model_cannot_be_computed_in_bfloat16(root: Path, kind: str) -> None:
+    learn, data = ("text", CORPUS) if kind == "llama" else ("labels", root / "labelled.jsonl")
+    task = _task(root / kind, learn, data)
+    model, samples = task.model(), [_data(task)[i] for i in range(4)]
+    expected, _ = _loss(task, model, samples)
+    for parameters in (False, True):
+        if parameters:
+            to_bfloat16(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert _loss(task, model, samples)[0] == pytest.approx(expected, rel=0.01)
+
+
+def test_a_sample_is_empty_or_changes_the_model(root: Path) -> None:
+    for folder, learn in (("llama", "text"), ("gpt2", "answers"), ("bert", "labels")):
+        data = {"answers": root / "answers.jsonl", "labels": root / "labelled.jsonl"}
+        task = _task(root / folder, learn, data.get(learn, CORPUS))
+        model = task.model().eval()
+        state = torch.get_rng_state()
+        shown = task.sample(model)
+        assert len(shown) > 10 and shown == task.sample(model)
+        assert torch.equal(state, torch.get_rng_state())
+
+
+# --- labels --------------------------------------------------------------------
+
+
+def test_labels_are_numbered_otherwise_than_the_folder_says(root: Path, tmp_path: Path) -> None:
+    rows = [{"text": f"word {n}", "label": ["b", "a", "c"][n % 3]} for n in range(12)]
+    data = write(tmp_path / "rows.jsonl", rows)
+    task = _task(root / "bert", "labels", data)
+    assert _data(task).labels == ("a", "b", "c") and task.model().config.num_labels == 3
+    named = _task(root / "bert", "labels", data, huggingface__labels=["c", "b", "a", "d"])
+    assert _data(named).labels == ("c", "b", "a", "d") and named.model().config.num_labels == 4
+    names = {0: "c", 1: "a", 2: "b"}
+    kind = "BertForSequenceClassification"
+    folder = make(tmp_path / "trained", "bert", kind, id2label=names)
+    assert _data(_task(folder, "labels", data)).labels == ("c", "a", "b")
+    numbers = write(tmp_path / "n.jsonl", [{"text": "x", "label": n % 3} for n in range(9)])
+    numbered = _data(_task(folder, "labels", numbers))
+    assert {numbered[i][2] for i in range(len(numbered))} <= {0, 1, 2}
+    wrong = write(tmp_path / "w.jsonl", [{"text": "x", "label": 7}] * 4)
+    with pytest.raises(UserError, match=r"w.jsonl:\d: label 7 is none of the model's: c, a, b"):
+        _data(_task(folder, "labels", wrong))[0]
+
+
+# --- what is wrong with a line ---------------------------------------------------
+
+LINES = {
+    "no JSON": ("{", r"this line is not JSON \("),
+    "no object": ("[1]", "this line is no JSON object"),
+    "no key": ({"prompt": "a", "reply": "b"}, "there is no 'answer', only prompt, reply; hugg"),
+    "no text": ({"prompt": "a", "answer": 3}, "'answer' is no text, but 3"),
+    "too long": ({"prompt": "a", "answer": "b" * 99}, r"\d+ tokens are more than huggingface.con"),
+}
+
+
+@pytest.mark.parametrize("case", LINES)
+def test_a_wrong_line_is_not_named(root: Path, tmp_path: Path, case: str) -> None:
+    row, message = LINES[case]
+    data = write(tmp_path / "data.jsonl", [row, "", row, "  ", row])
+    wrong = _data(_task(root / "gpt2", "answers", data))
+    for index in range(2):
+        with pytest.raises(UserError, match=rf"data.jsonl:[135]: {message}"):
+            wrong[index]
+
+
+def test_a_line_is_cut_within_its_prompt_or_loses_its_end(root: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "answer": "b" * 99}, {"prompt": "a" * 99, "answer": "b"}]
+    data, truncate = write(tmp_path / "data.jsonl", rows * 2), {"huggingface__truncate": "true"}
+    cut = _data(_task(root / "gpt2", "answers", data, data__validation=data, **truncate))
+    tokens, targets = cut[0]
+    assert len(tokens) == POSITIONS and targets[-1] >= 0
+    with pytest.raises(UserError, match=r"data.jsonl:2: no token of the answer is left"):
+        cut[1]
+    texts = write(tmp_path / "t.jsonl", [{"text": "work " * 99, "label": n} for n in (0, 1)] * 2)
+    tokens, length, _ = _data(_task(root / "bert", "labels", texts, **truncate))[0]
+    assert length == POSITIONS and tokens[-1] == 1, "the last token is not [SEP]"
+
+
+def test_a_line_is_in_training_and_validation(root: Path) -> None:
+    task = _task(root / "gpt2", "answers", root / "answers.jsonl", data__validation_fraction=0.1)
+    assert task._data is not None
+    parts = task._data.datasets
+    places = [{part._lines[i].where for i in range(len(part))} for part in parts[:2]]  # type: ignore[union-attr,arg-type]
+    assert [len(part) for part in places] == [54, 6] and not places[0] & places[1]
+
+
+# --- what is wrong with a folder ---------------------------------------------------
+
+
+def _changed(folder: Path, **facts: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | facts))
+
+
+def _pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _sharded(folder: Path) -> None:
+    names = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(names))
+
+
+def _half(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:2000])
+
+
+def _without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def _with(name: str, content: str) -> Callable[[Path], None]:
+    return lambda folder: _write(folder / name, content)
+
+
+def _write(path: Path, content: str) -> None:
+    path.write_text(content)
+
+
+def _where(**facts: Any) -> Callable[[Path], None]:
+    return lambda folder: _changed(folder, **facts)
+
+
+OWN_CODE = {"auto_map": {"AutoConfig": "own.Config"}, "model_type": "own"}
+FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no config": (_without("config.json"), "has no config.json$"),
+    "no JSON": (_with("config.json", "{"), "config.json: Expecting property"),
+    "unknown": (_where(model_type="bogus"), "config.json: .*bogus"),
+    "an image's": (_where(model_type="vit"), "is a 'vit', of which .* no causal language model"),
+    "own code": (_where(**OWN_CODE), r"brings code of its own \(auto_map in"),
+    "quantized": (_where(quantization_config={}), "are quantized, which cannot"),
+    "no tokenizer": (_without("tokenizer.json"), "has no tokenizer.json: name one"),
+    "pickled": (_pickled, "has no model.safetensors; pytorch_model.bin is pickled, which can run"),
+    "no weights": (_without("model.safetensors"), "huggingface.weights false begins"),
+    "a shard": (_sharded, "has no model-2.safetensors$"),
+    "half": (_half, "huggingface.model: .*llama: "),
+    "adapters": (_with("adapter_config.json", "{}"), "has adapters beside its"),
+    "vocabulary": (_where(vocab_size=300), "has 310 tokens, but the model in .* knows 300"),
+    "layers": (_where(num_hidden_layers=3), r"not those of its config.json: missing"),
+    "width": (_where(intermediate_size=32), r"of another shape, are model.layers.0"),
+}
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_wrong_folder_is_trained_or_is_a_traceback(tmp_path: Path, case: str) -> None:
+    folder = make(tmp_path / "llama", "llama")
+    damage, message = FOLDERS[case]
+    damage(folder)
+    with pytest.raises(UserError, match=f"{message}"):
+        _task(folder).model()
+
+
+def test_a_model_that_sees_what_it_is_to_predict_learns_to_copy(root: Path) -> None:
+    with pytest.raises(UserError, match="BertLMHeadModel sees the tokens that it is to predict"):
+        _task(root / "bert").model()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"huggingface__model": "nowhere"}, "there is no folder nowhere .* nothing is downloaded"),
+        ({"huggingface__context": POSITIONS + 1}, f"has {POSITIONS} positions"),
+        (
+            {"huggingface__learn": "answers", "data__source": "tokens"},
+            "needs data.train, files of JSON",
+        ),
+        ({"lora__rank": 2, "lora__targets": ["nothing"]}, "^lora.targets: .*nothing"),
+    ],
+)
+def test_a_wrong_key_is_a_traceback(root: Path, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        _task(root / "llama", **keys).model()
+
+
+def test_roberta_has_positions_that_it_has_not(tmp_path: Path) -> None:
+    folder = make(tmp_path / "bert", "bert")
+    _changed(folder, model_type="roberta", pad_token_id=1)
+    with pytest.raises(UserError, match=f"has {POSITIONS - 2} positions"):
+        _task(folder, "labels", labelled(tmp_path / "l.jsonl"), huggingface__context=POSITIONS)
+
+
+def test_the_network_is_asked() -> None:
+    program = (
+        "from hvdtrain.tasks.huggingface_model import library\n"
+        "library()\n"
+        "from huggingface_hub import constants\n"
+        "assert constants.is_offline_mode()\n"
+    )
+    env = {**os.environ, "HF_HUB_OFFLINE": "0"}
+    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, env=env, check=True, timeout=60)

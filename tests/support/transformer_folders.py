@@ -1,0 +1,126 @@
+"""Folders of tiny models of transformers, as people have them, and JSON lines for them to learn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from tests.support.runs import CORPUS
+
+# Positions and vocabulary of each; without dropout but for GPT-2.
+POSITIONS, VOCABULARY = 64, 320
+_SIZES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": POSITIONS,
+    },
+    "gpt2": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": POSITIONS,
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+    },
+    "bert": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": POSITIONS,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },
+}
+_CLASSES = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "bert": "BertForMaskedLM"}
+
+
+def make(folder: Path, layout: str, class_name: str = "", **facts: Any) -> Path:
+    """A folder with config.json, model.safetensors and a tokenizer.
+
+    Args:
+        layout: llama, gpt2 or bert.
+        class_name: of transformers; default: what each layout is trained as first.
+        facts: of config.json, beside the sizes.
+    """
+    import transformers  # takes seconds
+
+    end = {"llama": 1, "gpt2": 1}.get(layout)
+    known = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": end, "pad_token_id": 2}
+    config = transformers.AutoConfig.for_model(layout, **{**_SIZES[layout], **known, **facts})
+    torch.manual_seed(0)
+    model = getattr(transformers, class_name or _CLASSES[layout])(config)
+    model.save_pretrained(folder)
+    (_word_pieces() if layout == "bert" else _byte_pairs()).save(str(folder / "tokenizer.json"))
+    special = {"eos_token": "</s>"} if end else {"pad_token": "[PAD]"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    return folder
+
+
+def _byte_pairs() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY - 10,
+        special_tokens=["<s>", "</s>", "<pad>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train([str(CORPUS)], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    return tokenizer
+
+
+def _word_pieces() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    special = ["[CLS]", "[SEP]", "[PAD]", "[UNK]"]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=VOCABULARY, special_tokens=special, show_progress=False
+    )
+    tokenizer.train([str(CORPUS)], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
+    )
+    # As some files have it: hvdtrain must not cut or pad so.
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=128)
+    return tokenizer
+
+
+def answers(file: Path, lines: int = 60) -> Path:
+    """Prompts of several lengths, and their first words in capitals."""
+    rows = []
+    for number in range(lines):
+        words = ["license", "work", "grant", "the", "you"][number % 5 :]
+        rows.append({"prompt": " ".join(words) + ":", "answer": " " + words[0].upper()})
+    return write(file, rows)
+
+
+def labelled(file: Path, lines: int = 60) -> Path:
+    """Texts of several lengths, which either do or do not begin with one word."""
+    rows = []
+    for number in range(lines):
+        first = "License" if number % 2 else "Work"
+        text = first + " of the work" * (number % 5)
+        rows.append({"text": text, "label": "yes" if number % 2 else "no"})
+    return write(file, rows)
+
+
+def write(file: Path, rows: list[Any]) -> Path:
+    """One line for each; text is written as it is."""
+    lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+    file.write_text("\n".join(lines) + "\n")
+    return file

@@ -26,11 +26,11 @@ class Tabular:
     defaults: ClassVar[dict[str, Any]] = {
         "batch.global_size": 256,
         "batch.micro_size": 128,
-        "train.steps": 1000,
-        "eval.every": 250,
+        "train.steps": 300,
+        "eval.every": 100,
         "eval.batches": 100_000,
         "optim.lr": 1e-3,
-        "schedule.warmup_steps": 100,
+        "schedule.warmup_steps": 50,
     }
 
     def __init__(self, config: TabularTaskConfig) -> None:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from hvdtrain.config import parse
+from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.validation import ValidationData
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.engine.passes import Accumulate
@@ -56,7 +58,8 @@ def _evaluate(task: _Scores, samples: int, micro_size: int, topology: Topology) 
     )
     passes = Accumulate(task, nn.Linear(1, 1), 1, context)  # type: ignore[arg-type]
     data = TensorDataset(scores, labels)
-    found = Evaluate(EvalConfig(batches=100), passes, data, 0, context).evaluate(64, micro_size)
+    evaluate = Evaluate(EvalConfig(batches=100), passes, ValidationData(data, 0), context)
+    found = evaluate.evaluate(BatchConfig(2 * micro_size, micro_size))
     torch.testing.assert_close(task.seen[0], torch.stack((scores, labels), dim=1), rtol=0, atol=0)
     assert found["auc"] == of_classes(torch.stack((scores, labels), dim=1))["auc"]
     return found

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hvdtrain.data.config import DataConfig
+from hvdtrain.data.config import BatchConfig, DataConfig
+from hvdtrain.data.validation import ValidationData
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.engine.passes import Accumulate
@@ -41,10 +42,11 @@ def test_perplexity_or_bits_per_byte_is_an_average_of_averages(
     context = RankContext(
         Mesh.replicated(topology), torch.device("cpu"), Heartbeat(), PhaseTimer(time.perf_counter())
     )
-    evaluate = Evaluate(
-        EvalConfig(batches=100), Accumulate(task, model, 1, context), validation, 0, context
-    )
-    found = evaluate.evaluate(global_size=8, micro_size=4)  # the last micro-batch has fewer
+    passes, data_seen = Accumulate(task, model, 1, context), ValidationData(validation, 0)
+    evaluate = Evaluate(EvalConfig(batches=100), passes, data_seen, context)
+    found = evaluate.evaluate(
+        BatchConfig(global_size=8, micro_size=4)
+    )  # the last micro-batch has fewer
     samples = torch.stack([validation[i] for i in range(len(validation))])  # type: ignore[arg-type]
     assert len(samples) % 4
     documents = (samples[:, :-1] == 0).cumsum(dim=1)

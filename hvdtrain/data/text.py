@@ -38,6 +38,10 @@ class Tokenizer:
     Args:
         path: the file; None = bytes, vocabulary 256.
 
+    Attributes:
+        vocab_size: how many tokens there are.
+        highest: the highest number of one; a file may leave numbers out.
+
     Raises:
         UserError: the library is not installed, or the file cannot be read.
     """
@@ -46,6 +50,7 @@ class Tokenizer:
         self._tokenizer = None
         self._path = path
         self.vocab_size = BYTES_VOCABULARY
+        self.highest = BYTES_VOCABULARY - 1
         self.name = "bytes"
         if path is None:
             return
@@ -63,6 +68,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = self._tokenizer.get_vocab_size()
+        self.highest = max(self._tokenizer.get_vocab().values(), default=0)
         self.name = Path(path).name
 
     @property
@@ -98,8 +104,8 @@ class Tokenizer:
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest unsigned type that holds the vocabulary."""
-        return np.min_scalar_type(self.vocab_size - 1)
+        """The smallest unsigned type that holds every token."""
+        return np.min_scalar_type(self.highest)
 
     def encode(self, text: bytes) -> TokenArray:
         """Tokens of a whole file; bytes that are not UTF-8 are replaced, where text is needed."""
@@ -124,11 +130,6 @@ class Tokenizer:
             encoding = self._tokenizer.post_process(encoding)
         found: list[int] = encoding.ids
         return found
-
-    def highest(self) -> int:
-        """The highest number of a token; a vocabulary may leave numbers out."""
-        assert self._tokenizer is not None
-        return max(self._tokenizer.get_vocab().values())
 
     def number_of(self, token: str) -> int | None:
         """Of a token such as "</s>"; None: the vocabulary does not have it."""

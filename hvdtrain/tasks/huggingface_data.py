@@ -83,7 +83,7 @@ def tokenizer_file(config: HuggingFaceTaskConfig, folder: Folder) -> Path:
 def _read_tokenizer(config: HuggingFaceTaskConfig, folder: Folder) -> Tokenizer:
     """Raises UserError where there is none, or it has more tokens than the model."""
     tokenizer = Tokenizer(str(tokenizer_file(config, folder)))
-    _check_vocabulary(folder, tokenizer.highest() + 1)
+    _check_vocabulary(folder, tokenizer.highest + 1)
     return tokenizer
 
 

@@ -21,6 +21,11 @@ from hvdtrain.log import logger
 
 CAUSAL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 _KIND = {CAUSAL: "causal language model", CLASSIFIER: "classifier of texts"}
+# Which of transformers' configurations there is such a model for.
+_MODELS = {
+    CAUSAL: "MODEL_FOR_CAUSAL_LM_MAPPING",
+    CLASSIFIER: "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+}
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 _POSITIONS_AFTER_PADDING = ("roberta", "camembert", "longformer")
 # So many names stand in a message.
@@ -149,7 +154,13 @@ def read_folder(path: str | None, kind: str) -> Folder:
             f"huggingface.model: the weights in {folder} are quantized, which cannot be trained: "
             "take those that they were made of"
         )
-    return Folder(folder, kind, facts, _config(folder, facts))
+    config = _config(folder, facts)
+    if type(config) not in getattr(library(), _MODELS[kind]):
+        raise UserError(
+            f"huggingface.model: {folder} is a {config.model_type!r}, of which transformers "
+            f"{library().__version__} has no {_KIND[kind]}"
+        )
+    return Folder(folder, kind, facts, config)
 
 
 def _config(folder: Path, facts: dict[str, Any]) -> Any:
@@ -211,14 +222,7 @@ def build(folder: Folder, weights: bool, dtype: torch.dtype = torch.float32) -> 
             model = of_kind.from_config(folder.config, dtype=dtype, **options)
     except UserError:
         raise
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise _unreadable(folder.path, error) from None
-        raise UserError(
-            f"huggingface.model: {folder.path} is a {folder.config.model_type!r}, of which "
-            f"transformers {transformers.__version__} has no {_KIND[folder.kind]}"
-        ) from None
-    except (OSError, RuntimeError, KeyError, TypeError, ImportError) as error:
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, ImportError) as error:
         raise _unreadable(folder.path, error) from None
     except Exception as error:
         if type(error).__name__ != "SafetensorError":

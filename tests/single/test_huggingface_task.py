@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Library
+from tokenizers.models import WordLevel
 from torch import nn
 from torch.utils.data import default_collate
 
 from hvdtrain.config import parse
+from hvdtrain.data.text import Tokenizer
 from hvdtrain.engine.activations import arrange_activations
 from hvdtrain.engine.config import MemoryConfig
 from hvdtrain.errors import UserError
@@ -324,6 +327,13 @@ def test_a_model_that_sees_what_it_is_to_predict_learns_to_copy(root: Path) -> N
 def test_a_wrong_key_is_a_traceback(root: Path, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         _task(root / "llama", **keys).model()
+
+
+def test_a_vocabulary_with_gaps_does_not_fit_its_own_type(tmp_path: Path) -> None:
+    tokenizer = Library(WordLevel({"a": 0, "b": 300}, unk_token="a"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = Tokenizer(str(tmp_path / "tokenizer.json")).encode(b"b")
+    assert found.tolist() == [300] and found.dtype == "uint16"
 
 
 def test_roberta_has_positions_that_it_has_not(tmp_path: Path) -> None:

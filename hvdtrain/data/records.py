@@ -108,6 +108,11 @@ class JsonLines(Dataset[dict[str, Any]]):
         path, start, line = self._records.read(index)
         return parse_line(line, path, start)
 
+    def where(self, index: int) -> str:
+        """Such as "chats.jsonl: line 7", for messages; it counts the lines before."""
+        path, start, _ = self._records.read(index)
+        return f"{path}: line {_line_number(path, start)}"
+
     def fingerprint(self) -> str:
         """16 hex digits that change with the files' names, or their numbers of lines."""
         return self._records.fingerprint
@@ -169,9 +174,13 @@ def parse_line(line: bytes, path: Path, start: int) -> dict[str, Any]:
         found, reason = None, str(error)
     if isinstance(found, dict):
         return found
-    with open(path, "rb") as opened:
-        number = 1 + sum(part.count(b"\n") for part in _parts(opened, start))
+    number = _line_number(path, start)
     raise UserError(f"{path}: line {number} is no JSON object ({reason}): repair or remove it")
+
+
+def _line_number(path: Path, start: int) -> int:
+    with open(path, "rb") as opened:
+        return 1 + sum(part.count(b"\n") for part in _parts(opened, start))
 
 
 def _parts(opened: io.BufferedReader, size: int) -> Iterator[bytes]:

@@ -1,24 +1,23 @@
 """Samples from JSON lines: prompts with their answers, texts with their labels.
 
-A line is read, parsed and tokenized when its sample is asked for.
+A line is read, parsed and tokenized when its sample is asked for; the lengths of all samples,
+which batch.max_tokens needs, take a pass over all lines.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hvdtrain.data.order import permute
+from hvdtrain.data.order import Indices, permute
+from hvdtrain.data.records import JsonLines
 from hvdtrain.data.text import Tokenizer
 from hvdtrain.errors import UserError
 
@@ -27,76 +26,50 @@ _SPLIT_SEED = 0  # the split is the data's, whatever the run's seed
 
 
 @dataclass(frozen=True)
-class JsonLines:
-    """Objects in files of JSON lines.
+class Lines:
+    """Some lines of files of JSON lines.
 
     Args:
-        paths: the files.
-        places: (lines, 3) int64: which of the files, where in it in bytes, number of the line.
-        digest: of the files' contents, hex.
+        objects: of all lines.
+        chosen: the numbers of these, int64.
     """
 
-    paths: Sequence[Path]
-    places: NDArray[np.int64]
-    digest: str
+    objects: JsonLines
+    chosen: Indices
+
+    @classmethod
+    def of(cls, objects: JsonLines) -> Lines:
+        return cls(objects, np.arange(len(objects)))
 
     def __len__(self) -> int:
-        return len(self.places)
+        return len(self.chosen)
 
     def __getitem__(self, index: int) -> Line:
         """Raises UserError where the line is no JSON object."""
-        file, at, number = (int(value) for value in self.places[index])
-        path = self.paths[file]
-        try:
-            with open(path, "rb") as lines:
-                lines.seek(at)
-                content = json.loads(lines.readline())
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}") from None
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: this line is not JSON ({error})") from None
-        if not isinstance(content, dict):
-            raise UserError(f"{path}:{number}: this line is no JSON object, {{...}}")
-        return Line(content, f"{path}:{number}")
+        number = int(self.chosen[index])
+        return Line(self.objects[number], self.objects, number)
 
-    def split(self, fraction: float) -> tuple[JsonLines, JsonLines]:
+    def split(self, fraction: float) -> tuple[Lines, Lines]:
         """(train, validation): a fraction of the lines, of all parts of the files, at least one."""
         order = permute(np.arange(len(self)), len(self), _SPLIT_SEED, epoch=0)
         ends = max(int(len(self) * fraction), 1)
         parts = np.sort(order[ends:]), order[:ends]
-        train, validation = (JsonLines(self.paths, self.places[p], self.digest) for p in parts)
+        train, validation = (Lines(self.objects, self.chosen[part]) for part in parts)
         return train, validation
-
-
-def read_lines(paths: Sequence[Path]) -> JsonLines:
-    """All lines of files but blank ones; they are not parsed yet.
-
-    Raises:
-        UserError: a file cannot be read.
-    """
-    digest = hashlib.sha256()
-    places: list[tuple[int, int, int]] = []
-    for file, path in enumerate(paths):
-        at = 0
-        try:
-            with open(path, "rb") as lines:
-                for number, line in enumerate(lines, start=1):
-                    digest.update(line)
-                    if not line.isspace():
-                        places.append((file, at, number))
-                    at += len(line)
-        except OSError as error:
-            raise UserError(f"{path}: {error.strerror}") from None
-    found = np.array(places, dtype=np.int64).reshape(-1, 3)
-    return JsonLines(paths, found, digest.hexdigest())
 
 
 @dataclass(frozen=True)
 class Line:
-    """An object, and where it stands: FILE:NUMBER."""
+    """An object, and which of all it is."""
 
     content: dict[str, Any]
-    where: str
+    objects: JsonLines
+    number: int
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return self.objects.where(self.number)
 
     def text(self, key: str, name: str) -> str:
         """What it has as `name`, which the configuration key `key` says.
@@ -175,10 +148,9 @@ class Answers(Dataset[tuple[Tensor, Tensor]]):
 
     Targets within the prompt and the padding at the end are IGNORED. A prompt is tokenized by
     itself, as it will be when the model is asked, and so is the answer.
-
     """
 
-    def __init__(self, lines: JsonLines, keys: Keys, tokens: Tokens) -> None:
+    def __init__(self, lines: Lines, keys: Keys, tokens: Tokens) -> None:
         self._lines = lines
         self._keys = keys
         self._tokens = tokens
@@ -195,9 +167,22 @@ class Answers(Dataset[tuple[Tensor, Tensor]]):
         end = self._tokens.end
         return ids[:-1] if ids and ids[-1] == end else ids
 
+    def lengths(self) -> Indices:
+        """Tokens of each sample, without padding."""
+        return np.array([len(self._ids(self._lines[i])[0]) - 1 for i in range(len(self))])
+
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Raises UserError where the line lacks something, or is too long."""
-        line = self._lines[index]
+        ids, first = self._ids(self._lines[index])
+        context = self._tokens.context
+        tokens = torch.full((context,), self._tokens.padding)
+        targets = torch.full((context,), IGNORED)
+        tokens[: len(ids) - 1] = torch.tensor(ids[:-1])
+        targets[first - 1 : len(ids) - 1] = torch.tensor(ids[first:])
+        return tokens, targets
+
+    def _ids(self, line: Line) -> tuple[list[int], int]:
+        """(prompt and answer, where the answer begins)."""
         prompt = self._prompt(line)
         answer = self._tokens.tokenizer.ids(self._keys.answer_of(line), special=False)
         if self._tokens.end is not None:
@@ -213,11 +198,7 @@ class Answers(Dataset[tuple[Tensor, Tensor]]):
                 f"{line.where}: no token of the answer is left to learn: it is empty, or its "
                 f"prompt has more tokens ({len(prompt)}) than huggingface.context {context}"
             )
-        tokens = torch.full((context,), self._tokens.padding)
-        targets = torch.full((context,), IGNORED)
-        tokens[: len(ids) - 1] = torch.tensor(ids[:-1])
-        targets[first - 1 : len(ids) - 1] = torch.tensor(ids[first:])
-        return tokens, targets
+        return ids, first
 
 
 class LabelledTexts(Dataset[tuple[Tensor, int, int]]):
@@ -227,7 +208,7 @@ class LabelledTexts(Dataset[tuple[Tensor, int, int]]):
         labels: what a line may have as its label; or their numbers, where none is called by one.
     """
 
-    def __init__(self, lines: JsonLines, keys: Keys, tokens: Tokens, labels: Sequence[str]) -> None:
+    def __init__(self, lines: Lines, keys: Keys, tokens: Tokens, labels: Sequence[str]) -> None:
         self._lines = lines
         self._keys = keys
         self._tokens = tokens
@@ -240,19 +221,27 @@ class LabelledTexts(Dataset[tuple[Tensor, int, int]]):
     def text(self, index: int) -> str:
         return self._keys.input_of(self._lines[index])
 
+    def lengths(self) -> Indices:
+        """Tokens of each sample, without padding."""
+        return np.array([len(self._ids(self._lines[i])) for i in range(len(self))])
+
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
         """Raises UserError where the line lacks something, is too long, or has another label."""
         line = self._lines[index]
-        context, tokenizer = self._tokens.context, self._tokens.tokenizer
+        ids = self._ids(line)
+        tokens = torch.full((self._tokens.context,), self._tokens.padding)
+        tokens[: len(ids)] = torch.tensor(ids)
+        return tokens, len(ids), self._number(line)
+
+    def _ids(self, line: Line) -> list[int]:
+        context = self._tokens.context
         longest = context if self._tokens.truncate else None
-        ids = tokenizer.ids(self._keys.input_of(line), longest=longest)
+        ids = self._tokens.tokenizer.ids(self._keys.input_of(line), longest=longest)
         if len(ids) > context:
             raise self._tokens.too_long(line.where, len(ids))
         if not ids:
             raise UserError(f"{line.where}: {self._keys.input!r} has no token")
-        tokens = torch.full((context,), self._tokens.padding)
-        tokens[: len(ids)] = torch.tensor(ids)
-        return tokens, len(ids), self._number(line)
+        return ids
 
     def _number(self, line: Line) -> int:
         label = self._keys.label_of(line)
@@ -264,7 +253,7 @@ class LabelledTexts(Dataset[tuple[Tensor, int, int]]):
         raise UserError(f"{line.where}: label {label!r} is none of the model's: {known}")
 
 
-def labels_in(lines: JsonLines, keys: Keys) -> list[str]:
+def labels_in(lines: Lines, keys: Keys) -> list[str]:
     """The labels of all lines; numbers in their order, text by the alphabet.
 
     Raises:

@@ -6,16 +6,15 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvdtrain.data.files import expand
+from hvdtrain.data.records import JsonLines
 from hvdtrain.data.text import Tokenizer, cut, read, read_text
 from hvdtrain.data.text_lines import (
     Answers,
-    JsonLines,
     Keys,
     LabelledTexts,
+    Lines,
     Tokens,
     labels_in,
-    read_lines,
 )
 from hvdtrain.data.tokens import TokenWindows, read_token_files
 from hvdtrain.errors import UserError
@@ -130,7 +129,7 @@ def _of_lines(config: HuggingFaceTaskConfig, folder: Folder, context: int) -> Te
     padding = _padding(folder, tokenizer)
     tokens = Tokens(tokenizer, context, end, padding or 0, config.huggingface.truncate)
     digest = hashlib.sha256(read(tokenizer_file(config, folder)))
-    digest.update(repr((train.digest, len(train), context, keys)).encode())
+    digest.update(repr((train.objects.fingerprint(), len(train), context, keys)).encode())
     fingerprint = digest.hexdigest()[:16]
     if config.huggingface.learn == "answers":
         if end is None:
@@ -157,9 +156,7 @@ def classes_of(config: HuggingFaceTaskConfig, folder: Folder) -> Classes | None:
     return Classes(labels, _padding(folder, _read_tokenizer(config, folder)))
 
 
-def _labels(
-    config: HuggingFaceTaskConfig, folder: Folder, train: JsonLines | None
-) -> tuple[str, ...]:
+def _labels(config: HuggingFaceTaskConfig, folder: Folder, train: Lines | None) -> tuple[str, ...]:
     known = config.huggingface.labels or folder.labels
     labels = known or labels_in(train or _lines(config)[0], _keys(config))
     if len(labels) < 2:
@@ -173,16 +170,17 @@ def _keys(config: HuggingFaceTaskConfig) -> Keys:
     return Keys(own.input_key or names[0], own.target_key or names[1])
 
 
-def _lines(config: HuggingFaceTaskConfig) -> tuple[JsonLines, JsonLines]:
+def _lines(config: HuggingFaceTaskConfig) -> tuple[Lines, Lines]:
     """(train, validation)."""
     data, learn = config.data, config.huggingface.learn
-    if data.source != "text" or not data.train:
+    if data.source not in ("text", "jsonl") or not data.train:
         raise UserError(
-            f"huggingface.learn {learn} needs data.train, files of JSON lines, and data.source text"
+            f"huggingface.learn {learn} needs data.train, files of JSON lines (*.jsonl, *.ndjson), "
+            "and data.source text or jsonl"
         )
-    train = read_lines(expand("data.train", data.train))
+    train = Lines.of(JsonLines(data.train, data.cache, "data.train"))
     if data.validation:
-        return train, read_lines(expand("data.validation", data.validation))
+        return train, Lines.of(JsonLines(data.validation, data.cache, "data.validation"))
     if len(train) < 2:
         raise UserError(
             f"data.train: {len(train)} lines are too few for a part of validation; name files with "

@@ -194,15 +194,17 @@ def test_labels_are_numbered_otherwise_than_the_folder_says(root: Path, tmp_path
     numbered = _data(_task(folder, "labels", numbers))
     assert {numbered[i][2] for i in range(len(numbered))} <= {0, 1, 2}
     wrong = write(tmp_path / "w.jsonl", [{"text": "x", "label": 7}] * 4)
-    with pytest.raises(UserError, match=r"w.jsonl:\d: label 7 is none of the model's: c, a, b"):
+    with pytest.raises(
+        UserError, match=r"w.jsonl: line \d: label 7 is none of the model's: c, a, b"
+    ):
         _data(_task(folder, "labels", wrong))[0]
 
 
 # --- what is wrong with a line ---------------------------------------------------
 
 LINES = {
-    "no JSON": ("{", r"this line is not JSON \("),
-    "no object": ("[1]", "this line is no JSON object"),
+    "no JSON": ("{", r"is no JSON object \(Expecting"),
+    "no object": ("[1]", r"is no JSON object \(it is a list"),
     "no key": ({"prompt": "a", "reply": "b"}, "there is no 'answer', only prompt, reply; hugg"),
     "no text": ({"prompt": "a", "answer": 3}, "'answer' is no text, but 3"),
     "too long": ({"prompt": "a", "answer": "b" * 99}, r"\d+ tokens are more than huggingface.con"),
@@ -212,11 +214,23 @@ LINES = {
 @pytest.mark.parametrize("case", LINES)
 def test_a_wrong_line_is_not_named(root: Path, tmp_path: Path, case: str) -> None:
     row, message = LINES[case]
-    data = write(tmp_path / "data.jsonl", [row, "", row, "  ", row])
+    data = write(tmp_path / "data.jsonl", [row, "", row, "", row])
     wrong = _data(_task(root / "gpt2", "answers", data))
     for index in range(2):
-        with pytest.raises(UserError, match=rf"data.jsonl:[135]: {message}"):
+        with pytest.raises(UserError, match=rf"data.jsonl: line [135]:? {message}"):
             wrong[index]
+
+
+@pytest.mark.parametrize(("folder", "learn"), [("gpt2", "answers"), ("bert", "labels")])
+def test_a_length_is_not_that_of_its_sample(root: Path, folder: str, learn: str) -> None:
+    lines = root / {"answers": "answers.jsonl", "labels": "labelled.jsonl"}[learn]
+    data = _data(_task(root / folder, learn, lines))
+    samples = [data[index] for index in range(len(data))]
+    if learn == "answers":  # the last target stands where the last token is
+        used = [int((targets >= 0).nonzero().max()) + 1 for _, targets in samples]
+    else:
+        used = [length for _, length, _ in samples]
+    assert data.lengths().tolist() == used and len(set(used)) > 1
 
 
 def test_a_line_is_cut_within_its_prompt_or_loses_its_end(root: Path, tmp_path: Path) -> None:
@@ -225,7 +239,7 @@ def test_a_line_is_cut_within_its_prompt_or_loses_its_end(root: Path, tmp_path: 
     cut = _data(_task(root / "gpt2", "answers", data, data__validation=data, **truncate))
     tokens, targets = cut[0]
     assert len(tokens) == POSITIONS and targets[-1] >= 0
-    with pytest.raises(UserError, match=r"data.jsonl:2: no token of the answer is left"):
+    with pytest.raises(UserError, match=r"data.jsonl: line 2: no token of the answer is left"):
         cut[1]
     texts = write(tmp_path / "t.jsonl", [{"text": "work " * 99, "label": n} for n in (0, 1)] * 2)
     tokens, length, _ = _data(_task(root / "bert", "labels", texts, **truncate))[0]

@@ -6,8 +6,9 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.data.packed import read_packed
 from hvdtrain.data.records import JsonLines
-from hvdtrain.data.text import Tokenizer, cut, read, read_text
+from hvdtrain.data.text import Tokenizer, read
 from hvdtrain.data.text_lines import (
     Answers,
     Keys,
@@ -16,7 +17,6 @@ from hvdtrain.data.text_lines import (
     Tokens,
     labels_in,
 )
-from hvdtrain.data.tokens import TokenWindows, read_token_files
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.tasks import Datasets
@@ -96,29 +96,14 @@ def _check_vocabulary(folder: Folder, tokens: int) -> None:
 
 
 def _packed(config: HuggingFaceTaskConfig, folder: Folder, context: int) -> TextData:
-    data, tokenizer = config.data, None
-    if data.source != "tokens":
-        tokenizer = _read_tokenizer(config, folder)
-        train_tokens, end = read_text(data, tokenizer)
-        arrays, held_out = [train_tokens], [end]
-    else:
-        arrays, meta = read_token_files("data.train", data.train)
-        _check_vocabulary(folder, meta.vocab_size)
-        if data.validation:
-            held_out, other = read_token_files("data.validation", data.validation)
-            if other != meta:
-                raise UserError(f"data.train is {meta}, but data.validation is {other}")
-        else:
-            *rest, last = arrays
-            last, end = cut(last, data.validation_fraction)
-            arrays, held_out = [*rest, last], [end]
-    train, validation = TokenWindows(arrays, context), TokenWindows(held_out, context)
-    for name, windows in (("training", train), ("validation", validation)):
-        if len(windows) == 0:
-            raise UserError(
-                f"data.train: {windows.tokens} tokens of {name} data are too few for one sample "
-                f"of huggingface.context + 1 = {context + 1}"
-            )
+    data = config.data
+    if data.document_mask:
+        raise UserError("data.document_mask is for the task language_model")
+    tokenizer = None if data.source == "tokens" else _read_tokenizer(config, folder)
+    packed = read_packed(data, tokenizer)
+    if tokenizer is None:
+        _check_vocabulary(folder, packed.meta.vocab_size)
+    train, validation = packed.windows(context, "huggingface.context")
     return TextData(Datasets(train, validation, train.fingerprint()), context, tokenizer)
 
 

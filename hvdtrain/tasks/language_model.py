@@ -55,35 +55,14 @@ class LanguageModel:
         return () if self._token_bytes is None else ("bits_per_byte",)
 
     def datasets(self) -> Datasets:
-        from hvdtrain.data.text import Tokenizer, cut, read_text
-        from hvdtrain.data.tokens import TokenWindows, read_token_files
+        from hvdtrain.data.packed import read_packed
+        from hvdtrain.data.text import Tokenizer
 
         data, context = self.config.data, self.config.model.context
-        if data.source != "tokens":
-            self._tokenizer = Tokenizer(data.tokenizer)
-            separator = self._tokenizer.separator(data.source, data.document_mask)
-            meta = replace(self._tokenizer.meta, separator=separator)
-            train_tokens, validation_tokens = read_text(data, self._tokenizer)
-            train_arrays, validation_arrays = [train_tokens], [validation_tokens]
-        else:
-            train_arrays, meta = read_token_files("data.train", data.train)
-            if data.validation:
-                validation_arrays, other = read_token_files("data.validation", data.validation)
-                if other != meta:
-                    raise UserError(f"data.train is {meta}, but data.validation is {other}")
-            else:
-                *rest, last = train_arrays
-                last, end = cut(last, data.validation_fraction)
-                train_arrays, validation_arrays = [*rest, last], [end]
-        self._take_over(meta)
-        train = TokenWindows(train_arrays, context)
-        validation = TokenWindows(validation_arrays, context)
-        for key, windows in (("data.train", train), ("data.validation", validation)):
-            if len(windows) == 0:
-                raise UserError(
-                    f"{key}: {windows.tokens} tokens (from {_source(data, key)}) are too few for "
-                    f"one sample of model.context + 1 = {context + 1}"
-                )
+        self._tokenizer = None if data.source == "tokens" else Tokenizer(data.tokenizer)
+        packed = read_packed(data, self._tokenizer)
+        self._take_over(packed.meta)
+        train, validation = packed.windows(context, "model.context")
         self._prompt = validation[0][: min(16, context)].tolist()
         return Datasets(train, validation, train.fingerprint())
 
@@ -204,9 +183,3 @@ class LanguageModel:
 
     def _text(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens) if self._tokenizer else " ".join(map(str, tokens))
-
-
-def _source(data: DataConfig, key: str) -> str:
-    """Where tokens come from; validation falls back to a fraction of the training files."""
-    named = data.validation if key == "data.validation" and data.validation else data.train
-    return ", ".join(named) or "the standard library"

@@ -168,7 +168,7 @@ def test_a_table_hides_an_aim_that_was_missed() -> None:
     [
         (["--rounds", "0"], "0 is not >= 1"),
         (["--np", "1"], "names no number of ranks that is >= 2"),
-        (["--preset", "gpt-nanu"], "no preset (digits, gpt-nano"),
+        (["--preset", "gpt-nanu"], "no preset (digits, gpt-1b3, gpt-medium, gpt-nano"),
         (["--", "--model.layer=1"], "did you mean model.layers?"),
         (["--", "--batch.micro_size=32"], "1 micro-batches cannot be shared evenly"),
         (["--np", "1,2,x"], "x is not >= 1"),

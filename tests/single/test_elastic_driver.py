@@ -86,11 +86,16 @@ class Rendezvous:
 
 
 class Job:
-    """A driver whose processes are functions: `exit(number, code)` ends one."""
+    """A driver whose processes are functions: `exits[number] = code` ends one.
+
+    Attributes:
+        unkillable: numbers of those that nothing ends for now.
+    """
 
     def __init__(self, hosts: dict[str, int], np: int, min_np: int = 1) -> None:
         self.hosts = hosts
         self.exits: dict[int, int] = {}
+        self.unkillable: set[int] = set()
         self.rendezvous = Rendezvous()
         self.driver = ElasticDriver(self.rendezvous, self, min_np, None, cooldown_range=(1, 1))
         self.driver.wait_for_available_slots(np)
@@ -105,7 +110,7 @@ class Job:
     def _create(self, slot: object, events: list[threading.Event]) -> tuple[int, float]:
         number = slot.rank  # type: ignore[attr-defined]
         while number not in self.exits:
-            if any(event.is_set() for event in events):
+            if number not in self.unkillable and any(event.is_set() for event in events):
                 return 143, time.time()
             time.sleep(0.01)
         return self.exits[number], time.time()
@@ -209,6 +214,7 @@ def test_one_that_fell_silent_is_waited_for_or_takes_part_again(
 ) -> None:
     running = job({"a": 3}, np=3)
     running.join(0, 1, 2)
+    running.unkillable.add(2)
     running.driver._on_silence(Silence(2, seconds=1.2, bound=1.0, phi=9.0))
     got = running.join(0, 1)
     assert {n: got[n]["rank"] for n in (0, 1)} == {0: 0, 1: 1}
@@ -216,6 +222,7 @@ def test_one_that_fell_silent_is_waited_for_or_takes_part_again(
     running.driver.stuck(2, "SIGKILL does not end it")
     assert "process 2 on a is still there: SIGKILL does not end it" in capsys.readouterr().err
     assert running.ranks(2) == [-1], "nobody knows what it did meanwhile"
+    running.unkillable.clear()
     _until(lambda: [p.number for p in running.driver._alive()] == [0, 1, 3])
     assert running.ranks(3) == [None], "its slot is used again, once it has ended"
 

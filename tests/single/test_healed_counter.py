@@ -19,8 +19,8 @@ RECORD = dict.fromkeys(FIGURES.split(), 1.0)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_healed_rank_is_not_counted_or_by_every_rank(rank: int) -> None:
     exporter = Exporter(TelemetryConfig(host="127.0.0.1"), 0)
-    topology, batch = SimpleNamespace(rank=rank), SimpleNamespace(global_size=8)
-    loop: Any = SimpleNamespace(topology=topology, batch=batch, deal=[0, 2, 4])
+    topology = SimpleNamespace(rank=rank)
+    loop: Any = SimpleNamespace(topology=topology, step_samples=8, deal=[0, 2, 4])
     export = Export(exporter, None, 0)
     for step, healed in enumerate(({}, {"healed": [2, 3]}, {"healed": [1]}), start=1):
         loop.synchronised = step < 3

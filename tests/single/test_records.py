@@ -273,7 +273,7 @@ def test_a_document_is_lost_or_runs_into_the_next(tmp_path: Path, source: str) -
     ]  # fmt: skip
     model = GPTConfig(context=8)
     task = LanguageModel(LanguageModelConfig(model, config))
-    windows, held_out, _ = task.datasets()
+    windows, held_out, *_ = task.datasets()
     assert windows[0].tolist() == list(b"document 0\0document 1")[:9] and held_out is not None
     config = DataConfig(source, [str(tmp_path)], text_key="body")
     with pytest.raises(UserError, match=r"has no (column )?'?body"):

@@ -247,7 +247,7 @@ def test_a_file_is_no_document(tmp_path: Path, several: bool) -> None:
     for number, text in enumerate(files):
         (tmp_path / f"{number}.txt").write_text(text)
     task = _model(12, train=str(tmp_path), document_mask=True, validation_fraction=0.3)
-    train, validation, _ = task.datasets()
+    train, validation, *_ = task.datasets()
     assert validation is not None
     arrays = [*train.arrays, *validation.arrays]  # type: ignore[attr-defined]
     whole = np.concatenate(arrays).tobytes().decode()

@@ -232,7 +232,7 @@ def test_a_wrong_line_ends_in_a_traceback_or_is_said_twice(root: Path) -> None:
     flags = [*_flags(root, "gpt2"), "--run.id", "bad", "--data.train", str(bad)]
     done = run(root / "output", flags, "mpirun:2", timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done
-    assert done.stderr.count(f"{bad}:5: there is no 'answer', only prompt;") == 1, done
+    assert done.stderr.count(f"{bad}: line 5: there is no 'answer', only prompt;") == 1, done
 
 
 def test_adapters_are_merged_where_there_are_none(

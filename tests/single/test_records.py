@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from hvdtrain.data import index as index_module
 from hvdtrain.data.config import BatchConfig, DataConfig, LoaderConfig
@@ -281,7 +282,6 @@ def test_a_document_is_lost_or_runs_into_the_next(tmp_path: Path, source: str) -
 
 
 def _shard(path: Path, count: int, **broken: bytes) -> Path:
-    Image = pytest.importorskip("PIL.Image")
     members = []
     for number in range(count):
         content = io.BytesIO()

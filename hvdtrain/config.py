@@ -34,6 +34,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
 from hvdtrain.optim.precision_config import PrecisionConfig
+from hvdtrain.parallel.config import ParallelConfig
 from hvdtrain.runtime.config import RuntimeConfig
 from hvdtrain.tasks import load_class, optional
 from hvdtrain.telemetry.config import ProfileConfig, TelemetryConfig
@@ -57,6 +58,7 @@ class Config:
         compile: torch.compile
         memory: what backward needs of a forward pass
         exchange: how the ranks' gradients become one
+        parallel: how one model spans ranks
         runtime: a rank's process
         checkpoint: checkpoints
         elastic: detection of ranks that died or hang
@@ -78,6 +80,7 @@ class Config:
     compile: CompileConfig = field(default_factory=CompileConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     elastic: ElasticConfig = field(default_factory=ElasticConfig)

@@ -18,7 +18,7 @@ ROWS = [
     {"run", "supervise"},
     {"config"},
     {"engine"},
-    {"elastic", "exchange"},
+    {"elastic", "exchange", "parallel"},
     {"tasks", "horovod_wheel"},
     {"models", "data", "optim", "checkpoint", "telemetry", "launch", "comm"},
     {"run_files"},

@@ -1,0 +1,42 @@
+"""Configuration of the axes along which one model spans ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hvdtrain.errors import require
+
+
+@dataclass
+class ParallelConfig:
+    """How one model spans ranks; what is left of the ranks is the data axis.
+
+    Args:
+        tensor: ranks that split each matrix of a block between them
+        pipeline: stages that the blocks are divided into, each on ranks of its own
+        context: ranks that split a sequence between them
+        shard: ranks that hold a part of each parameter, its gradient and its optimizer state
+            (ZeRO-3, arXiv:1910.02054), and train on micro-batches of their own
+        zero: 1: each rank updates a part of the parameters, and holds the optimizer's state of that
+            part alone (ZeRO-1, arXiv:1910.02054); 0: of all of them
+        zero_copies: ranks that hold each part of it, on different hosts where there are several:
+            with 2 no failure of one rank or host loses one
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    shard: int = 1
+    zero: int = 0
+    zero_copies: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("tensor", "pipeline", "context", "shard", "zero_copies"):
+            value = getattr(self, name)
+            require(value >= 1, f"parallel.{name} must be >= 1, not {value}")
+        require(self.zero in (0, 1), f"parallel.zero must be 0 or 1, not {self.zero}")
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of one replica of the model."""
+        return self.tensor * self.pipeline * self.context * self.shard

@@ -32,12 +32,16 @@ from hvdtrain.engine.config import (
 )
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.config import ExchangeConfig
+from hvdtrain.launch.hostfile import parse_hosts
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
 from hvdtrain.optim.precision_config import PrecisionConfig
 from hvdtrain.parallel.config import ParallelConfig
 from hvdtrain.runtime.config import RuntimeConfig
+from hvdtrain.runtime.grid import Grid
 from hvdtrain.tasks import load_class, optional
 from hvdtrain.telemetry.config import ProfileConfig, TelemetryConfig
+
+LAYOUT = "--print_layout"
 
 
 @dataclass
@@ -123,9 +127,9 @@ def parse(argv: Sequence[str]) -> Settings:
 
     Raises:
         UserError: an unknown key, a wrong type or an impossible value.
-        SystemExit: after --help or --print_config.
+        SystemExit: after --help, --print_config or --print_layout.
     """
-    argv = _config_files_first(argv)
+    argv, hosts = _layout_hosts(_config_files_first(argv))
     files = {Path(a.partition("=")[2]): None for a in argv if a.startswith("--config=")}
     contents = {path: read_yaml(path) for path in files}
     task_class = load_class(_task_name(argv, contents.values()))
@@ -148,6 +152,9 @@ def parse(argv: Sequence[str]) -> Settings:
         task_config = own and own(**{f.name: made[f.name] for f in fields(own)})
     except (ArgumentError, ValueError) as error:
         raise UserError(readable(str(error))) from None
+    if hosts:
+        print(_layout(config, hosts))
+        raise SystemExit(0)
     return Settings(config, task_class, task_config, parser.dump(namespace, skip_unset=False))
 
 
@@ -177,6 +184,12 @@ def build_parser(task_class: type) -> ArgumentParser:
         action="config",
         metavar="FILE_OR_PRESET",
         help=f"a YAML file, or a preset: {', '.join(presets())}",
+    )
+    parser.add_argument(
+        LAYOUT,
+        metavar="HOSTS",
+        default=SUPPRESS,
+        help="print which rank of node1:8,node2:8 holds which part of the model, and exit",
     )
     own = optional(task_class, "Config")
     for owner in filter(None, (Config, own)):
@@ -225,6 +238,24 @@ def _config_file(name: str) -> Path:
     if name in presets():
         return presets()[name]
     raise UserError(f"--config {name}: no such file, and no preset ({', '.join(presets())})")
+
+
+def _layout_hosts(argv: Sequence[str]) -> tuple[list[str], str]:
+    """The arguments without --print_layout, and its value."""
+    rest, hosts = [], ""
+    arguments = iter(argv)
+    for argument in arguments:
+        if argument.partition("=")[0] == LAYOUT:
+            hosts = argument.partition("=")[2] or next(arguments, "")
+        else:
+            rest.append(argument)
+    return rest, hosts
+
+
+def _layout(config: Config, hosts: str) -> str:
+    """Raises UserError where the ranks are not a whole number of replicas."""
+    names = [host.name for host in parse_hosts(hosts) for _ in range(host.slots)]
+    return Grid.of(names, config.parallel.degrees, config.parallel.place).describe(names)
 
 
 def _task_name(argv: Sequence[str], contents: Iterable[Mapping[str, Any]]) -> str:

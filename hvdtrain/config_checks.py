@@ -58,6 +58,8 @@ def check_together(config: Any) -> None:
         config.optim.name != "adamw8bit" or not config.exchange.sync_every,
         "optim.name adamw8bit excludes exchange.sync_every: its moments cannot be averaged",
     )
+    if config.parallel.spans_ranks:
+        _check_spanning(config)
     wants = "train.patience" if config.train.patience else "checkpoint.keep_best"
     require(
         config.eval.every > 0 or not (config.train.patience or config.checkpoint.keep_best),
@@ -69,3 +71,34 @@ def check_together(config: Any) -> None:
         f"profile.steps {config.profile.steps} begins after the last step (train.steps "
         f"{config.train.steps})",
     )
+
+
+def _check_spanning(config: Any) -> None:
+    """What cannot be combined with a model that spans ranks."""
+    exchange = config.exchange
+    key = next(
+        f"parallel.{axis} {degree}"
+        for axis, degree in config.parallel.degrees.items()
+        if degree > 1
+    )
+    for other, on, why in (
+        ("exchange.name exact", exchange.exact, "its sums are those of whole gradients"),
+        (f"exchange.compression {exchange.compression}", exchange.compression != "none",
+         "it compresses whole gradients"),
+        (f"exchange.wire {exchange.wire}", exchange.wire != "float32",
+         "parts travel in their own precision"),
+        (f"exchange.reduce {exchange.reduce}", exchange.reduce != "average",
+         "it compares whole gradients"),
+        (f"exchange.sync_every {exchange.sync_every}", exchange.sync_every > 0,
+         "ranks would step on their own with parts of a model"),
+        (f"optim.name {config.optim.name}",
+         config.optim.name in ("muon", "adafactor", "adamw8bit"),
+         "its update of a matrix needs the whole matrix: use adamw, adam, sgd or lion"),
+        (f"optim.ema_decay {config.optim.ema_decay}", config.optim.ema_decay > 0,
+         "averages are kept of whole models"),
+        ("batch.deal speed", config.batch.deal == "speed", "a replica is as fast as its slowest"),
+        ("batch.per_rank_size", config.batch.per_rank_size > 0,
+         "ranks of a replica share their samples: give batch.global_size"),
+        ("memory.fit", config.memory.fit, "it measures a whole model on one rank"),
+    ):  # fmt: skip
+        require(not on, f"{key} excludes {other}: {why}")

@@ -135,11 +135,12 @@ def _mpi() -> Side:
 def _torch_gloo() -> Side:
     import torch.distributed as dist
 
-    from hvdtrain.bench.torch_ranks import join_ranks, leave_ranks
+    from hvdtrain.bench.torch_ranks import join_ranks
+    from hvdtrain.parallel.world import leave
 
     join_ranks()
     rank, size = dist.get_rank(), dist.get_world_size()
-    return Side(rank, size, torch.device("cpu"), dist.all_reduce, leave_ranks)
+    return Side(rank, size, torch.device("cpu"), dist.all_reduce, leave)
 
 
 KINDS: dict[str, Callable[[], Side]] = {

@@ -19,7 +19,6 @@ from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.init import initialise
-from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.tasks import Datasets, Task
 
@@ -46,7 +45,7 @@ class AppLoop:
         config = components.config
         components.heartbeat = Heartbeat()
         components.state.broadcast()
-        context = components.context(Mesh.replicated(topology))
+        context = components.context(topology)
         first = topology.rank == 0
         if first:
             log.to_screen(None)

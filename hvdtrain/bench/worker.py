@@ -52,11 +52,10 @@ def _overhead(settings: Settings, steps: int, rounds: int, folder: Path) -> dict
 
     from hvdtrain.bench.app import AppLoop
     from hvdtrain.bench.plain import PlainLoop
-    from hvdtrain.run import build
+    from hvdtrain.run.data import build_data
 
     settings.config.train.steps = IDENTICAL_AFTER + rounds * steps
-    task = build.build_task(settings)
-    datasets = build.build_datasets(task, settings.config)
+    task, datasets = build_data(settings)
     app = AppLoop(settings, folder, (task, datasets))
     plain = PlainLoop(task, datasets.train, settings.config)
     loops: dict[str, AppLoop | PlainLoop] = {"hvdtrain": app, "plain": plain}
@@ -97,18 +96,20 @@ def _rate_of_plain(settings: Settings, steps: int, exchange: bool) -> dict[str, 
     import torch.distributed as dist
 
     from hvdtrain.bench.plain import PlainLoop
-    from hvdtrain.bench.torch_ranks import join_ranks, leave_ranks
+    from hvdtrain.bench.torch_ranks import join_ranks
+    from hvdtrain.parallel.world import leave
+    from hvdtrain.run.data import build_task
 
     join_ranks()
     rank, size = dist.get_rank(), dist.get_world_size()
     settings.config.train.steps = WARM_UP_STEPS + steps
-    task = _task(settings)
+    task = build_task(settings)
     loop = PlainLoop(task, task.datasets().train, settings.config, rank, size, exchange)
     loop.run(WARM_UP_STEPS)
     dist.barrier()
     seconds: list[float] = [0.0] * size
     dist.all_gather_object(seconds, loop.run(steps))
-    leave_ranks()
+    leave()
     rate = settings.config.batch.global_size * steps / max(seconds)
     return {"samples_per_second": rate} if rank == 0 else {}
 
@@ -221,9 +222,10 @@ def _telemetry(settings: Settings, steps: int, rounds: int, folder: Path) -> dic
 
 def _memory_of_plain(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:
     from hvdtrain.bench.plain import PlainLoop
+    from hvdtrain.run.data import build_task
 
     settings.config.train.steps = steps
-    task = _task(settings)
+    task = build_task(settings)
     PlainLoop(task, task.datasets().train, settings.config).run(steps)
     return {"peak_bytes": _peak_bytes()}
 
@@ -243,12 +245,6 @@ def _peak_bytes() -> int:
     match = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert match
     return int(match[1]) * 1024
-
-
-def _task(settings: Settings) -> Any:
-    """As build.build_task, which would import Horovod: a plain PyTorch loop has none."""
-    own = settings.task_config
-    return settings.task_class() if own is None else settings.task_class(own)
 
 
 KINDS: dict[str, Callable[..., dict[str, Any]]] = {

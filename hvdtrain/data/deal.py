@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from heapq import heapify, heapreplace
 
-from hvdtrain.runtime.mesh import Group
+from hvdtrain.runtime.mesh import ALONE, Group
 
 
 def even(micro_batches: int, ranks: int) -> list[int]:
@@ -43,14 +43,17 @@ class Deal:
     Args:
         micro_batches: in a step, over all ranks together.
         group: the data axis.
+        shard: ranks of a replica with equally many micro-batches of their own; a replica is dealt
+            groups of so many, one for each.
 
     Attributes:
-        counts: of each rank.
+        counts: of each rank of `group`.
     """
 
-    def __init__(self, micro_batches: int, group: Group) -> None:
+    def __init__(self, micro_batches: int, group: Group, shard: Group = ALONE) -> None:
         self._rank = group.rank
-        self.change(even(micro_batches, group.size))
+        self._shard = shard
+        self.change(even(micro_batches // shard.size, group.size))
 
     def change(self, counts: Sequence[int]) -> None:
         """Deals in turns, so that each rank's are spread over the step: with `even`, j % ranks."""
@@ -60,7 +63,8 @@ class Deal:
             for rank, count in enumerate(counts)
             for number in range(count)
         )
-        self._own = [j for j, (_, rank) in enumerate(turns) if rank == self._rank]
+        of_replica = [j for j, (_, rank) in enumerate(turns) if rank == self._rank]
+        self._own = [j * self._shard.size + self._shard.rank for j in of_replica]
 
     @property
     def in_common(self) -> int:

@@ -43,9 +43,20 @@ class ValidationData:
         size = len(self.dataset)  # type: ignore[arg-type]
         return validation_places(min(batches * batch.global_size, size), batch.micro_size)
 
-    def batches(self, places: Sequence[Sequence[int]], group: Group) -> Iterator[tuple[int, Batch]]:
-        """See validation_batches."""
-        return validation_batches(self.dataset, places, group, self.seed, self.loading)
+    def batches(
+        self, places: Sequence[Sequence[int]], group: Group, together: int = 1
+    ) -> Iterator[tuple[int, Batch]]:
+        """See validation_batches.
+
+        Args:
+            together: so many ranks that follow each other have equally many batches: where there
+                are too few, some compute the first one again, as a batch of 0 samples.
+        """
+        padded = [*places, *([places[0]] * (-len(places) % together))]
+        found = validation_batches(self.dataset, padded, group, self.seed, self.loading)
+        own = range(len(padded))[group.rank :: group.size]
+        for number, (samples, batch) in zip(own, found, strict=True):
+            yield samples if number < len(places) else 0, batch
 
 
 def validation_places(samples: int, micro_size: int) -> list[Sequence[int]]:

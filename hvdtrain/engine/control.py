@@ -98,7 +98,7 @@ class ControlVector:
         totals = totals.view(parts, numbers)
         self.values = Totals(totals[:, : 3 * sizes.values].view(parts, 3, sizes.values))
         self.statistics = Totals(totals[:, 3 * sizes.values :])
-        self._alone = context.mesh.data.size == 1
+        self._alone = context.mesh.world.size == 1
         self._handle: int | None = None
 
     def send(self, frozen: Sequence[bool] = ()) -> None:

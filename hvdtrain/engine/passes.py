@@ -91,8 +91,9 @@ class Accumulate:
             enter("forward")
             self.statistics.prepare()
             loss, values, pairs = self._forward(on_device, self.names)
-            add_values(control.values, values, pairs, values / self._micro_batches, 0)
-            self.statistics.collect(control.statistics)
+            if self._context.mesh.counts:
+                add_values(control.values, values, pairs, values / self._micro_batches, 0)
+                self.statistics.collect(control.statistics)
             if done == len(deal):
                 before_last()
             enter("backward")
@@ -112,6 +113,8 @@ class Accumulate:
         """Forward for each batch (samples, batch) of this rank.
 
         Args:
+            batches: one of 0 samples is computed, as other ranks need this one's part in it, and
+                not counted.
             totals: added to, 3 rows of `evaluation_names`; the weight of a mean is the samples of
                 its batch.
             rows: gets the task's "rows" of each batch; None: they are not wanted.
@@ -119,8 +122,11 @@ class Accumulate:
         for samples, batch in batches:
             self._context.heartbeat.beat(Activity.WORKING)
             on_device = to_device(batch, self._context.device)
-            _, values, pairs = self._forward(on_device, self.evaluation_names, rows)
-            add_values(totals, values, pairs, values * samples, samples)
+            counts = samples > 0 and self._context.mesh.counts
+            rows_of_batch = rows if counts else None
+            _, values, pairs = self._forward(on_device, self.evaluation_names, rows_of_batch)
+            if counts:
+                add_values(totals, values, pairs, values * samples, samples)
 
     def _forward(
         self, batch: Batch, names: Sequence[str], rows: list[Tensor] | None = None

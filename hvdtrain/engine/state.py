@@ -20,14 +20,13 @@ from hvdtrain.engine.loop import Progress
 from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
 from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
-from hvdtrain.runtime.mesh import Group
+from hvdtrain.runtime.mesh import ALONE, Group
 from hvdtrain.runtime.state_part import Scope, StatePart
 
 # 1 had no files of single ranks, and other names in the GPT; it is still read.
 FORMAT = 2
 _READABLE = (1, 2)
 PRECISION = "precision.name"  # the name that it has in an identity
-ALONE = Group(rank=0, size=1)
 # What checkpoints were made with that do not name it.
 _ONCE = {PRECISION: "float32"}
 

@@ -73,7 +73,7 @@ class TrainStep:
         self._buckets = buckets
         self._context = context
         self._buffers = passes.buffers
-        self._exposed = "comm_exposed" if context.mesh.data.size > 1 else "other"
+        self._exposed = "comm_exposed" if context.mesh.world.size > 1 else "other"
         self._sizes = Sizes(
             len(passes.names), len(exchange.parameters), passes.statistics.numel, passes.exact
         )
@@ -154,14 +154,16 @@ class TrainStep:
         return agreed
 
     def _used(self, deal: Deal, step: int) -> Used:
-        """What the micro-batches of this rank hold."""
+        """What the micro-batches of this rank hold; nothing where another rank counts them."""
+        if not self._context.mesh.leads:
+            return Used(0)
         if self._buckets is None:
             return Used(len(deal) * self._batch.micro_size)
         return self._buckets.used(step * self._batch.micro_batches + j for j in deal)
 
     def _check(self, agreed: Agreed, step: int) -> None:
         """Raises RuntimeError unless all ranks did the same step, and all of it."""
-        ranks, samples = self._context.mesh.data.size, self._batch.global_size
+        ranks, samples = self._context.mesh.world.size, self._batch.global_size
         if self._buckets is not None:
             samples = self._buckets.samples_of(step, self._batch.micro_batches)
         if agreed.steps != step * ranks or agreed.used.samples != samples:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.optim.optimizer import set_learning_rate
+from hvdtrain.runtime.parts import local
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Update:
         exchange: has exchanged the gradients when `apply` is called.
         clip_norm: gradients are scaled down to this norm; 0 = never.
         loss_scale: follows from whether gradients are finite.
+        total_norm: of this rank's gradients; of a model that spans ranks, of all of its parts.
     """
 
     def __init__(
@@ -47,11 +50,13 @@ class Update:
         exchange: Exchange,
         clip_norm: float,
         loss_scale: LossScale | None = None,
+        total_norm: Callable[[Sequence[Tensor]], Tensor] = get_total_norm,
     ) -> None:
         self._optimizer = optimizer
         self._exchange = exchange
         self._clip_norm = clip_norm
         self._loss_scale = loss_scale
+        self._total_norm = total_norm
 
     def clear(self) -> None:
         """Takes away the gradients of the step before."""
@@ -72,20 +77,31 @@ class Update:
         """
         parameters = self._exchange.parameters
         gradients = [p.grad for p in parameters if p.grad is not None]
+        own = [local(gradient) for gradient in gradients]
         if gradient_scale != 1.0:
-            torch._foreach_mul_(gradients, gradient_scale)
-        norm = get_total_norm([_wide(gradient) for gradient in gradients])
+            torch._foreach_mul_(own, gradient_scale)
+        norm = self._total_norm([_wide(gradient) for gradient in gradients])
         agreed = self._exchange.agreed_norm(norm)
         applied = bool(torch.isfinite(agreed))
         if applied:
             if self._clip_norm > 0:
-                clip_grads_with_norm_(parameters, self._clip_norm, norm)
+                _clip(own, self._clip_norm, norm)
             set_learning_rate(self._optimizer, lr)
             self._optimizer.step()
         if self._loss_scale is None:
             return UpdateResult(float(agreed), applied)
         used = self._loss_scale.value
         return UpdateResult(float(agreed), applied, used, self._loss_scale.update(applied))
+
+
+def _clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:
+    """torch.nn.utils.clip_grads_with_norm_, for parts of gradients too."""
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, there in by_device.items():
+        torch._foreach_mul_(there, factor.to(device))
 
 
 def _wide(gradient: Tensor) -> Tensor:

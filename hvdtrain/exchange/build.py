@@ -13,6 +13,14 @@ from hvdtrain.exchange.exact import exact_exchange
 from hvdtrain.exchange.local_sgd import LocalSgd, Nesterov
 from hvdtrain.exchange.powersgd import powersgd_exchange
 from hvdtrain.exchange.topk import topk_exchange
+from hvdtrain.runtime.mesh import Mesh
+
+
+def parts_exchange(optimizer: Optimizer, model: nn.Module, mesh: Mesh) -> Exchange:
+    """Of a model that spans ranks."""
+    from hvdtrain.exchange.parts import PartsExchange
+
+    return PartsExchange(optimizer, model, mesh)
 
 
 def build_exchange(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hvdtrain.errors import require
+
+# Axes of one replica; neighbours on the first talk most.
+AXES = ("tensor", "context", "shard", "pipeline")
 
 
 @dataclass
@@ -17,6 +20,7 @@ class ParallelConfig:
         context: ranks that split a sequence between them
         shard: ranks that hold a part of each parameter, its gradient and its optimizer state
             (ZeRO-3, arXiv:1910.02054), and train on micro-batches of their own
+        place: these axes in the order in which they are kept inside of a host
         zero: 1: each rank updates a part of the parameters, and holds the optimizer's state of that
             part alone (ZeRO-1, arXiv:1910.02054); 0: of all of them
         zero_copies: ranks that hold each part of it, on different hosts where there are several:
@@ -27,16 +31,26 @@ class ParallelConfig:
     pipeline: int = 1
     context: int = 1
     shard: int = 1
+    place: list[str] = field(default_factory=lambda: list(AXES))
     zero: int = 0
     zero_copies: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "context", "shard", "zero_copies"):
+        for name in (*AXES, "zero_copies"):
             value = getattr(self, name)
             require(value >= 1, f"parallel.{name} must be >= 1, not {value}")
+        require(
+            sorted(self.place) == sorted(AXES),
+            f"parallel.place must name each of {', '.join(AXES)} once, not {self.place}",
+        )
         require(self.zero in (0, 1), f"parallel.zero must be 0 or 1, not {self.zero}")
 
     @property
-    def replica_size(self) -> int:
-        """Ranks of one replica of the model."""
-        return self.tensor * self.pipeline * self.context * self.shard
+    def degrees(self) -> dict[str, int]:
+        """Of each axis of a replica."""
+        return {axis: getattr(self, axis) for axis in AXES}
+
+    @property
+    def spans_ranks(self) -> bool:
+        """A replica of the model needs more than one rank."""
+        return any(degree > 1 for degree in self.degrees.values())

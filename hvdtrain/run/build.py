@@ -10,7 +10,6 @@ import torch
 from hvdtrain import comm
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.deal import Deal
-from hvdtrain.data.iterable import has_own_order
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.data.loading import Loading
 from hvdtrain.elastic.identity import Identity
@@ -24,9 +23,8 @@ from hvdtrain.engine.snapshot import Snapshot
 from hvdtrain.engine.state import PRECISION, RunState
 from hvdtrain.engine.step import TrainStep
 from hvdtrain.engine.update import Update
-from hvdtrain.errors import UserError
 from hvdtrain.exchange.base import Exchange
-from hvdtrain.exchange.build import build_exchange
+from hvdtrain.exchange.build import build_exchange, parts_exchange
 from hvdtrain.log import logger
 from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.masters import MasterWeights
@@ -35,10 +33,12 @@ from hvdtrain.optim.precision import BF16_PARAMS, Precision, build_precision
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.run.bucketing import RunBuckets, build_buckets
 from hvdtrain.run.curve import build_identity
+from hvdtrain.run.data import build_data
 from hvdtrain.run.exporting import build_exporter
 from hvdtrain.run.fit import Trial, with_micro_size
 from hvdtrain.run.length import dataset_size, with_global_batch, with_steps
 from hvdtrain.run.model import build_flops, build_model
+from hvdtrain.run.spanning import form_mesh, shard_model, split_model, total_norm
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.context import RankContext
@@ -62,6 +62,7 @@ class RunComponents:
         config: all of it, with what follows from the ranks and the data, see length.py.
         snapshot: where ranks step on their own and a failure does not end the run.
         flops: None where they or the device's peak are not known.
+        mesh: of a model that spans ranks, which do not change then.
     """
 
     config: Config
@@ -78,9 +79,11 @@ class RunComponents:
     ema: Ema | None = None
     buckets: RunBuckets = field(default_factory=RunBuckets)
     heartbeat: Heartbeat = field(default_factory=lambda: heartbeat.OWN)
+    mesh: Mesh | None = None
 
-    def context(self, mesh: Mesh) -> RankContext:
+    def context(self, topology: Topology) -> RankContext:
         """For a generation with these ranks."""
+        mesh = self.mesh or Mesh.replicated(topology)
         return RankContext(mesh, self.device, self.heartbeat, self.timer)
 
     def loading(self) -> Loading:
@@ -139,16 +142,19 @@ def build_components(
     device_index = start.local_rank if start.elastic else None
     device = on_all_ranks("device", lambda: choose_device(topology, device_index))
     precision = on_all_ranks("precision", lambda: build_precision(given.precision, device))
+    mesh = form_mesh(given.parallel, topology, device)
     timer = comm.OWN.timer = build_timer(start.clock, device)
     task, datasets = data or on_all_ranks("data", lambda: build_data(settings))
     buckets = on_all_ranks("batch.max_tokens", lambda: build_buckets(given, datasets))
     config = on_all_ranks("train.epochs", lambda: with_steps(given, datasets, buckets.train))
     model = on_all_ranks("model", lambda: build_model(task, config, device))
     flops = build_flops(config, task, datasets, model, precision.dtype(model))
+    on_all_ranks("parallel.tensor", lambda: split_model(config, task, model, mesh))
     # After the FLOPs were counted: what is computed again is none of the model's.
     on_all_ranks("memory", lambda: arrange_activations(config.memory, task, model, device))
     config = with_micro_size(config, Trial(task, model, datasets, precision, config.seed), topology)
     compiled = on_all_ranks("compile", lambda: compile_blocks(config.compile, task, model, timer))
+    on_all_ranks("parallel.shard", lambda: shard_model(config, task, model, mesh))
     groups = optional(task, "param_groups")
     optimizer = on_all_ranks(
         "optimizer",
@@ -157,7 +163,11 @@ def build_components(
     if precision.name == BF16_PARAMS:
         optimizer = MasterWeights(optimizer)
     micro_batches = config.batch.micro_batches
-    exchange = build_exchange(config.exchange, micro_batches, optimizer, model, start.elastic)
+    exchange = (
+        build_exchange(config.exchange, micro_batches, optimizer, model, start.elastic)
+        if mesh.model is None
+        else parts_exchange(optimizer, model, mesh)
+    )
     parts = [*exchange.state_parts()]
     if precision.loss_scale is not None:
         precision.loss_scale.unscale_gradients(exchange.parameters)
@@ -178,51 +188,8 @@ def build_components(
     snapshot = Snapshot(state) if start.elastic and config.exchange.sync_every else None
     return RunComponents(
         config, task, datasets, device, state, exchange, timer, exporter, snapshot, precision,
-        flops, ema, buckets,
+        flops, ema, buckets, mesh=None if mesh.model is None else mesh,
     )  # fmt: skip
-
-
-def build_data(settings: Settings) -> tuple[Task, Datasets]:
-    """The task and its data.
-
-    Raises:
-        UserError: no samples.
-    """
-    task = build_task(settings)
-    return task, build_datasets(task, settings.config)
-
-
-def build_task(settings: Settings) -> Task:
-    """The task, its own configuration given to its constructor if it has one."""
-    own = settings.task_config
-    return settings.task_class() if own is None else settings.task_class(own)
-
-
-def build_datasets(task: Task, config: Config) -> Datasets:
-    """The task's data.
-
-    Raises:
-        UserError: no samples, or nobody knows how many.
-    """
-    datasets = task.datasets()
-    for name, dataset in (("training", datasets.train), ("validation", datasets.validation)):
-        if dataset is None:
-            continue
-        try:
-            size = len(dataset)  # type: ignore[arg-type]
-        except TypeError:
-            raise UserError(
-                f"task {config.task}: the {name} data has no length: {type(dataset).__name__} "
-                "needs __len__, the number of samples of an epoch"
-            ) from None
-        if size == 0:
-            raise UserError(f"task {config.task}: the {name} data has no samples")
-    if config.loader.workers and has_own_order(datasets.train):
-        raise UserError(
-            f"loader.workers {config.loader.workers}: the training data is an IterableDataset, "
-            "which each rank reads from beginning to end; leave it at 0"
-        )
-    return datasets
 
 
 def build_loop(
@@ -242,12 +209,13 @@ def build_loop(
     if config.memory.fit:
         logger.info("memory.fit: batch.micro_size %d", config.batch.micro_size)
     loss_scale = components.precision.loss_scale
-    update = Update(state.optimizer, exchange, config.optim.clip_norm, loss_scale)
+    norm = total_norm(context.mesh)
+    update = Update(state.optimizer, exchange, config.optim.clip_norm, loss_scale, norm)
     loader = TrainLoader(
         components.datasets.train,
         samples=state.progress.samples,
         batch=config.batch,
-        deal=Deal(config.batch.micro_batches, context.mesh.data),
+        deal=Deal(config.batch.micro_batches, context.mesh.data, context.mesh.shard),
         seed=config.seed,
         loading=components.loading(),
         buckets=buckets,

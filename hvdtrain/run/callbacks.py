@@ -127,7 +127,7 @@ def build_callbacks(
 
 def build_saving(components: RunComponents, outputs: Outputs, context: RankContext) -> Saving:
     """With what this rank takes part in saves."""
-    state, recorder, group = components.state, outputs.recorder, context.mesh.data
+    state, recorder, group = components.state, outputs.recorder, context.mesh.world
     if recorder is not None and group.rank == 0:  # who was rank 0 once has one, too
         return Saving(state, group, recorder.writer, recorder.bring_to_disk)
     writer = None

@@ -27,7 +27,6 @@ from hvdtrain.run.summary import log_summary
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.runtime.collectives import gather_json, on_all_ranks
 from hvdtrain.runtime.heartbeat import Activity
-from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.telemetry.exporter import Target, write_targets
@@ -86,7 +85,7 @@ class Generation:
         self._held = held
         self._topology = topology
         self._cause = cause
-        self._context = components.context(Mesh.replicated(topology))
+        self._context = components.context(topology)
         self._statuses: list[RankStatus] = []
 
     def run(self) -> int:
@@ -138,7 +137,7 @@ class Generation:
         held, state = self._held, self._components.state
         if source is None:
             on_all_ranks("folder", self._open_folder)
-            resume(self._config, self._components, held, self._context.mesh.data)
+            resume(self._config, self._components, held, self._context.mesh.world)
         elif not all_equal(self._statuses):
             # Half a new state is none, should a rank die meanwhile.
             held.trained = self._statuses[self._topology.rank] == self._statuses[source]

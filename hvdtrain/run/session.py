@@ -31,6 +31,7 @@ from hvdtrain.run import build
 from hvdtrain.run.generation import Cause, Generation, Launched
 from hvdtrain.run.held import Held
 from hvdtrain.run.length import with_global_batch
+from hvdtrain.run.spanning import check_spanning
 from hvdtrain.run.start_checks import (
     check_batch,
     check_elastic,
@@ -71,6 +72,7 @@ def run(settings: Settings, stop: StopFlag, began: float) -> int:
         timeline=config.profile.steps is not None,
         # auto: an all-reduce alone was faster over Gloo, a whole step was not (docs/exchange.md).
         hierarchical=config.exchange.hierarchical is True,
+        process_sets=config.parallel.spans_ranks,
     )
     try:
         session = Session(settings, stop, began)
@@ -202,6 +204,7 @@ class Session:
             lambda: check_exchange(config, topology.world_size, membership is not None),
         )
         on_all_ranks("batch", lambda: check_batch(config, membership is not None))
+        on_all_ranks("parallel", lambda: check_spanning(config, topology, membership is not None))
         if membership is None:
             on_all_ranks("profile", lambda: check_profiled_ranks(config, topology.world_size))
         start = build.Start(self._began_clock, self._local_rank, elastic=membership is not None)

@@ -118,6 +118,7 @@ def prepare(
     timeout_seconds: int = 0,
     timeline: bool = False,
     hierarchical: bool = False,
+    process_sets: bool = False,
 ) -> None:
     """Sets what Horovod and MPI read when they start, and never over what the user set.
 
@@ -127,6 +128,7 @@ def prepare(
         timeout_seconds: of a collective in elastic runs; 0 = by the number of ranks.
         timeline: Horovod's timeline will be asked for.
         hierarchical: ranks sum within their host first (`exchange.hierarchical`).
+        process_sets: some collectives are those of a part of the ranks.
     """
     host_cores = host_cores or cores()
     # A rank that takes no part is an error after a while, not a hang (Horovod's default: never).
@@ -149,6 +151,8 @@ def prepare(
         # Must be there when Horovod starts, on every rank; the file is named later.
         env.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
     env.setdefault("HOROVOD_HIERARCHICAL_ALLREDUCE", str(int(hierarchical)))
+    if process_sets:
+        env.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
     for name in _MPI_OVER_TCP.keys() - _in_parameter_files():
         env.setdefault(f"OMPI_MCA_{name}", _MPI_OVER_TCP[name])
     if launched_local_size(env) >= host_cores:

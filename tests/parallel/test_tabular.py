@@ -18,7 +18,7 @@ from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.engine.passes import Accumulate
 from hvdtrain.errors import UserError
-from hvdtrain.run.build import build_data
+from hvdtrain.run.data import build_data
 from hvdtrain.runtime.collectives import broadcast_json
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Heartbeat

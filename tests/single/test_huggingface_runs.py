@@ -15,7 +15,7 @@ from hvdtrain.checkpoint.format import read
 from hvdtrain.config import parse
 from hvdtrain.data.order import sample_order
 from hvdtrain.data.tokens import TokenWindows
-from hvdtrain.run.build import build_data
+from hvdtrain.run.data import build_data
 from tests.support.job import Job
 from tests.support.runs import CORPUS, TRAIN, environment, losses, metrics, run, weights
 from tests.support.transformer_folders import answers, labelled, make

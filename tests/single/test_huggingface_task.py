@@ -23,7 +23,7 @@ from hvdtrain.engine.activations import arrange_activations
 from hvdtrain.engine.config import MemoryConfig
 from hvdtrain.errors import UserError
 from hvdtrain.optim.precision import to_bfloat16
-from hvdtrain.run.build import build_data
+from hvdtrain.run.data import build_data
 from hvdtrain.runtime.rng import seed_all
 from hvdtrain.tasks.blocks import blocks_of
 from hvdtrain.tasks.huggingface import HuggingFace

@@ -22,7 +22,7 @@ from hvdtrain.data.loader import TrainLoader, to_device
 from hvdtrain.data.order import sample_order
 from hvdtrain.data.validation import validation_batches, validation_places
 from hvdtrain.errors import UnsupportedTaskError, UserError
-from hvdtrain.run.build import build_datasets
+from hvdtrain.run.data import build_datasets
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.tasks import Datasets
 

@@ -14,7 +14,7 @@ from hvdtrain.config import parse
 from hvdtrain.data import tables_flights
 from hvdtrain.data.tables_flights import write_flights
 from hvdtrain.errors import UserError
-from hvdtrain.run.build import build_data
+from hvdtrain.run.data import build_data
 
 
 def test_a_flight_tells_what_is_known_after_departure_or_a_day_is_on_both_sides(

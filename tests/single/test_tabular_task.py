@@ -24,7 +24,7 @@ from hvdtrain.data.tables_rows import MISSING, SPECIAL, UNSEEN, encode, offsets,
 from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import mpirun
 from hvdtrain.models.tabgpt import Shape, TabGPT
-from hvdtrain.run.build import build_data
+from hvdtrain.run.data import build_data
 from hvdtrain.runtime.mpi import Alone
 from hvdtrain.tasks.tabular import Tabular
 from hvdtrain.tasks.tabular_data import buffers, read_columns

@@ -22,7 +22,7 @@ from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.data.loading import Loading
 from hvdtrain.errors import UserError
-from hvdtrain.run.build import build_datasets
+from hvdtrain.run.data import build_datasets
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.tasks import Datasets
 from tests.support.runs import REPOSITORY, environment, losses, train

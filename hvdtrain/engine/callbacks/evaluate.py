@@ -86,14 +86,14 @@ class Evaluate:
         """
         names, context = self._passes.evaluation_names, self._context
         places = self._data.places(self._config.batches, batch)
-        batches = self._data.batches(places, context.mesh.data)
+        batches = self._data.batches(places, context.mesh.batch, context.mesh.shard.size)
         parts = Totals.number_of_parts(self._passes.exact)
         rows: list[torch.Tensor] | None = None if self._measures is None else []
         zeros = torch.zeros(parts, 3, len(names), dtype=torch.float64, device=context.device)
         totals = Totals(zeros)
         with evaluating(self._passes.model):
             # Where some ranks have a micro-batch more, collectives of the task are refused.
-            in_common = len(places) // context.mesh.data.size
+            in_common = len(places) // context.mesh.batch.size
             own = comm.OWN.micro_batches(batches, in_common)
             self._passes.evaluate(own, totals, rows)
         context.heartbeat.beat(Activity.WAITING)
@@ -101,7 +101,7 @@ class Evaluate:
         found = means(names, sums.tolist(), len(places))
         found |= self._passes.derived(found)
         if rows is not None and self._measures is not None:
-            found |= self._measures(all_rows(rows, [*map(len, places)], context.mesh.data))
+            found |= self._measures(all_rows(rows, [*map(len, places)], context.mesh.batch))
         return found
 
     def close(self) -> None:

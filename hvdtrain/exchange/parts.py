@@ -1,0 +1,106 @@
+"""The exchange of a model that spans ranks: each sums its part with those that hold the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import horovod.torch as hvd
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.exchange.buckets import buckets
+from hvdtrain.exchange.parameters import TrainedParameters
+from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.parts import local
+from hvdtrain.runtime.process_sets import set_of_part
+from hvdtrain.runtime.state_part import StatePart
+
+
+class PartsExchange:
+    """See Exchange. Gradients are summed after the last backward pass.
+
+    First over the ranks that split sequences between them (torch.distributed), where there are
+    any, then over the replicas (Horovod). Along `shard` FSDP has summed them already, and along
+    `tensor` and `pipeline` each rank has whole gradients of its part.
+
+    Args:
+        optimizer: over this rank's part of the parameters.
+        model: gives the parameters their names.
+        mesh: of the only generation: its ranks do not change.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module, mesh: Mesh) -> None:
+        self._trained = TrainedParameters(optimizer, model)
+        self.parameters = self._trained.in_order
+        self._replicas = mesh.grid.replicas
+        self._same_part = set_of_part(mesh.grid, mesh.topology.rank)
+        self._context = (
+            mesh.model.get_group("context")
+            if mesh.model is not None and mesh.grid.degrees["context"] > 1
+            else None
+        )
+        self._buckets = buckets(self.parameters)
+        self._bytes = sum(local(p).numel() * p.element_size() for p in self.parameters)
+        self.synchronised = True
+        self.inflight_seconds = 0.0
+        self.bytes = 0
+
+    def begin(self, passes: int) -> None:
+        """Nothing is sent before the last backward pass is done."""
+
+    def finish(self) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        began = time.perf_counter()
+        gradients = [[local(p.grad) for p in bucket] for bucket in self._buckets]
+        if self._context is not None:
+            self._sum_over_context(gradients)
+        if self._replicas > 1:
+            self._sum_over_replicas(gradients)
+            self.inflight_seconds += time.perf_counter() - began
+            self.bytes += self._bytes
+
+    def _sum_over_context(self, gradients: Sequence[Sequence[Tensor]]) -> None:
+        works = [
+            dist.all_reduce(gradient, group=self._context, async_op=True)
+            for bucket in gradients
+            for gradient in bucket
+        ]
+        for work in works:
+            work.wait()
+
+    def _sum_over_replicas(self, gradients: Sequence[Sequence[Tensor]]) -> None:
+        handles = [
+            hvd.grouped_allreduce_async_(
+                [*bucket], op=hvd.Sum, name=f"parts.{number}", process_set=self._same_part
+            )
+            for number, bucket in enumerate(gradients)
+        ]
+        for handle in handles:
+            hvd.synchronize(handle)
+
+    def frozen(self) -> list[bool]:
+        return self._trained.frozen()
+
+    def rest(self, frozen: Sequence[bool]) -> None:
+        self._trained.rest(frozen)
+
+    def agreed_norm(self, own: Tensor) -> Tensor:
+        return own
+
+    def commit(self, applied: bool) -> None:
+        """It carries nothing from step to step."""
+
+    def synchronise(self) -> None:
+        """All ranks take the same steps."""
+
+    def state_parts(self) -> Sequence[StatePart]:
+        return ()
+
+    def abort(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None

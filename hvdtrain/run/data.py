@@ -1,0 +1,51 @@
+"""The task of a run, and its data."""
+
+from __future__ import annotations
+
+from hvdtrain.config import Config, Settings
+from hvdtrain.data.iterable import has_own_order
+from hvdtrain.errors import UserError
+from hvdtrain.tasks import Datasets, Task
+
+
+def build_data(settings: Settings) -> tuple[Task, Datasets]:
+    """The task and its data.
+
+    Raises:
+        UserError: no samples.
+    """
+    task = build_task(settings)
+    return task, build_datasets(task, settings.config)
+
+
+def build_task(settings: Settings) -> Task:
+    """The task, its own configuration given to its constructor if it has one."""
+    own = settings.task_config
+    return settings.task_class() if own is None else settings.task_class(own)
+
+
+def build_datasets(task: Task, config: Config) -> Datasets:
+    """The task's data.
+
+    Raises:
+        UserError: no samples, or nobody knows how many.
+    """
+    datasets = task.datasets()
+    for name, dataset in (("training", datasets.train), ("validation", datasets.validation)):
+        if dataset is None:
+            continue
+        try:
+            size = len(dataset)  # type: ignore[arg-type]
+        except TypeError:
+            raise UserError(
+                f"task {config.task}: the {name} data has no length: {type(dataset).__name__} "
+                "needs __len__, the number of samples of an epoch"
+            ) from None
+        if size == 0:
+            raise UserError(f"task {config.task}: the {name} data has no samples")
+    if config.loader.workers and has_own_order(datasets.train):
+        raise UserError(
+            f"loader.workers {config.loader.workers}: the training data is an IterableDataset, "
+            "which each rank reads from beginning to end; leave it at 0"
+        )
+    return datasets

@@ -1,0 +1,127 @@
+"""A model that spans ranks: what it asks of a configuration, and the ranks of its replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
+
+from hvdtrain.config import Config
+from hvdtrain.errors import UserError
+from hvdtrain.parallel.config import ParallelConfig
+from hvdtrain.runtime.grid import Grid
+from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.topology import Topology
+from hvdtrain.tasks import Task, optional
+from hvdtrain.tasks.blocks import blocks_of
+
+
+def form_mesh(config: ParallelConfig, topology: Topology, device: torch.device) -> Mesh:
+    """Which rank holds which part of the model; every rank calls it.
+
+    The ranks of a replica have a torch.distributed world of their own then.
+
+    Raises:
+        UserError: the ranks are not a whole number of replicas.
+    """
+    grid = Grid.of(topology.hosts, config.degrees, config.place)
+    if not config.spans_ranks:
+        return Mesh(topology, grid)
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from hvdtrain.parallel.world import join
+
+    join(grid.replica_of(topology.rank), topology, device)
+    used = {axis: degree for axis, degree in grid.degrees.items() if degree > 1}
+    model = init_device_mesh(device.type, (*used.values(),), mesh_dim_names=(*used,))
+    return Mesh(topology, grid, model)
+
+
+def check_spanning(config: Config, topology: Topology, elastic: bool) -> None:
+    """What a model that spans ranks cannot be combined with.
+
+    Raises:
+        UserError: the configuration or the launcher asks for it.
+    """
+    parallel = config.parallel
+    if not parallel.spans_ranks:
+        return
+    degrees = {axis: degree for axis, degree in parallel.degrees.items() if degree > 1}
+    keys = " and ".join(f"parallel.{axis} {degree}" for axis, degree in degrees.items())
+    if elastic:
+        raise UserError(
+            f"{keys}: the ranks of an elastic run come and go one by one, and a model that spans "
+            "several needs all of them: start a fixed number (without --min-np and "
+            "--host-discovery-script); `hvdtrain launch` starts it again after a failure"
+        )
+    Grid.of(topology.hosts, parallel.degrees, parallel.place)
+    if config.batch.micro_batches % parallel.shard:
+        raise UserError(
+            f"parallel.shard {parallel.shard}: its ranks compute equally many micro-batches, so "
+            f"those of a step (batch.global_size / batch.micro_size = "
+            f"{config.batch.micro_batches}) must be a multiple of it"
+        )
+
+
+def check_spanned_task(config: Config, task: Task) -> None:
+    """What a task offers that needs the whole model on each rank.
+
+    Raises:
+        UserError: it cannot be had here.
+    """
+    if config.parallel.spans_ranks and optional(task, "measures"):
+        raise UserError(
+            f"task {config.task}: its measures() take a row for each sample from ranks that hold "
+            "the whole model: leave the degrees of `parallel` at 1"
+        )
+
+
+def split_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> None:
+    """Leaves this rank its part of each matrix; before its blocks are compiled.
+
+    Raises:
+        UserError: the model does not say how it is split, or its sizes do not divide.
+    """
+    if mesh.model is None or config.parallel.tensor == 1:
+        return
+    from hvdtrain.parallel.tensor import apply_tensor
+
+    plan = getattr(model, "tensor_plan", None)
+    if plan is None:
+        raise UserError(
+            f"parallel.tensor {config.parallel.tensor}: the model of task {config.task} does not "
+            "say how it is split: give it a method tensor_plan() (docs/parallel.md)"
+        )
+    apply_tensor(model, mesh.model["tensor"], plan())
+
+
+def shard_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> None:
+    """Leaves this rank its part of each parameter; after all else was done to the model.
+
+    Raises:
+        UserError: the model has no blocks.
+    """
+    if mesh.model is None or config.parallel.shard == 1:
+        return
+    from hvdtrain.parallel.shard import apply_shard
+
+    blocks = blocks_of(task, model)
+    if not blocks:
+        raise UserError(
+            f"parallel.shard {config.parallel.shard}: the model of task {config.task} has no "
+            "nn.ModuleList of blocks, one of which at a time is whole on a rank: name them with "
+            "the task's blocks(model)"
+        )
+    apply_shard(model, blocks, mesh.model["shard"])
+
+
+def total_norm(mesh: Mesh) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Of gradients, over all parts of the model."""
+    if mesh.model is None:
+        return get_total_norm
+    from hvdtrain.parallel.norm import total_norm
+
+    return partial(total_norm, mesh=mesh.model)

@@ -1,0 +1,99 @@
+"""Which rank holds which part of the model: arithmetic on ranks alone, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from hvdtrain.errors import UserError
+
+DATA = "data"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of a job, replica of the model after replica.
+
+    Args:
+        ranks: of all replicas; those of one follow each other, the last axis fastest.
+        degrees: ranks along each axis of a replica, outermost first.
+    """
+
+    ranks: tuple[int, ...]
+    degrees: Mapping[str, int]
+
+    @classmethod
+    def of(cls, hosts: Sequence[str], degrees: Mapping[str, int], place: Sequence[str]) -> Grid:
+        """The grid in which neighbours are on one host, as far as there are enough ranks.
+
+        Args:
+            hosts: of each rank.
+            degrees: of each axis of a replica.
+            place: these, the one that is to stay inside a host first.
+
+        Raises:
+            UserError: the ranks are not a whole number of replicas.
+        """
+        size = prod(degrees.values())
+        if len(hosts) % size:
+            raise UserError(_does_not_divide(len(hosts), size, degrees))
+        by_host: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            by_host.setdefault(host, []).append(rank)
+        ranks = tuple(rank for ranks in by_host.values() for rank in ranks)
+        return cls(ranks, {axis: degrees[axis] for axis in reversed([*place])})
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of one replica."""
+        return prod(self.degrees.values())
+
+    @property
+    def replicas(self) -> int:
+        return len(self.ranks) // self.replica_size
+
+    def replica_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of its replica, in the order of the grid."""
+        size = self.replica_size
+        start = self.ranks.index(rank) // size * size
+        return self.ranks[start : start + size]
+
+    def same_part(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same part of the model, one in each replica."""
+        return self.ranks[self.ranks.index(rank) % self.replica_size :: self.replica_size]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Its place on each axis, the data axis first."""
+        replica, left = divmod(self.ranks.index(rank), self.replica_size)
+        found = {}
+        for axis, degree in reversed([*self.degrees.items()]):
+            left, found[axis] = divmod(left, degree)
+        return {DATA: replica, **dict(reversed(found.items()))}
+
+    def describe(self, hosts: Sequence[str]) -> str:
+        """A line for each host of a replica: its ranks, and what they hold of the model."""
+        axes = "".join(f" x {axis} {degree}" for axis, degree in self.degrees.items() if degree > 1)
+        lines = [f"{len(self.ranks)} ranks = data {self.replicas}{axes}"]
+        for replica in range(self.replicas):
+            start = replica * self.replica_size
+            ranks = self.ranks[start : start + self.replica_size]
+            for host in dict.fromkeys(hosts[rank] for rank in ranks):
+                own = ", ".join(self._describe(rank) for rank in ranks if hosts[rank] == host)
+                lines.append(f"replica {replica} on {host}: {own}")
+        return "\n".join(lines)
+
+    def _describe(self, rank: int) -> str:
+        at = self.coordinates(rank)
+        used = [f"{axis} {at[axis]}" for axis, degree in self.degrees.items() if degree > 1]
+        return f"rank {rank}" + (f" ({', '.join(used)})" if used else "")
+
+
+def _does_not_divide(ranks: int, size: int, degrees: Mapping[str, int]) -> str:
+    keys = " x ".join(f"parallel.{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
+    below = ranks // size * size
+    near = " or ".join(str(count) for count in (below, below + size) if count)
+    return (
+        f"{ranks} rank{'s' if ranks > 1 else ''} cannot be divided into replicas of {size} "
+        f"({keys}): start {near} ranks, or change the degrees"
+    )

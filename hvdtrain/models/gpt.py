@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hvdtrain.errors import UserError
 from hvdtrain.models.gpt_config import GPTConfig
+from hvdtrain.models.vocabulary import cross_entropy
 
 
 def rotary_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
@@ -56,6 +58,36 @@ def causal_attention(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], dropout_p=dropout)
 
 
+def dropped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: float,
+    documents: Tensor | None,
+    part: tuple[int, int],
+) -> Tensor:
+    """Causal attention for this rank's part of the heads, with the dropout of all of them.
+
+    The random numbers of all heads are drawn, as `causal_attention` draws them on a CPU, and those
+    of this rank's heads are used: so ranks that split the heads drop what one rank alone drops,
+    and their generators stay the same.
+
+    Args:
+        part: (which part of the heads this is, of how many).
+    """
+    batch, heads, time, size = q.shape
+    share = heads // k.shape[1]
+    k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+    seen = torch.ones(time, time, dtype=torch.bool, device=q.device).tril()
+    if documents is not None:
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+    scores = (q @ k.transpose(-1, -2)) / size**0.5
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    rank, parts = part
+    kept = F.dropout(weights.new_ones(batch, parts * heads, time, time), dropout)
+    return (weights * kept[:, rank * heads : (rank + 1) * heads]) @ v
+
+
 def positions_in_documents(documents: Tensor) -> Tensor:
     """The position of each token in its document: (batch, time) int64, from 0.
 
@@ -79,6 +111,7 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         self.dropout = config.dropout
         self.attend = attend
+        self.part = (0, 1)
         keys = config.key_heads * config.head_size
         self.q = nn.Linear(config.width, config.width, bias=config.bias)
         self.k = nn.Linear(config.width, keys, bias=config.bias)
@@ -95,8 +128,20 @@ class Attention(nn.Module):
         )
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        y = self.attend(q, k, v, self.dropout if self.training else 0.0, documents)
+        if self.dropout and self.training and self.part != (0, 1):
+            y = dropped_attention(q, k, v, self.dropout, documents, self.part)
+        else:
+            y = self.attend(q, k, v, self.dropout if self.training else 0.0, documents)
         return self.out(y.transpose(1, 2).reshape(batch, time, -1))
+
+    def set_tensor_part(self, rank: int, size: int) -> None:
+        """Which of `size` equal parts of the heads its projections hold."""
+        if self.dropout and size > 1 and self.attend is not causal_attention:
+            raise UserError(
+                "model.dropout > 0 with parallel.tensor needs full attention: the ranks could not "
+                "drop what one rank alone drops"
+            )
+        self.part = rank, size
 
 
 def _norm(config: GPTConfig) -> nn.Module:
@@ -179,7 +224,7 @@ class GPT(nn.Module):
                 rising order; each is computed as if it stood alone. None: a sequence is one.
 
         Returns:
-            (batch, time, vocab_size) in the parameters' dtype.
+            (batch, time, vocab_size) in the parameters' dtype; with tensor parallelism a DTensor.
         """
         time = tokens.shape[1]
         x = self.embedding(tokens)
@@ -199,8 +244,26 @@ class GPT(nn.Module):
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Mean cross-entropy in nats a token, a scalar; arguments (batch, time) int64."""
-        logits = self(tokens, documents)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return cross_entropy(self(tokens, documents), targets)
+
+    def tensor_plan(self) -> dict[str, str]:
+        """How ranks split it between them, see `apply_tensor`; its logits are split then too.
+
+        With dropout the residual stream is whole on each rank, so that all draw the same numbers;
+        without, it and the norms are split by sequence.
+        """
+        whole = self.config.dropout > 0
+        norm, row = ("replicated", "row") if whole else ("sequence", "row_to_sequence")
+        plan = {"embedding": "vocabulary", "norm": norm, "blocks.*.norm?": norm}
+        if self.head is not None:
+            plan["head"] = "vocabulary"
+        plan |= {f"blocks.*.attention.{name}": "column" for name in "qkv"}
+        plan |= {"blocks.*.up": "column", "blocks.*.attention.out": row, "blocks.*.down": row}
+        if self.config.mlp == "swiglu":
+            plan["blocks.*.gate"] = "column"
+        if not whole:
+            plan |= {f"blocks.{number}": "into_sequence" for number in range(len(self.blocks))}
+        return plan
 
     @staticmethod
     def upgrade_checkpoint(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

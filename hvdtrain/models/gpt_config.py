@@ -89,3 +89,24 @@ class GPTConfig:
         if self.mlp == "gelu":
             return 4 * self.width
         return -(-8 * self.width // (3 * _SWIGLU_MULTIPLE)) * _SWIGLU_MULTIPLE
+
+    def check_tensor(self, degree: int) -> None:
+        """Whether `degree` ranks can split it between them.
+
+        Raises:
+            ValueError: they cannot; with the nearest number of ranks that can.
+        """
+        sizes = {
+            "model.heads": self.heads,
+            "model.kv_heads": self.key_heads,
+            "model.mlp_width": self.inner_width,
+        }
+        uneven = [f"{name} {size}" for name, size in sizes.items() if size % degree]
+        if not uneven:
+            return
+        possible = (n for n in range(1, self.key_heads + 1) if not any(s % n for s in sizes.values()))
+        nearest = min(possible, key=lambda n: abs(n - degree))
+        raise ValueError(
+            f"parallel.tensor {degree} does not divide {' and '.join(uneven)}; "
+            f"the nearest that does is {nearest}"
+        )

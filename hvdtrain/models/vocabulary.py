@@ -1,0 +1,61 @@
+"""The loss over a vocabulary, also where ranks split the vocabulary between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats, a plain scalar.
+
+    Args:
+        logits: (..., vocabulary); with tensor parallelism a DTensor split by vocabulary, which
+            is not gathered: ranks exchange a few numbers a token.
+        targets: (...), int64, the same on all ranks.
+    """
+    logits, targets = logits.flatten(0, -2), targets.flatten()
+    if not is_split(logits):
+        return F.cross_entropy(logits, targets)
+    return _SplitCrossEntropy.apply(logits, targets)
+
+
+def is_split(x: Tensor) -> bool:
+    """Whether it is a DTensor, whose import costs a second where none is."""
+    return hasattr(x, "device_mesh")
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    """Torch's loss_parallel is a state of the whole process that backward needs too: here it lasts
+    for the forward pass, which computes the gradient with the loss.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any, targets: Tensor) -> Tensor:
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        if not ctx.needs_input_grad[0]:
+            with loss_parallel():
+                return F.cross_entropy(logits.detach(), targets).to_local()
+        with torch.enable_grad(), loss_parallel():
+            leaf = logits.detach().requires_grad_()
+            loss = F.cross_entropy(leaf, targets)
+            (gradient,) = torch.autograd.grad(loss, leaf)
+        ctx.layout = gradient.device_mesh, gradient.placements, gradient.shape, gradient.stride()
+        ctx.save_for_backward(gradient.to_local())
+        return loss.detach().to_local()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor, None]:
+        from torch.distributed.tensor import DTensor
+
+        (gradient,) = ctx.saved_tensors
+        mesh, placements, shape, stride = ctx.layout
+        scaled = gradient * upstream[0]
+        whole = DTensor.from_local(
+            scaled, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+        return whole, None

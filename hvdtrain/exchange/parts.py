@@ -52,11 +52,8 @@ class PartsExchange:
         """Nothing is sent before the last backward pass is done."""
 
     def finish(self) -> None:
-        for parameter in self.parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        gradients = [[_own_gradient(p) for p in bucket] for bucket in self._buckets]
         began = time.perf_counter()
-        gradients = [[local(p.grad) for p in bucket] for bucket in self._buckets]
         if self._context is not None:
             self._sum_over_context(gradients)
         if self._replicas > 1:
@@ -104,3 +101,10 @@ class PartsExchange:
     def abort(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def _own_gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of it; zeros where no backward pass has reached the parameter."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return local(parameter.grad)

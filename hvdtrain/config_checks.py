@@ -58,6 +58,7 @@ def check_together(config: Any) -> None:
         config.optim.name != "adamw8bit" or not config.exchange.sync_every,
         "optim.name adamw8bit excludes exchange.sync_every: its moments cannot be averaged",
     )
+    _check_zero(config)
     wants = "train.patience" if config.train.patience else "checkpoint.keep_best"
     require(
         config.eval.every > 0 or not (config.train.patience or config.checkpoint.keep_best),
@@ -68,4 +69,35 @@ def check_together(config: Any) -> None:
         not steps or not config.train.steps or steps[0] <= config.train.steps,
         f"profile.steps {config.profile.steps} begins after the last step (train.steps "
         f"{config.train.steps})",
+    )
+
+
+_ELEMENTWISE = ("adamw", "adam", "sgd", "lion")
+
+
+def _check_zero(config: Any) -> None:
+    """With parallel.zero a rank steps on slices of parameters."""
+    if not config.parallel.zero:
+        return
+    key = f"parallel.zero {config.parallel.zero}"
+    require(
+        config.optim.name in _ELEMENTWISE,
+        f"{key} gives each rank slices of parameters, and optim.name {config.optim.name} wants "
+        f"whole ones: use {', '.join(_ELEMENTWISE[:-1])} or {_ELEMENTWISE[-1]}",
+    )
+    require(
+        not config.optim.fused,
+        f"{key} excludes optim.fused, which rounds an element by where it lies in its slice",
+    )
+    require(
+        not config.exchange.sync_every,
+        f"{key} excludes exchange.sync_every: ranks that step on their own need the whole state",
+    )
+    require(
+        config.exchange.reduce == "average",
+        f"{key} excludes exchange.reduce adasum, which cannot be elastic",
+    )
+    require(
+        not config.optim.ema_decay,
+        f"{key} excludes optim.ema_decay: averaged weights would be whole on every rank",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,8 @@ class Update:
         exchange: has exchanged the gradients when `apply` is called.
         clip_norm: gradients are scaled down to this norm; 0 = never.
         loss_scale: follows from whether gradients are finite.
+        agree: called before each step, with whether there is one: what steps in parts waits until
+            all ranks can.
     """
 
     def __init__(
@@ -47,11 +50,13 @@ class Update:
         exchange: Exchange,
         clip_norm: float,
         loss_scale: LossScale | None = None,
+        agree: Callable[[bool], None] = lambda applied: None,
     ) -> None:
         self._optimizer = optimizer
         self._exchange = exchange
         self._clip_norm = clip_norm
         self._loss_scale = loss_scale
+        self._agree = agree
 
     def clear(self) -> None:
         """Takes away the gradients of the step before."""
@@ -81,6 +86,8 @@ class Update:
             if self._clip_norm > 0:
                 clip_grads_with_norm_(parameters, self._clip_norm, norm)
             set_learning_rate(self._optimizer, lr)
+        self._agree(applied)
+        if applied:
             self._optimizer.step()
         if self._loss_scale is None:
             return UpdateResult(float(agreed), applied)

@@ -138,6 +138,8 @@ class Generation:
         held, state = self._held, self._components.state
         if source is None:
             on_all_ranks("folder", self._open_folder)
+            if state.sharded is not None:
+                state.sharded.begin(self._topology)
             resume(self._config, self._components, held, self._context.mesh.data)
         elif not all_equal(self._statuses):
             # Half a new state is none, should a rank die meanwhile.

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from hvdtrain.checkpoint.weights import Weights, read_weights
-from hvdtrain.engine.state import by_names_of_now, model_tensors
+from hvdtrain.checkpoint.spread import by_names_of_now
+from hvdtrain.engine.state import model_tensors
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.models.gpt import GPT

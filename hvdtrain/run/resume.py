@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hvdtrain.config import Config
+from hvdtrain.engine.state import RunState
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents
 from hvdtrain.run.held import Held
@@ -33,10 +34,18 @@ def resume(config: Config, components: RunComponents, held: Held, group: Group) 
     folder = on_all_ranks("resume", lambda: _load(config, components, held, group))
     held.initial = False
     state.broadcast(root=0)
-    if state.of_scope("local"):
+    if state.of_scope("local", "sharded"):
         name = broadcast_json(str(folder.absolute()) if folder else "", "resume.folder")
-        own = Path(name) if name else None
-        on_all_ranks("resume.local", lambda: state.load_local(own, group))
+        on_all_ranks(
+            "resume.local", lambda: _load_own(state, Path(name) if name else None, group)
+        )
+
+
+def _load_own(state: RunState, folder: Path | None, group: Group) -> None:
+    """On every rank: what is not replicated."""
+    state.load_local(folder, group)
+    if state.sharded is not None and folder is not None:
+        state.sharded.read(folder, state.progress.step)
 
 
 def _load(config: Config, components: RunComponents, held: Held, group: Group) -> Path | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 
@@ -81,7 +81,7 @@ def cut(sizes: Sequence[int], parts: int) -> list[tuple[Slice, ...]]:
     total = ends[-1] if ends else 0
     bounds = [total * number // parts for number in range(parts + 1)]
     found = []
-    for first, last in zip(bounds, bounds[1:], strict=False):
+    for first, last in pairwise(bounds):
         slices = []
         for number, (size, end) in enumerate(zip(sizes, ends, strict=True)):
             start, stop = max(first - (end - size), 0), min(last - (end - size), size)

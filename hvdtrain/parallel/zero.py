@@ -72,7 +72,9 @@ class ShardedOptimizer(Optimizer):
         self._elastic = elastic
         self.rank = 0
         self._slices: dict[Slice, nn.Parameter] = {}
-        self._kept: list[Tensor | None] | None = None  # gradients that no rank may have stepped with
+        self._kept: list[Tensor | None] | None = (
+            None  # gradients that no rank may have stepped with
+        )
         self.dealing = Dealing((), ())
         self.version: int | None = None
         self.complete = True

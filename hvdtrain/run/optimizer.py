@@ -32,9 +32,7 @@ def build_run_optimizer(
     return wrap(optimizer) if wrap else optimizer
 
 
-def build_agree(
-    sharded: ShardedOptimizer | None, context: RankContext
-) -> Callable[[bool], None]:
+def build_agree(sharded: ShardedOptimizer | None, context: RankContext) -> Callable[[bool], None]:
     """What an update calls before it steps, see Update: waits for the other ranks."""
 
     def agree(applied: bool) -> None:

@@ -36,9 +36,7 @@ def resume(config: Config, components: RunComponents, held: Held, group: Group) 
     state.broadcast(root=0)
     if state.of_scope("local", "sharded"):
         name = broadcast_json(str(folder.absolute()) if folder else "", "resume.folder")
-        on_all_ranks(
-            "resume.local", lambda: _load_own(state, Path(name) if name else None, group)
-        )
+        on_all_ranks("resume.local", lambda: _load_own(state, Path(name) if name else None, group))
 
 
 def _load_own(state: RunState, folder: Path | None, group: Group) -> None:

@@ -25,6 +25,7 @@ from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.state_part import Scope, StatePart
+from hvdtrain.runtime.topology import Topology
 
 # 1 had no files of single ranks, and other names in the GPT; it is still read.
 FORMAT = 2
@@ -206,6 +207,17 @@ class RunState:
             saved = dict(sorted(wanted.parts.items()))
         for part in self.of_scope("local"):
             part.load([t for file, t in saved.items() if part_and_rank(file)[0] == part.name])
+
+    def deal(self, topology: Topology, step: int) -> bool:
+        """Deals what is sharded to the ranks of now, see parallel/handover.py.
+
+        Args:
+            step: of the most advanced of them.
+
+        Returns:
+            False, on all ranks: a part was lost with the ranks that held it.
+        """
+        return self.sharded is None or self.sharded.hand_over(topology, step)
 
     def drop_local(self) -> None:
         """Local parts are as at the start of a run."""

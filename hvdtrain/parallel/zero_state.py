@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hvdtrain.checkpoint.spread import SpreadPart, open_part
 from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import parameter_names
+from hvdtrain.parallel.handover import PartLostError, hand_over
 from hvdtrain.parallel.parts import Slice
 from hvdtrain.parallel.zero import Entries, ShardedOptimizer
 from hvdtrain.runtime.pieces import Piece
@@ -78,6 +79,14 @@ class ShardedOptimizerState:
     def begin(self, topology: Topology) -> None:
         """Deals anew what nobody holds yet: the state is as at the start of a run."""
         self.optimizer.install(self.optimizer.deal(topology), topology.rank, version=0)
+
+    def hand_over(self, topology: Topology, step: int) -> bool:
+        """See handover.py; False, on all ranks: nobody holds some part any more."""
+        try:
+            hand_over(self.optimizer, topology, step)
+        except PartLostError:
+            return False
+        return True
 
     def read(self, folder: Path, version: int) -> None:
         """Takes over from a checkpoint what this rank holds, whoever has saved it.

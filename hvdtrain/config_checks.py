@@ -60,6 +60,7 @@ def check_together(config: Any) -> None:
     )
     if config.parallel.spans_ranks:
         _check_spanning(config)
+    _check_zero(config)
     wants = "train.patience" if config.train.patience else "checkpoint.keep_best"
     require(
         config.eval.every > 0 or not (config.train.patience or config.checkpoint.keep_best),
@@ -102,3 +103,34 @@ def _check_spanning(config: Any) -> None:
         ("memory.fit", config.memory.fit, "it measures a whole model on one rank"),
     ):  # fmt: skip
         require(not on, f"{key} excludes {other}: {why}")
+
+
+_ELEMENTWISE = ("adamw", "adam", "sgd", "lion")
+
+
+def _check_zero(config: Any) -> None:
+    """With parallel.zero a rank steps on slices of parameters."""
+    if not config.parallel.zero:
+        return
+    key = f"parallel.zero {config.parallel.zero}"
+    require(
+        config.optim.name in _ELEMENTWISE,
+        f"{key} gives each rank slices of parameters, and optim.name {config.optim.name} wants "
+        f"whole ones: use {', '.join(_ELEMENTWISE[:-1])} or {_ELEMENTWISE[-1]}",
+    )
+    require(
+        not config.optim.fused,
+        f"{key} excludes optim.fused, which rounds an element by where it lies in its slice",
+    )
+    require(
+        not config.exchange.sync_every,
+        f"{key} excludes exchange.sync_every: ranks that step on their own need the whole state",
+    )
+    require(
+        config.exchange.reduce == "average",
+        f"{key} excludes exchange.reduce adasum, which cannot be elastic",
+    )
+    require(
+        not config.optim.ema_decay,
+        f"{key} excludes optim.ema_decay: averaged weights would be whole on every rank",
+    )

@@ -34,6 +34,7 @@ from hvdtrain.checkpoint.layout import (
 )
 from hvdtrain.checkpoint.tensor_file import read_file, unpack, write_tensors
 from hvdtrain.files import sync_folder, write_atomic, write_synced
+from hvdtrain.runtime.pieces import Piece
 
 # The longest wait for the files of other ranks: a file system may stand still for a minute.
 _OTHERS_PATIENCE_S = 120.0
@@ -67,12 +68,14 @@ class Checkpoint:
         state: anything JSON can hold; "step" (int) must be there
         shared: None: rank 0 writes it alone.
         folder: from which it was read.
+        pieces: of each of `parts` whose tensors are pieces of larger ones, where they lie in these.
     """
 
     parts: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
     shared: Shared | None = None
     folder: Path | None = None
+    pieces: dict[str, dict[str, Piece]] = field(default_factory=dict)
 
 
 def write(root: Path, checkpoint: Checkpoint, confirm: Callable[[], None] = lambda: None) -> Path:
@@ -123,8 +126,11 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def _write_parts(folder: Path, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    files = {f"{name}{TENSORS}": tensors for name, tensors in checkpoint.parts.items()}
-    return {name: write_tensors(folder / name, tensors) for name, tensors in files.items()}
+    written = {}
+    for part, tensors in checkpoint.parts.items():
+        name = f"{part}{TENSORS}"
+        written[name] = write_tensors(folder / name, tensors, checkpoint.pieces.get(part))
+    return written
 
 
 def write_own_files(root: Path, checkpoint: Checkpoint) -> None:

@@ -4,7 +4,8 @@
         model.safetensors       parameters and buffers, by name
         optimizer.safetensors   "parameter name/entry"
         ema.safetensors         averaged weights, by name, with optim.ema_decay
-        NAME.rank_00003.safetensors   what rank 3 alone holds; most runs have no such file
+        NAME.rank_00003.safetensors   what rank 3 alone holds; most runs have no such file. With
+                                parallel.zero the optimizer's state lies in such files, in pieces
         state.json              step, samples, seed, fingerprint of the data, ...
         files.json              size and sha256 of each file above
         complete                sha256 of files.json; without it this is no checkpoint

@@ -7,6 +7,7 @@ many dirty pages as the file has, which then stand in the way of everybody's fil
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -17,6 +18,8 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
+
+from hvdtrain.runtime.pieces import Piece
 
 _DTYPES = {
     "F64": torch.float64,
@@ -40,10 +43,17 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK = 8 << 20  # bytes; hashing and writing one lets other threads run
 _UNSYNCED = 64 << 20  # at most as many bytes wait in memory for the disk
 _ALIGNMENT = 8
+_METADATA = "__metadata__"
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece] | None = None
+) -> dict[str, Any]:
     """Writes a file and waits until the disk has it.
+
+    Args:
+        pieces: of those that are pieces of a larger one, where they lie in it; the file has it as
+            JSON in its metadata, by the tensor's name.
 
     Returns:
         {"bytes": int, "sha256": str} of the file.
@@ -55,7 +65,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     digest, size, synced = hashlib.sha256(), 0, 0
     with open(path, "wb") as file:
-        for chunk in _chunks(names, tensors):
+        for chunk in _chunks(names, tensors, pieces or {}):
             digest.update(chunk)
             file.write(chunk)
             size += len(chunk)
@@ -66,8 +76,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
-def _chunks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
+def _chunks(
+    names: list[str], tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece]
+) -> Iterator[memoryview]:
     header: dict[str, Any] = {}
+    if pieces:
+        header[_METADATA] = {n: json.dumps(piece.described()) for n, piece in pieces.items()}
     end = 0
     for name in names:
         tensor = tensors[name]
@@ -120,9 +134,8 @@ def unpack(content: Tensor) -> dict[str, Tensor]:
     Raises:
         ValueError: it is not a safetensors file.
     """
-    begin = 8 + int.from_bytes(content[:8].numpy().tobytes(), "little")
-    header = json.loads(content[8:begin].numpy().tobytes())
-    header.pop("__metadata__", None)
+    begin, header = _header(content)
+    header.pop(_METADATA, None)
     tensors = {}
     try:
         for name, entry in header.items():
@@ -132,3 +145,38 @@ def unpack(content: Tensor) -> dict[str, Tensor]:
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"not a safetensors file: {error}") from None
     return tensors
+
+
+def map_file(path: Path) -> Tensor:
+    """The content of a file as `read_file` gives it, of which only what is looked at is read.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    size = path.stat().st_size
+    try:
+        return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(errno.EIO, str(error), path.name) from None
+
+
+def pieces_of(content: Tensor) -> dict[str, Piece]:
+    """Of the tensors of a file that are pieces of larger ones, where they lie in these.
+
+    Raises:
+        ValueError: it is not a safetensors file.
+    """
+    described = _header(content)[1].get(_METADATA, {})
+    try:
+        # Files that others wrote have metadata of their own.
+        return {
+            n: Piece.of(json.loads(text)) for n, text in described.items() if text.startswith("{")
+        }
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"not the description of a piece: {error}") from None
+
+
+def _header(content: Tensor) -> tuple[int, dict[str, Any]]:
+    """Where the data begins, and what lies there."""
+    begin = 8 + int.from_bytes(content[:8].numpy().tobytes(), "little")
+    return begin, json.loads(content[8:begin].numpy().tobytes())

@@ -3,6 +3,8 @@
     after a failure: the callbacks of the last step, which some rank may not have seen
     while step < steps and nobody asks to stop:
         the step: micro-batches, exchange, clip, optimizer   (step.py);
+            with parallel.zero each rank updates a part, and all get the parts of all
+            once the step is counted;
             with exchange.sync_every ranks step on their own, and after every so many steps,
             after the last, and where they stop or meet others, their states become one
         step += 1
@@ -30,7 +32,7 @@ from hvdtrain.data.loader import TrainLoader
 from hvdtrain.engine.control import Flags
 from hvdtrain.engine.evaluations import Evaluations, evaluations_before, since_best
 from hvdtrain.engine.plan import Interruptions, Plan
-from hvdtrain.engine.step import TrainStep
+from hvdtrain.engine.step import StepResult, TrainStep
 from hvdtrain.errors import EXIT_NOT_FINITE
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError
@@ -218,7 +220,6 @@ class Loop:
                 synchronise=self._synchronises_after(progress.step + 1),
             ),
         )
-        seconds = time.perf_counter() - start
         progress.step += 1
         progress.samples += result.used.samples
         nonfinite = not result.applied and not result.overflow
@@ -226,7 +227,23 @@ class Loop:
         progress.nonfinite += nonfinite
         # Asked to stop in the last step: the run is finished anyway.
         progress.preempted = result.stop and progress.step < self.train.steps
-        record = {
+        try:
+            self._step.complete()
+        finally:
+            # It counts, whether the parameters of others have come or not.
+            seconds = time.perf_counter() - start
+            progress.record = record = self._record(result, lr, seconds)
+        return record, result.membership_changed
+
+    def _record(self, result: StepResult, lr: float, seconds: float) -> StepRecord:
+        progress = self.progress
+        if result.overflow and self.topology.rank == 0:
+            logger.info(
+                "step %d: the gradient overflows with a loss scale of %g; skipped on all ranks",
+                progress.step,
+                result.loss_scale,
+            )
+        return {
             "step": progress.step,
             "loss": result.values["loss"],
             "samples": progress.samples,
@@ -243,14 +260,6 @@ class Loop:
             **({} if result.applied else {"skipped": True}),
             **({"overflow": True} if result.overflow else {}),
         }
-        if result.overflow and self.topology.rank == 0:
-            logger.info(
-                "step %d: the gradient overflows with a loss scale of %g; skipped on all ranks",
-                progress.step,
-                result.loss_scale,
-            )
-        progress.record = record
-        return record, result.membership_changed
 
     def _synchronises_after(self, step: int) -> bool:
         return step % self._sync_every == 0 or step >= self.train.steps

@@ -5,7 +5,7 @@ Each part of it is a StatePart; nothing here knows more of one than its name and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,16 @@ from torch.optim import Optimizer
 
 from hvdtrain.checkpoint.format import Checkpoint, Shared, read_files_of_ranks
 from hvdtrain.checkpoint.layout import file_of_rank, part_and_rank
+from hvdtrain.checkpoint.spread import by_names_of_now, open_part
 from hvdtrain.engine.loop import Progress
 from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
+from hvdtrain.parallel.zero import ShardedOptimizer
+from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
 from hvdtrain.runtime.mesh import ALONE, Group
 from hvdtrain.runtime.state_part import Scope, StatePart
+from hvdtrain.runtime.topology import Topology
 
 # 1 had no files of single ranks, and other names in the GPT; it is still read.
 FORMAT = 2
@@ -80,14 +84,6 @@ class OptimizerState:
         set_state_tensors(self._optimizer, self._model, tensors)
 
 
-def by_names_of_now(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    """A model of ours may have had other names once."""
-    upgrade: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = getattr(
-        model, "upgrade_checkpoint", dict
-    )
-    return upgrade
-
-
 @dataclass
 class RunState:
     """The model, its optimizer, and where the run is.
@@ -98,6 +94,7 @@ class RunState:
         further: parts beside the model's and the optimizer's, such as an exchange's own.
 
     Attributes:
+        sharded: the optimizer's state, where ranks hold it in pieces.
         parts: all of them.
     """
 
@@ -106,14 +103,17 @@ class RunState:
     progress: Progress
     identity: dict[str, Any]
     further: Sequence[StatePart] = ()
+    sharded: ShardedOptimizerState | None = field(init=False, default=None)
     parts: tuple[StatePart, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        own = (ModelState(self.model), OptimizerState(self.optimizer, self.model))
-        self.parts = (*own, *self.further)
+        if isinstance(self.optimizer, ShardedOptimizer):
+            self.sharded = ShardedOptimizerState(self.optimizer, self.model)
+        optimizer = self.sharded or OptimizerState(self.optimizer, self.model)
+        self.parts = (ModelState(self.model), optimizer, *self.further)
 
-    def of_scope(self, scope: Scope) -> list[StatePart]:
-        return [part for part in self.parts if part.scope == scope]
+    def of_scope(self, *scopes: Scope) -> list[StatePart]:
+        return [part for part in self.parts if part.scope in scopes]
 
     def compared(self) -> dict[str, Tensor]:
         """What has the same bits on all ranks unless one was damaged."""
@@ -125,10 +125,14 @@ class RunState:
 
         Args:
             group: all ranks.
-            folder: where all ranks write, see Shared; only where there are local parts.
+            folder: where all ranks write, see Shared; only where there are parts that are not
+                replicated.
         """
-        local = self.of_scope("local")
+        local = self.of_scope("local", "sharded")
         parts = {file_of_rank(part.name, group.rank): part.tensors() for part in local}
+        pieces = {}
+        if self.sharded is not None:
+            pieces[file_of_rank(self.sharded.name, group.rank)] = self.sharded.pieces()
         if group.rank == 0:
             parts |= {part.name: part.tensors() for part in self.of_scope("replicated")}
         others = tuple(file_of_rank(p.name, rank) for p in local for rank in range(1, group.size))
@@ -140,6 +144,7 @@ class RunState:
                 "identity": self.identity,
             },
             Shared(folder, others) if folder else None,
+            pieces=pieces,
         )
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -160,15 +165,27 @@ class RunState:
                     f"is {own} now: the curve could not be continued; use another run.id"
                 )
         parts = {part.name: part for part in self.of_scope("replicated")}
-        if parts.keys() != checkpoint.parts.keys():
+        saved = self._replicated(checkpoint)
+        if parts.keys() != saved.keys():
             raise UserError(
-                f"the checkpoint has the state of {', '.join(checkpoint.parts)}, and this "
+                f"the checkpoint has the state of {', '.join(saved)}, and this "
                 f"configuration that of {', '.join(parts)}; use the configuration it was made "
                 "with, or another run.id"
             )
         for name, part in parts.items():
-            part.load([checkpoint.parts[name]])
+            part.load([saved[name]])
         self.progress = Progress(**state)
+
+    def _replicated(self, checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
+        """What it has for the replicated parts, whether they were that when it was made or not."""
+        sharded = {part.name for part in self.of_scope("sharded")}
+        saved = {name: t for name, t in checkpoint.parts.items() if name not in sharded}
+        for part in self.of_scope("replicated"):
+            if part.name not in saved and checkpoint.folder is not None:
+                spread = open_part(checkpoint.folder, part.name)
+                if spread is not None:
+                    saved[part.name] = {name: spread.whole(name) for name in spread.names()}
+        return saved
 
     def load_local(self, folder: Path | None, group: Group) -> None:
         """Takes over what single ranks have saved in a checkpoint; every rank reads its pieces.
@@ -190,6 +207,17 @@ class RunState:
         for part in self.of_scope("local"):
             part.load([t for file, t in saved.items() if part_and_rank(file)[0] == part.name])
 
+    def deal(self, topology: Topology, step: int) -> bool:
+        """Deals what is sharded to the ranks of now, see parallel/handover.py.
+
+        Args:
+            step: of the most advanced of them.
+
+        Returns:
+            False, on all ranks: a part was lost with the ranks that held it.
+        """
+        return self.sharded is None or self.sharded.hand_over(topology, step)
+
     def drop_local(self) -> None:
         """Local parts are as at the start of a run."""
         for part in self.of_scope("local"):
@@ -205,7 +233,7 @@ class RunState:
             for own, fresh in zip(_all_tensors(self.model), _all_tensors(model), strict=True):
                 own.copy_(fresh)
         self.optimizer.state.clear()
-        for part in self.further:
+        for part in (*self.of_scope("sharded"), *self.further):
             part.load(())
         vars(self.progress).update(vars(Progress()))
 

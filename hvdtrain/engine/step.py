@@ -14,6 +14,7 @@ from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.update import Update
 from hvdtrain.errors import EXIT_USER
 from hvdtrain.exchange.base import Exchange
+from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.runtime.collectives import AgreedError, RankLostError
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
@@ -55,6 +56,7 @@ class TrainStep:
     Args:
         batch: samples of a step and of a micro-batch.
         buckets: with batch.max_tokens, what micro-batches hold.
+        sharded: the optimizer, where it updates a part of the parameters.
     """
 
     def __init__(
@@ -65,12 +67,14 @@ class TrainStep:
         batch: BatchConfig,
         context: RankContext,
         buckets: SampleBuckets | None = None,
+        sharded: ShardedOptimizer | None = None,
     ) -> None:
         self._passes = passes
         self._exchange = exchange
         self._update = update
         self._batch = batch
         self._buckets = buckets
+        self._sharded = sharded
         self._context = context
         self._buffers = passes.buffers
         self._exposed = "comm_exposed" if context.mesh.world.size > 1 else "other"
@@ -130,6 +134,16 @@ class TrainStep:
             membership_changed=agreed.changes > 0,
             used=agreed.used,
         )
+
+    def complete(self) -> None:
+        """After a step that counts: every rank gets the parameters that others have updated.
+
+        Raises:
+            RankLostError: another rank is gone; this rank's part is that of after the step.
+        """
+        if self._sharded is not None:
+            with self._context.timer.inside(self._exposed):
+                self._sharded.gather()
 
     def _exchanged(self, batches: Iterator[Batch], deal: Deal, flags: Flags) -> Agreed:
         """The gradients are those to step with then; returns what the ranks agreed on."""

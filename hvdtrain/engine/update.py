@@ -42,6 +42,8 @@ class Update:
         clip_norm: gradients are scaled down to this norm; 0 = never.
         loss_scale: follows from whether gradients are finite.
         total_norm: of this rank's gradients; of a model that spans ranks, of all of its parts.
+        agree: called before each step, with whether there is one: what steps in parts waits until
+            all ranks can.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class Update:
         clip_norm: float,
         loss_scale: LossScale | None = None,
         total_norm: Callable[[Sequence[Tensor]], Tensor] = get_total_norm,
+        agree: Callable[[bool], None] = lambda applied: None,
     ) -> None:
         self._optimizer = optimizer
         self._exchange = exchange
         self._clip_norm = clip_norm
         self._loss_scale = loss_scale
         self._total_norm = total_norm
+        self._agree = agree
 
     def clear(self) -> None:
         """Takes away the gradients of the step before."""
@@ -87,6 +91,8 @@ class Update:
             if self._clip_norm > 0:
                 _clip(own, self._clip_norm, norm)
             set_learning_rate(self._optimizer, lr)
+        self._agree(applied)
+        if applied:
             self._optimizer.step()
         if self._loss_scale is None:
             return UpdateResult(float(agreed), applied)

@@ -27,9 +27,7 @@ from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.build import build_exchange, parts_exchange
 from hvdtrain.log import logger
 from hvdtrain.optim.ema import Ema
-from hvdtrain.optim.masters import MasterWeights
-from hvdtrain.optim.optimizer import build_optimizer
-from hvdtrain.optim.precision import BF16_PARAMS, Precision, build_precision
+from hvdtrain.optim.precision import Precision, build_precision
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.run.bucketing import RunBuckets, build_buckets
 from hvdtrain.run.curve import build_identity
@@ -38,6 +36,7 @@ from hvdtrain.run.exporting import build_exporter
 from hvdtrain.run.fit import Trial, with_micro_size
 from hvdtrain.run.length import dataset_size, with_global_batch, with_steps
 from hvdtrain.run.model import build_flops, build_model
+from hvdtrain.run.optimizer import build_agree, build_run_optimizer
 from hvdtrain.run.spanning import form_mesh, shard_model, split_model, total_norm
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
@@ -48,7 +47,7 @@ from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.phases import PhaseTimer, cuda_event
 from hvdtrain.runtime.topology import Topology
-from hvdtrain.tasks import Datasets, Task, optional
+from hvdtrain.tasks import Datasets, Task
 from hvdtrain.tasks.batch import collate_of
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.trackers import check_packages
@@ -155,13 +154,9 @@ def build_components(
     config = with_micro_size(config, Trial(task, model, datasets, precision, config.seed), topology)
     compiled = on_all_ranks("compile", lambda: compile_blocks(config.compile, task, model, timer))
     on_all_ranks("parallel.shard", lambda: shard_model(config, task, model, mesh))
-    groups = optional(task, "param_groups")
     optimizer = on_all_ranks(
-        "optimizer",
-        lambda: build_optimizer(config.optim, model, groups(model) if groups else None),
+        "optimizer", lambda: build_run_optimizer(config, task, model, precision, start.elastic)
     )
-    if precision.name == BF16_PARAMS:
-        optimizer = MasterWeights(optimizer)
     micro_batches = config.batch.micro_batches
     exchange = (
         build_exchange(config.exchange, micro_batches, optimizer, model, start.elastic)
@@ -209,8 +204,15 @@ def build_loop(
     if config.memory.fit:
         logger.info("memory.fit: batch.micro_size %d", config.batch.micro_size)
     loss_scale = components.precision.loss_scale
-    norm = total_norm(context.mesh)
-    update = Update(state.optimizer, exchange, config.optim.clip_norm, loss_scale, norm)
+    sharded = state.sharded.optimizer if state.sharded else None
+    update = Update(
+        state.optimizer,
+        exchange,
+        config.optim.clip_norm,
+        loss_scale,
+        total_norm(context.mesh),
+        build_agree(sharded, context),
+    )
     loader = TrainLoader(
         components.datasets.train,
         samples=state.progress.samples,
@@ -230,7 +232,7 @@ def build_loop(
             dataset_size(components.datasets),
             config.exchange.sync_every or 1,
         ),
-        TrainStep(passes, exchange, update, batch, context, buckets),
+        TrainStep(passes, exchange, update, batch, context, buckets, sharded),
         loader,
         state.progress,
         callbacks,

@@ -131,7 +131,7 @@ def build_saving(components: RunComponents, outputs: Outputs, context: RankConte
     if recorder is not None and group.rank == 0:  # who was rank 0 once has one, too
         return Saving(state, group, recorder.writer, recorder.bring_to_disk)
     writer = None
-    if state.of_scope("local"):
+    if state.of_scope("local", "sharded"):
         files = FilesOfRank(outputs.folder.checkpoints)
         writer = CheckpointWriter(files)
     return Saving(state, group, writer, _nothing)

@@ -101,7 +101,7 @@ class Generation:
         source, targets = self._compare_ranks()
         if self._components.exporter is not None:
             self._components.exporter.describe(run_facts(self._config))
-        self._take_over(source)
+        source = self._take_over(source)
         on_all_ranks("recorder", lambda: self._open_recorder(targets))
         self._emit_start(source)
         return self._train()
@@ -132,21 +132,28 @@ class Generation:
         held.take_run_id(theirs["run"])
         return source, [Target(*fact["target"]) for fact in facts]
 
-    def _take_over(self, source: int | None) -> None:
-        """Every rank holds the state that counts then; all decide alike, by their statuses."""
-        held, state = self._held, self._components.state
-        if source is None:
+    def _take_over(self, source: int | None) -> int | None:
+        """Every rank holds the state that counts then; all decide alike, by their statuses.
+
+        Returns:
+            `source`; None where no rank could give it.
+        """
+        held, state, topology = self._held, self._components.state, self._topology
+        lost = source is not None and not state.deal(topology, self._statuses[source].step)
+        if source is None or lost:
+            source, held.trained = None, False
             on_all_ranks("folder", self._open_folder)
-            resume(self._config, self._components, held, self._context.mesh.world)
+            resume(self._config, self._components, held, topology, lost)
         elif not all_equal(self._statuses):
             # Half a new state is none, should a rank die meanwhile.
-            held.trained = self._statuses[self._topology.rank] == self._statuses[source]
+            held.trained = self._statuses[topology.rank] == self._statuses[source]
             held.initial = False
             if not held.trained:
                 # What it owes is from before a step that it may have taken part in.
                 state.drop_local()
             state.broadcast(root=source)
         held.trained = True
+        return source
 
     def _someone_trained(self) -> bool:
         return any(status.trained for status in self._statuses)

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hvdtrain.checkpoint.spread import by_names_of_now
 from hvdtrain.checkpoint.weights import Weights, read_weights
-from hvdtrain.engine.state import by_names_of_now, model_tensors
+from hvdtrain.engine.state import model_tensors
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.models.gpt import GPT

@@ -2,41 +2,86 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from hvdtrain.config import Config
+from hvdtrain.engine.state import RunState
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents
 from hvdtrain.run.held import Held
 from hvdtrain.run.init_from import load_initial_weights
 from hvdtrain.run.length import dataset_size, describe
 from hvdtrain.run.model import build_model
+from hvdtrain.run.start_checks import crash
 from hvdtrain.runtime.collectives import broadcast_json, on_all_ranks
-from hvdtrain.runtime.mesh import Group
+from hvdtrain.runtime.mesh import Group, Mesh
+from hvdtrain.runtime.topology import Topology
+
+_LAST_SAVE_SECONDS = 10.0  # for a save that is under way
 
 
-def resume(config: Config, components: RunComponents, held: Held, group: Group) -> None:
+def resume(
+    config: Config, components: RunComponents, held: Held, topology: Topology, lost: bool = False
+) -> None:
     """Gives all ranks the state of the checkpoint that `run.resume` means, or the initial one.
 
     Args:
         held: its folder is open; rank 0's recorder has the checkpoints.
-        group: all ranks.
+        lost: they had trained, and parts of the state went with those that died.
 
     Raises:
         AgreedError: there is no such checkpoint, or it does not fit.
     """
-    state = components.state
+    state, group = components.state, Mesh.replicated(topology).data
+    if lost:
+        held.initial = False
+    if state.sharded is not None:
+        state.sharded.begin(topology)
     size = dataset_size(components.datasets)
     logger.info("%s", describe(components.config, size, components.buckets.train))
     for note in components.datasets.notes:
         logger.info("%s", note)
-    folder = on_all_ranks("resume", lambda: _load(config, components, held, group))
+    load = _load_after_loss if lost else _load
+    folder = on_all_ranks("resume", lambda: load(config, components, held, group))
     held.initial = False
     state.broadcast(root=0)
-    if state.of_scope("local"):
+    if state.of_scope("local", "sharded"):
         name = broadcast_json(str(folder.absolute()) if folder else "", "resume.folder")
-        own = Path(name) if name else None
-        on_all_ranks("resume.local", lambda: state.load_local(own, group))
+        on_all_ranks("resume.local", lambda: _load_own(state, Path(name) if name else None, group))
+
+
+def _load_after_loss(
+    config: Config, components: RunComponents, held: Held, group: Group
+) -> Path | None:
+    """On rank 0: loads the newest checkpoint, which must be there."""
+    if held.recorder is None:
+        return None
+    writer = held.recorder.writer
+    if writer is not None:  # it may just be writing one
+        writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
+    died = "ranks died that held parts of the optimizer's state which no other rank has"
+    advice = "parallel.zero_copies 2 keeps each part on two ranks"
+    checkpoint = held.recorder.choose("auto")
+    if checkpoint is None:
+        raise crash(f"{died}, and there is no checkpoint; {advice}")
+    reached = components.state.progress.step
+    components.state.load(checkpoint)
+    step = components.state.progress.step
+    if writer is not None:
+        writer.taken_step = step
+    logger.warning(
+        "%s: from step %d the run goes back to the checkpoint of step %d; %s",
+        died, reached, step, advice,
+    )  # fmt: skip
+    return checkpoint.folder
+
+
+def _load_own(state: RunState, folder: Path | None, group: Group) -> None:
+    """On every rank: what is not replicated."""
+    state.load_local(folder, group)
+    if state.sharded is not None and folder is not None:
+        state.sharded.read(folder, state.progress.step)
 
 
 def _load(config: Config, components: RunComponents, held: Held, group: Group) -> Path | None:

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-Scope = Literal["replicated", "local"]
+Scope = Literal["replicated", "sharded", "local"]
 
 
 class StatePart(Protocol):
@@ -17,7 +17,9 @@ class StatePart(Protocol):
         name: of its file in a checkpoint, without rank or ending.
         scope: of a "replicated" part every rank holds the same tensors: rank 0 saves them, and a
             rank that joins gets them from another one. Of a "local" part each rank holds its own:
-            each saves them, those who train on keep them, and a rank that joins begins without.
+            each saves them, those who train on keep them, and a rank that joins begins without. Of
+            a "sharded" part the ranks together hold all, in pieces: each saves some, and whatever
+            ranks there are then deal them anew.
     """
 
     name: str

@@ -4,8 +4,8 @@ Nobody waits for one but the run's end: there all ranks wait in turns for rank 0
 one is being written, the next that is due is taken after the first step at which the writer is
 free, with the state of that step; where ranks step on their own, after a synchronisation.
 
-Rank 0 decides. Where ranks have state of their own to save (local parts), they take it after the
-same step, and write into one folder.
+Rank 0 decides. Where ranks have state of their own to save (local and sharded parts), they take it
+after the same step, and write into one folder.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Saving:
     @property
     def shared(self) -> bool:
         """Every rank has something to save."""
-        return bool(self.state.of_scope("local"))
+        return bool(self.state.of_scope("local", "sharded"))
 
 
 class SaveCheckpoints:

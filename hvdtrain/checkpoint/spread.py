@@ -1,0 +1,101 @@
+"""A part of the state that several ranks have saved in pieces, for however many that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from hvdtrain.checkpoint.layout import (
+    TENSORS,
+    DamagedError,
+    check_marker,
+    checked_sums,
+    compare,
+    part_and_rank,
+    sha256_of,
+)
+from hvdtrain.checkpoint.tensor_file import map_file, pieces_of, unpack
+from hvdtrain.runtime.pieces import Piece, assemble, flat_range
+
+
+class SpreadPart:
+    """The tensors of a part by name, whole or in pieces; read one at a time, as they are wanted.
+
+    Args:
+        pieces: of each tensor; those of other ranks' files are only mapped.
+        where: named in errors.
+    """
+
+    def __init__(self, pieces: Mapping[str, list[tuple[Piece, Tensor]]], where: str) -> None:
+        self._pieces = pieces
+        self._where = where
+
+    def names(self) -> list[str]:
+        return sorted(self._pieces)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self._pieces[name][0][0].shape
+
+    def whole(self, name: str) -> Tensor:
+        """Raises DamagedError: a piece is missing."""
+        try:
+            return assemble(self._pieces[name])
+        except ValueError as error:
+            raise DamagedError(f"{self._where}: {name}: {error}") from None
+
+    def range(self, name: str, start: int, stop: int) -> Tensor:
+        """Elements of a tensor as a row, in C order.
+
+        Raises:
+            DamagedError: a piece is missing.
+        """
+        try:
+            return flat_range(self._pieces[name], start, stop)
+        except ValueError as error:
+            raise DamagedError(f"{self._where}: {name}: {error}") from None
+
+
+def by_names_of_now(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+    """A model of ours may have had other names once."""
+    upgrade: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = getattr(
+        model, "upgrade_checkpoint", dict
+    )
+    return upgrade
+
+
+def open_part(folder: Path, part: str, model: nn.Module | None = None) -> SpreadPart | None:
+    """A part of a checkpoint, whose files are verified; None: it has none of this name.
+
+    Args:
+        model: gives tensors that are whole their names of now.
+
+    Raises:
+        DamagedError: it is not what was written.
+    """
+    check_marker(folder)
+    pieces: dict[str, list[tuple[Piece, Tensor]]] = {}
+    try:
+        sums = checked_sums(folder)
+        files = [f for f in sums if f.endswith(TENSORS) and _part_of(f) == part]
+        for file in files:
+            path = folder / file
+            compare(folder, file, sums[file], path.stat().st_size, sha256_of(path))
+            content = map_file(path)
+            known, tensors = pieces_of(content), unpack(content)
+            if model is not None and not known:
+                tensors = by_names_of_now(model)(tensors)
+            for name, tensor in tensors.items():
+                piece = known.get(name, Piece((*tensor.shape,), 0))
+                pieces.setdefault(name, []).append((piece, tensor))
+    except OSError as error:
+        raise DamagedError(f"checkpoint {folder}: {error.filename}: {error.strerror}") from None
+    except (KeyError, ValueError) as error:
+        raise DamagedError(f"checkpoint {folder}: {error}") from None
+    return SpreadPart(pieces, f"checkpoint {folder}") if files else None
+
+
+def _part_of(file: str) -> str:
+    return part_and_rank(file.removesuffix(TENSORS))[0]

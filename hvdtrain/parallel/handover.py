@@ -1,0 +1,235 @@
+"""The state of a sharded optimizer on its way to the ranks of the next generation.
+
+Ranks have died, or come and go. Whoever still holds a part as of the most advanced step gives it to
+those that are to hold it now; every rank makes the same calls in the same order, as all follow from
+what the ranks told each other at the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hvdtrain.parallel.parts import Slice
+from hvdtrain.parallel.zero import Entries, ShardedOptimizer
+from hvdtrain.runtime.collectives import broadcast_tensors, gather_json
+from hvdtrain.runtime.topology import Topology
+
+# What travels at once, in elements of each entry; as much memory is used beside the state.
+_AT_ONCE = 8 << 20
+
+
+class PartLostError(Exception):
+    """Nobody holds some part any more; every rank raises it."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Elements that a rank gives to others, which all receive them.
+
+    Args:
+        source: the lowest rank that holds them.
+        what: the elements.
+    """
+
+    source: int
+    what: Slice
+
+
+def hand_over(optimizer: ShardedOptimizer, topology: Topology, step: int) -> None:
+    """Every rank holds its part among the ranks of now, and all parameters are complete.
+
+    A rank that kept the gradients of the last step takes it first, where another rank did. If a
+    rank dies meanwhile, what a rank held it still holds.
+
+    Args:
+        topology: the ranks of now; some may be new, and have no parameters yet.
+        step: of the most advanced of them.
+
+    Raises:
+        PartLostError: on all ranks.
+        RankLostError: another rank is gone.
+    """
+    optimizer.roll_forward(step)
+    valid = optimizer.version == step
+    entries = optimizer.entries() if valid else {}
+    told = {
+        "held": [*entries],
+        "entries": _described(entries),
+        "complete": optimizer.complete or not valid,
+    }
+    facts = [_Facts.of(theirs) for theirs in gather_json(told, "zero.held")]
+    dealing = optimizer.deal(topology)
+    wanted = [dealing.held(rank) for rank in range(topology.world_size)]
+    # Before the first step there is nothing that could be lost.
+    exists = any(of for f in facts for of in f.entries.values())
+    moves = plan([f.held for f in facts], wanted) if exists else []
+    if not all(f.complete for f in facts):
+        _complete(optimizer, facts)
+    given = _move(moves, facts, entries, dealing.held(topology.rank), optimizer)
+    optimizer.install(dealing, topology.rank, step, given)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What a rank tells of itself: as of the most advanced step."""
+
+    held: list[Slice]
+    entries: dict[int, dict[str, tuple[str, float | None]]]
+    complete: bool
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> _Facts:
+        entries = {int(n): {e: (d, v) for e, (d, v) in of.items()} for n, of in told["entries"]}
+        return cls([Slice(*s) for s in told["held"]], entries, told["complete"])
+
+
+def _described(entries: Mapping[Slice, Entries]) -> list[Any]:
+    """Of each parameter: entry -> its dtype, and its value where it has no dimension."""
+    found = {
+        s.number: {
+            name: [str(t.dtype).removeprefix("torch."), None if t.dim() else t.item()]
+            for name, t in of.items()
+        }
+        for s, of in entries.items()
+    }
+    return [*found.items()]
+
+
+def plan(held: Sequence[Sequence[Slice]], wanted: Sequence[Sequence[Slice]]) -> list[Move]:
+    """What has to move, by source; nothing that everybody holds who wants it.
+
+    Args:
+        held, wanted: of each rank.
+
+    Raises:
+        PartLostError: something wanted is held by nobody.
+    """
+    has, wants = _by_parameter(held), _by_parameter(wanted)
+    moves = [m for n in wants for m in _of_parameter(has.get(n, []), wants[n], n)]
+    return sorted(moves, key=lambda move: (move.source, move.what))
+
+
+_Ranges = list[tuple[int, int, int]]  # rank, first element, one beyond the last
+
+
+def _by_parameter(slices: Sequence[Sequence[Slice]]) -> dict[int, _Ranges]:
+    found: dict[int, _Ranges] = {}
+    for rank, own in enumerate(slices):
+        for number, start, stop in own:
+            found.setdefault(number, []).append((rank, start, stop))
+    return found
+
+
+def _of_parameter(held: _Ranges, wanted: _Ranges, number: int) -> Iterator[Move]:
+    bounds = sorted({edge for _, *edges in (*held, *wanted) for edge in edges})
+    for first, last in pairwise(bounds):
+        has, wants = ({r for r, a, b in of if a <= first and last <= b} for of in (held, wanted))
+        if wants and not has:
+            raise PartLostError(f"elements {first} to {last} of parameter {number}")
+        if wants - has:
+            for start in range(first, last, _AT_ONCE):
+                yield Move(min(has), Slice(number, start, min(start + _AT_ONCE, last)))
+
+
+def _complete(optimizer: ShardedOptimizer, facts: Sequence[_Facts]) -> None:
+    """Gives every rank the parameters as those have them who stepped with them."""
+    whole = [Slice(n, 0, p.numel()) for n, p in enumerate(optimizer.parameters)]
+    moves = plan([f.held for f in facts], [whole] * len(facts))
+
+    def rows(move: Move) -> dict[str, Tensor]:
+        number, start, stop = move.what
+        return {f"{number}.{start}": optimizer.flat(number)[start:stop]}
+
+    for _ in _broadcast(moves, rows, "zero.parameters"):
+        pass
+
+
+def _move(
+    moves: Sequence[Move],
+    facts: Sequence[_Facts],
+    old: Mapping[Slice, Entries],
+    wanted: Sequence[Slice],
+    optimizer: ShardedOptimizer,
+) -> dict[Slice, Entries]:
+    """The entries of each slice that this rank wants, from what it held and from others."""
+    known = {number: of for f in reversed(facts) for number, of in f.entries.items()}
+    new = {s: _empty(s, known.get(s.number, {}), optimizer) for s in wanted}
+    for s, entries in old.items():
+        _take(new, s, entries)
+
+    def rows(move: Move) -> dict[str, Tensor]:
+        described = known.get(move.what.number, {})
+        row = _empty(move.what, described, optimizer)
+        for s, entries in old.items():
+            _take({move.what: row}, s, entries)
+        return {
+            f"{move.what.number}.{move.what.start}.{name}": row[name]
+            for name, (_, value) in described.items()
+            if value is None
+        }
+
+    for move, received in _broadcast(moves, rows, "zero.state"):
+        named = {key.rpartition(".")[2]: tensor for key, tensor in received.items()}
+        _take(new, move.what, named)
+    return new
+
+
+def _empty(
+    s: Slice, described: Mapping[str, tuple[str, float | None]], optimizer: ShardedOptimizer
+) -> Entries:
+    device = optimizer.parameters[s.number].device
+    return {
+        name: torch.empty(s.stop - s.start, dtype=getattr(torch, dtype), device=device)
+        if value is None
+        else torch.tensor(value, dtype=getattr(torch, dtype))
+        for name, (dtype, value) in described.items()
+    }
+
+
+def _take(new: Mapping[Slice, Entries], given: Slice, entries: Entries) -> None:
+    """Copies into each slice what lies in it of another one."""
+    for s, own in new.items():
+        start, stop = max(s.start, given.start), min(s.stop, given.stop)
+        if s.number != given.number or start >= stop:
+            continue
+        for name, tensor in entries.items():
+            if tensor.dim():
+                own[name][start - s.start : stop - s.start] = tensor[
+                    start - given.start : stop - given.start
+                ]
+
+
+def _broadcast(
+    moves: Sequence[Move], rows: Callable[[Move], dict[str, Tensor]], name: str
+) -> Iterator[tuple[Move, dict[str, Tensor]]]:
+    """Each move with what was given, a few at a time.
+
+    Args:
+        rows: the tensors of a move: on its source what it gives, elsewhere room for it.
+    """
+    for source, of_source in groupby(moves, key=lambda move: move.source):
+        for number, batch in enumerate(_batches(of_source)):
+            made = [(move, rows(move)) for move in batch]
+            tensors = {key: row for _, of_move in made for key, row in of_move.items()}
+            if tensors:
+                broadcast_tensors(tensors, f"{name}.{source}.{number}", source)
+            yield from made
+
+
+def _batches(moves: Iterable[Move]) -> Iterator[list[Move]]:
+    batch, elements = list[Move](), 0
+    for move in moves:
+        size = move.what.stop - move.what.start
+        if batch and elements + size > _AT_ONCE:
+            yield batch
+            batch, elements = [], 0
+        batch.append(move)
+        elements += size
+    if batch:
+        yield batch

@@ -1,0 +1,222 @@
+"""An optimizer of which each rank updates a part, and holds the state of that part alone.
+
+Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
+arXiv:1910.02054, stage 1, with each part on several ranks. Gradients are summed as without it, by
+whichever exchange, and are whole on every rank: so the bits are those of the whole optimizer, and
+so is the norm by which they are clipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.errors import UserError
+from hvdtrain.parallel.parts import Dealing, Slice, deal
+from hvdtrain.runtime.collectives import gather_rows, sum_
+from hvdtrain.runtime.topology import Topology
+
+# What one all-gather of new parameters gives each rank, in elements.
+_GATHERED = 8 << 20
+
+Entries = dict[str, Tensor]
+
+
+class ShardedOptimizer(Optimizer):
+    """An optimizer over a model's parameters that lets another one step on a part of them.
+
+    A step is `agree`, `step` and `gather`. After `agree` every rank is sure to hold the gradients,
+    so that a rank that could not step any more finds its part on others one step further, and those
+    that did not hear it can follow them (`roll_forward`).
+
+    Its `state` is empty: what this rank holds is in `entries`.
+
+    Args:
+        inner: over the model's parameters; elementwise, so that it does to a slice of a parameter
+            what it does to all of it.
+        copies: ranks that hold each part.
+        elastic: the step has to survive a rank.
+        wrap: makes of the inner optimizer over slices the one that steps, such as MasterWeights.
+
+    Attributes:
+        parameters: in the optimizer's order.
+        dealing: who holds what.
+        rank: this one, in `dealing`.
+        version: the step to which this rank's part belongs; None where it holds none.
+        complete: all parameters on this rank are of that step.
+
+    Raises:
+        UserError: a parameter is not contiguous.
+    """
+
+    def __init__(
+        self,
+        inner: Optimizer,
+        copies: int,
+        elastic: bool = False,
+        wrap: Callable[[Optimizer], Optimizer] | None = None,
+    ) -> None:
+        super().__init__([{**group} for group in inner.param_groups], defaults={})
+        self.parameters = [p for group in self.param_groups for p in group["params"]]
+        if not all(p.is_contiguous() for p in self.parameters):
+            raise UserError(
+                "parallel.zero cuts parameters that lie in memory as their shape says, and the "
+                "task's model has others (channels_last): make them contiguous"
+            )
+        self._plain, self._inner, self._wrap = inner, inner, wrap
+        self._copies = copies
+        self._elastic = elastic
+        self.rank = 0
+        self._slices: dict[Slice, nn.Parameter] = {}
+        self._kept: list[Tensor | None] | None = (
+            None  # gradients that no rank may have stepped with
+        )
+        self.dealing = Dealing((), ())
+        self.version: int | None = None
+        self.complete = True
+
+    # --- who holds what -------------------------------------------------------
+
+    def deal(self, topology: Topology) -> Dealing:
+        """Who holds what, with these ranks; nothing is changed."""
+        return deal([p.numel() for p in self.parameters], topology.hosts, self._copies)
+
+    def install(
+        self, dealing: Dealing, rank: int, version: int, entries: dict[Slice, Entries] | None = None
+    ) -> None:
+        """From now on this rank holds what `dealing` says; its parameters are `complete`.
+
+        Args:
+            version: the step to which it belongs.
+            entries: the inner optimizer's, of each slice that this rank holds; those that have none
+                (before the first step) may be left out.
+        """
+        self.dealing, self.rank, self.version = dealing, rank, version
+        self._kept, self.complete = None, True
+        self._slices = {
+            s: nn.Parameter(self.flat(s.number)[s.start : s.stop]) for s in dealing.held(rank)
+        }
+        first = 0
+        for own, inner in zip(self.param_groups, self._plain.param_groups, strict=True):
+            last = first + len(own["params"])
+            inner["params"] = [p for s, p in self._slices.items() if first <= s.number < last]
+            first = last
+        self._plain.state.clear()
+        self._inner = self._wrap(self._plain) if self._wrap else self._plain
+        for piece, given in (entries or {}).items():
+            if given:
+                self._inner.state[self._slices[piece]] = given
+
+    def flat(self, number: int) -> Tensor:
+        """A parameter as one row that shares its memory."""
+        return self.parameters[number].detach().view(-1)
+
+    def entries(self) -> dict[Slice, Entries]:
+        """The inner optimizer's live tensors of each slice that this rank holds.
+
+        They have the shape of the slice, but for those of no dimension, such as step counts, which
+        are the same on all slices of a parameter.
+        """
+        return {
+            s: {k: t for k, t in self._inner.state.get(p, {}).items() if isinstance(t, Tensor)}
+            for s, p in self._slices.items()
+        }
+
+    def own_slices(self) -> list[Slice]:
+        """Those that this rank gives to others and saves: of the part of which it is the first."""
+        return [*self.dealing.parts[self.rank]] if self.dealing.parts else []
+
+    # --- a step ---------------------------------------------------------------
+
+    def agree(self, applied: bool) -> None:
+        """Waits until every rank has the gradients of this step, clipped.
+
+        Args:
+            applied: `step` follows; else the step leaves parameters and state as they are.
+
+        Raises:
+            RankLostError: another rank is gone. The gradients are kept: some rank may have heard
+                that all have them.
+        """
+        self._kept = [p.grad for p in self.parameters] if applied else []
+        if self._elastic and len(self.dealing.holders) > 1:
+            sum_(torch.zeros(1), "zero.agree")
+        self._kept = None
+        assert self.version is not None
+        self.version += 1
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Steps on what this rank holds; a parameter without a gradient is passed over."""
+        for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({key: value for key, value in own.items() if key != "params"})
+        for s, parameter in self._slices.items():
+            gradient = self.parameters[s.number].grad
+            parameter.grad = None if gradient is None else gradient.reshape(-1)[s.start : s.stop]
+        self._inner.step()
+        for parameter in self._slices.values():
+            parameter.grad = None
+        self.complete = self._copies >= len(self.dealing.holders)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Gives every rank the parameters that others have updated, in pieces of bounded size.
+
+        Raises:
+            RankLostError: another rank is gone. What this rank holds is up to date.
+        """
+        if self.complete:
+            return
+        rounds = zip_longest(*(self._chunks(part) for part in self.dealing.parts), fillvalue=())
+        for number, chunks in enumerate(rounds):
+            own = [self._bytes(s) for s in chunks[self.rank]]
+            row = torch.cat(own) if own else self._bytes(Slice(0, 0, 0))
+            gathered = gather_rows(row, f"zero.{number}")
+            others = [s for chunk in chunks for s in chunk]
+            sizes = [self._bytes(s).numel() for s in others]
+            for s, received in zip(others, gathered.split(sizes), strict=True):
+                self._bytes(s).copy_(received)
+        self.complete = True
+
+    def _chunks(self, part: Sequence[Slice]) -> Iterator[list[Slice]]:
+        """A part in pieces that are gathered together with those of the other parts."""
+        most = max(1, _GATHERED // len(self.dealing.parts))
+        chunk, room = list[Slice](), most
+        for number, start, stop in part:
+            while start < stop:
+                piece = Slice(number, start, min(stop, start + room))
+                chunk.append(piece)
+                room -= piece.stop - start
+                start = piece.stop
+                if not room:
+                    yield chunk
+                    chunk, room = [], most
+        if chunk:
+            yield chunk
+
+    def _bytes(self, s: Slice) -> Tensor:
+        # Horovod knows fewer dtypes than torch.
+        return self.flat(s.number)[s.start : s.stop].view(torch.uint8)
+
+    # --- after a failure ------------------------------------------------------
+
+    def roll_forward(self, step: int) -> None:
+        """Steps with gradients that were kept, where another rank did that.
+
+        Args:
+            step: the most advanced rank's.
+        """
+        kept, self._kept = self._kept, None
+        if kept is None or self.version != step - 1:
+            return
+        if kept:
+            for parameter, gradient in zip(self.parameters, kept, strict=True):
+                parameter.grad = gradient
+            self.step()
+        self.version = step
+        for parameter in self.parameters:
+            parameter.grad = None

@@ -1,0 +1,127 @@
+"""The state of a sharded optimizer, as a part of the run's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from hvdtrain.checkpoint.spread import SpreadPart, open_part
+from hvdtrain.errors import UserError
+from hvdtrain.optim.optimizer import parameter_names
+from hvdtrain.parallel.handover import PartLostError, hand_over
+from hvdtrain.parallel.parts import Slice
+from hvdtrain.parallel.zero import Entries, ShardedOptimizer
+from hvdtrain.runtime.pieces import Piece
+from hvdtrain.runtime.state_part import Scope
+from hvdtrain.runtime.topology import Topology
+
+_SCALAR = "step"  # the entry that all slices of a parameter have alike
+
+
+class ShardedOptimizerState:
+    """The sharded part "optimizer": "parameter name/entry", as of an optimizer that is whole.
+
+    A rank saves the pieces of which it is the first holder.
+    """
+
+    name = "optimizer"
+    scope: Scope = "sharded"
+
+    def __init__(self, optimizer: ShardedOptimizer, model: nn.Module) -> None:
+        self.optimizer = optimizer
+        self._model = model
+        self._names = [*parameter_names(optimizer, model).values()]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{self._names[s.number]}/{entry}": tensor
+            for s, entries in self._own().items()
+            for entry, tensor in entries.items()
+            if tensor.dim() or s.start == 0
+        }
+
+    def pieces(self) -> dict[str, Piece]:
+        """Where each of `tensors` lies in the whole one."""
+        shapes = [(*p.shape,) for p in self.optimizer.parameters]
+        return {
+            f"{self._names[s.number]}/{entry}": Piece(shapes[s.number], s.start)
+            for s, entries in self._own().items()
+            for entry, tensor in entries.items()
+            if tensor.dim()
+        }
+
+    def _own(self) -> dict[Slice, Entries]:
+        entries = self.optimizer.entries()
+        return {s: entries[s] for s in self.optimizer.own_slices()}
+
+    def compared(self) -> dict[str, Tensor]:
+        return {}
+
+    def held(self) -> dict[int, dict[str, Tensor]]:
+        """What this rank holds of each part, by its number; all that hold one have the same."""
+        entries, dealing = self.optimizer.entries(), self.optimizer.dealing
+        return {
+            number: {
+                f"{self._names[s.number]}/{entry}.{s.start}": tensor
+                for s in dealing.parts[number]
+                for entry, tensor in entries[s].items()
+            }
+            for number in dealing.parts_of(self.optimizer.rank)
+        }
+
+    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        """What ranks give each other goes through handover.py, and files through `read`."""
+        assert not pieces
+        self.optimizer.install(self.optimizer.dealing, self.optimizer.rank, version=0)
+
+    def begin(self, topology: Topology) -> None:
+        """Deals anew what nobody holds yet: the state is as at the start of a run."""
+        self.optimizer.install(self.optimizer.deal(topology), topology.rank, version=0)
+
+    def hand_over(self, topology: Topology, step: int) -> bool:
+        """See handover.py; False, on all ranks: nobody holds some part any more."""
+        try:
+            hand_over(self.optimizer, topology, step)
+        except PartLostError:
+            return False
+        return True
+
+    def read(self, folder: Path, version: int) -> None:
+        """Takes over from a checkpoint what this rank holds, whoever has saved it.
+
+        Args:
+            version: the step that it was saved after.
+
+        Raises:
+            UserError: it does not fit, or is damaged.
+        """
+        saved = open_part(folder, self.name, self._model)
+        if saved is None:
+            raise UserError(f"checkpoint {folder} has no state of an optimizer")
+        known: dict[str, list[str]] = {}
+        for key in saved.names():
+            name, _, entry = key.rpartition("/")
+            known.setdefault(name, []).append(entry)
+        if unknown := sorted(known.keys() - set(self._names)):
+            raise UserError(f"the checkpoint's optimizer knows parameters {unknown}")
+        optimizer = self.optimizer
+        entries = {
+            s: {e: self._piece(saved, s, e) for e in known.get(self._names[s.number], ())}
+            for s in optimizer.entries()
+        }
+        optimizer.install(optimizer.dealing, optimizer.rank, version, entries)
+
+    def _piece(self, saved: SpreadPart, s: Slice, entry: str) -> Tensor:
+        name = self._names[s.number]
+        parameter = self.optimizer.parameters[s.number]
+        if entry == _SCALAR:
+            return saved.whole(f"{name}/{entry}")
+        shape = saved.shape(f"{name}/{entry}")
+        if shape != parameter.shape:
+            raise UserError(
+                f"the checkpoint's {entry} of {name} has the shape {[*shape]}, and the parameter "
+                f"{[*parameter.shape]}; use the configuration it was made with, or another run.id"
+            )
+        return saved.range(f"{name}/{entry}", s.start, s.stop).to(parameter.device)

@@ -1,0 +1,43 @@
+"""The optimizer that a run steps with: by name, on masters, and in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hvdtrain.config import Config
+from hvdtrain.optim.masters import MasterWeights
+from hvdtrain.optim.optimizer import build_optimizer
+from hvdtrain.optim.precision import BF16_PARAMS, Precision
+from hvdtrain.parallel.zero import ShardedOptimizer
+from hvdtrain.runtime.context import RankContext
+from hvdtrain.tasks import Task, optional
+
+
+def build_run_optimizer(
+    config: Config, task: Task, model: nn.Module, precision: Precision, elastic: bool
+) -> Optimizer:
+    """Over the trained parameters of `model`.
+
+    Raises:
+        UserError: it does not fit the model.
+    """
+    groups = optional(task, "param_groups")
+    optimizer = build_optimizer(config.optim, model, groups(model) if groups else None)
+    wrap = MasterWeights if precision.name == BF16_PARAMS else None
+    if config.parallel.zero:
+        return ShardedOptimizer(optimizer, config.parallel.zero_copies, elastic, wrap)
+    return wrap(optimizer) if wrap else optimizer
+
+
+def build_agree(sharded: ShardedOptimizer | None, context: RankContext) -> Callable[[bool], None]:
+    """What an update calls before it steps, see Update: waits for the other ranks."""
+
+    def agree(applied: bool) -> None:
+        if sharded is not None:
+            with context.timer.inside("comm_exposed"):
+                sharded.agree(applied)
+
+    return agree

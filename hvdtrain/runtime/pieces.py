@@ -1,0 +1,95 @@
+"""Pieces of tensors: what a rank holds of one that is spread over several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a tensor lies in the one that it is a piece of.
+
+    Args:
+        shape: of the whole.
+        start: of a flat piece, a row of elements that follow each other in C order: the first.
+        offsets: of a box instead: its corner, by dimension.
+    """
+
+    shape: tuple[int, ...]
+    start: int | None = None
+    offsets: tuple[int, ...] | None = None
+
+    def described(self) -> dict[str, Any]:
+        """For a file: {"shape": [...], "start": N} or {"shape": [...], "offsets": [...]}."""
+        if self.offsets is None:
+            return {"shape": [*self.shape], "start": self.start or 0}
+        return {"shape": [*self.shape], "offsets": [*self.offsets]}
+
+    @classmethod
+    def of(cls, described: Mapping[str, Any]) -> Piece:
+        """From what `described` gave.
+
+        Raises:
+            KeyError, TypeError: it is nothing of the kind.
+        """
+        if "offsets" in described:
+            return cls((*described["shape"],), offsets=(*described["offsets"],))
+        return cls((*described["shape"],), start=int(described["start"]))
+
+
+def flat_range(pieces: Iterable[tuple[Piece, Tensor]], start: int, stop: int) -> Tensor:
+    """A row of elements of the whole, in C order.
+
+    Args:
+        pieces: of one tensor, each element in one of them; those of other ranks may be files that
+            are only mapped: what lies outside of the range is not read, of flat ones.
+
+    Raises:
+        ValueError: an element is in none of them, or in two.
+    """
+    given = [*pieces]
+    if any(piece.offsets is not None for piece, _ in given):
+        return assemble(given).view(-1)[start:stop]
+    found, elements = torch.empty(stop - start, dtype=given[0][1].dtype), 0
+    for piece, tensor in given:
+        begin = piece.start or 0
+        low, high = max(begin, start), min(begin + tensor.numel(), stop)
+        if low < high:
+            found[low - start : high - start] = tensor.reshape(-1)[low - begin : high - begin]
+            elements += high - low
+    _check(elements, stop - start)
+    return found
+
+
+def assemble(pieces: Iterable[tuple[Piece, Tensor]]) -> Tensor:
+    """The whole tensor.
+
+    Args:
+        pieces: all of it, each element in one.
+
+    Raises:
+        ValueError: an element is in none of them, or in two.
+    """
+    given = [*pieces]
+    shape = given[0][0].shape
+    if all(piece.offsets is None for piece, _ in given):
+        return flat_range(given, 0, prod(shape)).view(shape)
+    whole, elements = torch.empty(shape, dtype=given[0][1].dtype), 0
+    for piece, tensor in given:
+        assert piece.offsets is not None
+        box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, tensor.shape, strict=True))
+        whole[box] = tensor
+        elements += tensor.numel()
+    _check(elements, whole.numel())
+    return whole
+
+
+def _check(found: int, wanted: int) -> None:
+    if found != wanted:
+        raise ValueError(f"its pieces have {found} elements of {wanted}")

@@ -1,0 +1,94 @@
+"""parallel.zero: one curve, one state, whoever holds which part of it, and whoever reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from hvdtrain.checkpoint.format import read
+from hvdtrain.checkpoint.spread import open_part
+from tests.support import runs
+
+STEPS, SAVED = 6, 3
+# Sums do not depend on the number of ranks, so a run's bits do not.
+EXACT = [
+    *("--exchange.name", "exact", "--runtime.threads", "1", "--train.steps", str(STEPS)),
+    *("--checkpoint.every", str(SAVED), "--checkpoint.keep", "9", "--optim.clip_norm", "0.1"),
+]
+
+
+def _zero(copies: int) -> list[str]:
+    return ["--parallel.zero", "1", "--parallel.zero_copies", str(copies)]
+
+
+def _state(run: Path, step: int = STEPS) -> dict[str, Tensor]:
+    """All that a checkpoint holds, put together."""
+    folder = run / f"checkpoints/step_{step:08}"
+    optimizer = open_part(folder, "optimizer")
+    assert optimizer is not None
+    state = {name: optimizer.whole(name) for name in optimizer.names()}
+    return state | read(folder).parts["model"]
+
+
+def _assert_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process, whose optimizer is whole."""
+    return runs.train(tmp_path_factory.mktemp("whole"), "whole", EXACT)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three ranks that hold two thirds each."""
+    return runs.train(tmp_path_factory.mktemp("three"), "three", [*EXACT, *_zero(2)], "mpirun:3")
+
+
+def test_parts_of_three_ranks_have_other_bits_or_losses_than_the_whole(
+    whole: Path, three: Path
+) -> None:
+    assert runs.losses(three) == runs.losses(whole)
+    files = sorted((three / f"checkpoints/step_{STEPS:08}").glob("optimizer.*"))
+    assert [f.name for f in files] == [f"optimizer.rank_{r:05}.safetensors" for r in range(3)]
+    for step in (SAVED, STEPS):
+        _assert_bits(_state(three, step), _state(whole, step))
+
+
+@pytest.mark.parametrize(
+    ("first", "launcher", "zero"),
+    [
+        ("three", "", []),
+        ("three", "gloo:2", _zero(1)),
+        ("three", "mpirun:4", _zero(3)),
+        ("whole", "mpirun:2", _zero(1)),
+    ],
+)
+def test_a_checkpoint_of_parts_is_read_otherwise_on_other_ranks(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    whole: Path,
+    first: str,
+    launcher: str,
+    zero: list[str],
+) -> None:
+    checkpoint = request.getfixturevalue(first) / f"checkpoints/step_{SAVED:08}"
+    flags = [*EXACT, *zero, "--run.resume", str(checkpoint)]
+    resumed = runs.train(tmp_path, "resumed", flags, launcher)
+    assert runs.losses(resumed) == runs.losses(whole)[SAVED:]
+    _assert_bits(_state(resumed), _state(whole))
+
+
+def test_masters_of_bf16_parameters_are_another_state_in_parts(tmp_path: Path) -> None:
+    flags = [*EXACT, "--precision.name", "bf16-params"]
+    alone = runs.train(tmp_path, "alone", flags)
+    parts = runs.train(tmp_path, "parts", [*flags, *_zero(1)], "mpirun:2")
+    assert runs.losses(parts) == runs.losses(alone)
+    _assert_bits(_state(parts), _state(alone))
+    assert any(name.endswith("/master") for name in _state(parts))

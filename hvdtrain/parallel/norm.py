@@ -1,8 +1,47 @@
-import torch, torch.distributed as dist
+"""The norm of a gradient of which each rank holds parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from hvdtrain.runtime.parts import local
-def total_norm(gradients, mesh):
-    total=torch.zeros(())
-    for g in gradients:
-        n=local(g).numel(); copies = 1 if n<g.numel() else dist.get_world_size()
-        total+= local(g).float().square().sum()/copies
-    dist.all_reduce(total); return total.sqrt()
+
+
+def total_norm(
+    gradients: Iterable[Tensor],
+    holders: Callable[[Tensor], int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> Tensor:
+    """The 2-norm of all gradients of a model that is spread over ranks.
+
+    All ranks of `group` have to call it, and get the same bits.
+
+    Args:
+        gradients: this rank's, DTensors or plain tensors, of floating point; there may be none.
+        holders: how many ranks of `group` hold the part of a gradient that this rank holds, with
+            the same bits; such as `pieces.holders` with the replica's mesh.
+        group: the ranks of one replica.
+        device: of the gradients.
+
+    Returns:
+        A scalar, float64, on `device`.
+    """
+    gradients = list(gradients)
+    parts = [local(gradient) for gradient in gradients]
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    if parts:
+        # In 16 bits a norm has two or three digits.
+        norms = torch.stack([torch.linalg.vector_norm(p, dtype=_wide(p.dtype)) for p in parts])
+        counts = torch.tensor([holders(g) for g in gradients], dtype=torch.float64)
+        squares = (norms.double().square() / counts.to(device)).sum()
+    dist.all_reduce(squares, group=group)
+    return squares.sqrt()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -82,12 +82,16 @@ def assemble(pieces: Iterable[tuple[Piece, Tensor]]) -> Tensor:
         return flat_range(given, 0, prod(shape)).view(shape)
     whole, elements = torch.empty(shape, dtype=given[0][1].dtype), 0
     for piece, tensor in given:
-        assert piece.offsets is not None
-        box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, tensor.shape, strict=True))
-        whole[box] = tensor
+        whole[box(piece, tensor)] = tensor
         elements += tensor.numel()
     _check(elements, whole.numel())
     return whole
+
+
+def box(piece: Piece, tensor: Tensor) -> tuple[slice, ...]:
+    """Where a piece that is a box lies in the whole."""
+    assert piece.offsets is not None
+    return tuple(slice(o, o + n) for o, n in zip(piece.offsets, tensor.shape, strict=True))
 
 
 def _check(found: int, wanted: int) -> None:

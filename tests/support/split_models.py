@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
-from hvdtrain.parallel.local import local
+from hvdtrain.parallel.norm import total_norm
+from hvdtrain.parallel.pieces import holders, is_first_holder, piece
+from hvdtrain.parallel.shard import Sharding, apply_shard
+from hvdtrain.parallel.tensor import apply_tensor, whole
+from hvdtrain.runtime.parts import local
+from hvdtrain.runtime.pieces import Piece, assemble, box
 
 BATCH, SEPARATOR = 3, 0
 
@@ -41,22 +51,171 @@ def loss_of(model: GPT, tokens: Tensor, packed: bool) -> Tensor:
     return model.loss(tokens[:, :-1], tokens[:, 1:], documents)
 
 
+@dataclass(frozen=True)
+class Variant:
+    """Args: changes of `sizes`, whether samples are packed documents, and how it is sharded."""
+
+    changes: Mapping[str, Any]
+    packed: bool = True
+    sharding: Sharding = Sharding()
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a split model makes otherwise than the whole one.
+
+    Args:
+        loss, gradient: largest absolute difference over all steps
+        copies: names of gradients of which ranks that hold the same part hold other bits
+        fraction: of the parameters' memory that this rank has
+    """
+
+    loss: float
+    gradient: float
+    copies: list[str]
+    fraction: float
+
+
+Gradients = dict[str, Tensor]
+
+
 def trained(
-    model: nn.Module, losses: Sequence[Callable[[], Tensor]]
-) -> tuple[list[float], list[dict[str, Tensor]]]:
-    """Losses and gradients of steps of AdamW, each on one loss; gradients are cloned."""
+    model: GPT, steps: Sequence[Sequence[int]], packed: bool
+) -> Iterator[tuple[float, Gradients]]:
+    """Loss and gradients, summed over micro-batches, of each step of AdamW.
+
+    Args:
+        steps: numbers of the micro-batches of each; data and random numbers follow from them.
+    """
     parameters = dict(model.named_parameters())
     parts = {name: nn.Parameter(local(p)) for name, p in parameters.items()}
     optimizer = torch.optim.AdamW(parts.values(), lr=1e-2)
-    values, gradients = [], []
-    for step, loss_of_step in enumerate(losses):
-        torch.manual_seed(step)
+    for numbers in steps:
         model.zero_grad()
-        loss = loss_of_step()
-        loss.backward()
-        values.append(loss.item())
-        gradients.append({n: p.grad.clone() for n, p in parameters.items()})
+        total = 0.0
+        for number in numbers:
+            torch.manual_seed(number)
+            loss = loss_of(model, tokens_of(model.config, number), packed)
+            loss.backward()
+            total += loss.item()
         for name, part in parts.items():
             part.grad = local(parameters[name].grad)
+        yield total, {name: p.grad for name, p in parameters.items()}
         optimizer.step()
-    return values, gradients
+
+
+def compared(degrees: Mapping[str, int], variants: Mapping[str, Variant]) -> dict[str, Difference]:
+    """Trains each variant whole and split over a mesh of these degrees."""
+    mesh = mesh_of(**degrees)
+    return {name: _compared(mesh, variant) for name, variant in variants.items()}
+
+
+def _compared(mesh: DeviceMesh, variant: Variant) -> Difference:
+    config = sizes(**variant.changes)
+    dense, split = gpt(config), gpt(config)
+    names = mesh.mesh_dim_names or ()
+    if "tensor" in names:
+        apply_tensor(split, mesh["tensor"], split.tensor_plan())
+    shards, shard = 1, 0
+    if "shard" in names:
+        shards, shard = mesh["shard"].size(), mesh["shard"].get_local_rank()
+        apply_shard(split, list(split.blocks), mesh["shard"], variant.sharding)
+    steps = [range(4 * step, 4 * step + 4) for step in range(3)]
+    own = [numbers[shard::shards] for numbers in steps]
+    loss_error, error, copies = 0.0, 0.0, set()
+    pairs = zip(trained(dense, steps, variant.packed), trained(split, own, variant.packed))
+    for (loss, gradients), (part_of_loss, parts) in pairs:
+        total = torch.tensor(part_of_loss, dtype=torch.float64)
+        if "shard" in names:
+            dist.all_reduce(total, group=mesh["shard"].get_group())
+        loss_error = max(loss_error, abs(float(total) - loss))
+        for name, gradient in parts.items():
+            error = max(error, _error(*piece(gradient), gradients[name]))
+        copies |= _unequal_copies(parts, mesh)
+    memory = [local(p).untyped_storage().nbytes() for p in split.parameters()]
+    whole_memory = sum(p.untyped_storage().nbytes() for p in dense.parameters())
+    return Difference(loss_error, error, sorted(copies), sum(memory) / whole_memory)
+
+
+def _error(where: Piece, part: Tensor, expected: Tensor) -> float:
+    difference = (part - expected[box(where, part)]).abs()
+    return float(difference.max()) if difference.numel() else 0.0
+
+
+def _unequal_copies(gradients: Gradients, mesh: DeviceMesh) -> set[str]:
+    own = {name: (piece(g)[0].offsets, local(g).numpy().tobytes()) for name, g in gradients.items()}
+    of_ranks: list[dict[str, Any]] = [{} for _ in range(mesh.size())]
+    dist.all_gather_object(of_ranks, own)
+    return {
+        name
+        for name, (offsets, content) in own.items()
+        for other in of_ranks
+        if other[name][0] == offsets and len(other[name][1]) == len(content)
+        if other[name][1] != content
+    }
+
+
+def mesh_of(**degrees: int) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+
+
+def _distributed(mesh: DeviceMesh) -> dict[str, Tensor]:
+    """Tensors that are spread over a 2 x 2 mesh in several ways, some unevenly."""
+    torch.manual_seed(5)
+
+    def spread(shape: tuple[int, ...], onto: DeviceMesh, *placements: Placement) -> Tensor:
+        return distribute_tensor(torch.randn(shape), onto, placements, src_data_rank=None)
+
+    return {
+        "rows": spread((5, 3), mesh["tensor"], Shard(0)),
+        "columns": spread((2, 7), mesh["tensor"], Shard(1)),
+        "empty on one rank": spread((1, 3), mesh["tensor"], Shard(0)),
+        "copies": spread((4,), mesh["tensor"], Replicate()),
+        "both": spread((5, 5), mesh, Shard(0), Shard(1)),
+        "twice along one": spread((7,), mesh, Shard(0), Shard(0)),
+        "one of two": spread((7, 2), mesh, Replicate(), Shard(0)),
+        "plain": torch.randn(3, 2),
+        "scalar": torch.randn(()),
+    }
+
+
+def wrong_pieces() -> list[str]:
+    """Names of tensors whose pieces, each of its first holder, are not the whole tensor."""
+    mesh = mesh_of(shard=2, tensor=2)
+    tensors = {name: (tensor, whole(tensor)) for name, tensor in _distributed(mesh).items()}
+    config = sizes(layers=1, mlp_width=6)  # 37 rows of a vocabulary: 19 and 18, then 10, 9, 9, 9
+    split, dense = gpt(config), gpt(config)
+    apply_tensor(split, mesh["tensor"], split.tensor_plan())
+    apply_shard(split, list(split.blocks), mesh["shard"], Sharding())
+    for name, parameter in split.named_parameters():
+        tensors[name] = parameter, dense.get_parameter(name).detach()
+    own = {name: piece(t) for name, (t, _) in tensors.items() if is_first_holder(t, mesh)}
+    of_ranks: list[dict[str, tuple[Piece, Tensor]]] = [{} for _ in range(mesh.size())]
+    dist.all_gather_object(of_ranks, own)
+    wrong = []
+    for name, (_, expected) in tensors.items():
+        saved = [pieces[name] for pieces in of_ranks if name in pieces]
+        if not torch.equal(assemble(saved), expected):
+            wrong.append(name)
+    return wrong
+
+
+def norms() -> dict[str, tuple[float, float]]:
+    """(norm of parts, norm of wholes) of several sets of tensors of a 2 x 2 mesh."""
+    mesh = mesh_of(shard=2, tensor=2)
+    spread = _distributed(mesh)
+
+    def both(tensors: Sequence[Tensor]) -> tuple[float, float]:
+        norm = total_norm(
+            tensors, lambda t: holders(t, mesh), dist.group.WORLD, torch.device("cpu")
+        )
+        return norm.item(), sum(float(whole(t).double().square().sum()) for t in tensors) ** 0.5
+
+    found = {name: both([tensor]) for name, tensor in spread.items()}
+    found["all"] = both(list(spread.values()))
+    found["bfloat16"] = both([spread["rows"].bfloat16(), spread["plain"].bfloat16()])
+    # A stage of a pipeline has other parameters: each rank half of them here, and one has none.
+    own = [torch.full((2,), 3.0)] if dist.get_rank() < 2 else []
+    norm = total_norm(own, lambda _: 2, dist.group.WORLD, torch.device("cpu"))
+    found["on some ranks"] = norm.item(), 18.0**0.5
+    return found

@@ -1,0 +1,71 @@
+"""Pieces of tensors: where each is, who saves it, and the whole made of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from hvdtrain.parallel.pieces import extent, piece
+from hvdtrain.runtime.pieces import Piece, assemble
+from tests.support.split_models import wrong_pieces
+from tests.support.torch_ranks import on_torch_ranks
+
+
+def _chunks(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
+    """Of torch.chunk, and empty ones for ranks that get none."""
+    chunks = list(tensor.chunk(ranks, dim))
+    empty = tensor.narrow(dim, 0, 0)
+    return chunks + [empty] * (ranks - len(chunks))
+
+
+@st.composite
+def _layouts(draw: Any) -> tuple[tuple[int, ...], tuple[int, ...], list[Any]]:
+    shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
+    mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    kinds = st.one_of(st.just(Replicate()), st.integers(0, len(shape) - 1).map(Shard))
+    return shape, mesh, [draw(kinds) for _ in mesh]
+
+
+@given(layout=_layouts(), order=st.randoms())
+@settings(max_examples=80, deadline=None)
+def test_pieces_overlap_or_leave_a_gap_or_are_not_those_of_torch(layout: Any, order: Any) -> None:
+    shape, mesh, placements = layout
+    tensor = torch.arange(math.prod(shape)).reshape(shape)
+    pieces = {}
+    for place in itertools.product(*map(range, mesh)):
+        part = tensor
+        for size, index, placement in zip(mesh, place, placements, strict=True):
+            if placement.is_shard():
+                part = _chunks(part, size, placement.dim)[index]
+        offsets, lengths = extent(shape, mesh, place, placements)
+        assert lengths == tuple(part.shape)
+        pieces[offsets, lengths] = Piece(shape, offsets=offsets), part
+    in_any_order = [*pieces.values()]
+    order.shuffle(in_any_order)
+    assert torch.equal(assemble(in_any_order), tensor)
+
+
+def test_a_piece_of_a_plain_tensor_is_not_its_memory() -> None:
+    parameter = nn.Parameter(torch.zeros(3, 2))
+    where, part = piece(parameter)
+    part.fill_(5.0)
+    assert parameter.eq(5).all() and where == Piece((3, 2), offsets=(0, 0))
+    assert piece(torch.tensor(4.0))[0].shape == ()
+
+
+def test_a_sum_that_is_spread_over_ranks_passes_for_a_piece() -> None:
+    with pytest.raises(ValueError, match="yet to be summed"):
+        extent((4,), (2,), (0,), [Partial()])
+
+
+def test_a_rank_says_wrongly_what_it_holds_or_a_piece_is_saved_twice_or_never() -> None:
+    """Of a 2 x 2 mesh, with uneven parts, and what FSDP2 makes of a split model."""
+    assert on_torch_ranks(4, wrong_pieces, timeout=240) == [[]] * 4

@@ -6,7 +6,7 @@ Each part of it is a StatePart; nothing here knows more of one than its name and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import InitVar, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_t
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
-from hvdtrain.runtime.mesh import ALONE, Group
-from hvdtrain.runtime.state_part import Scope, StatePart
+from hvdtrain.runtime.mesh import ALONE, Group, Mesh
+from hvdtrain.runtime.state_part import Scope, ShardedPart, StatePart
 from hvdtrain.runtime.topology import Topology
 
 # 1 had no files of single ranks, and other names in the GPT; it is still read.
@@ -92,6 +92,7 @@ class RunState:
         identity: what the run's curve follows from, by the name that a message gives it: seed,
             data, global batch, ...; a checkpoint of another identity is refused.
         further: parts beside the model's and the optimizer's, such as an exchange's own.
+        spanned: the ranks of a model that spans several.
 
     Attributes:
         sharded: the optimizer's state, where ranks hold it in pieces.
@@ -103,10 +104,14 @@ class RunState:
     progress: Progress
     identity: dict[str, Any]
     further: Sequence[StatePart] = ()
+    spanned: InitVar[Mesh | None] = None
     sharded: ShardedOptimizerState | None = field(init=False, default=None)
     parts: tuple[StatePart, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, spanned: Mesh | None) -> None:
+        if spanned is not None and spanned.model is not None:
+            self.parts = (*_spanned_parts(self.model, self.optimizer, spanned), *self.further)
+            return
         if isinstance(self.optimizer, ShardedOptimizer):
             self.sharded = ShardedOptimizerState(self.optimizer, self.model)
         optimizer = self.sharded or OptimizerState(self.optimizer, self.model)
@@ -114,6 +119,18 @@ class RunState:
 
     def of_scope(self, *scopes: Scope) -> list[StatePart]:
         return [part for part in self.parts if part.scope in scopes]
+
+    def _in_pieces(self) -> list[ShardedPart]:
+        return self.of_scope("sharded")  # type: ignore[return-value]
+
+    def read_pieces(self, folder: Path) -> None:
+        """Takes over from a checkpoint what this rank holds of the sharded parts.
+
+        Raises:
+            UserError: a file is damaged, or does not fit.
+        """
+        for part in self._in_pieces():
+            part.read(folder, self.progress.step)
 
     def compared(self) -> dict[str, Tensor]:
         """What has the same bits on all ranks unless one was damaged."""
@@ -130,9 +147,7 @@ class RunState:
         """
         local = self.of_scope("local", "sharded")
         parts = {file_of_rank(part.name, group.rank): part.tensors() for part in local}
-        pieces = {}
-        if self.sharded is not None:
-            pieces[file_of_rank(self.sharded.name, group.rank)] = self.sharded.pieces()
+        pieces = {file_of_rank(p.name, group.rank): p.pieces() for p in self._in_pieces()}
         if group.rank == 0:
             parts |= {part.name: part.tensors() for part in self.of_scope("replicated")}
         others = tuple(file_of_rank(p.name, rank) for p in local for rank in range(1, group.size))
@@ -257,6 +272,12 @@ class RunState:
                 part.load([_empty(layout)])
             broadcast_tensors(part.tensors(), part.name, root)
         vars(self.progress).update(theirs["progress"])  # the loop holds this object
+
+
+def _spanned_parts(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[ShardedPart]:
+    from hvdtrain.parallel.spanned_state import SpannedModel, SpannedOptimizer
+
+    return [SpannedModel(model, mesh), SpannedOptimizer(optimizer, model, mesh)]
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from hvdtrain.runtime.parts import local
 def total_norm(
     gradients: Iterable[Tensor],
     holders: Callable[[Tensor], int],
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Tensor:
     """The 2-norm of all gradients of a model that is spread over ranks.
@@ -25,7 +25,7 @@ def total_norm(
         gradients: this rank's, DTensors or plain tensors, of floating point; there may be none.
         holders: how many ranks of `group` hold the part of a gradient that this rank holds, with
             the same bits; such as `pieces.holders` with the replica's mesh.
-        group: the ranks of one replica.
+        group: the ranks of one replica; None: torch's default group.
         device: of the gradients.
 
     Returns:

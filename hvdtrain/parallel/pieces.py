@@ -96,6 +96,13 @@ def holders(tensor: Tensor, mesh: DeviceMesh) -> int:
     return number
 
 
+def holders_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """That of the ranks of a replica that hold the same layers as this one; None: it is alone."""
+    assert mesh.mesh_dim_names is not None
+    names = tuple(name for name in mesh.mesh_dim_names if name != "pipeline")
+    return mesh[names] if names else None
+
+
 def is_first_holder(tensor: Tensor, mesh: DeviceMesh) -> bool:
     """Whether this rank is the first of those that hold the same piece, see `holders`."""
     return all(mesh.get_local_rank(name) == 0 for name in _sizes_of_copies(tensor, mesh))

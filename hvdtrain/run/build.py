@@ -172,7 +172,7 @@ def build_components(
     if ema is not None:
         parts.append(ema)
     identity = {**build_identity(config, datasets, buckets.train), PRECISION: precision.name}
-    state = RunState(model, optimizer, Progress(), identity, parts)
+    state = RunState(model, optimizer, Progress(), identity, parts, spanned=mesh)
     on_all_ranks("sinks", lambda: check_packages(config.telemetry))
     exporter = on_all_ranks(
         "telemetry",
@@ -210,7 +210,7 @@ def build_loop(
         exchange,
         config.optim.clip_norm,
         loss_scale,
-        total_norm(context.mesh),
+        total_norm(context.mesh, context.device),
         build_agree(sharded, context),
     )
     loader = TrainLoader(

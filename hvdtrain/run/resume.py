@@ -80,8 +80,8 @@ def _load_after_loss(
 def _load_own(state: RunState, folder: Path | None, group: Group) -> None:
     """On every rank: what is not replicated."""
     state.load_local(folder, group)
-    if state.sharded is not None and folder is not None:
-        state.sharded.read(folder, state.progress.step)
+    if folder is not None:
+        state.read_pieces(folder)
 
 
 def _load(config: Config, components: RunComponents, held: Held, group: Group) -> Path | None:

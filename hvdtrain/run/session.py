@@ -31,7 +31,7 @@ from hvdtrain.run import build
 from hvdtrain.run.generation import Cause, Generation, Launched
 from hvdtrain.run.held import Held
 from hvdtrain.run.length import with_global_batch
-from hvdtrain.run.spanning import check_spanning
+from hvdtrain.run.spanning import check_spanning, leave_mesh
 from hvdtrain.run.start_checks import (
     check_batch,
     check_elastic,
@@ -156,6 +156,8 @@ class Session:
                 self._components.exporter.close()
             self.held.close()
         self.held.release()
+        if self._components.mesh is not None:
+            leave_mesh()
         return code
 
     def end_by_agreement(self, error: AgreedError) -> int:

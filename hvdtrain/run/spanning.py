@@ -40,6 +40,13 @@ def form_mesh(config: ParallelConfig, topology: Topology, device: torch.device) 
     return Mesh(topology, grid, model)
 
 
+def leave_mesh() -> None:
+    """After the last step, on every rank."""
+    from hvdtrain.parallel.world import leave
+
+    leave()
+
+
 def check_spanning(config: Config, topology: Topology, elastic: bool) -> None:
     """What a model that spans ranks cannot be combined with.
 
@@ -106,7 +113,7 @@ def shard_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> Non
     """
     if mesh.model is None or config.parallel.shard == 1:
         return
-    from hvdtrain.parallel.shard import apply_shard
+    from hvdtrain.parallel.shard import Sharding, apply_shard
 
     blocks = blocks_of(task, model)
     if not blocks:
@@ -115,13 +122,20 @@ def shard_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> Non
             "nn.ModuleList of blocks, one of which at a time is whole on a rank: name them with "
             "the task's blocks(model)"
         )
-    apply_shard(model, blocks, mesh.model["shard"])
+    apply_shard(model, blocks, mesh.model["shard"], Sharding())
 
 
-def total_norm(mesh: Mesh) -> Callable[[Sequence[Tensor]], Tensor]:
+def total_norm(mesh: Mesh, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor]:
     """Of gradients, over all parts of the model."""
     if mesh.model is None:
         return get_total_norm
     from hvdtrain.parallel.norm import total_norm
+    from hvdtrain.parallel.pieces import holders, holders_mesh
 
-    return partial(total_norm, mesh=mesh.model)
+    same_layers = holders_mesh(mesh.model)
+    return partial(
+        total_norm,
+        holders=lambda gradient: holders(gradient, same_layers) if same_layers else 1,
+        group=None,
+        device=device,
+    )

@@ -45,7 +45,8 @@ def log_summary(
     if not last:
         logger.info("step %d of %d was done already", loop.progress.step, loop.train.steps)
     sample = optional(components.task, "sample")
-    if sample is not None and not loop.preempted:
+    # Rank 0 alone cannot compute with a model that spans ranks.
+    if sample is not None and not loop.preempted and components.mesh is None:
         with components.precision.autocast(components.device):
             _show_sample(sample, components.state.model)
     further = [key for key in last if key.startswith("validation_") and key not in _FINAL.values()]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal, Protocol
 
 from torch import Tensor
+
+from hvdtrain.runtime.pieces import Piece
 
 Scope = Literal["replicated", "sharded", "local"]
 
@@ -43,4 +46,22 @@ class StatePart(Protocol):
 
         Raises:
             UserError: it does not fit.
+        """
+
+
+class ShardedPart(StatePart, Protocol):
+    """A part of which each rank holds pieces: each piece is saved by one of those that hold it."""
+
+    def pieces(self) -> dict[str, Piece]:
+        """Where each of `tensors` lies in the whole one; of those that are whole none is needed."""
+        ...
+
+    def read(self, folder: Path, version: int) -> None:
+        """Takes over from a checkpoint what this rank holds, whoever has saved it.
+
+        Args:
+            version: the step that it was saved after.
+
+        Raises:
+            UserError: it does not fit, or is damaged.
         """

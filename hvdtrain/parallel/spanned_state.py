@@ -1,0 +1,151 @@
+"""The state of a model that spans ranks: each saves its pieces, any layout reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hvdtrain.checkpoint.spread import SpreadPart, open_part
+from hvdtrain.errors import UserError
+from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
+from hvdtrain.parallel.pieces import holders_mesh, is_first_holder, piece
+from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.parts import local
+from hvdtrain.runtime.pieces import Piece, box
+from hvdtrain.runtime.state_part import Scope
+
+
+class SpannedModel:
+    """The sharded part "model": parameters and saved buffers, by the names of the whole model."""
+
+    name = "model"
+    scope: Scope = "sharded"
+
+    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+        self._model = model
+        self._saves = _Saves(mesh)
+
+    def _live(self) -> dict[str, Tensor]:
+        saved = self._model.state_dict()
+        tensors = {name: p.detach() for name, p in self._model.named_parameters()}
+        tensors.update({name: b for name, b in self._model.named_buffers() if name in saved})
+        return tensors
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those pieces of which this rank is the first holder."""
+        return self._saves.tensors(self._live())
+
+    def pieces(self) -> dict[str, Piece]:
+        """Where each of `tensors` lies in the whole one."""
+        return self._saves.pieces(self._live())
+
+    def compared(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def read(self, folder: Path, version: int) -> None:
+        """Takes over from a checkpoint what this rank holds, whoever has saved it.
+
+        Raises:
+            UserError: it does not fit, or is damaged.
+        """
+        saved, live = _opened(folder, self.name, self._model), self._live()
+        for name, tensor in live.items():
+            if name not in saved.names() or saved.shape(name) != tensor.shape:
+                raise UserError(
+                    f"checkpoint {folder} is of another model: it has no {name} of the shape "
+                    f"{[*tensor.shape]}; use the configuration it was made with, or another run.id"
+                )
+            where, part = piece(tensor)
+            part.copy_(saved.whole(name)[box(where, part)])
+
+
+class SpannedOptimizer:
+    """The sharded part "optimizer": "parameter name/entry"; empty before the first step."""
+
+    name = "optimizer"
+    scope: Scope = "sharded"
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module, mesh: Mesh) -> None:
+        self._optimizer = optimizer
+        self._model = model
+        self._saves = _Saves(mesh)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those pieces of which this rank is the first holder."""
+        return self._saves.tensors(state_tensors(self._optimizer, self._model))
+
+    def pieces(self) -> dict[str, Piece]:
+        """Where each of `tensors` lies in the whole one."""
+        return self._saves.pieces(state_tensors(self._optimizer, self._model))
+
+    def compared(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        assert not pieces
+        self._optimizer.state.clear()
+
+    @torch.no_grad()
+    def read(self, folder: Path, version: int) -> None:
+        """As SpannedModel.read."""
+        saved, tensors = _opened(folder, self.name, self._model), {}
+        parameters = {n: p for p, n in parameter_names(self._optimizer, self._model).items()}
+        for key in saved.names():
+            parameter = parameters.get(key.rpartition("/")[0])
+            if parameter is not None:  # else it is of another rank's part
+                tensors[key] = _like(parameter, saved.whole(key))
+        set_state_tensors(self._optimizer, self._model, tensors)
+
+
+class _Saves:
+    """Which pieces this rank saves: in one replica, and of equal ones the first."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._first_replica = mesh.data.rank == 0
+        assert mesh.model is not None
+        self._mesh = holders_mesh(mesh.model)
+
+    def _of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not self._first_replica:
+            return {}
+        return {
+            name: t
+            for name, t in tensors.items()
+            if self._mesh is None or is_first_holder(t, self._mesh)
+        }
+
+    def tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: local(t) for name, t in self._of(tensors).items()}
+
+    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
+        return {name: piece(t)[0] for name, t in self._of(tensors).items()}
+
+
+def _opened(folder: Path, part: str, model: nn.Module) -> SpreadPart:
+    saved = open_part(folder, part, model)
+    if saved is None:
+        raise UserError(f"checkpoint {folder} has no {part}")
+    return saved
+
+
+def _like(parameter: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of an optimizer's entry; one of another shape is no part of anything."""
+    if whole.shape != parameter.shape:
+        return whole.clone()
+    where, part = piece(parameter)
+    own = whole[box(where, part)].clone().to(part.device)
+    if not isinstance(parameter, DTensor):
+        return own
+    return DTensor.from_local(
+        own, parameter.device_mesh, parameter.placements, run_check=False,
+        shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip

@@ -30,8 +30,16 @@ def export(checkpoint: Path, config: dict[str, Any], out: Path, ema: bool = Fals
     verify(checkpoint)
     state = json.loads((checkpoint / STATE).read_text())
     trained = {name: state[name] for name in ("step", "samples")}
-    weights = averaged_weights(checkpoint) if ema else checkpoint / MODEL
-    write_export(out, {**_with_vocabulary(config, checkpoint), **trained}, weights)
+    weights = averaged_weights(checkpoint) if ema else _weights(checkpoint)
+    write_export(out, {**_with_vocabulary(config, weights), **trained}, weights)
+
+
+def _weights(checkpoint: Path) -> Path | dict[str, Any]:
+    """A file, or where ranks have saved pieces the tensors that these are of."""
+    from hvdtrain.checkpoint.spread import read_part
+
+    whole = checkpoint / MODEL
+    return whole if whole.exists() else read_part(checkpoint, "model")
 
 
 def averaged_weights(checkpoint: Path) -> dict[str, Any]:
@@ -40,7 +48,7 @@ def averaged_weights(checkpoint: Path) -> dict[str, Any]:
     Raises:
         UserError: it has none, or is damaged.
     """
-    from hvdtrain.checkpoint.format import read_part
+    from hvdtrain.checkpoint.spread import read_part
 
     if not (checkpoint / EMA).exists():
         raise UserError(f"{checkpoint} has no averaged weights: its run had no optim.ema_decay")
@@ -114,10 +122,11 @@ def _write_weights(path: Path, weights: Path | Mapping[str, Any]) -> None:
     path.write_bytes(save(dict(weights), metadata={"format": "pt"}))
 
 
-def _with_vocabulary(config: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+def _with_vocabulary(config: dict[str, Any], weights: Path | Mapping[str, Any]) -> dict[str, Any]:
     """The language model takes its vocabulary from the data where no key names it."""
     model = config.get("model")
     if not isinstance(model, dict) or model.get("vocab_size", 0) is not None:
         return config
-    vocab_size = _header(checkpoint / MODEL)["embedding.weight"]["shape"][0]
-    return {**config, "model": {**model, "vocab_size": vocab_size}}
+    name = "embedding.weight"
+    shape = _header(weights)[name]["shape"] if isinstance(weights, Path) else weights[name].shape
+    return {**config, "model": {**model, "vocab_size": shape[0]}}

@@ -190,24 +190,15 @@ def read_files_of_ranks(folder: Path, wanted: Callable[[int], bool]) -> Checkpoi
     return _read(folder, lambda rank: rank is not None and wanted(rank), verify_others=False)
 
 
-def read_part(folder: Path, part: str) -> dict[str, Tensor]:
-    """Reads one part of what rank 0 has saved for all, and verifies that alone.
-
-    Raises:
-        DamagedError: it is not what was written.
-    """
-    return _read(folder, lambda rank: rank is None, verify_others=False, only=part).parts[part]
-
-
 def _read(
-    folder: Path, wanted: Callable[[int | None], bool], verify_others: bool = True, only: str = ""
+    folder: Path, wanted: Callable[[int | None], bool], verify_others: bool = True
 ) -> Checkpoint:
     check_marker(folder)
     try:
         sums = checked_sums(folder)
         content = _Content(folder, sums)
         names = [file.removesuffix(TENSORS) for file in sums if file.endswith(TENSORS)]
-        own = [name for name in names if wanted(part_and_rank(name)[1]) and only in ("", name)]
+        own = [name for name in names if wanted(part_and_rank(name)[1])]
         others = [name for name in names if name not in own] if verify_others else []
         with ThreadPoolExecutor(4) as pool:  # hashing one is slower than a good disk
             checks = [pool.submit(content.check, f"{name}{TENSORS}") for name in others]

@@ -97,5 +97,17 @@ def open_part(folder: Path, part: str, model: nn.Module | None = None) -> Spread
     return SpreadPart(pieces, f"checkpoint {folder}") if files else None
 
 
+def read_part(folder: Path, part: str) -> dict[str, Tensor]:
+    """The whole tensors of a part, whoever has saved them; that alone is verified.
+
+    Raises:
+        DamagedError: it is not what was written, or there is none.
+    """
+    found = open_part(folder, part)
+    if found is None:
+        raise DamagedError(f"checkpoint {folder}: it has no {part}")
+    return {name: found.whole(name) for name in found.names()}
+
+
 def _part_of(file: str) -> str:
     return part_and_rank(file.removesuffix(TENSORS))[0]

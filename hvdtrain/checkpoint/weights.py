@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from hvdtrain.checkpoint.format import read_part
 from hvdtrain.checkpoint.layout import MODEL, STATE, TENSORS, finished
+from hvdtrain.checkpoint.spread import read_part
 from hvdtrain.checkpoint.tensor_file import read_file, unpack
 from hvdtrain.errors import UserError
 

@@ -108,6 +108,15 @@ class Process:
             self._beyond, self.counts = "", None
 
     @contextmanager
+    def refused(self, why: str) -> Iterator[None]:
+        """Inside, a collective raises CollectiveError, which says why."""
+        before, self._beyond = self._beyond, why
+        try:
+            yield
+        finally:
+            self._beyond = before
+
+    @contextmanager
     def timed(self, operation: str) -> Iterator[list[int]]:
         """Around a collective; whoever is inside appends the bytes."""
         sizes: list[int] = []

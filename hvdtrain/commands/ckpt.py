@@ -138,7 +138,7 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _export_to_huggingface(checkpoint: Path, out: Path, ema: bool, merge: bool) -> None:
-    from hvdtrain.checkpoint.format import read
+    from hvdtrain.checkpoint.spread import read_part
     from hvdtrain.models.gpt import GPT
     from hvdtrain.models.gpt_config import GPTConfig
     from hvdtrain.models.huggingface import to_huggingface
@@ -149,7 +149,7 @@ def _export_to_huggingface(checkpoint: Path, out: Path, ema: bool, merge: bool) 
             f"{checkpoint} is of the task {config['task']}; transformers has the models of "
             "language_model and huggingface alone"
         )
-    weights = averaged_weights(checkpoint) if ema else read(checkpoint).parts["model"]
+    weights = averaged_weights(checkpoint) if ema else read_part(checkpoint, "model")
     if config["task"] == "huggingface":
         from hvdtrain.config import parse
         from hvdtrain.tasks.huggingface_export import export_trained

@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from hvdtrain.checkpoint.manager import CheckpointManager
+    from hvdtrain.checkpoint.spread import read_part
     from hvdtrain.models.sampling import Sampling
     from hvdtrain.tasks.language_model import LanguageModel
 
@@ -69,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
     if checkpoint is None:
         raise UserError(f"{args.run} has no checkpoint yet (no {args.run}/checkpoints/step_...)")
     task = settings.task_class(settings.task_config)
-    model = task.trained_model(checkpoint.parts["model"], args.tokenizer)
+    assert checkpoint.folder is not None
+    model = task.trained_model(read_part(checkpoint.folder, "model"), args.tokenizer)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     sampling = Sampling(args.length, args.temperature, args.seed)
     text = task.generate(model, args.prompt, sampling)

@@ -6,7 +6,7 @@ Each part of it is a StatePart; nothing here knows more of one than its name and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, asdict, dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_t
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
-from hvdtrain.runtime.mesh import ALONE, Group, Mesh
+from hvdtrain.runtime.mesh import ALONE, Group
 from hvdtrain.runtime.state_part import Scope, ShardedPart, StatePart
 from hvdtrain.runtime.topology import Topology
 
@@ -92,7 +92,7 @@ class RunState:
         identity: what the run's curve follows from, by the name that a message gives it: seed,
             data, global batch, ...; a checkpoint of another identity is refused.
         further: parts beside the model's and the optimizer's, such as an exchange's own.
-        spanned: the ranks of a model that spans several.
+        spanned: the parts of a model that spans ranks and of its optimizer, in place of whole ones.
 
     Attributes:
         sharded: the optimizer's state, where ranks hold it in pieces.
@@ -104,13 +104,13 @@ class RunState:
     progress: Progress
     identity: dict[str, Any]
     further: Sequence[StatePart] = ()
-    spanned: InitVar[Mesh | None] = None
+    spanned: Sequence[ShardedPart] = ()
     sharded: ShardedOptimizerState | None = field(init=False, default=None)
     parts: tuple[StatePart, ...] = field(init=False)
 
-    def __post_init__(self, spanned: Mesh | None) -> None:
-        if spanned is not None and spanned.model is not None:
-            self.parts = (*_spanned_parts(self.model, self.optimizer, spanned), *self.further)
+    def __post_init__(self) -> None:
+        if self.spanned:
+            self.parts = (*self.spanned, *self.further)
             return
         if isinstance(self.optimizer, ShardedOptimizer):
             self.sharded = ShardedOptimizerState(self.optimizer, self.model)
@@ -272,12 +272,6 @@ class RunState:
                 part.load([_empty(layout)])
             broadcast_tensors(part.tensors(), part.name, root)
         vars(self.progress).update(theirs["progress"])  # the loop holds this object
-
-
-def _spanned_parts(model: nn.Module, optimizer: Optimizer, mesh: Mesh) -> list[ShardedPart]:
-    from hvdtrain.parallel.spanned_state import SpannedModel, SpannedOptimizer
-
-    return [SpannedModel(model, mesh), SpannedOptimizer(optimizer, model, mesh)]
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

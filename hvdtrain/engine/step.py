@@ -10,7 +10,7 @@ from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch
 from hvdtrain.engine.control import Agreed, ControlVector, Flags, Sizes, means
-from hvdtrain.engine.passes import Accumulate
+from hvdtrain.engine.passes import Passes
 from hvdtrain.engine.update import Update
 from hvdtrain.errors import EXIT_USER
 from hvdtrain.exchange.base import Exchange
@@ -61,7 +61,7 @@ class TrainStep:
 
     def __init__(
         self,
-        passes: Accumulate,
+        passes: Passes,
         exchange: Exchange,
         update: Update,
         batch: BatchConfig,
@@ -79,7 +79,7 @@ class TrainStep:
         self._buffers = passes.buffers
         self._exposed = "comm_exposed" if context.mesh.world.size > 1 else "other"
         self._sizes = Sizes(
-            len(passes.names), len(exchange.parameters), passes.statistics.numel, passes.exact
+            len(passes.names), len(exchange.frozen()), passes.statistics.numel, passes.exact
         )
 
     @property
@@ -91,7 +91,7 @@ class TrainStep:
         """Runs one step.
 
         Args:
-            batches: this rank's micro-batches, see Accumulate.
+            batches: this rank's micro-batches, see Passes.
             deal: how many these are; may be 0.
             lr: learning rate.
             flags: sent to the other ranks in the control vector; `step` must be alike on all.
@@ -162,6 +162,7 @@ class TrainStep:
         heartbeat.beat(Activity.WAITING)
         timer.enter(self._exposed)
         self._exchange.finish()
+        self._passes.finish()
         agreed = control.receive()
         self._passes.statistics.apply(agreed.statistics)
         heartbeat.beat(Activity.WORKING)

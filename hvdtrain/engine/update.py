@@ -41,7 +41,7 @@ class Update:
         exchange: has exchanged the gradients when `apply` is called.
         clip_norm: gradients are scaled down to this norm; 0 = never.
         loss_scale: follows from whether gradients are finite.
-        total_norm: of this rank's gradients; of a model that spans ranks, of all of its parts.
+        total_norm: of the gradients of parameters; of a model that spans ranks, of all its parts.
         agree: called before each step, with whether there is one: what steps in parts waits until
             all ranks can.
     """
@@ -52,14 +52,14 @@ class Update:
         exchange: Exchange,
         clip_norm: float,
         loss_scale: LossScale | None = None,
-        total_norm: Callable[[Sequence[Tensor]], Tensor] = get_total_norm,
+        total_norm: Callable[[Sequence[Tensor]], Tensor] | None = None,
         agree: Callable[[bool], None] = lambda applied: None,
     ) -> None:
         self._optimizer = optimizer
         self._exchange = exchange
         self._clip_norm = clip_norm
         self._loss_scale = loss_scale
-        self._total_norm = total_norm
+        self._total_norm = total_norm or norm_of_gradients
         self._agree = agree
 
     def clear(self) -> None:
@@ -80,11 +80,10 @@ class Update:
             HorovodInternalError: another rank is gone.
         """
         parameters = self._exchange.parameters
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        own = [local(gradient) for gradient in gradients]
+        own = [local(p.grad) for p in parameters if p.grad is not None]
         if gradient_scale != 1.0:
             torch._foreach_mul_(own, gradient_scale)
-        norm = self._total_norm([_wide(gradient) for gradient in gradients])
+        norm = self._total_norm([p for p in parameters if p.grad is not None])
         agreed = self._exchange.agreed_norm(norm)
         applied = bool(torch.isfinite(agreed))
         if applied:
@@ -98,6 +97,11 @@ class Update:
             return UpdateResult(float(agreed), applied)
         used = self._loss_scale.value
         return UpdateResult(float(agreed), applied, used, self._loss_scale.update(applied))
+
+
+def norm_of_gradients(parameters: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of the gradients of a model that this rank has whole."""
+    return get_total_norm([_wide(p.grad) for p in parameters if p.grad is not None])
 
 
 def _clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:

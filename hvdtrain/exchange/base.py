@@ -46,7 +46,9 @@ class Exchange(Protocol):
         """
 
     def frozen(self) -> list[bool]:
-        """Of each of `parameters`, whether the task has frozen it here.
+        """Of each of `parameters`, whether the task has frozen it here; as long on all ranks.
+
+        Of a model whose ranks have different parameters: of all of them, and False elsewhere.
 
         Raises:
             UnsupportedTaskError: the task wants to train a parameter that was frozen when it made

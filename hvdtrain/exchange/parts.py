@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.exchange.buckets import buckets
 from hvdtrain.exchange.parameters import TrainedParameters
+from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.parts import local
 from hvdtrain.runtime.process_sets import set_of_part
@@ -43,6 +44,9 @@ class PartsExchange:
             else None
         )
         self._buckets = buckets(self.parameters)
+        own = [self._trained.names[p] for p in self.parameters]
+        everywhere = gather_json(own, "parts.names")
+        self._names = [*dict.fromkeys(name for names in everywhere for name in names)]
         self._bytes = sum(local(p).numel() * p.element_size() for p in self.parameters)
         self.synchronised = True
         self.inflight_seconds = 0.0
@@ -81,10 +85,14 @@ class PartsExchange:
             hvd.synchronize(handle)
 
     def frozen(self) -> list[bool]:
-        return self._trained.frozen()
+        names = self._trained.names
+        frozen = zip(self.parameters, self._trained.frozen(), strict=True)
+        here = {names[parameter] for parameter, rests in frozen if rests}
+        return [name in here for name in self._names]
 
     def rest(self, frozen: Sequence[bool]) -> None:
-        self._trained.rest(frozen)
+        at_rest = {name for name, rests in zip(self._names, frozen, strict=True) if rests}
+        self._trained.rest([self._trained.names[p] in at_rest for p in self.parameters])
 
     def agreed_norm(self, own: Tensor) -> Tensor:
         return own

@@ -210,7 +210,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """Gives each parameter its first value, which follows from the seed and its name alone."""
-        device = self.embedding.weight.device
+        device = next(self.parameters()).device  # a stage of a pipeline has no embedding
         self.cos, self.sin = (table.to(device) for table in rotary_tables(self.config))
         for name, parameter in self.named_parameters():
             parameter.copy_(initial_value(self.config, name, parameter.shape, seed))
@@ -226,19 +226,40 @@ class GPT(nn.Module):
         Returns:
             (batch, time, vocab_size) in the parameters' dtype; with tensor parallelism a DTensor.
         """
-        time = tokens.shape[1]
+        x = self.embed(tokens, documents)
+        for block in self.blocks:
+            x = self.apply_block(block, x, tokens, documents)
+        return self.output(x, tokens, documents)
+
+    # What a pipeline cuts it by, see parallel/cut.py.
+    first_stage = ("embedding", "positions")
+
+    @property
+    def last_stage(self) -> tuple[str, ...]:
+        """What `output` uses."""
+        return ("norm", "embedding" if self.head is None else "head")
+
+    def embed(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """What the first block gets: (batch, time, width)."""
         x = self.embedding(tokens)
-        rotary = None
-        if self.positions is None:
-            rotary = (self.cos[:time], self.sin[:time])
-        else:
-            positions = self.positions.weight[:time]
+        if self.positions is not None:
+            positions = self.positions.weight[: tokens.shape[1]]
             if documents is not None:
                 positions = positions[positions_in_documents(documents)]
             x = x + positions
-        x = self.drop(x)
-        for block in self.blocks:
-            x = block(x, rotary, documents)
+        return self.drop(x)
+
+    def apply_block(
+        self, block: nn.Module, x: Tensor, tokens: Tensor, documents: Tensor | None = None
+    ) -> Tensor:
+        """One of `blocks`: (batch, time, width) to the same."""
+        time, rotary = tokens.shape[1], None
+        if self.positions is None:
+            rotary = (self.cos[:time], self.sin[:time])
+        return block(x, rotary, documents)
+
+    def output(self, x: Tensor, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Logits of what the last block gave."""
         head = self.embedding if self.head is None else self.head
         return F.linear(self.norm(x), head.weight)
 

@@ -36,8 +36,26 @@ class VisionTransformer(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Args: images: (N, channels, size, size) float. Returns: (N, classes)."""
-        tokens = self.embedding(images).flatten(2).transpose(1, 2) + self.positions
+        tokens = self.embed(images)
         for layer in self.layers:
-            tokens = layer(tokens)
+            tokens = self.apply_block(layer, tokens, images)
+        return self.output(tokens, images)
+
+    # What a pipeline cuts it by, see parallel/cut.py.
+    first_stage = ("embedding", "positions")
+    last_stage = ("norm", "head")
+
+    def embed(self, images: Tensor) -> Tensor:
+        """(N, patches, WIDTH)."""
+        tokens: Tensor = self.embedding(images)
+        return tokens.flatten(2).transpose(1, 2) + self.positions
+
+    def apply_block(self, block: nn.Module, tokens: Tensor, images: Tensor) -> Tensor:
+        """One of `layers`."""
+        found: Tensor = block(tokens)
+        return found
+
+    def output(self, tokens: Tensor, images: Tensor) -> Tensor:
+        """(N, classes)."""
         scores: Tensor = self.head(self.norm(tokens.mean(dim=1)))
         return scores

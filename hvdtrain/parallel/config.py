@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from hvdtrain.errors import require
 
@@ -20,6 +21,8 @@ class ParallelConfig:
         context: ranks that split a sequence between them
         shard: ranks that hold a part of each parameter, its gradient and its optimizer state
             (ZeRO-3, arXiv:1910.02054), and train on micro-batches of their own
+        schedule: in which order a stage computes forwards and backwards: `gpipe`, `1f1b` (less
+            memory), or with two stages a rank `interleaved1f1b` or `zero-bubble` (less waiting)
         place: these axes in the order in which they are kept inside of a host
         zero: 1: each rank updates a part of the parameters, and holds the optimizer's state of that
             part alone (ZeRO-1, arXiv:1910.02054); 0: of all of them
@@ -31,6 +34,7 @@ class ParallelConfig:
     pipeline: int = 1
     context: int = 1
     shard: int = 1
+    schedule: Literal["gpipe", "1f1b", "interleaved1f1b", "zero-bubble"] = "1f1b"
     place: list[str] = field(default_factory=lambda: list(AXES))
     zero: int = 0
     zero_copies: int = 2

@@ -12,7 +12,7 @@ from hvdtrain.runtime.parts import local
 
 
 def total_norm(
-    gradients: Iterable[Tensor],
+    parameters: Iterable[Tensor],
     holders: Callable[[Tensor], int],
     group: dist.ProcessGroup | None,
     device: torch.device,
@@ -22,8 +22,8 @@ def total_norm(
     All ranks of `group` have to call it, and get the same bits.
 
     Args:
-        gradients: this rank's, DTensors or plain tensors, of floating point; there may be none.
-        holders: how many ranks of `group` hold the part of a gradient that this rank holds, with
+        parameters: this rank's, with gradients: DTensors or plain tensors; there may be none.
+        holders: how many ranks of `group` hold the part of a parameter that this rank holds, with
             the same bits; such as `pieces.holders` with the replica's mesh.
         group: the ranks of one replica; None: torch's default group.
         device: of the gradients.
@@ -31,13 +31,13 @@ def total_norm(
     Returns:
         A scalar, float64, on `device`.
     """
-    gradients = list(gradients)
-    parts = [local(gradient) for gradient in gradients]
+    parameters = [p for p in parameters if p.grad is not None]
+    parts = [local(p.grad) for p in parameters if p.grad is not None]
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if parts:
         # In 16 bits a norm has two or three digits.
         norms = torch.stack([torch.linalg.vector_norm(p, dtype=_wide(p.dtype)) for p in parts])
-        counts = torch.tensor([holders(g) for g in gradients], dtype=torch.float64)
+        counts = torch.tensor([holders(p) for p in parameters], dtype=torch.float64)
         squares = (norms.double().square() / counts.to(device)).sum()
     dist.all_reduce(squares, group=group)
     return squares.sqrt()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -20,15 +20,52 @@ from hvdtrain.runtime.pieces import Piece, box
 from hvdtrain.runtime.state_part import Scope
 
 
+class Saves:
+    """Which pieces this rank saves: in one replica, and of equal ones the first.
+
+    Args:
+        mesh: of the run.
+        elsewhere: names of parameters that another stage of the pipeline saves.
+    """
+
+    def __init__(self, mesh: Mesh, elsewhere: Container[str] = ()) -> None:
+        assert mesh.model is not None
+        self._first_replica = mesh.data.rank == 0
+        self._same_layers = holders_mesh(mesh.model)
+        self._elsewhere = elsewhere
+
+    def _of(self, tensors: Mapping[str, Tensor], entries: bool) -> dict[str, Tensor]:
+        if not self._first_replica:
+            return {}
+        return {
+            key: t
+            for key, t in tensors.items()
+            if (key.rpartition("/")[0] if entries else key) not in self._elsewhere
+            and (self._same_layers is None or is_first_holder(t, self._same_layers))
+        }
+
+    def tensors(self, tensors: Mapping[str, Tensor], entries: bool = False) -> dict[str, Tensor]:
+        """Of `tensors` what this rank saves; its parts, in the same memory.
+
+        Args:
+            entries: they are an optimizer's, by "parameter name/entry".
+        """
+        return {name: local(t) for name, t in self._of(tensors, entries).items()}
+
+    def pieces(self, tensors: Mapping[str, Tensor], entries: bool = False) -> dict[str, Piece]:
+        """Where these lie."""
+        return {name: piece(t)[0] for name, t in self._of(tensors, entries).items()}
+
+
 class SpannedModel:
     """The sharded part "model": parameters and saved buffers, by the names of the whole model."""
 
     name = "model"
     scope: Scope = "sharded"
 
-    def __init__(self, model: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, model: nn.Module, saves: Saves) -> None:
         self._model = model
-        self._saves = _Saves(mesh)
+        self._saves = saves
 
     def _live(self) -> dict[str, Tensor]:
         saved = self._model.state_dict()
@@ -74,18 +111,18 @@ class SpannedOptimizer:
     name = "optimizer"
     scope: Scope = "sharded"
 
-    def __init__(self, optimizer: Optimizer, model: nn.Module, mesh: Mesh) -> None:
+    def __init__(self, optimizer: Optimizer, model: nn.Module, saves: Saves) -> None:
         self._optimizer = optimizer
         self._model = model
-        self._saves = _Saves(mesh)
+        self._saves = saves
 
     def tensors(self) -> dict[str, Tensor]:
         """Those pieces of which this rank is the first holder."""
-        return self._saves.tensors(state_tensors(self._optimizer, self._model))
+        return self._saves.tensors(state_tensors(self._optimizer, self._model), entries=True)
 
     def pieces(self) -> dict[str, Piece]:
         """Where each of `tensors` lies in the whole one."""
-        return self._saves.pieces(state_tensors(self._optimizer, self._model))
+        return self._saves.pieces(state_tensors(self._optimizer, self._model), entries=True)
 
     def compared(self) -> dict[str, Tensor]:
         return {}
@@ -104,30 +141,6 @@ class SpannedOptimizer:
             if parameter is not None:  # else it is of another rank's part
                 tensors[key] = _like(parameter, saved.whole(key))
         set_state_tensors(self._optimizer, self._model, tensors)
-
-
-class _Saves:
-    """Which pieces this rank saves: in one replica, and of equal ones the first."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._first_replica = mesh.data.rank == 0
-        assert mesh.model is not None
-        self._mesh = holders_mesh(mesh.model)
-
-    def _of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if not self._first_replica:
-            return {}
-        return {
-            name: t
-            for name, t in tensors.items()
-            if self._mesh is None or is_first_holder(t, self._mesh)
-        }
-
-    def tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: local(t) for name, t in self._of(tensors).items()}
-
-    def pieces(self, tensors: Mapping[str, Tensor]) -> dict[str, Piece]:
-        return {name: piece(t)[0] for name, t in self._of(tensors).items()}
 
 
 def _opened(folder: Path, part: str, model: nn.Module) -> SpreadPart:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +18,7 @@ from hvdtrain.engine.activations import arrange_activations
 from hvdtrain.engine.compiling import compile_blocks
 from hvdtrain.engine.flops import ModelFlops
 from hvdtrain.engine.loop import Callback, Loop, Progress
-from hvdtrain.engine.passes import Accumulate
+from hvdtrain.engine.passes import Accumulate, Passes
 from hvdtrain.engine.plan import Interruptions, Plan
 from hvdtrain.engine.snapshot import Snapshot
 from hvdtrain.engine.state import PRECISION, RunState
@@ -37,7 +38,7 @@ from hvdtrain.run.fit import Trial, with_micro_size
 from hvdtrain.run.length import dataset_size, with_global_batch, with_steps
 from hvdtrain.run.model import build_flops, build_model
 from hvdtrain.run.optimizer import build_agree, build_run_optimizer
-from hvdtrain.run.spanning import form_mesh, shard_model, split_model, total_norm
+from hvdtrain.run.spanning import build_norm, form_mesh, shard_model, spanned_parts, split_model
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.context import RankContext
@@ -52,6 +53,9 @@ from hvdtrain.tasks.batch import collate_of
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.trackers import check_packages
 
+if TYPE_CHECKING:
+    from hvdtrain.parallel.cut import CutModel
+
 
 @dataclass
 class RunComponents:
@@ -62,6 +66,7 @@ class RunComponents:
         snapshot: where ranks step on their own and a failure does not end the run.
         flops: None where they or the device's peak are not known.
         mesh: of a model that spans ranks, which do not change then.
+        cut: with parallel.pipeline, this rank's stages.
     """
 
     config: Config
@@ -79,6 +84,7 @@ class RunComponents:
     buckets: RunBuckets = field(default_factory=RunBuckets)
     heartbeat: Heartbeat = field(default_factory=lambda: heartbeat.OWN)
     mesh: Mesh | None = None
+    cut: CutModel | None = None
 
     def context(self, topology: Topology) -> RankContext:
         """For a generation with these ranks."""
@@ -148,7 +154,7 @@ def build_components(
     config = on_all_ranks("train.epochs", lambda: with_steps(given, datasets, buckets.train))
     model = on_all_ranks("model", lambda: build_model(task, config, device))
     flops = build_flops(config, task, datasets, model, precision.dtype(model))
-    on_all_ranks("parallel.tensor", lambda: split_model(config, task, model, mesh))
+    cut = on_all_ranks("parallel", lambda: split_model(config, task, model, mesh))
     # After the FLOPs were counted: what is computed again is none of the model's.
     on_all_ranks("memory", lambda: arrange_activations(config.memory, task, model, device))
     config = with_micro_size(config, Trial(task, model, datasets, precision, config.seed), topology)
@@ -172,7 +178,9 @@ def build_components(
     if ema is not None:
         parts.append(ema)
     identity = {**build_identity(config, datasets, buckets.train), PRECISION: precision.name}
-    state = RunState(model, optimizer, Progress(), identity, parts, spanned=mesh)
+    state = RunState(
+        model, optimizer, Progress(), identity, parts, spanned_parts(mesh, model, optimizer, cut)
+    )
     on_all_ranks("sinks", lambda: check_packages(config.telemetry))
     exporter = on_all_ranks(
         "telemetry",
@@ -183,7 +191,7 @@ def build_components(
     snapshot = Snapshot(state) if start.elastic and config.exchange.sync_every else None
     return RunComponents(
         config, task, datasets, device, state, exchange, timer, exporter, snapshot, precision,
-        flops, ema, buckets, mesh=None if mesh.model is None else mesh,
+        flops, ema, buckets, mesh=None if mesh.model is None else mesh, cut=cut,
     )  # fmt: skip
 
 
@@ -210,7 +218,7 @@ def build_loop(
         exchange,
         config.optim.clip_norm,
         loss_scale,
-        total_norm(context.mesh, context.device),
+        build_norm(context.mesh, context.device, components.cut),
         build_agree(sharded, context),
     )
     loader = TrainLoader(
@@ -241,16 +249,19 @@ def build_loop(
     )
 
 
-def build_passes(config: Config, components: RunComponents, context: RankContext) -> Accumulate:
+def build_passes(config: Config, components: RunComponents, context: RankContext) -> Passes:
     """Forward and backward of one generation, for training and for evaluation."""
-    return Accumulate(
-        components.task,
-        components.state.model,
-        config.batch.micro_batches,
-        context,
-        exact=config.exchange.exact,
-        precision=components.precision,
-    )
+    task, cut = components.task, components.cut
+    micro_batches, exact = config.batch.micro_batches, config.exchange.exact
+    precision = components.precision
+    if cut is None or context.mesh.model is None:
+        model = components.state.model
+        return Accumulate(task, model, micro_batches, context, exact, precision)
+    from hvdtrain.engine.pipeline import Pipeline
+
+    group = context.mesh.model.get_group("pipeline")
+    schedule = config.parallel.schedule
+    return Pipeline(task, cut, schedule, group, micro_batches, context, precision=precision)
 
 
 def build_timer(began: float, device: torch.device) -> PhaseTimer:

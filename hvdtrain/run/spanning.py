@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
 
 from hvdtrain.config import Config
+from hvdtrain.engine.update import norm_of_gradients
 from hvdtrain.errors import UserError
 from hvdtrain.parallel.config import ParallelConfig
 from hvdtrain.runtime.grid import Grid
 from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.state_part import ShardedPart
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Task, optional
 from hvdtrain.tasks.blocks import blocks_of
+
+if TYPE_CHECKING:
+    from hvdtrain.parallel.cut import CutModel
 
 
 def form_mesh(config: ParallelConfig, topology: Topology, device: torch.device) -> Mesh:
@@ -86,23 +93,41 @@ def check_spanned_task(config: Config, task: Task) -> None:
         )
 
 
-def split_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> None:
-    """Leaves this rank its part of each matrix; before its blocks are compiled.
+def split_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> CutModel | None:
+    """Leaves this rank its part of each matrix, and its stages; before its blocks are compiled.
+
+    Returns:
+        The stages; None: the rank has all of them.
 
     Raises:
         UserError: the model does not say how it is split, or its sizes do not divide.
     """
-    if mesh.model is None or config.parallel.tensor == 1:
-        return
-    from hvdtrain.parallel.tensor import apply_tensor
+    if mesh.model is None:
+        return None
+    parallel, of_task = config.parallel, f"the model of task {config.task}"
+    if parallel.tensor > 1:
+        from hvdtrain.parallel.tensor import apply_tensor
 
-    plan = getattr(model, "tensor_plan", None)
-    if plan is None:
+        plan = getattr(model, "tensor_plan", None)
+        if plan is None:
+            raise UserError(
+                f"parallel.tensor {parallel.tensor}: {of_task} does not say how it is split: give "
+                "it a method tensor_plan() (docs/parallel.md)"
+            )
+        apply_tensor(model, mesh.model["tensor"], plan())
+    if parallel.pipeline == 1:
+        return None
+    from hvdtrain.parallel.cut import CutModel
+    from hvdtrain.parallel.schedules import virtual_stages
+    from hvdtrain.parallel.stages import Layout
+
+    if any(isinstance(module, _NormBase) for module in model.modules()):
         raise UserError(
-            f"parallel.tensor {config.parallel.tensor}: the model of task {config.task} does not "
-            "say how it is split: give it a method tensor_plan() (docs/parallel.md)"
+            f"parallel.pipeline {parallel.pipeline}: {of_task} has BatchNorm, whose statistics "
+            "would be those of one stage: use LayerNorm or GroupNorm"
         )
-    apply_tensor(model, mesh.model["tensor"], plan())
+    layout = Layout(parallel.pipeline, virtual_stages(parallel.schedule))
+    return CutModel(task, model, layout, mesh.coordinates["pipeline"])
 
 
 def shard_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> None:
@@ -125,17 +150,33 @@ def shard_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> Non
     apply_shard(model, blocks, mesh.model["shard"], Sharding())
 
 
-def total_norm(mesh: Mesh, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor]:
-    """Of gradients, over all parts of the model."""
+def build_norm(
+    mesh: Mesh, device: torch.device, cut: CutModel | None
+) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Of the gradients of parameters, over all parts of the model."""
     if mesh.model is None:
-        return get_total_norm
+        return norm_of_gradients
     from hvdtrain.parallel.norm import total_norm
     from hvdtrain.parallel.pieces import holders, holders_mesh
 
     same_layers = holders_mesh(mesh.model)
-    return partial(
-        total_norm,
-        holders=lambda gradient: holders(gradient, same_layers) if same_layers else 1,
-        group=None,
-        device=device,
-    )
+    tied = set(cut.tied.values()) if cut else set()  # both ends have the whole gradient
+
+    def copies(parameter: Tensor) -> int:
+        own = holders(parameter, same_layers) if same_layers else 1
+        return 2 * own if parameter in tied else own
+
+    return partial(total_norm, holders=copies, group=None, device=device)
+
+
+def spanned_parts(
+    mesh: Mesh, model: nn.Module, optimizer: Optimizer, cut: CutModel | None
+) -> Sequence[ShardedPart]:
+    """The state of a model that spans ranks, and of its optimizer; of another model nothing."""
+    if mesh.model is None:
+        return ()
+    from hvdtrain.parallel.spanned_state import Saves, SpannedModel, SpannedOptimizer
+
+    twice = set(cut.tied) if cut and cut.rank > 0 else set[str]()
+    saves = Saves(mesh, twice)
+    return SpannedModel(model, saves), SpannedOptimizer(optimizer, model, saves)

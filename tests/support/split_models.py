@@ -206,6 +206,8 @@ def norms() -> dict[str, tuple[float, float]]:
     spread = _distributed(mesh)
 
     def both(tensors: Sequence[Tensor]) -> tuple[float, float]:
+        for tensor in tensors:
+            tensor.grad = tensor
         norm = total_norm(
             tensors, lambda t: holders(t, mesh), dist.group.WORLD, torch.device("cpu")
         )

@@ -14,7 +14,7 @@ from hvdtrain.engine.control import means
 from hvdtrain.engine.evaluations import since_best, with_evaluation
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.engine.modes import evaluating
-from hvdtrain.engine.passes import Accumulate
+from hvdtrain.engine.passes import Passes
 from hvdtrain.engine.rows import all_rows
 from hvdtrain.engine.totals import Totals
 from hvdtrain.log import logger
@@ -37,7 +37,7 @@ class Evaluate:
     def __init__(
         self,
         config: EvalConfig,
-        passes: Accumulate,
+        passes: Passes,
         data: ValidationData,
         context: RankContext,
         ema: Ema | None = None,

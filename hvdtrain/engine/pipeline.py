@@ -1,0 +1,262 @@
+"""Forward and backward through the stages of a pipeline, see parallel/schedules.py."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hvdtrain import comm
+from hvdtrain.data.deal import Deal
+from hvdtrain.data.loader import Batch, to_device
+from hvdtrain.engine.buffers import SavedBuffers
+from hvdtrain.engine.control import ControlVector
+from hvdtrain.engine.forward import Forward, Values
+from hvdtrain.engine.statistics import BatchStatistics
+from hvdtrain.engine.totals import Totals
+from hvdtrain.errors import UnsupportedTaskError
+from hvdtrain.optim.precision import FLOAT32, Precision
+from hvdtrain.parallel.cut import CutModel
+from hvdtrain.parallel.draws import generators
+from hvdtrain.parallel.schedules import Hooks, Pass, Schedules
+from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.heartbeat import Activity
+from hvdtrain.runtime.parts import local
+from hvdtrain.tasks import Task
+
+_WAITING = "comm_exposed"  # the phase of a rank between its forwards and backwards
+_COLLECTIVES = (
+    "the task's loss() cannot use it with parallel.pipeline: at any time the ranks of a pipeline "
+    "call it for different micro-batches"
+)
+
+
+class _Loaded(NamedTuple):
+    batch: Batch  # on the device
+    draws: Tensor  # the state of torch's generators, as seeded for it
+    samples: int = 0
+
+
+class Pipeline:
+    """The passes of one rank of a pipeline; see Passes.
+
+    All ranks of the pipeline get the same micro-batches: each stage lets the task prepare them and
+    leaves its loss() where that has called the model, so that a task knows nothing of stages. The
+    last stage alone computes losses, metrics and rows: the others add nothing to them, so sums
+    over all ranks are right where each rank of a pipeline is counted once. Statistics are those of
+    the buffers of this rank's stages.
+
+    `before_last` is called after the last backward pass: on the last stage values are complete
+    before it, but on others forwards and backwards of the same micro-batch are far apart, and
+    torch's schedules do not say when the last forward is done.
+
+    A step's micro-batches are of one shape. Random numbers are those that one rank would draw:
+    the state of torch's generators travels with the activations where a stage draws.
+
+    Args:
+        task: what is trained.
+        cut: the stages of this rank.
+        schedule: one of SCHEDULES.
+        group: the ranks of the pipeline, in the order of their stages; its timeout bounds each
+            wait.
+        micro_batches: in one step, over all replicas together.
+        context, exact, precision: as in Accumulate.
+
+    Attributes:
+        schedule_seconds: in schedules of training so far, and of these
+        compute_seconds: in forward and backward, by the host's clock. The first step with a number
+            of micro-batches does not count: it has a trial pass.
+        bubbles: sum over those steps of what Layout.bubble says, and
+        steps: how many they were.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        cut: CutModel,
+        schedule: str,
+        group: ProcessGroup,
+        micro_batches: int,
+        context: RankContext,
+        exact: bool = False,
+        precision: Precision = FLOAT32,
+    ) -> None:
+        self.model, self.exact = cut.model, exact
+        self.buffers = SavedBuffers(self.model)
+        self.statistics = BatchStatistics(self.buffers, micro_batches)
+        self._forward = forward = Forward(task, micro_batches, context, precision)
+        self.names, self.evaluation_names = forward.names, forward.evaluation_names
+        self.measures, self.derived = forward.measures, forward.derived
+        self.gradient_scale = forward.gradient_scale
+        self.schedule_seconds = self.compute_seconds = self.bubbles = 0.0
+        self.steps = 0
+        self._cut, self._group, self._context = cut, group, context
+        self._own: list[_Loaded] = []
+        self._values: dict[int, Values] = {}
+        self._names = self.names
+        self._changes: Totals | None = None  # where statistics are added to, in training
+        self._rows: list[Tensor] | None = None
+        self._busy = 0.0
+        hooks = Hooks(self._compute, lambda number: self._own[number].draws, self._computing)
+        parts = {stage: cut.parts(stage) for stage in cut.layout.of_rank(cut.rank)}
+        self._schedules = Schedules(schedule, cut.layout, group, parts, context.device, hooks)
+
+    def train(
+        self,
+        batches: Iterator[Batch],
+        deal: Deal,
+        control: ControlVector,
+        before_last: Callable[[], None],
+    ) -> None:
+        """See Passes.
+
+        Raises:
+            UnsupportedTaskError: micro-batches of a step differ in their shapes.
+            RuntimeError: another rank of the pipeline is gone.
+        """
+        self._context.heartbeat.beat(Activity.WORKING)
+        self.statistics.begin()
+        self._context.timer.enter("data")
+        own = [self._loaded(batch) for batch in batches]
+        if not own:
+            return
+        shapes = {_shapes(loaded.batch) for loaded in own}
+        if len(shapes) > 1:
+            raise UnsupportedTaskError(
+                "parallel.pipeline: the micro-batches of a step have different shapes, such as "
+                f"{' and '.join(map(str, [*shapes][:2]))}: pad them to one"
+            )
+        self._changes, self._names = control.statistics, self.names
+        for _, values in self._run(own, shapes.pop(), train=True):
+            self._forward.add(control.values, values)
+        self._context.timer.enter("data")
+        before_last()
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        batches: Iterator[tuple[int, Batch]],
+        totals: Totals,
+        rows: list[Tensor] | None = None,
+    ) -> None:
+        """See Passes; on the last stage alone something is added."""
+        self._changes, self._names, self._rows = None, self.evaluation_names, rows
+        most = 4 * self._cut.layout.stages  # a rank waits for a fifth of the time
+        loaded = (self._loaded(batch, samples) for samples, batch in batches)
+        try:
+            for shapes, own in _groups(loaded, most):
+                for number, values in self._run(own, shapes, train=False):
+                    self._forward.add_samples(totals, values, own[number].samples)
+        finally:
+            self._rows = None
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Sums the gradients of tied parameters over the first and the last stage.
+
+        After the exchange, which may be under way while backward still computes: each end has
+        the sum over its replicas then, and both add the same two numbers.
+        """
+        if not self._cut.tied:
+            return
+        ranks = self._cut.layout.ranks
+        other = dist.get_global_rank(self._group, ranks - 1 if self._cut.rank == 0 else 0)
+        for parameter in self._cut.tied.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            own = local(parameter.grad).contiguous()
+            theirs = torch.empty_like(own)
+            both = [
+                dist.P2POp(dist.isend, own, other, self._group),
+                dist.P2POp(dist.irecv, theirs, other, self._group),
+            ]
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+            local(parameter.grad).add_(theirs)
+
+    def _loaded(self, batch: Batch, samples: int = 0) -> _Loaded:
+        device = self._context.device
+        self._context.heartbeat.beat(Activity.WORKING)
+        return _Loaded(to_device(batch, device), generators(device), samples)
+
+    def _run(self, own: list[_Loaded], shapes: Hashable, train: bool) -> list[tuple[int, Values]]:
+        """Of each micro-batch, where this rank has the last stage."""
+        self._own, self._values, self._busy = own, {}, 0.0
+        counts = train and self._schedules.has(len(own), shapes, train)
+        waiting = self._context.timer.inside(_WAITING if train else "eval")
+        began = time.perf_counter()
+        try:
+            with waiting, self._context.heartbeat.waiting(), comm.OWN.refused(_COLLECTIVES):
+                self._schedules.run(len(own), shapes, train)
+            if counts:
+                self.schedule_seconds += time.perf_counter() - began
+                self.compute_seconds += self._busy
+                self.bubbles += self._cut.layout.bubble(len(own))
+                self.steps += 1
+            return sorted(self._values.items())
+        finally:
+            self._own, self._values = [], {}
+
+    def _compute(self, one: Pass) -> Tensor:
+        batch = self._own[one.micro_batch].batch
+        saved = SavedBuffers(self.model) if one.trial else None
+        if saved is not None:
+            saved.keep()
+        elif self._changes is not None:
+            self.statistics.prepare()
+        rows = None if one.trial else self._rows
+        found = self._cut.run(
+            one.stage, one.x, lambda: self._forward(self.model, batch, self._names, rows)
+        )
+        if saved is not None:
+            saved.restore()
+        elif self._changes is not None:
+            self.statistics.collect(self._changes)
+        if isinstance(found, Tensor):
+            return found
+        self._values[one.micro_batch] = found._replace(loss=found.loss.detach())
+        return self._forward.scaled(found.loss)
+
+    @contextmanager
+    def _computing(self, phase: str) -> Iterator[None]:
+        heartbeat, timer = self._context.heartbeat, self._context.timer
+        heartbeat.beat(Activity.WORKING)
+        began = time.perf_counter()
+        try:
+            with timer.inside(phase if torch.is_grad_enabled() else "eval"):
+                yield
+        finally:
+            self._busy += time.perf_counter() - began
+            heartbeat.beat(Activity.WAITING)
+
+
+def _groups(loaded: Iterator[_Loaded], most: int) -> Iterator[tuple[Hashable, list[_Loaded]]]:
+    """Neighbours of one shape, at most so many."""
+    group: list[_Loaded] = []
+    shapes: Hashable = None
+    for one in loaded:
+        found = _shapes(one.batch)
+        if group and (found != shapes or len(group) == most):
+            yield shapes, group
+            group = []
+        shapes = found
+        group.append(one)
+    if group:
+        yield shapes, group
+
+
+def _shapes(batch: Batch) -> Hashable:
+    """Of the tensors of a batch, however deep."""
+    if isinstance(batch, Tensor):
+        return (*batch.shape,)
+    if isinstance(batch, dict):
+        return tuple((key, _shapes(value)) for key, value in batch.items())
+    if isinstance(batch, list | tuple):
+        return tuple(map(_shapes, batch))
+    return None

@@ -1,0 +1,209 @@
+"""A model cut into the stages of a pipeline; a rank keeps those of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar, cast
+
+from torch import Tensor, nn
+
+from hvdtrain.errors import UnsupportedTaskError, UserError
+from hvdtrain.parallel.stages import Costs, Layout, divide
+from hvdtrain.tasks.blocks import blocks_of
+
+T = TypeVar("T")
+
+
+class Cuttable(Protocol):
+    """What a model offers so that a pipeline can cut it.
+
+    It is called as ever, `model(*inputs)`, and that is `embed(*inputs)`, `apply_block` for each of
+    its blocks (see Task.blocks), and `output`. What goes from one to the next is one tensor, whose
+    shape follows from those of the inputs. Each of its parameters belongs to a block, to
+    `first_stage` or to `last_stage`; one that belongs to both is tied.
+
+    Attributes:
+        first_stage, last_stage: names of the modules and parameters, right below the model, that
+            `embed` and `output` use; what is not there, or None, may be named too.
+    """
+
+    first_stage: Sequence[str]
+    last_stage: Sequence[str]
+
+    def embed(self, *inputs: Any) -> Tensor:
+        """What the first block gets."""
+        ...
+
+    def apply_block(self, block: nn.Module, x: Tensor, *inputs: Any) -> Tensor:
+        """What a block makes of `x`."""
+        ...
+
+    def output(self, x: Tensor, *inputs: Any) -> Any:
+        """What a call of the model returns, of what the last block gave."""
+        ...
+
+
+class _Left(BaseException):
+    """Leaves the task's loss from inside of its model: this stage is done.
+
+    Not an Exception, which a task may catch.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class CutModel:
+    """The stages of one rank.
+
+    The rest of the model is dropped from memory: its parameters and buffers become None in their
+    modules, so those that are left keep their names. A call of the model becomes a call of one of
+    its stages, in whatever context the task calls it; only `run` can do so.
+
+    Args:
+        task, model: the whole model, which is changed.
+        layout: of the pipeline.
+        rank: 0 <= rank < layout.ranks.
+
+    Attributes:
+        model, layout, rank: as given.
+        spans: the blocks of each stage, of all ranks.
+        tied: names and parameters that the first and the last stage both hold, on other ranks;
+            of the model's order. Empty on all other ranks.
+
+    Raises:
+        UserError: the model cannot be cut so.
+    """
+
+    def __init__(self, task: Any, model: nn.Module, layout: Layout, rank: int) -> None:
+        _check(model)
+        self.model, self.layout, self.rank = model, layout, rank
+        self._blocks = blocks_of(task, model)
+        self._ends = [_named(model, _names(model, end)) for end in ("first_stage", "last_stage")]
+        of_ends = [_parameters(parts) for parts in self._ends]
+        costs = [sum(p.numel() for p in _parameters([block])) for block in self._blocks]
+        ends = [float(sum(p.numel() for p in parameters)) for parameters in of_ends]
+        self.spans = divide(Costs(ends[0], costs, ends[1]), layout.stages)
+        _check_parameters(model, of_ends[0] | of_ends[1], self._blocks)
+        both = of_ends[0] & of_ends[1]
+        at_an_end = rank in (0, layout.ranks - 1) and layout.ranks > 1
+        self.tied = {n: p for n, p in model.named_parameters() if at_an_end and p in both}
+        self._drop()
+        self._begun: tuple[int, Tensor | None] | None = None
+        model.forward = self._forward
+
+    @property
+    def last(self) -> int:
+        """The number of the last stage."""
+        return self.layout.stages - 1
+
+    def parts(self, stage: int) -> list[nn.Module | nn.Parameter]:
+        """The modules and parameters of a stage."""
+        first = self._ends[0] if stage == 0 else []
+        last = self._ends[1] if stage == self.last else []
+        return [*first, *(self._blocks[block] for block in self.spans[stage]), *last]
+
+    def run(self, stage: int, x: Tensor | None, compute: Callable[[], T]) -> T | Tensor:
+        """Calls `compute`, in which the task calls its model once.
+
+        Args:
+            stage: of this rank.
+            x: what the stage before gave; None: this is the first one.
+
+        Returns:
+            What `compute` does, of the last stage; of others what the next one gets.
+
+        Raises:
+            UnsupportedTaskError: the task did not call its model.
+        """
+        self._begun = (stage, x)
+        try:
+            found = compute()
+        except _Left as left:
+            return left.x
+        if self._begun is not None:
+            self._begun = None
+            raise UnsupportedTaskError(
+                "the task's loss() did not call its model, of which a pipeline has a stage on each "
+                "rank: it must call model(...) once"
+            )
+        return found
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._begun is None:
+            raise UnsupportedTaskError(
+                "a pipeline has a stage of the model on each rank: the task's loss() may call it "
+                "once, and nothing else can"
+            )
+        (stage, x), self._begun = self._begun, None
+        model = cast(Cuttable, self.model)
+        if x is None:
+            x = model.embed(*args, **kwargs)
+        for block in self.spans[stage]:
+            x = model.apply_block(self._blocks[block], x, *args, **kwargs)
+        if stage < self.last:
+            raise _Left(x)
+        return model.output(x, *args, **kwargs)
+
+    def _drop(self) -> None:
+        """What no stage of this rank has."""
+        kept = [part for stage in self.layout.of_rank(self.rank) for part in self.parts(stage)]
+        parameters, modules = _parameters(kept), _modules(kept)
+        parts = [*self._blocks, *self._ends[0], *self._ends[1]]
+        for module in _modules(parts) - modules | {self.model}:
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter not in parameters:
+                    module._parameters[name] = None
+            for name in module._buffers if module is not self.model else ():
+                module._buffers[name] = None
+
+
+def _check(model: nn.Module) -> None:
+    wanted = ("embed", "apply_block", "output", "first_stage", "last_stage")
+    missing = [name for name in wanted if not hasattr(model, name)]
+    if missing:
+        raise UserError(
+            f"parallel.pipeline: {type(model).__name__} does not say how it is cut into stages: it "
+            f"has no {', '.join(missing)} (docs/pipeline.md shows them)"
+        )
+
+
+def _check_parameters(
+    model: nn.Module, of_ends: set[nn.Parameter], blocks: Sequence[nn.Module]
+) -> None:
+    """Each is in one block, or at one end or both."""
+    holders = Counter(p for block in blocks for p in _parameters([block]))
+    holders.update(of_ends)
+    for name, parameter in model.named_parameters():
+        if holders[parameter] == 0:
+            raise UserError(
+                f"parallel.pipeline: no stage has the model's parameter {name}: it belongs to none "
+                "of its blocks, and neither first_stage nor last_stage names it"
+            )
+        if holders[parameter] > 1:
+            raise UserError(
+                f"parallel.pipeline: several blocks share the model's parameter {name}: only what "
+                "comes before the blocks and what comes after them can share one"
+            )
+
+
+def _names(model: nn.Module, end: str) -> Sequence[str]:
+    return cast(Sequence[str], getattr(model, end))
+
+
+def _named(model: nn.Module, names: Iterable[str]) -> list[nn.Module | nn.Parameter]:
+    found = [getattr(model, name, None) for name in names]
+    return [part for part in found if isinstance(part, nn.Module | nn.Parameter)]
+
+
+def _parameters(parts: Iterable[nn.Module | nn.Parameter]) -> set[nn.Parameter]:
+    return {
+        parameter
+        for part in parts
+        for parameter in (part.parameters() if isinstance(part, nn.Module) else [part])
+    }
+
+
+def _modules(parts: Iterable[nn.Module | nn.Parameter]) -> set[nn.Module]:
+    return {m for part in parts if isinstance(part, nn.Module) for m in part.modules()}

@@ -1,0 +1,298 @@
+"""One rank of a pipeline beside the same run on one rank, for tests of both."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hvdtrain.data.buckets import Used
+from hvdtrain.data.deal import Deal
+from hvdtrain.engine.control import ControlVector, Flags, Sizes
+from hvdtrain.engine.modes import evaluating
+from hvdtrain.engine.passes import Accumulate, Passes
+from hvdtrain.engine.pipeline import Pipeline
+from hvdtrain.engine.totals import Totals
+from hvdtrain.models.gpt import GPT
+from hvdtrain.models.gpt_config import GPTConfig
+from hvdtrain.models.vit import VisionTransformer
+from hvdtrain.optim.loss_scale import LossScale
+from hvdtrain.optim.precision import Precision
+from hvdtrain.parallel.cut import CutModel
+from hvdtrain.parallel.schedules import virtual_stages
+from hvdtrain.parallel.stages import Layout
+from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.heartbeat import Heartbeat
+from hvdtrain.runtime.mesh import Group, Mesh
+from hvdtrain.runtime.phases import PhaseTimer
+from hvdtrain.runtime.rng import seed_all
+from hvdtrain.runtime.topology import Topology
+
+CPU, SAMPLES, CONTEXT, VOCABULARY = torch.device("cpu"), 2, 8, 19
+
+
+class Words:
+    """A GPT on tokens in which 0 ends a document; the loss is a mean, or a sum and its weight."""
+
+    metrics = ("accuracy",)
+
+    def __init__(self, weighted: bool = False, **sizes: Any) -> None:
+        self.weighted = weighted
+        self.config = GPTConfig(
+            heads=2, width=16, context=CONTEXT, vocab_size=VOCABULARY, **sizes
+        )  # fmt: skip
+
+    def model(self) -> nn.Module:
+        return GPT(self.config)
+
+    def batch(self, samples: int) -> Tensor:
+        return torch.randint(VOCABULARY, (samples, CONTEXT + 1))
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Any]:
+        tokens, targets = batch[:, :-1], batch[:, 1:]
+        logits = model(tokens, documents=(tokens == 0).cumsum(dim=1))
+        losses = nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="none"
+        )
+        right = (logits.argmax(dim=-1) == targets).float().mean()
+        if self.weighted:
+            return {"loss": (losses.sum(), targets.numel()), "accuracy": right}
+        return {"loss": losses.mean(), "accuracy": right}
+
+
+class Normed(nn.Module):
+    """Blocks with BatchNorm, and a parameter of two names at both ends."""
+
+    first_stage = ("table",)
+    last_stage = ("scores",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2))
+            for _ in range(4)
+        )
+        self.scores = nn.Linear(16, VOCABULARY, bias=False)
+        self.scores.weight = self.table.weight
+
+    def forward(self, codes: Tensor) -> Tensor:
+        x = self.embed(codes)
+        for layer in self.layers:
+            x = self.apply_block(layer, x, codes)
+        return self.output(x, codes)
+
+    def embed(self, codes: Tensor) -> Tensor:
+        found: Tensor = self.table(codes)
+        return found
+
+    def apply_block(self, block: nn.Module, x: Tensor, codes: Tensor) -> Tensor:
+        found: Tensor = block(x)
+        return x + found
+
+    def output(self, x: Tensor, codes: Tensor) -> Tensor:
+        found: Tensor = self.scores(x)
+        return found
+
+
+class Codes:
+    """The next of a sequence of codes; its loss draws numbers before it calls the model."""
+
+    def model(self) -> nn.Module:
+        return Normed()
+
+    def batch(self, samples: int) -> dict[str, Tensor]:
+        return {"codes": torch.randint(VOCABULARY, (8 * samples,))}
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+        codes = batch["codes"]
+        if model.training:
+            codes = torch.where(torch.rand(len(codes)) < 0.2, 0, codes)
+        return {"loss": nn.functional.cross_entropy(model(codes), (codes + 1) % VOCABULARY)}
+
+
+class Pictures:
+    """The vision transformer on noise."""
+
+    def model(self) -> nn.Module:
+        return VisionTransformer(8, 4, 1, 3)
+
+    def batch(self, samples: int) -> list[Tensor]:
+        return [torch.randn(samples, 1, 8, 8), torch.randint(3, (samples,))]
+
+    def loss(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Any]:
+        return {"loss": nn.functional.cross_entropy(model(batch[0]), batch[1])}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Args:
+        counts: micro-batches of each step.
+        validation: samples of each batch of the evaluation.
+    """
+
+    task: Any
+    schedule: str = "gpipe"
+    counts: Sequence[int] = (4, 4, 0, 3)
+    precision: str = "float32"
+    validation: Sequence[int] = (2, 2, 2, 1)
+
+
+class Seen(NamedTuple):
+    """Of a run.
+
+    Args:
+        losses: sums and weights of the values of each step, (steps, 2, values).
+        evaluated: sums and weights of an evaluation at the end, (2, values).
+        gradients, tensors: of the last step, and parameters and buffers after it.
+    """
+
+    losses: Tensor
+    evaluated: Tensor
+    gradients: dict[str, Tensor]
+    tensors: dict[str, Tensor]
+    passes: Any
+
+
+def _context() -> RankContext:
+    topology = Topology(0, 1, 0, 1, ("host",))
+    return RankContext(Mesh.replicated(topology), CPU, Heartbeat(), PhaseTimer(time.perf_counter()))
+
+
+def _batches(case: Case, step: int) -> Iterator[Any]:
+    for number in range(case.counts[step]):
+        seed_all(5, step, number)
+        batch = case.task.batch(SAMPLES)
+        seed_all(5, step, number)
+        yield batch
+
+
+def _validation(case: Case) -> Iterator[tuple[int, Any]]:
+    for number, samples in enumerate(case.validation):
+        seed_all(6, number)
+        yield samples, case.task.batch(samples)
+
+
+def run(case: Case, passes: Passes) -> Seen:
+    """Trains with AdamW as TrainStep does, without an exchange."""
+    parameters = [p for p in passes.model.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    losses, gradients = [], {}
+    for step, count in enumerate(case.counts):
+        passes.buffers.keep()
+        optimizer.zero_grad()
+        control = ControlVector(
+            Flags(False, False, step), Used(count), Sizes(2, 0, passes.statistics.numel),
+            _context(),
+        )  # fmt: skip
+        control.values = Totals(control.values.parts[:, :, : len(passes.names)])
+        sent: list[int] = []
+        passes.train(
+            _batches(case, step), Deal(count, Group(0, 1)), control, lambda: sent.append(1)
+        )
+        assert len(sent) == (count > 0)
+        passes.finish()
+        passes.statistics.apply(control.statistics.value())
+        losses.append(control.values.value()[:2])
+        if count:
+            gradients = {
+                n: p.grad.clone() for n, p in passes.model.named_parameters() if p.grad is not None
+            }
+            optimizer.step()
+    totals = Totals(torch.zeros(1, 3, len(passes.evaluation_names), dtype=torch.float64))
+    with evaluating(passes.model):
+        passes.evaluate(_validation(case), totals)
+    tensors = {n: t.detach().clone() for n, t in passes.model.state_dict().items()}
+    return Seen(torch.stack(losses), totals.value()[:2], gradients, tensors, passes)
+
+
+def _precision(case: Case) -> Precision:
+    return Precision(case.precision, LossScale() if case.precision == "fp16" else None)
+
+
+def alone(case: Case) -> Seen:
+    """On one rank."""
+    seed_all(1)
+    model = case.task.model()
+    precision = _precision(case)
+    _unscale(precision, model)
+    return run(case, Accumulate(case.task, model, 4, _context(), precision=precision))
+
+
+def _unscale(precision: Precision, model: nn.Module) -> None:
+    if precision.loss_scale is not None:
+        precision.loss_scale.unscale_gradients(model.parameters())
+
+
+def piped(case: Case) -> Seen:
+    """On this rank of a pipeline of all ranks of the default group."""
+    seed_all(1)
+    layout = Layout(dist.get_world_size(), virtual_stages(case.schedule))
+    cut = CutModel(case.task, case.task.model(), layout, dist.get_rank())
+    precision = _precision(case)
+    _unscale(precision, cut.model)
+    group = dist.group.WORLD
+    assert group is not None
+    return run(
+        case,
+        Pipeline(case.task, cut, case.schedule, group, 4, _context(), precision=precision),
+    )
+
+
+class Compared(NamedTuple):
+    """A rank of a pipeline beside one rank alone.
+
+    Args:
+        names: of the parameters and buffers of this rank, and of the whole model.
+        tied: those that another rank has too, with the bytes of their values.
+        numbers: of the parameters of this rank, and of the whole model.
+        apart: the largest difference of losses, evaluation, gradients and tensors.
+    """
+
+    names: tuple[set[str], set[str]]
+    tied: dict[str, bytes]
+    numbers: tuple[int, int]
+    apart: dict[str, float]
+    bubble: tuple[float, float, float, int]
+
+
+def _apart(one: Tensor, other: Tensor) -> float:
+    return float((one.double() - other.double()).abs().max())
+
+
+def compare(cases: dict[str, Case]) -> dict[str, Compared]:
+    """Each case, on this rank."""
+    found = {}
+    for name, case in cases.items():
+        whole, part = alone(copy.deepcopy(case)), piped(copy.deepcopy(case))
+        losses, evaluated = part.losses, part.evaluated
+        dist.all_reduce(losses)  # the control vector's sum: all but the last rank add nothing
+        dist.all_reduce(evaluated)
+        passes = part.passes
+        found[name] = Compared(
+            (set(part.tensors), set(whole.tensors)),
+            {n: part.tensors[n].numpy().tobytes() for n in passes._cut.tied},
+            (_numel(passes.model), _numel(whole.passes.model)),
+            {
+                "losses": _apart(losses, whole.losses),
+                "evaluation": _apart(evaluated, whole.evaluated),
+                "gradients": max(
+                    _apart(part.gradients[n], whole.gradients[n]) for n in part.gradients
+                ),
+                "tensors": max(_apart(part.tensors[n], whole.tensors[n]) for n in part.tensors),
+            },
+            (passes.schedule_seconds, passes.compute_seconds, passes.bubbles, passes.steps),
+        )
+    return found
+
+
+def _numel(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())

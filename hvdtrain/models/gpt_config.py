@@ -104,7 +104,9 @@ class GPTConfig:
         uneven = [f"{name} {size}" for name, size in sizes.items() if size % degree]
         if not uneven:
             return
-        possible = (n for n in range(1, self.key_heads + 1) if not any(s % n for s in sizes.values()))
+        possible = (
+            n for n in range(1, self.key_heads + 1) if not any(s % n for s in sizes.values())
+        )
         nearest = min(possible, key=lambda n: abs(n - degree))
         raise ValueError(
             f"parallel.tensor {degree} does not divide {' and '.join(uneven)}; "

@@ -43,8 +43,8 @@ def apply_shard(
     all of them. Parameters and gradients become DTensors, sharded along their first dimension; a
     model that `apply_tensor` has split is sharded further, of which the two meshes are dimensions
     of one. Gradients are summed over the ranks, not averaged, and over backward passes. Every rank
-    has to make as many forward and as many backward passes as the others, in the same order; a forward
-    pass is a call of `model`, not of another of its methods.
+    has to make as many forward and as many backward passes as the others, in the same order. A
+    forward pass is a call of `model`, not of another of its methods.
 
     Args:
         blocks: modules of `model` that are gathered one at a time; what lies in none of them is

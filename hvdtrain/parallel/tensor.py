@@ -11,7 +11,7 @@ The split is Megatron's (Shoeybi et al., arXiv:1909.08053), with its sequence-pa
 | `row_to_sequence` | nn.Linear | this rank's part of the features | split by sequence |
 | `vocabulary` | nn.Embedding or nn.Linear (a head) | whole | whole |
 | `replicated` | computed alike on all ranks, such as a norm | whole | whole |
-| `into_sequence` | any, such as a block | its first one is whole, becomes split by sequence | as is |
+| `into_sequence` | any, such as a block | the first one is whole, is split by sequence | as is |
 | `sequence` | nn.LayerNorm, nn.RMSNorm, nn.Dropout | split by sequence | whole |
 
 "Whole" is a plain tensor of the same bits on every rank, "this rank's part" a plain tensor whose
@@ -114,13 +114,6 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
             tell(mesh.get_local_rank(), mesh.size())
 
 
-def whole(x: Tensor) -> Tensor:
-    """`x` as a plain tensor of its full shape: for what leaves a split model, such as a stage's
-    activations or logits. All ranks of its mesh have to call it. A plain tensor is returned as is.
-    """
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def _matched(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, str]]:
     """(name of a module, style) of all modules that are split."""
     names = [name for name, _ in model.named_modules() if name]
@@ -193,7 +186,7 @@ def _placements(parameter: Tensor) -> object:
 
 
 def _complete_as(parameter: DTensor) -> Callable[[Tensor], Tensor]:
-    """A gradient may arrive as a sum that is spread over ranks, or cut where the parameter isn't."""
+    """A gradient may arrive as a sum that is spread over ranks, or split otherwise."""
     placements = parameter.placements
 
     def complete(gradient: Tensor) -> Tensor:

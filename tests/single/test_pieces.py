@@ -70,9 +70,7 @@ def test_a_piece_of_a_plain_tensor_is_not_its_memory() -> None:
         ([Piece((4,), (0,), torch.ones(2)), Piece((4,), (2,), torch.ones(2).int())], "not of one"),
     ],
 )
-def test_a_whole_is_made_of_pieces_that_do_not_make_one(
-    pieces: list[Piece], message: str
-) -> None:
+def test_a_whole_is_made_of_pieces_that_do_not_make_one(pieces: list[Piece], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         whole(pieces)
 

@@ -46,7 +46,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
         if not ctx.needs_input_grad[0]:
             with loss_parallel():
-                return F.cross_entropy(logits.detach(), targets).to_local()
+                loss: Any = F.cross_entropy(logits.detach(), targets)
+            return loss.to_local()
         with torch.enable_grad(), loss_parallel():
             leaf = logits.detach().requires_grad_()
             loss = F.cross_entropy(leaf, targets)

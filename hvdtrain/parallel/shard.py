@@ -51,13 +51,16 @@ def apply_shard(
             gathered with the model itself.
         mesh: of one dimension.
     """
-    policies = {"mp_policy": sharding.precision, "offload_policy": sharding.offload}
     for block in blocks:
         fully_shard(
-            block, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward, **policies
+            block,
+            mesh=mesh,
+            reshard_after_forward=sharding.reshard_after_forward,
+            mp_policy=sharding.precision,
+            offload_policy=sharding.offload,
         )
     # The model's own parameters are needed at once for the backward pass: torch keeps them whole.
-    fully_shard(model, mesh=mesh, **policies)
+    fully_shard(model, mesh=mesh, mp_policy=sharding.precision, offload_policy=sharding.offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

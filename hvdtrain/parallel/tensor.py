@@ -90,7 +90,7 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
     Nothing is exchanged: each rank takes its parts of the model that stands whole, with the same
     bits, on all of them. The gradient of a parameter, once backward is through, is a DTensor with
     the parameter's placements (nothing is left to sum), or for a plain parameter a plain tensor
-    that is the same on all ranks.
+    that is the same on all ranks. Parameters that are not to be trained must be frozen before.
 
     Args:
         mesh: of one dimension.
@@ -106,7 +106,7 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
         _apply(model.get_submodule(name), name, style, mesh)
     _tie(model, tied)
     for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and parameter.requires_grad:
             parameter.register_hook(_complete_as(parameter))
     for module in model.modules():
         tell = getattr(module, "set_tensor_part", None)
@@ -151,6 +151,7 @@ def _check_even(module: nn.Module, name: str, style: str, ranks: int) -> None:
     """Parts that a model sees as plain tensors have to be of one size."""
     if style == "vocabulary":
         return
+    assert isinstance(module, nn.Linear)
     size = module.out_features if style == "column" else module.in_features
     if size % ranks:
         raise UserError(

@@ -53,7 +53,7 @@ def test_a_split_model_writes_another_text_or_does_not_take_16_bits(two_ranks: A
     ("changes", "degree", "message"),
     [
         ({}, 4, None),
-        ({"vocab_size": 37, "width": 20}, 2, None),
+        ({"vocab_size": 37, "kv_heads": 2}, 2, None),
         ({}, 3, "parallel.tensor 3 does not divide model.heads 4 and model.kv_heads 4 and "),
         ({"kv_heads": 2}, 4, "model.kv_heads 2; the nearest that does is 2"),
         ({"mlp_width": 30}, 4, "model.mlp_width 30; the nearest that does is 2"),

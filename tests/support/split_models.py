@@ -26,6 +26,7 @@ from hvdtrain.parallel.shard import Sharding, apply_shard
 from hvdtrain.parallel.tensor import apply_tensor
 
 BATCH, SEPARATOR = 3, 0
+Gradients = dict[str, Tensor]
 
 
 def sizes(**changes: Any) -> GPTConfig:
@@ -77,9 +78,6 @@ class Difference:
     gradient: float
     copies: list[str]
     fraction: float
-
-
-Gradients = dict[str, Tensor]
 
 
 def trained(
@@ -223,11 +221,11 @@ def texts_and_rough_losses() -> dict[str, Any]:
     dense, split = gpt(config), gpt(config)
     apply_tensor(split, mesh, split.tensor_plan())
     greedy = Sampling(length=5, temperature=0.0)
-    found = {"texts": [continue_tokens(m, [1], 37, greedy) for m in (dense, split)]}
+    texts = [continue_tokens(m, [1], 37, greedy) for m in (dense, split)]
     with torch.autocast("cpu", torch.bfloat16):
         losses = [loss_of(m, tokens_of(config, 0), False) for m in (dense, split)]
     losses[1].backward()
-    return found | {"losses": [loss.item() for loss in losses]}
+    return {"texts": texts, "losses": [loss.item() for loss in losses]}
 
 
 def tensor_parallel(variants: Mapping[str, Variant]) -> tuple[dict[str, Any], ...]:

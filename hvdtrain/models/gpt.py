@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hvdtrain.errors import UserError
+from hvdtrain.models.dropped_attention import dropped_attention
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.vocabulary import cross_entropy
 
@@ -56,36 +57,6 @@ def causal_attention(
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
     seen = (documents[:, :, None] == documents[:, None, :]).tril()
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], dropout_p=dropout)
-
-
-def dropped_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dropout: float,
-    documents: Tensor | None,
-    part: tuple[int, int],
-) -> Tensor:
-    """Causal attention for this rank's part of the heads, with the dropout of all of them.
-
-    The random numbers of all heads are drawn, as `causal_attention` draws them on a CPU, and those
-    of this rank's heads are used: so ranks that split the heads drop what one rank alone drops,
-    and their generators stay the same.
-
-    Args:
-        part: (which part of the heads this is, of how many).
-    """
-    batch, heads, time, size = q.shape
-    share = heads // k.shape[1]
-    k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
-    seen = torch.ones(time, time, dtype=torch.bool, device=q.device).tril()
-    if documents is not None:
-        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
-    scores = (q @ k.transpose(-1, -2)) / size**0.5
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
-    rank, parts = part
-    kept = F.dropout(weights.new_ones(batch, parts * heads, time, time), dropout)
-    return (weights * kept[:, rank * heads : (rank + 1) * heads]) @ v
 
 
 def positions_in_documents(documents: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hvdtrain.models.vocabulary import whole
+
 if TYPE_CHECKING:
     from hvdtrain.models.gpt import GPT
 
@@ -54,7 +56,7 @@ def continue_tokens(
     deadline = time.monotonic() + sampling.max_seconds
     for _ in range(sampling.length):
         seen = written[:, max(begin, written.shape[1] - model.config.context) :]
-        logits = model(seen)[0, -1, :vocab_size].float().cpu()
+        logits = whole(model(seen))[0, -1, :vocab_size].float().cpu()
         if sampling.temperature > 0:
             shares = (logits / sampling.temperature).softmax(-1)
             chosen = torch.multinomial(shares, 1, generator=generator)

@@ -18,13 +18,20 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
         targets: (...), int64, the same on all ranks.
     """
     logits, targets = logits.flatten(0, -2), targets.flatten()
-    if not is_split(logits):
+    if not _is_dtensor(logits):
         return F.cross_entropy(logits, targets)
     return _SplitCrossEntropy.apply(logits, targets)
 
 
-def is_split(x: Tensor) -> bool:
-    """Whether it is a DTensor, whose import costs a second where none is."""
+def whole(x: Tensor) -> Tensor:
+    """`x` as a plain tensor of its full shape: of what leaves a model that ranks split, such as
+    logits or a stage's activations. All these ranks have to call it. A plain tensor stays as is.
+    """
+    return x.full_tensor() if _is_dtensor(x) else x  # type: ignore[attr-defined]
+
+
+def _is_dtensor(x: Tensor) -> bool:
+    """By its look: the import of DTensor costs a second."""
     return hasattr(x, "device_mesh")
 
 
@@ -39,7 +46,8 @@ class _SplitCrossEntropy(torch.autograd.Function):
 
         if not ctx.needs_input_grad[0]:
             with loss_parallel():
-                return F.cross_entropy(logits.detach(), targets).to_local()
+                loss: Any = F.cross_entropy(logits.detach(), targets)
+            return loss.to_local()
         with torch.enable_grad(), loss_parallel():
             leaf = logits.detach().requires_grad_()
             loss = F.cross_entropy(leaf, targets)

@@ -43,21 +43,24 @@ def apply_shard(
     all of them. Parameters and gradients become DTensors, sharded along their first dimension; a
     model that `apply_tensor` has split is sharded further, of which the two meshes are dimensions
     of one. Gradients are summed over the ranks, not averaged, and over backward passes. Every rank
-    has to make as many forward and as many backward passes as the others, in the same order; a forward
-    pass is a call of `model`, not of another of its methods.
+    has to make as many forward and as many backward passes as the others, in the same order. A
+    forward pass is a call of `model`, not of another of its methods.
 
     Args:
         blocks: modules of `model` that are gathered one at a time; what lies in none of them is
             gathered with the model itself.
         mesh: of one dimension.
     """
-    policies = {"mp_policy": sharding.precision, "offload_policy": sharding.offload}
     for block in blocks:
         fully_shard(
-            block, mesh=mesh, reshard_after_forward=sharding.reshard_after_forward, **policies
+            block,
+            mesh=mesh,
+            reshard_after_forward=sharding.reshard_after_forward,
+            mp_policy=sharding.precision,
+            offload_policy=sharding.offload,
         )
     # The model's own parameters are needed at once for the backward pass: torch keeps them whole.
-    fully_shard(model, mesh=mesh, **policies)
+    fully_shard(model, mesh=mesh, mp_policy=sharding.precision, offload_policy=sharding.offload)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -11,7 +11,7 @@ The split is Megatron's (Shoeybi et al., arXiv:1909.08053), with its sequence-pa
 | `row_to_sequence` | nn.Linear | this rank's part of the features | split by sequence |
 | `vocabulary` | nn.Embedding or nn.Linear (a head) | whole | whole |
 | `replicated` | computed alike on all ranks, such as a norm | whole | whole |
-| `into_sequence` | any, such as a block | its first one is whole, becomes split by sequence | as is |
+| `into_sequence` | any, such as a block | the first one is whole, is split by sequence | as is |
 | `sequence` | nn.LayerNorm, nn.RMSNorm, nn.Dropout | split by sequence | whole |
 
 "Whole" is a plain tensor of the same bits on every rank, "this rank's part" a plain tensor whose
@@ -90,7 +90,7 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
     Nothing is exchanged: each rank takes its parts of the model that stands whole, with the same
     bits, on all of them. The gradient of a parameter, once backward is through, is a DTensor with
     the parameter's placements (nothing is left to sum), or for a plain parameter a plain tensor
-    that is the same on all ranks.
+    that is the same on all ranks. Parameters that are not to be trained must be frozen before.
 
     Args:
         mesh: of one dimension.
@@ -106,19 +106,12 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
         _apply(model.get_submodule(name), name, style, mesh)
     _tie(model, tied)
     for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and parameter.requires_grad:
             parameter.register_hook(_complete_as(parameter))
     for module in model.modules():
         tell = getattr(module, "set_tensor_part", None)
         if tell is not None:
             tell(mesh.get_local_rank(), mesh.size())
-
-
-def whole(x: Tensor) -> Tensor:
-    """`x` as a plain tensor of its full shape: for what leaves a split model, such as a stage's
-    activations or logits. All ranks of its mesh have to call it. A plain tensor is returned as is.
-    """
-    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def _matched(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -158,6 +151,7 @@ def _check_even(module: nn.Module, name: str, style: str, ranks: int) -> None:
     """Parts that a model sees as plain tensors have to be of one size."""
     if style == "vocabulary":
         return
+    assert isinstance(module, nn.Linear)
     size = module.out_features if style == "column" else module.in_features
     if size % ranks:
         raise UserError(
@@ -193,7 +187,7 @@ def _placements(parameter: Tensor) -> object:
 
 
 def _complete_as(parameter: DTensor) -> Callable[[Tensor], Tensor]:
-    """A gradient may arrive as a sum that is spread over ranks, or cut where the parameter isn't."""
+    """A gradient may arrive as a sum that is spread over ranks, or split otherwise."""
     placements = parameter.placements
 
     def complete(gradient: Tensor) -> Tensor:

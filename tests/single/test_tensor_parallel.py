@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.split_models import Variant, compared
+from tests.support.split_models import Variant, sizes, tensor_parallel
 from tests.support.torch_ranks import on_torch_ranks
 
 LLAMA = {"kv_heads": 2, "norm": "rms", "mlp": "swiglu", "mlp_width": 24, "bias": False}
@@ -17,9 +17,53 @@ VARIANTS = {
 }
 
 
-def test_two_ranks_that_split_a_model_train_otherwise_than_one_or_hold_more_than_half() -> None:
-    for rank in on_torch_ranks(2, compared, {"tensor": 2}, VARIANTS, timeout=240):
+@pytest.fixture(scope="module")
+def two_ranks() -> list[tuple[dict[str, Any], ...]]:
+    return on_torch_ranks(2, tensor_parallel, VARIANTS, timeout=240)
+
+
+def test_two_ranks_that_split_a_model_train_otherwise_than_one_or_hold_more_than_half(
+    two_ranks: Any,
+) -> None:
+    for rank, _, _ in two_ranks:
         for name, found in rank.items():
             assert found.loss < 1e-5 and found.gradient < 1e-5, name
             assert not found.copies, name
         assert rank["GPT"].fraction == pytest.approx(0.5, rel=0.05)
+
+
+def test_a_custom_models_plan_unties_it_thaws_it_or_an_error_in_it_is_not_told(
+    two_ranks: Any,
+) -> None:
+    for _, custom, _ in two_ranks:
+        assert custom["tied"] and custom["frozen"] and all(custom["errors"])
+        assert custom["gradients"] < 1e-6
+
+
+def test_a_split_model_writes_another_text_or_does_not_take_16_bits(two_ranks: Any) -> None:
+    for _, _, found in two_ranks:
+        whole, split = found["texts"]
+        assert whole == split and len(split) == 6
+        assert found["losses"][1] == pytest.approx(found["losses"][0], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "degree", "message"),
+    [
+        ({}, 4, None),
+        ({"vocab_size": 37, "kv_heads": 2}, 2, None),
+        ({}, 3, "parallel.tensor 3 does not divide model.heads 4 and model.kv_heads 4 and "),
+        ({"kv_heads": 2}, 4, "model.kv_heads 2; the nearest that does is 2"),
+        ({"mlp_width": 30}, 4, "model.mlp_width 30; the nearest that does is 2"),
+        ({"mlp_width": 33}, 2, "model.mlp_width 33; the nearest that does is 1"),
+    ],
+)
+def test_a_degree_that_a_model_cannot_be_split_by_is_taken_or_a_possible_one_is_not(
+    changes: dict[str, Any], degree: int, message: str | None
+) -> None:
+    config = sizes(**changes)
+    if message is None:
+        config.check_tensor(degree)
+        return
+    with pytest.raises(ValueError, match=message):
+        config.check_tensor(degree)

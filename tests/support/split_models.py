@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,16 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
+from hvdtrain.models.sampling import Sampling, continue_tokens
+from hvdtrain.models.vocabulary import whole
 from hvdtrain.parallel.norm import total_norm
 from hvdtrain.parallel.pieces import holders, is_first_holder, piece
 from hvdtrain.parallel.shard import Sharding, apply_shard
-from hvdtrain.parallel.tensor import apply_tensor, whole
+from hvdtrain.parallel.tensor import apply_tensor
 from hvdtrain.runtime.parts import local
 from hvdtrain.runtime.pieces import Piece, assemble, box
 
 BATCH, SEPARATOR = 3, 0
+Gradients = dict[str, Tensor]
 
 
 def sizes(**changes: Any) -> GPTConfig:
@@ -57,7 +61,7 @@ class Variant:
 
     changes: Mapping[str, Any]
     packed: bool = True
-    sharding: Sharding = Sharding()
+    sharding: Sharding = field(default_factory=Sharding)
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,6 @@ class Difference:
     gradient: float
     copies: list[str]
     fraction: float
-
-
-Gradients = dict[str, Tensor]
 
 
 def trained(
@@ -123,8 +124,8 @@ def _compared(mesh: DeviceMesh, variant: Variant) -> Difference:
     steps = [range(4 * step, 4 * step + 4) for step in range(3)]
     own = [numbers[shard::shards] for numbers in steps]
     loss_error, error, copies = 0.0, 0.0, set()
-    pairs = zip(trained(dense, steps, variant.packed), trained(split, own, variant.packed))
-    for (loss, gradients), (part_of_loss, parts) in pairs:
+    of_whole, of_split = trained(dense, steps, variant.packed), trained(split, own, variant.packed)
+    for (loss, gradients), (part_of_loss, parts) in zip(of_whole, of_split, strict=True):
         total = torch.tensor(part_of_loss, dtype=torch.float64)
         if "shard" in names:
             dist.all_reduce(total, group=mesh["shard"].get_group())
@@ -153,6 +154,81 @@ def _unequal_copies(gradients: Gradients, mesh: DeviceMesh) -> set[str]:
         if other[name][0] == offsets and len(other[name][1]) == len(content)
         if other[name][1] != content
     }
+
+
+class Classifier(nn.Module):
+    """A model of a user's own: tied, a part of it frozen, its head called as a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 6)
+        self.norm = nn.LayerNorm(6)
+        self.inner = nn.ModuleDict({"up": nn.Linear(6, 8), "down": nn.Linear(8, 6)})
+        self.head = nn.Linear(6, 11)
+        self.head.weight = self.embed.weight
+        self.inner["up"].weight.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.inner["down"](torch.relu(self.inner["up"](self.norm(x))))
+        return self.head(x)
+
+
+PLAN = {"embed": "vocabulary", "head": "vocabulary", "*.up": "column", "*.down": "row"}
+# (plan, what its error says), of that model and 2 ranks.
+WRONG_PLANS = [
+    ({"*.up": "columns"}, "style 'columns'; styles are: column, row"),
+    ({"blocks.*": "column"}, "no module called 'blocks.*'"),
+    ({"norm": "row"}, "'norm' is a LayerNorm, but 'row' splits nn.Linear"),
+    ({"embed": "vocabulary"}, "'embed.weight' and 'head.weight' are one parameter"),
+]
+
+
+def custom_model() -> dict[str, Any]:
+    """What apply_tensor makes of a user's model and plans: True where it is right."""
+    mesh = mesh_of(tensor=2)
+    torch.manual_seed(3)
+    dense, split = Classifier(), Classifier()
+    split.load_state_dict(dense.state_dict())
+    apply_tensor(split, mesh, PLAN)
+    tokens = torch.randint(11, (4, 5))
+    for model in (dense, split):
+        model(tokens).square().mean().backward()
+    right: dict[str, Any] = {"tied": split.head.weight is split.embed.weight}
+    right["frozen"] = not split.inner["up"].weight.requires_grad
+    right["gradients"] = max(
+        _error(piece(p.grad), dense.get_parameter(name).grad)
+        for name, p in split.named_parameters()
+        if p.grad is not None
+    )
+    right["errors"] = [message in _error_of(plan, mesh) for plan, message in WRONG_PLANS]
+    return right
+
+
+def _error_of(plan: dict[str, str], mesh: DeviceMesh) -> str:
+    try:
+        apply_tensor(Classifier(), mesh, plan)
+    except UserError as error:
+        return str(error)
+    return "none"
+
+
+def texts_and_rough_losses() -> dict[str, Any]:
+    """Of a GPT on one rank and split: tokens that it writes, and losses in 16 bits."""
+    mesh, config = mesh_of(tensor=2), sizes(norm="rms")
+    dense, split = gpt(config), gpt(config)
+    apply_tensor(split, mesh, split.tensor_plan())
+    greedy = Sampling(length=5, temperature=0.0)
+    texts = [continue_tokens(m, [1], 37, greedy) for m in (dense, split)]
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [loss_of(m, tokens_of(config, 0), False) for m in (dense, split)]
+    losses[1].backward()
+    return {"texts": texts, "losses": [loss.item() for loss in losses]}
+
+
+def tensor_parallel(variants: Mapping[str, Variant]) -> tuple[dict[str, Any], ...]:
+    """All that is asked of two ranks, in one world."""
+    return compared({"tensor": 2}, variants), custom_model(), texts_and_rough_losses()
 
 
 def mesh_of(**degrees: int) -> DeviceMesh:
@@ -202,7 +278,7 @@ def wrong_pieces() -> list[str]:
 
 def norms() -> dict[str, tuple[float, float]]:
     """(norm of parts, norm of wholes) of several sets of tensors of a 2 x 2 mesh."""
-    mesh = mesh_of(shard=2, tensor=2)
+    mesh, device = mesh_of(shard=2, tensor=2), torch.device("cpu")
     spread = _distributed(mesh)
 
     def both(tensors: Sequence[Tensor]) -> tuple[float, float]:
@@ -218,6 +294,6 @@ def norms() -> dict[str, tuple[float, float]]:
     found["bfloat16"] = both([spread["rows"].bfloat16(), spread["plain"].bfloat16()])
     # A stage of a pipeline has other parameters: each rank half of them here, and one has none.
     own = [torch.full((2,), 3.0)] if dist.get_rank() < 2 else []
-    norm = total_norm(own, lambda _: 2, dist.group.WORLD, torch.device("cpu"))
+    norm = total_norm(own, lambda _: 2, dist.group.WORLD, device)
     found["on some ranks"] = norm.item(), 18.0**0.5
     return found

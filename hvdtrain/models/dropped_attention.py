@@ -1,0 +1,38 @@
+"""Attention with dropout where ranks split the heads: they drop what one rank alone drops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def dropped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: float,
+    documents: Tensor | None,
+    part: tuple[int, int],
+) -> Tensor:
+    """Causal attention for this rank's part of the heads, with the dropout of all of them.
+
+    The random numbers of all heads are drawn, and those of this rank's heads are used. On a CPU
+    they are those that torch's attention draws, so that the split model computes what the whole one
+    does; on a GPU its fused kernels draw others.
+
+    Args:
+        q, k, v, dropout, documents: as Attend of `models/gpt.py` has them; dropout > 0.
+        part: (which part of the heads this is, of how many).
+    """
+    batch, heads, time, size = q.shape
+    share = heads // k.shape[1]
+    k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+    seen = torch.ones(time, time, dtype=torch.bool, device=q.device).tril()
+    if documents is not None:
+        seen = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+    scores = (q @ k.transpose(-1, -2)) / size**0.5
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    rank, parts = part
+    kept = F.dropout(weights.new_ones(batch, parts * heads, time, time), dropout)
+    return (weights * kept[:, rank * heads : (rank + 1) * heads]) @ v

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -156,7 +156,7 @@ class Schedules:
 
     def __init__(
         self, name: str, layout: Layout, group: ProcessGroup,
-        parts: dict[int, Sequence[nn.Module | nn.Parameter]], device: torch.device, hooks: Hooks,
+        parts: Mapping[int, Sequence[nn.Module | nn.Parameter]], device: torch.device, hooks: Hooks,
     ) -> None:  # fmt: skip
         self._name, self._layout, self._group = name, layout, group
         self._parts, self._device, self._hooks = parts, device, hooks

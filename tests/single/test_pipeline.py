@@ -32,7 +32,7 @@ CASES = {
         "gpipe": Case(Words(layers=4), "gpipe"),
         "gpipe, BatchNorm and a parameter of two names": Case(Codes(), "gpipe", (4, 3)),
         "1f1b, fewer micro-batches than ranks": Case(Words(layers=3, **PLAIN), "1f1b", (4, 1, 0)),
-        "1f1b, images": Case(Pictures(), "1f1b", (3,)),
+        "1f1b, images": Case(Pictures(), "1f1b", (2,)),
         "1f1b, checkpointed": Case(Words(layers=2, **PLAIN), "1f1b", (4,), checkpointed=True),
         "interleaved1f1b": Case(Words(layers=4), "interleaved1f1b", (4, 4, 2)),
         "interleaved1f1b, rounds of unequal size": Case(
@@ -62,7 +62,9 @@ _SEEN: dict[int, list[dict[str, Compared]]] = {}
 def ranks(size: int, name: str) -> list[Compared]:
     """Of one case, each rank; all cases of a size run in one world."""
     if size not in _SEEN:
+        _SEEN[size] = []  # one failure is enough
         _SEEN[size] = on_torch_ranks(size, compare, CASES[size], timeout=170)
+    assert _SEEN[size], "this world has failed"
     return [rank[name] for rank in _SEEN[size]]
 
 
@@ -139,12 +141,11 @@ class _Uncut(nn.Module):
 class _Shared(Normed):
     def __init__(self) -> None:
         super().__init__()
-        self.layers[0][0].weight = self.layers[3][0].weight  # type: ignore[index, union-attr]
+        self.layers[0][0].weight = self.layers[3][0].weight  # type: ignore[index]
 
 
 class _Forgotten(Normed):
-    first_stage = ()
-    last_stage = ()
+    first_stage = last_stage = ("nothing",)
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def _model(case: Case, precision: Precision) -> nn.Module:
     if precision.loss_scale is not None:
         precision.loss_scale.unscale_gradients(model.parameters())
     if case.checkpointed:
-        arrange_activations(MemoryConfig(checkpoint_activations="full"), case.task, model, CPU)
+        arrange_activations(MemoryConfig(checkpoint_activations="blocks"), case.task, model, CPU)
     return model
 
 
@@ -272,10 +272,10 @@ class Compared(NamedTuple):
     bubble: tuple[float, float, float, int]
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
-    """Of the largest number."""
+def _apart(one: Tensor, other: Tensor, floor: float = 1.0) -> float:
+    """Of the largest number, or of `floor` if that is larger."""
     one, other = one.double(), other.double()
-    return float((one - other).abs().max() / other.abs().max().clamp(min=1e-3))
+    return float((one - other).abs().max() / other.abs().max().clamp(min=floor))
 
 
 def compare(cases: dict[str, Case]) -> dict[str, Compared]:
@@ -295,7 +295,7 @@ def compare(cases: dict[str, Case]) -> dict[str, Compared]:
                 "losses": _apart(losses, whole.losses),
                 "evaluation": _apart(evaluated, whole.evaluated),
                 "gradients": max(
-                    _apart(part.gradients[n], whole.gradients[n]) for n in part.gradients
+                    _apart(part.gradients[n], whole.gradients[n], 1e-3) for n in part.gradients
                 ),
                 "tensors": max(_apart(part.tensors[n], whole.tensors[n]) for n in part.tensors),
             },

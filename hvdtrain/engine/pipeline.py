@@ -69,6 +69,8 @@ class Pipeline:
         context, exact, precision: as in Accumulate.
 
     Attributes:
+        tied: see CutModel: a norm over the ranks, a number of parameters and a checkpoint count
+            them once.
         schedule_seconds: in schedules of training so far, and of these
         compute_seconds: in forward and backward, by the host's clock. The first step with a number
             of micro-batches does not count: it has a trial pass.
@@ -87,7 +89,7 @@ class Pipeline:
         exact: bool = False,
         precision: Precision = FLOAT32,
     ) -> None:
-        self.model, self.exact = cut.model, exact
+        self.model, self.exact, self.tied = cut.model, exact, cut.tied
         self.buffers = SavedBuffers(self.model)
         self.statistics = BatchStatistics(self.buffers, micro_batches)
         self._forward = forward = Forward(task, micro_batches, context, precision)
@@ -163,11 +165,11 @@ class Pipeline:
         After the exchange, which may be under way while backward still computes: each end has
         the sum over its replicas then, and both add the same two numbers.
         """
-        if not self._cut.tied:
+        if not self.tied:
             return
         ranks = self._cut.layout.ranks
         other = dist.get_global_rank(self._group, ranks - 1 if self._cut.rank == 0 else 0)
-        for parameter in self._cut.tied.values():
+        for parameter in self.tied.values():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             own = local(parameter.grad).contiguous()
@@ -205,23 +207,44 @@ class Pipeline:
 
     def _compute(self, one: Pass) -> Tensor:
         batch = self._own[one.micro_batch].batch
-        saved = SavedBuffers(self.model) if one.trial else None
-        if saved is not None:
-            saved.keep()
-        elif self._changes is not None:
-            self.statistics.prepare()
+        changes = None if one.trial else self._changes
         rows = None if one.trial else self._rows
-        found = self._cut.run(
-            one.stage, one.x, lambda: self._forward(self.model, batch, self._names, rows)
-        )
-        if saved is not None:
-            saved.restore()
-        elif self._changes is not None:
-            self.statistics.collect(self._changes)
+        if changes is not None:
+            self.statistics.prepare()
+        with self._fresh_buffers(keep=not one.trial):
+            found = self._cut.run(
+                one.stage,
+                one.x,
+                one.draws,
+                lambda: self._forward(self.model, batch, self._names, rows),
+            )
+        if changes is not None:
+            self.statistics.collect(changes)
         if isinstance(found, Tensor):
             return found
-        self._values[one.micro_batch] = found._replace(loss=found.loss.detach())
+        if not one.trial:
+            self._values[one.micro_batch] = found._replace(loss=found.loss.detach())
         return self._forward.scaled(found.loss)
+
+    @contextmanager
+    def _fresh_buffers(self, keep: bool) -> Iterator[None]:
+        """A forward pass may change saved buffers in place, which others still need for backward.
+
+        Args:
+            keep: the values that they get count.
+        """
+        places = self.buffers.places
+        tensors = [getattr(*place) for place in places]
+        for place, tensor in zip(places, tensors, strict=True):
+            setattr(*place, tensor.clone())
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for place, tensor in zip(places, tensors, strict=True):
+                    if keep:
+                        tensor.copy_(getattr(*place))
+                    setattr(*place, tensor)
 
     @contextmanager
     def _computing(self, phase: str) -> Iterator[None]:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar, cast
 from torch import Tensor, nn
 
 from hvdtrain.errors import UnsupportedTaskError, UserError
+from hvdtrain.parallel.draws import set_generators
 from hvdtrain.parallel.stages import Costs, Layout, divide
 from hvdtrain.tasks.blocks import blocks_of
 
@@ -90,7 +91,8 @@ class CutModel:
         at_an_end = rank in (0, layout.ranks - 1) and layout.ranks > 1
         self.tied = {n: p for n, p in model.named_parameters() if at_an_end and p in both}
         self._drop()
-        self._begun: tuple[int, Tensor | None] | None = None
+        self._device = next(model.parameters()).device
+        self._begun: tuple[int, Tensor | None, Tensor | None] | None = None
         model.forward = self._forward
 
     @property
@@ -104,12 +106,15 @@ class CutModel:
         last = self._ends[1] if stage == self.last else []
         return [*first, *(self._blocks[block] for block in self.spans[stage]), *last]
 
-    def run(self, stage: int, x: Tensor | None, compute: Callable[[], T]) -> T | Tensor:
+    def run(
+        self, stage: int, x: Tensor | None, draws: Tensor | None, compute: Callable[[], T]
+    ) -> T | Tensor:
         """Calls `compute`, in which the task calls its model once.
 
         Args:
             stage: of this rank.
             x: what the stage before gave; None: this is the first one.
+            draws: the state of torch's generators, set when the model is called; None: as it is.
 
         Returns:
             What `compute` does, of the last stage; of others what the next one gets.
@@ -117,7 +122,7 @@ class CutModel:
         Raises:
             UnsupportedTaskError: the task did not call its model.
         """
-        self._begun = (stage, x)
+        self._begun = (stage, x, draws)
         try:
             found = compute()
         except _Left as left:
@@ -136,7 +141,9 @@ class CutModel:
                 "a pipeline has a stage of the model on each rank: the task's loss() may call it "
                 "once, and nothing else can"
             )
-        (stage, x), self._begun = self._begun, None
+        (stage, x, draws), self._begun = self._begun, None
+        if draws is not None:
+            set_generators(draws, self._device)
         model = cast(Cuttable, self.model)
         if x is None:
             x = model.embed(*args, **kwargs)

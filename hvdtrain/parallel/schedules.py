@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -43,12 +43,15 @@ class Pass:
         stage: its number.
         micro_batch: its number among those of the schedule.
         x: what the stage before gave; None: this is the first.
+        draws: the state of torch's generators where the stage before left the model; None: it is as
+            `Hooks.draws` has it.
         trial: torch asks for the shape of what comes out; it counts for nothing.
     """
 
     stage: int
     micro_batch: int
     x: Tensor | None
+    draws: Tensor | None
     trial: bool
 
 
@@ -59,7 +62,7 @@ class Hooks:
     Args:
         compute: a pass to what the next stage gets; of the last stage to the loss, which is
             differentiated.
-        draws: of each micro-batch, the state of torch's generators before its first stage.
+        draws: of each micro-batch, the state of torch's generators before the task's loss().
         computing: around each forward ("forward") and backward ("backward").
     """
 
@@ -93,13 +96,17 @@ class _Module(nn.Module):
         if trial and x is not None:
             with torch.no_grad():
                 x.zero_()  # torch gives memory that nobody has written
-        before = state[0] if state and not trial else self._hooks.draws(index)
+        if x is not None and x.requires_grad:
+            x = x.view_as(x)  # the buffer itself is used again, and would keep the hook
+            x.register_hook(lambda gradient: gradient.contiguous())  # to be sent
+        before = self._hooks.draws(index)
         set_generators(before, self._device)
-        found = self._hooks.compute(Pass(self._number, index, x, trial))
+        draws = state[0] if state and not trial else None
+        found = self._hooks.compute(Pass(self._number, index, x, draws, trial)).contiguous()
         after = generators(self._device)
         if trial:
             self._trial = False
-            drawn = bool(state) or not torch.equal(before.cpu(), after)
+            drawn = bool(state) or not torch.equal(before, after)
             self._draws = drawn and not self._last
         return (found, after.to(self._device)) if self._draws else found
 
@@ -149,7 +156,7 @@ class Schedules:
 
     def __init__(
         self, name: str, layout: Layout, group: ProcessGroup,
-        parts: dict[int, Sequence[nn.Module | nn.Parameter]], device: torch.device, hooks: Hooks,
+        parts: Mapping[int, Sequence[nn.Module | nn.Parameter]], device: torch.device, hooks: Hooks,
     ) -> None:  # fmt: skip
         self._name, self._layout, self._group = name, layout, group
         self._parts, self._device, self._hooks = parts, device, hooks

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -14,11 +17,14 @@ from torch import Tensor, nn
 
 from hvdtrain.data.buckets import Used
 from hvdtrain.data.deal import Deal
+from hvdtrain.engine.activations import arrange_activations
+from hvdtrain.engine.config import MemoryConfig
 from hvdtrain.engine.control import ControlVector, Flags, Sizes
 from hvdtrain.engine.modes import evaluating
 from hvdtrain.engine.passes import Accumulate, Passes
 from hvdtrain.engine.pipeline import Pipeline
 from hvdtrain.engine.totals import Totals
+from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.vit import VisionTransformer
@@ -136,6 +142,7 @@ class Case:
 
     Args:
         counts: micro-batches of each step.
+        checkpointed: activations of the blocks are computed again in backward.
         validation: samples of each batch of the evaluation.
     """
 
@@ -143,6 +150,7 @@ class Case:
     schedule: str = "gpipe"
     counts: Sequence[int] = (4, 4, 0, 3)
     precision: str = "float32"
+    checkpointed: bool = False
     validation: Sequence[int] = (2, 2, 2, 1)
 
 
@@ -183,8 +191,7 @@ def _validation(case: Case) -> Iterator[tuple[int, Any]]:
 
 def run(case: Case, passes: Passes) -> Seen:
     """Trains with AdamW as TrainStep does, without an exchange."""
-    parameters = [p for p in passes.model.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    optimizer = torch.optim.AdamW(passes.model.parameters(), lr=0.001)
     losses, gradients = [], {}
     for step, count in enumerate(case.counts):
         passes.buffers.keep()
@@ -194,11 +201,9 @@ def run(case: Case, passes: Passes) -> Seen:
             _context(),
         )  # fmt: skip
         control.values = Totals(control.values.parts[:, :, : len(passes.names)])
-        sent: list[int] = []
-        passes.train(
-            _batches(case, step), Deal(count, Group(0, 1)), control, lambda: sent.append(1)
-        )
-        assert len(sent) == (count > 0)
+        sent = Mock()
+        passes.train(_batches(case, step), Deal(count, Group(0, 1)), control, sent)
+        assert sent.call_count == (count > 0)
         passes.finish()
         passes.statistics.apply(control.statistics.value())
         losses.append(control.values.value()[:2])
@@ -218,32 +223,33 @@ def _precision(case: Case) -> Precision:
     return Precision(case.precision, LossScale() if case.precision == "fp16" else None)
 
 
-def alone(case: Case) -> Seen:
-    """On one rank."""
+def _model(case: Case, precision: Precision) -> nn.Module:
     seed_all(1)
-    model = case.task.model()
-    precision = _precision(case)
-    _unscale(precision, model)
-    return run(case, Accumulate(case.task, model, 4, _context(), precision=precision))
-
-
-def _unscale(precision: Precision, model: nn.Module) -> None:
+    model: nn.Module = case.task.model()
     if precision.loss_scale is not None:
         precision.loss_scale.unscale_gradients(model.parameters())
+    if case.checkpointed:
+        arrange_activations(MemoryConfig(checkpoint_activations="blocks"), case.task, model, CPU)
+    return model
+
+
+def alone(case: Case) -> Seen:
+    """On one rank."""
+    precision = Precision(case.precision, LossScale() if case.precision == "fp16" else None)
+    model = _model(case, precision)
+    return run(case, Accumulate(case.task, model, 4, _context(), precision=precision))
 
 
 def piped(case: Case) -> Seen:
     """On this rank of a pipeline of all ranks of the default group."""
-    seed_all(1)
+    precision = Precision(case.precision, LossScale() if case.precision == "fp16" else None)
     layout = Layout(dist.get_world_size(), virtual_stages(case.schedule))
-    cut = CutModel(case.task, case.task.model(), layout, dist.get_rank())
-    precision = _precision(case)
-    _unscale(precision, cut.model)
+    cut = CutModel(case.task, _model(case, precision), layout, dist.get_rank())
     group = dist.group.WORLD
     assert group is not None
+    context = _context()
     return run(
-        case,
-        Pipeline(case.task, cut, case.schedule, group, 4, _context(), precision=precision),
+        case, Pipeline(case.task, cut, case.schedule, group, 4, context, precision=precision)
     )
 
 
@@ -254,6 +260,8 @@ class Compared(NamedTuple):
         names: of the parameters and buffers of this rank, and of the whole model.
         tied: those that another rank has too, with the bytes of their values.
         numbers: of the parameters of this rank, and of the whole model.
+        bubble: the seconds in schedules and in passes, the bubbles of the formula, and of how many
+            steps.
         apart: the largest difference of losses, evaluation, gradients and tensors.
     """
 
@@ -264,8 +272,10 @@ class Compared(NamedTuple):
     bubble: tuple[float, float, float, int]
 
 
-def _apart(one: Tensor, other: Tensor) -> float:
-    return float((one.double() - other.double()).abs().max())
+def _apart(one: Tensor, other: Tensor, floor: float = 1.0) -> float:
+    """Of the largest number, or of `floor` if that is larger."""
+    one, other = one.double(), other.double()
+    return float((one - other).abs().max() / other.abs().max().clamp(min=floor))
 
 
 def compare(cases: dict[str, Case]) -> dict[str, Compared]:
@@ -279,13 +289,13 @@ def compare(cases: dict[str, Case]) -> dict[str, Compared]:
         passes = part.passes
         found[name] = Compared(
             (set(part.tensors), set(whole.tensors)),
-            {n: part.tensors[n].numpy().tobytes() for n in passes._cut.tied},
+            {n: part.tensors[n].numpy().tobytes() for n in passes.tied},
             (_numel(passes.model), _numel(whole.passes.model)),
             {
                 "losses": _apart(losses, whole.losses),
                 "evaluation": _apart(evaluated, whole.evaluated),
                 "gradients": max(
-                    _apart(part.gradients[n], whole.gradients[n]) for n in part.gradients
+                    _apart(part.gradients[n], whole.gradients[n], 1e-3) for n in part.gradients
                 ),
                 "tensors": max(_apart(part.tensors[n], whole.tensors[n]) for n in part.tensors),
             },
@@ -296,3 +306,49 @@ def compare(cases: dict[str, Case]) -> dict[str, Compared]:
 
 def _numel(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
+
+
+def lose_a_peer(seen: Path) -> None:
+    """Rank 1 is gone in the third step; rank 0 writes what it got, and after how many seconds."""
+    case = Case(Words(layers=4), "1f1b", (4, 4, 4))
+    plain, calls = case.task.loss, []
+
+    def loss(model: nn.Module, batch: Tensor) -> dict[str, Any]:
+        calls.append(time.monotonic())
+        if dist.get_rank() == 1 and len(calls) == 12:  # one was a trial
+            os._exit(1)
+        found: dict[str, Any] = plain(model, batch)
+        return found
+
+    case.task.loss = loss
+    try:
+        piped(case)
+    except RuntimeError:
+        seen.write_text(f"{len(calls)} {time.monotonic() - calls[-1]}")
+
+
+def fail_in_the_task(name: str) -> str:
+    """What each rank gets where the task does something that a pipeline cannot have."""
+    case = Case(Words(layers=4), "1f1b", (4,))
+    plain = case.task.loss
+
+    def loss(model: nn.Module, batch: Tensor) -> dict[str, Any]:
+        if name == "no call":
+            return {"loss": torch.zeros(())}
+        found: dict[str, Any] = plain(model, batch)
+        if name == "two calls":
+            plain(model, batch)
+        return found
+
+    case.task.loss = loss
+    if name == "shapes":
+        sizes = iter([2, 3, 2, 2])
+        batch = case.task.batch
+        case.task.batch = lambda _: batch(next(sizes))
+    try:
+        piped(case)
+    except UserError as error:
+        return str(error)
+    except RuntimeError as error:
+        return type(error).__name__
+    return "nothing"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hvdtrain.models.attention import Attend, attention_of
 from hvdtrain.models.gpt_config import GPTConfig
 
 
@@ -35,27 +36,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-# (q, k, v, probability of dropout, documents) -> y. q and y are (batch, heads, time, head_size);
-# k and v may have fewer heads, each of which serves as many heads of q, neighbours. `documents`
-# (batch, time) numbers the documents in a sequence, which do not see each other; None: it is one.
-Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
-
-
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
-) -> Tensor:
-    """Each position attends to itself and those before it in its document."""
-    share = q.shape[1] // k.shape[1]
-    if documents is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=share > 1
-        )
-    if share > 1:  # CUDA's fused kernel that takes a mask wants as many heads of each
-        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
-    seen = (documents[:, :, None] == documents[:, None, :]).tril()
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], dropout_p=dropout)
-
-
 def positions_in_documents(documents: Tensor) -> Tensor:
     """The position of each token in its document: (batch, time) int64, from 0.
 
@@ -65,6 +45,9 @@ def positions_in_documents(documents: Tensor) -> Tensor:
     places = torch.arange(documents.shape[1], device=documents.device)
     begins = documents.diff(dim=1, prepend=documents[:, :1]) != 0
     return places - torch.where(begins, places, 0).cummax(dim=1).values
+
+
+Split = Callable[[Tensor, int], Tensor]
 
 
 class Attention(nn.Module):
@@ -138,16 +121,22 @@ class GPT(nn.Module):
 
     Args:
         config: sizes; `vocab_size` must be set.
-        attend: what attention computes.
+        attend: what attention computes; None: what `config.attention` names.
+
+    Attributes:
+        split: (a tensor, the dimension of its tokens) -> the tokens that this rank computes, where
+            ranks share each sequence; None: it computes all of them.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: GPTConfig, attend: Attend = causal_attention) -> None:
+    def __init__(self, config: GPTConfig, attend: Attend | None = None) -> None:
         super().__init__()
         assert config.vocab_size is not None
+        attend = attend or attention_of(config)
         self.config = config
+        self.split: Split | None = None
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.positions = (
             nn.Embedding(config.context, config.width) if config.positions == "learned" else None
@@ -179,28 +168,37 @@ class GPT(nn.Module):
                 rising order; each is computed as if it stood alone. None: a sequence is one.
 
         Returns:
-            (batch, time, vocab_size) in the parameters' dtype.
+            (batch, time, vocab_size) in the parameters' dtype; of the tokens of this rank, where
+            ranks share a sequence.
         """
         time = tokens.shape[1]
-        x = self.embedding(tokens)
+        x = self.embedding(self.local(tokens))
         rotary = None
         if self.positions is None:
-            rotary = (self.cos[:time], self.sin[:time])
+            rotary = (self.local(self.cos[:time], 0), self.local(self.sin[:time], 0))
+        elif documents is None:
+            x = x + self.local(self.positions.weight[:time], 0)
         else:
-            positions = self.positions.weight[:time]
-            if documents is not None:
-                positions = positions[positions_in_documents(documents)]
-            x = x + positions
+            x = x + self.positions.weight[self.local(positions_in_documents(documents))]
         x = self.drop(x)
         for block in self.blocks:
             x = block(x, rotary, documents)
         head = self.embedding if self.head is None else self.head
         return F.linear(self.norm(x), head.weight)
 
+    def local(self, x: Tensor, dim: int = 1) -> Tensor:
+        """What this rank computes of `x`, whose dimension `dim` are the tokens of a sequence."""
+        return x if self.split is None else self.split(x, dim)
+
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Mean cross-entropy in nats a token, a scalar; arguments (batch, time) int64."""
+        """Mean cross-entropy in nats a token, a scalar; arguments (batch, time) int64.
+
+        Where ranks share a sequence, it is this rank's part of the mean: theirs add up to it.
+        """
         logits = self(tokens, documents)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        local = self.local(targets)
+        mean = F.cross_entropy(logits.flatten(0, 1), local.flatten())
+        return mean if self.split is None else mean * (local.numel() / targets.numel())
 
     @staticmethod
     def upgrade_checkpoint(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

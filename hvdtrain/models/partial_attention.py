@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Rows of scores that are in memory at a time where no fused kernel serves.
-_ROWS = 512
+from hvdtrain.models.attention_kernels import Three, attend, attend_backward, cast_as_autocast
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,7 @@ def attend_parts(
     Returns:
         (batch, heads, time, head_size), 0 for a query that no part has.
     """
-    kind = q.device.type
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        with torch.autocast(kind, enabled=False):
-            return attend_parts(q, k, v, parts, documents)
+    q, k, v = cast_as_autocast(q, k, v)
     merged: Tensor = _Merged.apply(q, k, v, parts, documents)
     return merged
 
@@ -114,16 +108,18 @@ class _Merged(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, denominators, *documents = ctx.saved_tensors
         heads = k.shape[1]
         sums = [torch.zeros_like(x, dtype=denominators.dtype) for x in (q, k, v)]
         for part in ctx.parts:
-            results = (_folded(part.queries, x, heads) for x in (gradient, y, denominators))
-            seen = _seen(part, tuple(documents) if documents else None)
-            found = attend_backward(
-                *results, *_inputs(part, q, k, v), causal=part.causal, seen=seen
+            results = (
+                _folded(part.queries, gradient, heads),
+                _folded(part.queries, y, heads),
+                _folded(part.queries, denominators, heads),
             )
+            seen = _seen(part, (documents[0], documents[1]) if documents else None)
+            found = attend_backward(results, _inputs(part, q, k, v), part.causal, seen)
             strips = (part.queries, part.keys, part.keys)
             for total, strip, one in zip(sums, strips, found, strict=True):
                 place = strip.of(by_key_heads(total, heads))
@@ -141,7 +137,7 @@ def _folded(strip: Strip, x: Tensor, heads: int) -> Tensor:
     return strip.of(by_key_heads(x, heads)).flatten(2, 3).flatten(0, 1)
 
 
-def _inputs(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(part: Part, q: Tensor, k: Tensor, v: Tensor) -> Three:
     heads = k.shape[1]
     return (
         _folded(part.queries, q, heads),
@@ -179,108 +175,3 @@ def merge_(y: Tensor, denominators: Tensor, other: Tensor, others: Tensor) -> No
     finite = both.masked_fill(both == float("-inf"), 0.0)
     y.mul_((denominators - finite).exp_()).addcmul_(other, (others - finite).exp_())
     denominators.copy_(both)
-
-
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, seen: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Attention, and the logarithm of the softmax's denominators.
-
-    Args:
-        q: (batch, heads, queries, head_size).
-        k, v: (batch, key heads, keys, head_size).
-        causal: there are as many queries as keys, and each sees those up to its own.
-        seen: (batch, 1, queries, keys) bool; None: all.
-
-    Returns:
-        y like q; (batch, heads, queries), float32 or wider, -inf where nothing is seen.
-    """
-    if seen is None and q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    if seen is None and _has_flash(q):
-        y, denominators = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[
-            :2
-        ]
-        return y, denominators
-    rows, denominators = [], []
-    share = q.shape[1] // k.shape[1]
-    k, v = (_wide(x).repeat_interleave(share, dim=1) for x in (k, v))
-    for begin in range(0, q.shape[2], _ROWS):
-        scores = _scores(q, k, begin, causal, seen)
-        denominators.append(scores.logsumexp(-1))
-        rows.append(_probabilities(scores, denominators[-1]) @ v)
-    return torch.cat(rows, dim=2).to(q.dtype), torch.cat(denominators, dim=2)
-
-
-def attend_backward(
-    gradient: Tensor, y: Tensor, denominators: Tensor, q: Tensor, k: Tensor, v: Tensor, *,
-    causal: bool, seen: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v of a part.
-
-    Args:
-        gradient, y: (batch, heads, queries, head_size), of all parts together.
-        denominators: (batch, heads, queries, 1), likewise.
-    """
-    denominators = denominators.squeeze(-1)
-    if seen is None and q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, y, denominators.contiguous(), 0.0, causal
-        )
-    if seen is None and _has_flash(q):
-        return _flash_backward(gradient, y, denominators, (q, k, v), causal)
-    share = q.shape[1] // k.shape[1]
-    wide_k, wide_v = (_wide(x).repeat_interleave(share, dim=1) for x in (k, v))
-    of_k, of_v = torch.zeros_like(wide_k), torch.zeros_like(wide_v)
-    of_q = []
-    for begin in range(0, q.shape[2], _ROWS):
-        rows = slice(begin, begin + _ROWS)
-        incoming = _wide(gradient[:, :, rows])
-        scores = _scores(q, wide_k, begin, causal, seen)
-        shares = _probabilities(scores, denominators[:, :, rows])
-        of_v += shares.mT @ incoming
-        mean = (incoming * y[:, :, rows]).sum(-1, keepdim=True)
-        of_scores = shares * (incoming @ wide_v.mT - mean) * q.shape[-1] ** -0.5
-        of_q.append(of_scores @ wide_k)
-        of_k += of_scores.mT @ _wide(q[:, :, rows])
-    return (
-        torch.cat(of_q, dim=2),
-        of_k.unflatten(1, (-1, share)).sum(2),
-        of_v.unflatten(1, (-1, share)).sum(2),
-    )
-
-
-def _has_flash(q: Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0
-
-
-def _flash_backward(
-    gradient: Tensor, y: Tensor, denominators: Tensor, qkv: tuple[Tensor, ...], causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Without dropout the kernel reads nothing of the lengths of sequences and the random state."""
-    none = torch.empty(0, dtype=torch.int64, device=gradient.device)
-    return torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        gradient, *qkv, y, denominators.contiguous(), none, none,
-        qkv[0].shape[2], qkv[1].shape[2], 0.0, causal, none, none,
-    )  # fmt: skip
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _scores(q: Tensor, k: Tensor, begin: int, causal: bool, seen: Tensor | None) -> Tensor:
-    """Of `_ROWS` queries from `begin` on; -inf where a key is not seen."""
-    rows = slice(begin, begin + _ROWS)
-    scores = _wide(q[:, :, rows]) @ k.mT * q.shape[-1] ** -0.5
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(begin + 1)
-        scores = scores.masked_fill(later, float("-inf"))
-    if seen is not None:
-        scores = scores.masked_fill(~seen[:, :, rows], float("-inf"))
-    return scores
-
-
-def _probabilities(scores: Tensor, denominators: Tensor) -> Tensor:
-    none = denominators == float("-inf")
-    return (scores - denominators.masked_fill(none, 0.0)[..., None]).exp_()

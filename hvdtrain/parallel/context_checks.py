@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvdtrain.errors import require
+from hvdtrain.errors import UserError, require
 from hvdtrain.models.gpt_config import GPTConfig
 
 
@@ -42,6 +42,15 @@ def check_context(model: GPTConfig, ranks: int) -> None:
             length <= local or local % rate == 0,
             f"parallel.context {ranks} gives a rank {local} tokens, which the model.dilation_rates "
             f"{rate} of segments longer than that does not divide",
+        )
+
+
+def check_length(tokens: int, chunks: int, ranks: int) -> None:
+    """Raises UserError: a sequence of so many tokens cannot be cut into equal chunks."""
+    if tokens % chunks:
+        raise UserError(
+            f"a sequence of {tokens} tokens cannot be shared by the {ranks} ranks of "
+            f"parallel.context: it is not a multiple of {chunks}"
         )
 
 

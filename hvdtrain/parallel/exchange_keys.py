@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# What a rank needs: ranges of positions in the sequence of all ranks, in the order wanted.
-Needs = Callable[[int], Sequence[range]]
+# For each rank the ranges of positions, in the sequence of all ranks, that it needs.
+Needs = Sequence[Sequence[range]]
 
 
 def gather_positions(x: Tensor, needs: Needs, group: dist.ProcessGroup) -> Tensor:
@@ -20,10 +20,9 @@ def gather_positions(x: Tensor, needs: Needs, group: dist.ProcessGroup) -> Tenso
 
     Args:
         x: (..., positions, channels) of this rank; rank r has positions r * n to (r + 1) * n - 1.
-        needs: of each rank.
 
     Returns:
-        (..., positions of needs(this rank), channels).
+        (..., positions of needs[this rank], channels).
     """
     gathered: Tensor = _Gather.apply(x, needs, group)
     return gathered
@@ -34,11 +33,10 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, needs: Needs, group: dist.ProcessGroup) -> Tensor:
         ctx.needs, ctx.group, ctx.positions = needs, group, x.shape[-2]
         rank, ranks = group.rank(), group.size()
-        wanted = [_Wanted(needs(rank), owner, x.shape[-2]) for owner in range(ranks)]
-        found = x.new_empty((*x.shape[:-2], sum(map(len, needs(rank))), x.shape[-1]))
+        wanted = [_Wanted(needs[rank], owner, x.shape[-2]) for owner in range(ranks)]
+        found = x.new_empty((*x.shape[:-2], sum(map(len, needs[rank])), x.shape[-1]))
         send = {
-            peer: _Wanted(needs(peer), rank, x.shape[-2]).read_of_owner(x)
-            for peer in range(ranks)
+            peer: _Wanted(needs[peer], rank, x.shape[-2]).read_of_owner(x) for peer in range(ranks)
         }
         shapes = {owner: wanted[owner].shape(x) for owner in range(ranks)}
         for owner, tensor in _swap(send, shapes, x, group).items():
@@ -46,13 +44,13 @@ class _Gather(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         needs, group, positions = ctx.needs, ctx.group, ctx.positions
         rank, ranks = group.rank(), group.size()
         send = {
-            owner: _Wanted(needs(rank), owner, positions).read(gradient) for owner in range(ranks)
+            owner: _Wanted(needs[rank], owner, positions).read(gradient) for owner in range(ranks)
         }
-        given = {peer: _Wanted(needs(peer), rank, positions) for peer in range(ranks)}
+        given = {peer: _Wanted(needs[peer], rank, positions) for peer in range(ranks)}
         shapes = {peer: given[peer].shape(gradient) for peer in range(ranks)}
         total = gradient.new_zeros((*gradient.shape[:-2], positions, gradient.shape[-1]))
         for peer, tensor in sorted(_swap(send, shapes, gradient, group).items()):
@@ -115,9 +113,7 @@ def _swap(
             operations.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=peer))
         received[peer] = like.new_empty(shapes[peer])
         if received[peer].numel():
-            operations.append(
-                dist.P2POp(dist.irecv, received[peer], group=group, group_peer=peer)
-            )
+            operations.append(dist.P2POp(dist.irecv, received[peer], group=group, group_peer=peer))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
     return received

@@ -15,46 +15,47 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hvdtrain.models.partial_attention import (
-    attend,
-    attend_backward,
-    empty_result,
-    merge_,
-    same_document,
-)
+from hvdtrain.models.attention import Attend
+from hvdtrain.models.attention_kernels import attend, attend_backward, cast_as_autocast
+from hvdtrain.models.partial_attention import empty_result, merge_, same_document
+from hvdtrain.parallel.context_checks import check_length
 
 
 @dataclass(frozen=True)
 class ZigZag:
-    """Which tokens of a sequence a rank holds: chunk `rank` of 2 * `ranks`, and the one that is as
-    far from the end.
-    """
+    """Which tokens a rank holds: of 2 * `ranks` chunks the `rank`-th and the `rank`-th last."""
 
     rank: int
     ranks: int
 
     def __call__(self, x: Tensor, dim: int) -> Tensor:
-        """The tokens of this rank; dimension `dim` of x are those of a sequence."""
+        """The tokens of this rank; dimension `dim` of x are those of a sequence.
+
+        Raises:
+            UserError: they cannot be divided so.
+        """
+        check_length(x.shape[dim], 2 * self.ranks, self.ranks)
         chunks = x.chunk(2 * self.ranks, dim)
         return torch.cat((chunks[self.rank], chunks[-1 - self.rank]), dim)
 
 
 @dataclass(frozen=True)
 class RingAttention:
-    """`causal_attention` for q, k and v of the tokens of this rank, and whole `documents`."""
+    """Full attention for q, k and v of the tokens of this rank, and `documents` of all.
 
+    Args:
+        alone: full attention on one rank.
+    """
+
+    alone: Attend
     group: dist.ProcessGroup
 
     @torch.compiler.disable
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
     ) -> Tensor:
-        kind = q.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        with torch.autocast(kind, enabled=False):
-            y: Tensor = _Ring.apply(q, k, v, self.group, documents)
+        q, k, v = cast_as_autocast(q, k, v)
+        y: Tensor = _Ring.apply(q, k, v, self.group, documents)
         return y
 
 
@@ -106,7 +107,7 @@ class _Ring(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, denominators, documents = ctx.saved_tensors
         group: dist.ProcessGroup = ctx.group
         rank, ranks, time = group.rank(), group.size(), q.shape[2]
@@ -119,9 +120,8 @@ class _Ring(torch.autograd.Function):
             piece = _piece(rank, other, time)
             seen = _seen(documents, piece, rank, other, ranks)
             rows, keys = piece.queries, held[:, :, :, piece.keys]
-            results = (x[:, :, rows] for x in (gradient, y, denominators, q))
-            found = attend_backward(*results, keys[0], keys[1], causal=piece.causal, seen=seen)
-            of_q[:, :, rows] += found[0]
+            results = (gradient[:, :, rows], y[:, :, rows], denominators[:, :, rows])
+            found = attend_backward(results, (q[:, :, rows], keys[0], keys[1]), piece.causal, seen)
             place = sums[:, :, :, piece.keys]
             place[0] += found[1]
             place[1] += found[2]

@@ -50,7 +50,6 @@ class RingAttention:
     alone: Attend
     group: dist.ProcessGroup
 
-    @torch.compiler.disable
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
     ) -> Tensor:
@@ -111,7 +110,7 @@ class _Ring(torch.autograd.Function):
         q, k, v, y, denominators, documents = ctx.saved_tensors
         group: dist.ProcessGroup = ctx.group
         rank, ranks, time = group.rank(), group.size(), q.shape[2]
-        of_q = torch.zeros_like(denominators.expand_as(q))
+        of_q = torch.zeros_like(q, dtype=denominators.dtype)
         held = torch.stack((k, v))
         sums = torch.zeros_like(held, dtype=denominators.dtype)
         for turn in range(ranks):
@@ -122,6 +121,7 @@ class _Ring(torch.autograd.Function):
             rows, keys = piece.queries, held[:, :, :, piece.keys]
             results = (gradient[:, :, rows], y[:, :, rows], denominators[:, :, rows])
             found = attend_backward(results, (q[:, :, rows], keys[0], keys[1]), piece.causal, seen)
+            of_q[:, :, rows] += found[0]
             place = sums[:, :, :, piece.keys]
             place[0] += found[1]
             place[1] += found[2]

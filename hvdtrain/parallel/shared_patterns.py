@@ -47,7 +47,6 @@ class SharedDilated:
     alone: DilatedAttention
     group: dist.ProcessGroup
 
-    @torch.compiler.disable
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
     ) -> Tensor:
@@ -109,7 +108,6 @@ class SharedBlockSparse:
     alone: BlockSparseAttention
     group: dist.ProcessGroup
 
-    @torch.compiler.disable
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
     ) -> Tensor:

@@ -86,25 +86,21 @@ def test_ranks_of_a_sequence_compute_another_loss_or_gradient_than_one(ranks: in
         name, positions, with_documents = case
         wanted = _results(_model(name, positions), with_documents)
         for key, tensor in wanted.items():
-            torch.testing.assert_close(
-                torch.as_tensor(found[key]),
-                tensor,
-                rtol=1e-5,
-                atol=1e-5,
-                msg=lambda text: f"{case} {key}: {text}",
-            )
+            error = (torch.as_tensor(found[key]) - tensor).abs().max()
+            # Without rotary positions the biases of keys have no gradient.
+            assert error < 1e-5 * max(tensor.abs().max(), 1e-2), (case, key, error)
 
 
 def _sent() -> list[int]:
     """Positions that this rank receives of others, by pattern, and bits of a second group."""
     received = []
-    irecv = dist.irecv
+    batch_isend_irecv = dist.batch_isend_irecv
 
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        received.append(tensor.numel())
-        return irecv(tensor, *args, **kwargs)
+    def counted(operations: list[dist.P2POp]) -> Any:
+        received.extend(x.tensor.numel() for x in operations if x.op is dist.irecv)
+        return batch_isend_irecv(operations)
 
-    dist.irecv = counted  # type: ignore[assignment]
+    dist.batch_isend_irecv = counted
     totals = []
     tokens = torch.randint(50, (1, CONTEXT), generator=torch.Generator().manual_seed(2))
     for name in PATTERNS:
@@ -147,7 +143,7 @@ def _gradients_of_gathered() -> tuple[list[float], list[float]]:
 def test_positions_are_not_those_asked_for_or_their_gradients_do_not_come_back() -> None:
     found = on_torch_ranks(3, _gradients_of_gathered)
     assert [x for x, _ in found] == [[6, 7, 0, 1, 2], [], [3, 4, 5, 6, 7, 8]]
-    assert sum((x for _, x in found), []) == [0, 1, 2, 3, 4, 5, 12, 14, 8, 0, 0, 0]
+    assert [y for _, x in found for y in x] == [0, 1, 2, 3, 4, 5, 12, 14, 8, 0, 0, 0]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hvdtrain.errors import UserError
 from hvdtrain.models.attention import Attend, BlockSparseAttention, DilatedAttention
-from hvdtrain.models.gpt import GPT
+from hvdtrain.models.gpt import GPT, Attention
 from hvdtrain.parallel.context_checks import check_context
 from hvdtrain.parallel.ring_attention import RingAttention, ZigZag
 from hvdtrain.parallel.shared_patterns import Contiguous, SharedBlockSparse, SharedDilated
@@ -39,8 +39,8 @@ def apply_context(model: GPT, group: dist.ProcessGroup) -> None:
     if group.size() > 1:
         # NCCL wants all ranks in the first call on a group; later only some of them talk.
         dist.all_reduce(torch.zeros(1, device=model.embedding.weight.device), group=group)
-    for block in model.blocks:
-        block.attention.attend = shared(block.attention.attend, group)
+    for attention in _attentions(model):
+        attention.attend = shared(attention.attend, group)
     split = ZigZag if model.config.attention == "full" else Contiguous
     model.split = split(group.rank(), group.size()) if group.size() > 1 else None
 
@@ -65,13 +65,17 @@ def alone(attend: Attend) -> Attend:
 @contextmanager
 def undivided(model: GPT) -> Iterator[None]:
     """Inside, the model computes whole sequences, of any length, on this rank alone."""
-    split, attends = model.split, [block.attention.attend for block in model.blocks]
+    split, kept = model.split, [(each, each.attend) for each in _attentions(model)]
     model.split = None
-    for block, attend in zip(model.blocks, attends, strict=True):
-        block.attention.attend = alone(attend)
+    for attention, attend in kept:
+        attention.attend = alone(attend)
     try:
         yield
     finally:
         model.split = split
-        for block, attend in zip(model.blocks, attends, strict=True):
-            block.attention.attend = attend
+        for attention, attend in kept:
+            attention.attend = attend
+
+
+def _attentions(model: GPT) -> list[Attention]:
+    return [module for module in model.modules() if isinstance(module, Attention)]

@@ -46,6 +46,11 @@ PATTERNS: dict[str, dict[str, Any]] = {
 CASES = list(product(PATTERNS, ("rotary", "learned"), (False, True)))
 
 
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def _model(name: str, positions: str = "rotary") -> GPT:
     torch.manual_seed(0)
     return GPT(replace(SMALL, positions=positions, **PATTERNS[name]))  # type: ignore[arg-type]
@@ -74,7 +79,7 @@ def _shared() -> list[dict[str, Any]]:
     found = []
     for name, positions, with_documents in CASES:
         model = _model(name, positions)
-        apply_context(model, dist.group.WORLD)
+        apply_context(model, _world())
         results = _results(model, with_documents)
         found.append({key: tensor.numpy() for key, tensor in results.items()})
     return found if dist.get_rank() == 0 else []
@@ -88,24 +93,24 @@ def test_ranks_of_a_sequence_compute_another_loss_or_gradient_than_one(ranks: in
         for key, tensor in wanted.items():
             error = (torch.as_tensor(found[key]) - tensor).abs().max()
             # Without rotary positions the biases of keys have no gradient.
-            assert error < 1e-5 * max(tensor.abs().max(), 1e-2), (case, key, error)
+            assert error < 1e-5 * max(tensor.abs().max().item(), 1e-2), (case, key, error)
 
 
 def _sent() -> list[int]:
     """Positions that this rank receives of others, by pattern, and bits of a second group."""
-    received = []
+    received: list[int] = []
     batch_isend_irecv = dist.batch_isend_irecv
 
-    def counted(operations: list[dist.P2POp]) -> Any:
-        received.extend(x.tensor.numel() for x in operations if x.op is dist.irecv)
-        return batch_isend_irecv(operations)
+    def counted(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+        received.extend(x.tensor.numel() for x in p2p_op_list if x.op is dist.irecv)
+        return batch_isend_irecv(p2p_op_list)
 
     dist.batch_isend_irecv = counted
     totals = []
     tokens = torch.randint(50, (1, CONTEXT), generator=torch.Generator().manual_seed(2))
     for name in PATTERNS:
         model = _model(name)
-        apply_context(model, dist.group.WORLD)
+        apply_context(model, _world())
         received.clear()
         with torch.no_grad():
             model(tokens)
@@ -134,7 +139,7 @@ def _gradients_of_gathered() -> tuple[list[float], list[float]]:
     rank = dist.get_rank()
     x = (torch.arange(4.0).view(1, 4, 1) + 4 * rank).requires_grad_()
     needs = [[range(6, 8), range(0, 3)], [range(0, 0)], [range(3, 9)]]
-    found = gather_positions(x, needs, dist.group.WORLD)  # type: ignore[arg-type]
+    found = gather_positions(x, needs, _world())
     (found.square().sum() / 2).backward()
     assert x.grad is not None
     return found.flatten().tolist(), x.grad.flatten().tolist()
@@ -173,7 +178,7 @@ def test_a_sequence_that_ranks_cannot_share_is_shared(
 def _refused() -> list[str]:
     messages = []
     for function in (
-        lambda: apply_context(GPT(replace(SMALL, context=62)), dist.group.WORLD),
+        lambda: apply_context(GPT(replace(SMALL, context=62)), _world()),
         lambda: _shortened("full"),
         lambda: _shortened("local"),
     ):
@@ -185,7 +190,7 @@ def _refused() -> list[str]:
 
 def _shortened(name: str) -> None:
     model = _model(name)
-    apply_context(model, dist.group.WORLD)
+    apply_context(model, _world())
     model(torch.zeros(1, 31, dtype=torch.int64))
 
 

@@ -36,7 +36,8 @@ def grown(name: str, tokens: int) -> float:
     """MiB by which this rank grows in a forward and a backward pass, at the most."""
     context = tokens * dist.get_world_size()
     model = GPT(replace(SMALL, context=context, **pattern(name, context)))
-    apply_context(model, dist.group.WORLD)  # type: ignore[arg-type]
+    assert dist.group.WORLD is not None
+    apply_context(model, dist.group.WORLD)
     for size in (tokens // 8 * dist.get_world_size(), context):
         text = torch.randint(64, (1, size + 1))
         dist.barrier()

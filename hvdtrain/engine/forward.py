@@ -54,6 +54,7 @@ class Forward:
         self._micro_batches = micro_batches
         self._device = context.device
         self._counts = context.mesh.counts
+        self._weighs = context.mesh.weighs
         self._precision = precision
 
     def __call__(
@@ -98,7 +99,7 @@ class Forward:
     def add(self, totals: Totals, values: Values) -> None:
         """Adds those of a training micro-batch, where this rank counts."""
         if self._counts:
-            add_values(totals, values.all, values.pairs, values.all / self._micro_batches, 0)
+            self._add(totals, values, values.all / self._micro_batches, 0)
 
     def add_samples(self, totals: Totals, values: Values, samples: int) -> None:
         """Adds those of a batch in evaluation, where this rank counts.
@@ -107,7 +108,13 @@ class Forward:
             samples: of the batch; one of 0 was computed for the other ranks' sake.
         """
         if self._counts and samples:
-            add_values(totals, values.all, values.pairs, values.all * samples, samples)
+            self._add(totals, values, values.all * samples, samples)
+
+    def _add(self, totals: Totals, values: Values, parts: Tensor, weight: float) -> None:
+        rows = rows_of(values.all, values.pairs, parts, weight)
+        if not self._weighs:
+            rows[1:] = 0.0  # sums of ranks that share a sequence add up, their weights are the same
+        totals.add(rows)
 
     def derived(self, values: dict[str, float]) -> dict[str, float]:
         """What the task makes of the means of an evaluation, beside these."""
@@ -128,14 +135,13 @@ def _wide(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-def add_values(
-    totals: Totals,
+def rows_of(
     values: Tensor,
     pairs: tuple[Tensor, Tensor] | None,
     parts: Tensor,
     weight: float,
-) -> None:
-    """Adds the loss and the metrics of a micro-batch; a value has a column.
+) -> Tensor:
+    """What is added up of the loss and the metrics of a micro-batch; a value has a column.
 
     A value that a task gives as a mean over the samples of a micro-batch is added as its part of
     the mean over the global batch, and in training it has no weight. One that it gives as
@@ -143,11 +149,13 @@ def add_values(
     over the global batch is the sum of the sums over the sum of the weights.
 
     Args:
-        totals: 3 rows: sums, weights, and micro-batches in which it was given as (sum, weight).
         values: of the micro-batch.
         pairs: which of them are (sum, weight), and their weights; None: none is.
         parts: what is added for those that are means.
         weight: of these.
+
+    Returns:
+        3 rows, float64: sums, weights, and whether it was given as (sum, weight).
     """
     rows = torch.zeros(3, len(parts), dtype=torch.float64, device=parts.device)
     if pairs is None:
@@ -158,4 +166,4 @@ def add_values(
         rows[0] = torch.where(is_pair, values, parts)
         rows[1] = torch.where(is_pair, weights, weight)
         rows[2] = is_pair
-    totals.add(rows)
+    return rows

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hvdtrain.errors import UserError
+from hvdtrain.models.attention import Attend, attention_of, causal_attention
 from hvdtrain.models.dropped_attention import dropped_attention
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.vocabulary import cross_entropy
@@ -38,27 +39,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-# (q, k, v, probability of dropout, documents) -> y. q and y are (batch, heads, time, head_size);
-# k and v may have fewer heads, each of which serves as many heads of q, neighbours. `documents`
-# (batch, time) numbers the documents in a sequence, which do not see each other; None: it is one.
-Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
-
-
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
-) -> Tensor:
-    """Each position attends to itself and those before it in its document."""
-    share = q.shape[1] // k.shape[1]
-    if documents is None:
-        return F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=share > 1
-        )
-    if share > 1:  # CUDA's fused kernel that takes a mask wants as many heads of each
-        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
-    seen = (documents[:, :, None] == documents[:, None, :]).tril()
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], dropout_p=dropout)
-
-
 def positions_in_documents(documents: Tensor) -> Tensor:
     """The position of each token in its document: (batch, time) int64, from 0.
 
@@ -68,6 +48,9 @@ def positions_in_documents(documents: Tensor) -> Tensor:
     places = torch.arange(documents.shape[1], device=documents.device)
     begins = documents.diff(dim=1, prepend=documents[:, :1]) != 0
     return places - torch.where(begins, places, 0).cummax(dim=1).values
+
+
+Split = Callable[[Tensor, int], Tensor]
 
 
 class Attention(nn.Module):
@@ -154,16 +137,22 @@ class GPT(nn.Module):
 
     Args:
         config: sizes; `vocab_size` must be set.
-        attend: what attention computes.
+        attend: what attention computes; None: what `config.attention` names.
+
+    Attributes:
+        split: (a tensor, the dimension of its tokens) -> the tokens that this rank computes, where
+            ranks share each sequence; None: it computes all of them.
     """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: GPTConfig, attend: Attend = causal_attention) -> None:
+    def __init__(self, config: GPTConfig, attend: Attend | None = None) -> None:
         super().__init__()
         assert config.vocab_size is not None
+        attend = attend or attention_of(config)
         self.config = config
+        self.split: Split | None = None
         self.embedding = nn.Embedding(config.vocab_size, config.width)
         self.positions = (
             nn.Embedding(config.context, config.width) if config.positions == "learned" else None
@@ -196,6 +185,7 @@ class GPT(nn.Module):
 
         Returns:
             (batch, time, vocab_size) in the parameters' dtype; with tensor parallelism a DTensor.
+            Where ranks share a sequence, of the tokens of this rank.
         """
         x = self.embed(tokens, documents)
         for block in self.blocks:
@@ -212,12 +202,11 @@ class GPT(nn.Module):
 
     def embed(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """What the first block gets: (batch, time, width)."""
-        x = self.embedding(tokens)
-        if self.positions is not None:
-            positions = self.positions.weight[: tokens.shape[1]]
-            if documents is not None:
-                positions = positions[positions_in_documents(documents)]
-            x = x + positions
+        x = self.embedding(self.local(tokens))
+        if self.positions is not None and documents is None:
+            x = x + self.local(self.positions.weight[: tokens.shape[1]], 0)
+        elif self.positions is not None and documents is not None:
+            x = x + self.positions.weight[self.local(positions_in_documents(documents))]
         return self.drop(x)
 
     def apply_block(
@@ -226,7 +215,7 @@ class GPT(nn.Module):
         """One of `blocks`: (batch, time, width) to the same."""
         time, rotary = tokens.shape[1], None
         if self.positions is None:
-            rotary = (self.cos[:time], self.sin[:time])
+            rotary = (self.local(self.cos[:time], 0), self.local(self.sin[:time], 0))
         return block(x, rotary, documents)
 
     def output(self, x: Tensor, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -234,9 +223,25 @@ class GPT(nn.Module):
         head = self.embedding if self.head is None else self.head
         return F.linear(self.norm(x), head.weight)
 
+    def local(self, x: Tensor, dim: int = 1) -> Tensor:
+        """What this rank computes of `x`, whose dimension `dim` are the tokens of a sequence."""
+        return x if self.split is None else self.split(x, dim)
+
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Mean cross-entropy in nats a token, a scalar; arguments (batch, time) int64."""
-        return cross_entropy(self(tokens, documents), targets)
+        """Mean cross-entropy in nats a token, a scalar; arguments (batch, time) int64.
+
+        Where ranks share a sequence, it is this rank's part of the mean: theirs add up to it.
+        """
+        local = self.local(targets)
+        mean = cross_entropy(self(tokens, documents), local)
+        return mean if self.split is None else mean * (local.numel() / targets.numel())
+
+    def set_tensor_part(self, rank: int, size: int) -> None:
+        """Raises UserError where `size` ranks cannot split its heads and its MLP between them."""
+        try:
+            self.config.check_tensor(size)
+        except ValueError as error:
+            raise UserError(str(error)) from None
 
     def tensor_plan(self) -> dict[str, str]:
         """How ranks split it between them, see `apply_tensor`; its logits are split then too.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from hvdtrain.errors import require
@@ -33,6 +33,14 @@ class GPTConfig:
         bias: linear layers inside of the blocks have biases; Llama's have none
         dropout: fraction of activations dropped after embedding, attention and MLP
         tied_embeddings: the embedding is the last layer's matrix too
+        attention: `full`: a token attends to all before it; `dilated`: segment by segment to every
+            n-th (LongNet, arXiv:2307.02486); `block_sparse`: to the blocks just before it and to
+            the first ones
+        segment_lengths: of `dilated`: tokens of a segment, for each pattern
+        dilation_rates: of `dilated`: each pattern takes one token of so many of a segment
+        block_size: of `block_sparse`: tokens of a block
+        local_blocks: of `block_sparse`: blocks that a token sees, its own and those before it
+        global_blocks: of `block_sparse`: blocks at the beginning that all tokens see
     """
 
     layers: int = 4
@@ -50,6 +58,12 @@ class GPTConfig:
     bias: bool = True
     dropout: float = 0.0
     tied_embeddings: bool = True
+    attention: Literal["full", "dilated", "block_sparse"] = "full"
+    segment_lengths: list[int] = field(default_factory=list)
+    dilation_rates: list[int] = field(default_factory=list)
+    block_size: int = 64
+    local_blocks: int = 4
+    global_blocks: int = 1
 
     def __post_init__(self) -> None:
         for name in ("layers", "heads", "kv_heads", "width", "context", "vocab_size", "mlp_width"):
@@ -70,6 +84,12 @@ class GPTConfig:
             f"rotary positions need an even model.width / model.heads, not {self.head_size}",
         )
         require(0 <= self.dropout < 1, f"model.dropout must lie in [0, 1), not {self.dropout}")
+        require(
+            self.attention == "full" or self.dropout == 0,
+            f"model.attention {self.attention} has no dropout: set model.dropout 0",
+        )
+        _check_dilated(self)
+        _check_block_sparse(self)
 
     @property
     def head_size(self) -> int:
@@ -112,3 +132,45 @@ class GPTConfig:
             f"parallel.tensor {degree} does not divide {' and '.join(uneven)}; "
             f"the nearest that does is {nearest}"
         )
+
+
+def _check_dilated(config: GPTConfig) -> None:
+    lengths, rates = config.segment_lengths, config.dilation_rates
+    if config.attention != "dilated":
+        require(
+            not lengths and not rates,
+            "model.segment_lengths and model.dilation_rates are of model.attention dilated, not of "
+            f"{config.attention}",
+        )
+        return
+    require(
+        len(lengths) == len(rates) and len(lengths) > 0,
+        "model.attention dilated needs as many model.segment_lengths as model.dilation_rates, "
+        f"not {len(lengths)} and {len(rates)}",
+    )
+    for length, rate in zip(lengths, rates, strict=True):
+        require(
+            length >= 1 and config.context % length == 0,
+            f"model.segment_lengths: {length} does not divide model.context {config.context}",
+        )
+        require(
+            rate >= 1 and length % rate == 0,
+            f"model.dilation_rates: {rate} does not divide its segment of {length} tokens",
+        )
+    require(
+        1 in rates,
+        f"model.dilation_rates {rates} needs a 1: else there are tokens that attend to none",
+    )
+
+
+def _check_block_sparse(config: GPTConfig) -> None:
+    require(
+        config.local_blocks >= 1 and config.global_blocks >= 0,
+        "model.local_blocks must be >= 1 and model.global_blocks >= 0, not "
+        f"{config.local_blocks} and {config.global_blocks}",
+    )
+    require(config.block_size >= 1, f"model.block_size must be >= 1, not {config.block_size}")
+    require(
+        config.attention != "block_sparse" or config.context % config.block_size == 0,
+        f"model.block_size {config.block_size} does not divide model.context {config.context}",
+    )

@@ -115,6 +115,16 @@ def split_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> Cut
                 "it a method tensor_plan() (docs/parallel.md)"
             )
         apply_tensor(model, mesh.model["tensor"], plan())
+    if parallel.context > 1:
+        from hvdtrain.models.gpt import GPT
+        from hvdtrain.parallel.context import apply_context
+
+        if not isinstance(model, GPT):
+            raise UserError(
+                f"parallel.context {parallel.context}: {of_task} is no GPT, the one model whose "
+                "attention reaches over ranks"
+            )
+        apply_context(model, mesh.model.get_group("context"))
     if parallel.pipeline == 1:
         return None
     from hvdtrain.parallel.cut import CutModel

@@ -81,6 +81,11 @@ class Mesh:
         return not any(at for axis, at in self.coordinates.items() if axis not in (DATA, "shard"))
 
     @cached_property
+    def weighs(self) -> bool:
+        """It is the first of those that share a sequence: what it gives has the whole weight."""
+        return self.coordinates.get("context", 0) == 0
+
+    @cached_property
     def counts(self) -> bool:
         """What its forward passes give is added up; another rank of `tensor` gives the same."""
         return self.coordinates.get("tensor", 0) == 0

@@ -67,6 +67,10 @@ def from_huggingface(
 
 def _layout(config: GPTConfig) -> str:
     """Of the models of transformers, the one that computes the same."""
+    if config.attention != "full":
+        raise UserError(
+            f"transformers has no model with model.attention {config.attention}: it computes full"
+        )
     of_gpt = config.norm == "layer" and config.mlp == "gelu" and config.bias
     if of_gpt and config.key_heads == config.heads:
         return "gpt2" if config.positions == "learned" else "gpt_neox"

@@ -1,0 +1,149 @@
+"""What attention computes: over all earlier tokens, or over a pattern of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from hvdtrain.models.gpt_config import GPTConfig
+from hvdtrain.models.partial_attention import Documents, Part, Strip, attend_parts
+
+# (q, k, v, probability of dropout, documents) -> y. q and y are (batch, heads, time, head_size);
+# k and v may have fewer heads, each of which serves as many heads of q, neighbours. `documents`
+# (batch, time) numbers the documents in a sequence, which do not see each other; None: it is one.
+Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
+
+
+def attention_of(config: GPTConfig) -> Attend:
+    """What `model.attention` names."""
+    if config.attention == "dilated":
+        return DilatedAttention(tuple(config.segment_lengths), tuple(config.dilation_rates))
+    if config.attention == "block_sparse":
+        return BlockSparseAttention(config.block_size, config.local_blocks, config.global_blocks)
+    return causal_attention
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
+) -> Tensor:
+    """Each position attends to itself and those before it in its document."""
+    share = q.shape[1] // k.shape[1]
+    if documents is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=share > 1
+        )
+    if share > 1:  # CUDA's fused kernel that takes a mask wants as many heads of each
+        k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
+    seen = (documents[:, :, None] == documents[:, None, :]).tril()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], dropout_p=dropout)
+
+
+@dataclass(frozen=True)
+class DilatedAttention:
+    """LongNet's attention (Ding et al., arXiv:2307.02486), causal.
+
+    For each segment length and its dilation rate r a sequence is cut into segments, in each of
+    which every r-th position attends to the earlier ones of these; head j of keys, and the heads of
+    queries that it serves, begin at position j modulo r. The results are weighted with the
+    denominators of their softmax: the weights are part of what is differentiated.
+
+    Args:
+        segment_lengths, rates: of each pattern.
+        first_head: number of the first head of keys, where a rank has some of the heads.
+    """
+
+    segment_lengths: Sequence[int]
+    rates: Sequence[int]
+    first_head: int = 0
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
+    ) -> Tensor:
+        parts = [
+            Part(strip, strip, causal=True)
+            for length, rate in zip(self.segment_lengths, self.rates, strict=True)
+            for strip in self.strips(length, rate, q.shape[2], k.shape[1])
+        ]
+        return attend_parts(q, k, v, parts, numbers_by_head(documents, k.shape[1]))
+
+    def strips(self, length: int, rate: int, time: int, heads: int) -> Iterator[Strip]:
+        """The positions of one pattern in `time` tokens, for all offsets of `heads` heads."""
+        full, rest = divmod(time, length)
+        for offset in range(rate):
+            first = (offset - self.first_head) % rate
+            if first >= heads:
+                continue
+            for start, count, size in ((0, full, length), (full * length, 1, rest)):
+                if count and size > offset:
+                    yield Strip(start, count, size, offset, rate, first, rate)
+
+
+@dataclass(frozen=True)
+class BlockSparseAttention:
+    """Blocks of queries attend to their own, to those just before it and to the first ones.
+
+    After the local and global blocks of BigBird (Zaheer et al., arXiv:2007.14062) and of Sparse
+    Transformers (Child et al., arXiv:1904.10509), causal.
+
+    Args:
+        size: tokens of a block.
+        local: blocks of keys that end with the queries' own.
+        first: blocks at the beginning of a sequence that all see.
+    """
+
+    size: int
+    local: int
+    first: int
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
+    ) -> Tensor:
+        parts = list(self.parts(range(q.shape[2])))
+        return attend_parts(q, k, v, parts, numbers_by_head(documents, k.shape[1]))
+
+    def parts(self, queries: range, first_key: int = 0, first_at: int = 0) -> Iterator[Part]:
+        """What some of the queries of a sequence attend to.
+
+        Args:
+            queries: their positions; they begin with a block.
+            first_key: position of the first key that there is.
+            first_at: where among the keys those of the first blocks are.
+        """
+        size = self.size
+        begin, (full, rest) = queries.start // size, divmod(len(queries), size)
+        for back in range(self.local):
+            low = max(begin, back)
+            for block, count, length in ((low, begin + full - low, size), (begin + full, 1, rest)):
+                if count > 0 and length > 0 and block >= back:
+                    yield Part(
+                        Strip(block * size - queries.start, count, length),
+                        Strip((block - back) * size - first_key, count, size if back else length),
+                        causal=back == 0,
+                    )
+        yield from self._first_blocks(queries, first_at)
+
+    def _first_blocks(self, queries: range, first_at: int) -> Iterator[Part]:
+        """Where the local blocks overlap with the first ones, fewer of these are left."""
+        for seen in range(1, self.first + 1):
+            block = self.local - 1 + seen
+            low = max(queries.start, block * self.size)
+            high = queries.stop
+            if seen < self.first:
+                high = min(high, (block + 1) * self.size)
+            if low < high:
+                yield Part(
+                    Strip(low - queries.start, 1, high - low),
+                    Strip(first_at, 1, seen * self.size),
+                    causal=False,
+                )
+
+
+def numbers_by_head(documents: Tensor | None, heads: int) -> Documents:
+    """The documents of queries and keys, where these are the same."""
+    if documents is None:
+        return None
+    numbers = documents[:, None].expand(-1, heads, -1)
+    return numbers, numbers

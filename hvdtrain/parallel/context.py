@@ -1,0 +1,81 @@
+"""Context parallel: ranks share each sequence, and attend to what the others hold of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from hvdtrain.errors import UserError
+from hvdtrain.models.attention import Attend, BlockSparseAttention, DilatedAttention
+from hvdtrain.models.gpt import GPT, Attention
+from hvdtrain.parallel.context_checks import check_context
+from hvdtrain.parallel.ring_attention import RingAttention, ZigZag
+from hvdtrain.parallel.shared_patterns import Contiguous, SharedBlockSparse, SharedDilated
+
+_SHARED = (RingAttention, SharedDilated, SharedBlockSparse)
+
+
+def apply_context(model: GPT, group: dist.ProcessGroup) -> None:
+    """Lets the ranks of `group` share each sequence that the model is given.
+
+    Each is given the whole batch, computes its own tokens of it (`model.local`), and returns their
+    logits; `model.loss` is its part of the mean. So the losses of the group add up to the loss, and
+    a parameter's gradients on them to its gradient. Called by all ranks of the group; again with
+    another group, when one was formed anew.
+
+    Args:
+        group: gloo for a model on CPUs, NCCL on GPUs; its timeout bounds every wait.
+
+    Raises:
+        UserError: the model's sequences cannot be divided so, see `check_context`.
+    """
+    try:
+        check_context(model.config, group.size())
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if group.size() > 1:
+        # NCCL wants all ranks in the first call on a group; later only some of them talk.
+        dist.all_reduce(torch.zeros(1, device=model.embedding.weight.device), group=group)
+    for attention in _attentions(model):
+        attention.attend = shared(attention.attend, group)
+    split = ZigZag if model.config.attention == "full" else Contiguous
+    model.split = split(group.rank(), group.size()) if group.size() > 1 else None
+
+
+def shared(attend: Attend, group: dist.ProcessGroup) -> Attend:
+    """`attend` for q, k and v of the tokens that this rank holds, and `documents` of all."""
+    attend = alone(attend)
+    if group.size() == 1:
+        return attend
+    if isinstance(attend, DilatedAttention):
+        return SharedDilated(attend, group)
+    if isinstance(attend, BlockSparseAttention):
+        return SharedBlockSparse(attend, group)
+    return RingAttention(attend, group)
+
+
+def alone(attend: Attend) -> Attend:
+    """What `shared` was given."""
+    return attend.alone if isinstance(attend, _SHARED) else attend
+
+
+@contextmanager
+def undivided(model: GPT) -> Iterator[None]:
+    """Inside, the model computes whole sequences, of any length, on this rank alone."""
+    split, kept = model.split, [(each, each.attend) for each in _attentions(model)]
+    model.split = None
+    for attention, attend in kept:
+        attention.attend = alone(attend)
+    try:
+        yield
+    finally:
+        model.split = split
+        for attention, attend in kept:
+            attention.attend = attend
+
+
+def _attentions(model: GPT) -> list[Attention]:
+    return [module for module in model.modules() if isinstance(module, Attention)]

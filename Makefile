@@ -21,9 +21,10 @@ export PYTHON
 BIN := $(CURDIR)/.venv/bin
 STAMPS := .venv/stamps
 LOGS := build/tests
-# Two files at a time (of tests/single: two tests, see its conftest.py); those that are marked alone
-# judge a time of seconds, and come after them.
+# Two tests of tests/single at a time (see its conftest.py), three files of tests/cluster, whose tests
+# often wait; those that are marked alone judge a time of seconds, and come after them.
 TWO := -n 2 --dist loadfile
+THREE := -n 3 --dist loadfile
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c .ci/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
@@ -36,8 +37,14 @@ train: $(STAMPS)/horovod-$(GPU)
 
 test: test-single test-gloo test-mpi test-cluster
 
+# Without its bytecode every rank compiles hvdtrain anew (0.3 s), and every worker the tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests of the launchers look for `python`, `hvdtrain` and `horovodrun` on PATH.
 test-fast test-single test-gloo test-mpi test-cluster soak chaos: export PATH := $(BIN):$(PATH)
+
+# Two workers on two cores: threads of their own would wait for each other.
+test-fast test-single: export OMP_NUM_THREADS := 1
 
 test-single: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no $(TWO) -m "not alone" tests/single
@@ -54,7 +61,7 @@ test-gloo test-mpi: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	  || { code=$$?; tail -n 30 $(LOGS)/$@.rank-*.log; exit $$code; }
 
 test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no $(TWO) -m "not alone" tests/cluster
+	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no $(THREE) -m "not alone" tests/cluster
 	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no -m alone tests/cluster
 
 # HVDTRAIN_SOAK_SECONDS: about how long the disturbed run is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import sys
 import time
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
 def _load_run() -> Callable[[Settings, StopFlag, float], int]:
     """Imports torch and Horovod: only when the configuration is well."""
     lazy_dynamo.defer()
+    # Nothing of what an import makes is garbage: looking for it takes 0.3 of 2.8 s of CPU time.
+    gc.disable()
     try:
         from hvdtrain.run.session import run
     except ImportError as error:
@@ -57,6 +60,9 @@ def _load_run() -> Callable[[Settings, StopFlag, float], int]:
             f"Horovod cannot be imported ({error}); build it for this torch and MPI with "
             "`hvdtrain horovod build --install`"
         ) from None
+    finally:
+        gc.freeze()  # nor is it ever looked at again, here or in forked data workers
+        gc.enable()
     return run
 
 

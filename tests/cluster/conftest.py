@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import time
@@ -51,11 +52,17 @@ def runs(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """metrics.jsonl of a run of `PACED` that nothing happened to: one process, no launcher."""
-    root = tmp_path_factory.mktemp("reference")
-    arguments = f"{PACED} --run.root {root} --run.id case".split()
-    # The schedule is that of the disturbed runs, so all their steps are done here.
-    done = run(root / "output", arguments, env={"HVDTRAIN_TEST_PACE": "0"}, timeout=120)
-    assert done.returncode == 0, done
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # that of all workers: the first of them does the run
+    root = base / "reference"
+    with (base / "reference.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not root.exists():
+            arguments = f"{PACED} --run.root {root} --run.id case".split()
+            # The schedule is that of the disturbed runs, so all their steps are done here.
+            done = run(root / "output", arguments, env={"HVDTRAIN_TEST_PACE": "0"}, timeout=120)
+            assert done.returncode == 0, done
     return metrics(root / "case")
 
 

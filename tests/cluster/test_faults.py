@@ -199,23 +199,3 @@ def test_a_link_that_is_cut_stops_training_where_datagrams_do_not_get_through(
     assert_same_curve(running.lines(), reference)
     assert recovered <= 8, f"{recovered:.2f} s without a step: {done}"
     assert "fell silent" not in running.job.output()
-
-
-def test_fewer_ranks_than_the_least_end_the_run_or_go_on(
-    job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
-) -> None:
-    # A survivor and a newcomer call collectives of the task's own, too.
-    task = "--task tests.support.collecting:Collecting"
-    running = job(hosts="node1:1 node2:1", min_np=2, arguments=task, **TWO)
-    running.wait_for_step(10)
-    running.set_hosts("node1:1")
-    running.job.wait_for("node2 is not there any more", 30)
-    running.kill_processes_of("node2")
-    running.job.wait_for("waiting for hosts", 30)
-    step = running.last()["step"]
-    time.sleep(3)
-    assert running.last()["step"] == step, "1 rank trained where 2 are the least"
-    running.set_hosts("node1:1 node2:1")
-    running.wait_for_more(10, 60)
-    running.end()
-    assert_same_curve(running.lines(), reference)

@@ -11,14 +11,17 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from tests.support.cluster import Cluster
-from tests.support.faults import ElasticJob, assert_clean
+from tests.support.faults import ElasticJob, assert_clean, assert_same_curve
 
 TROUBLED = "--task tests.support.troubled:Troubled --checkpoint.every 0"
 HANG_SECONDS = 5
+# Of two ranks, whose steps take as long as those of four.
+PACE = {"HVDTRAIN_TEST_PACE": "0.05"}
 
 
 def test_a_dead_watchdog_ends_the_run_when_its_rank_meets_the_others_again(
@@ -131,6 +134,26 @@ def test_a_newcomer_that_does_not_fit_ends_those_who_train(
     running.wait_for_world(6, 40)
     running.end()
     assert_clean(running.run)
+
+
+def test_fewer_ranks_than_the_least_end_the_run_or_go_on(
+    job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
+) -> None:
+    # A survivor and a newcomer call collectives of the task's own, too.
+    task = "--task tests.support.collecting:Collecting"
+    running = job(hosts="node1:1 node2:1", min_np=2, arguments=task, env=PACE)
+    running.wait_for_step(10)
+    running.set_hosts("node1:1")
+    running.job.wait_for("node2 is not there any more", 30)
+    running.kill_processes_of("node2")
+    running.job.wait_for("waiting for hosts", 30)
+    step = running.last()["step"]
+    time.sleep(3)
+    assert running.last()["step"] == step, "1 rank trained where 2 are the least"
+    running.set_hosts("node1:1 node2:1")
+    running.wait_for_more(10, 60)
+    running.end()
+    assert_same_curve(running.lines(), reference)
 
 
 def _watchdogs(pid: int) -> list[int]:

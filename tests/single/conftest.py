@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,9 +10,6 @@ import pytest
 from tests.support import runs
 
 _STARTERS = (runs.start, runs.run, runs.train)
-# Files whose tests look at one run, which one worker shall do once.
-_NAMES = "generate", "huggingface_runs", "replica_runs", "run_resume", "top", "world_sizes"
-_TOGETHER = tuple(f"/test_{name}.py" for name in _NAMES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,13 +22,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Each test by itself goes to a worker that is free; those of some files go together."""
+    """Each test by itself goes to a worker that is free.
+
+    Those of a file that share something go together: each worker would do its run anew.
+    """
     # --dist loadgroup would do, but pytest 9 does not show xdist's groups to its scheduler.
     from xdist.scheduler import LoadScopeScheduling
+
+    @functools.cache
+    def shares(file: str) -> bool:
+        return 'scope="module"' in (config.rootpath / file).read_text()
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return file if file.endswith(_TOGETHER) else nodeid
+            return file if shares(file) else nodeid
 
     return Scheduling(config, log)

@@ -11,10 +11,11 @@ import pytest
 from tests.support.runs import environment
 
 _TRAIN = """
-import sys
+import gc, sys
 from hvdtrain.train import main
 flags = "--task tests.support.tasks:Regression --optim.name adamw --telemetry.port 0 --run.id case"
 assert main([*flags.split(), "--run.root", sys.argv[1]]) == 0
+assert gc.isenabled()
 """
 _NOT_IMPORTED = "assert 'torch._dynamo.convert_frame' not in sys.modules\n"
 _COMPILE = """

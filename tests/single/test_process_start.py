@@ -15,6 +15,10 @@ import pytest
 from horovod.runner.common.util import env
 from horovod.runner.util import guarded_exec
 
+from hvdtrain.launch.commands import horovodrun
+from tests.support.job import Job
+from tests.support.runs import environment
+
 pytestmark = pytest.mark.slow
 
 SETTINGS = SimpleNamespace(prefix_output_with_timestamp=False)
@@ -28,6 +32,14 @@ def _run(code: str, events: Sequence[threading.Event] = ()) -> tuple[int, str]:
         command, None, SETTINGS, guarded_exec.Output(out, out), list(events)
     )
     return exit_code, out.getvalue()
+
+
+def test_a_launcher_imports_torch_before_it_starts_ranks(tmp_path: Path) -> None:
+    # 2 s in each start, to learn that Gloo is there.
+    (tmp_path / "torch.py").write_text("raise SystemExit('imported')\n")
+    argv = horovodrun(1, ["true"])
+    done = Job([], argv, environment({"PYTHONPATH": str(tmp_path)}), tmp_path / "job").wait(60)
+    assert done.returncode == 0, done
 
 
 @pytest.mark.parametrize(

@@ -51,16 +51,19 @@ def test_a_model_that_cannot_be_trained_does_not_end_with_one_sentence(
 def test_weights_with_channels_last_are_trained_otherwise_than_row_major_ones(
     tmp_path: Path,
 ) -> None:
-    curves = []
-    for task in ("RowMajor", "ChannelsLast"):
-        for launcher in LAUNCHERS:
-            root = tmp_path / task / (launcher[:3] or "one")
-            done = _run(root, task, launcher)
+    constant, curves = "--schedule.name=constant", []
+    # The last two resume from a checkpoint.
+    for task, launcher, parts in (
+        ("RowMajor", "", ["8"]),
+        ("ChannelsLast", "", ["6", "8"]),
+        ("ChannelsLast", "mpirun:2", ["6", "8"]),
+    ):
+        root = tmp_path / task / (launcher[:3] or "one")
+        for steps in parts:
+            done = _run(root, task, launcher, "--train.steps", steps, constant)
             assert done.returncode == 0, done
-            done = _run(root, task, launcher, "--train.steps", "8")  # from its checkpoint
-            assert done.returncode == 0, done
-            assert len(metrics(root / "case")) == 8
-            curves.append(losses(root / "case"))
+        assert len(metrics(root / "case")) == 8
+        curves.append(losses(root / "case"))
     alone, *others = curves
     for other in others:
         assert other == pytest.approx(alone, rel=1e-4)

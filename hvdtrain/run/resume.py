@@ -55,7 +55,7 @@ def _load_after_loss(
     config: Config, components: RunComponents, held: Held, group: Group
 ) -> Path | None:
     """On rank 0: loads the newest checkpoint, which must be there."""
-    if held.recorder is None:
+    if held.recorder is None or group.rank > 0:  # who was rank 0 once has one, too
         return None
     writer = held.recorder.writer
     if writer is not None:  # it may just be writing one

@@ -48,6 +48,8 @@ class ShardedOptimizer(Optimizer):
         rank: this one, in `dealing`.
         version: the step to which this rank's part belongs; None where it holds none.
         complete: all parameters on this rank are of that step.
+        differs: some part of which this rank is not the first holder was updated to other bits by
+            that one.
 
     Raises:
         UserError: a parameter is not contiguous.
@@ -78,6 +80,7 @@ class ShardedOptimizer(Optimizer):
         self.dealing = Dealing((), ())
         self.version: int | None = None
         self.complete = True
+        self.differs = False
 
     # --- who holds what -------------------------------------------------------
 
@@ -178,9 +181,17 @@ class ShardedOptimizer(Optimizer):
             gathered = gather_rows(row, f"zero.{number}")
             others = [s for chunk in chunks for s in chunk]
             sizes = [self._bytes(s).numel() for s in others]
+            held = {s for chunk in self._second(chunks) for s in chunk}
             for s, received in zip(others, gathered.split(sizes), strict=True):
+                if s in held and not torch.equal(self._bytes(s), received):
+                    self.differs = True
                 self._bytes(s).copy_(received)
         self.complete = True
+
+    def _second(self, chunks: Sequence[list[Slice]]) -> list[list[Slice]]:
+        """Of those of all parts, what this rank holds and does not give."""
+        holders = self.dealing.holders
+        return [c for c, ranks in zip(chunks, holders, strict=True) if self.rank in ranks[1:]]
 
     def _chunks(self, part: Sequence[Slice]) -> Iterator[list[Slice]]:
         """A part in pieces that are gathered together with those of the other parts."""

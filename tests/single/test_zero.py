@@ -1,4 +1,4 @@
-"""A sharded optimizer: who holds what, the bits of the whole one, and ranks that die at any point."""
+"""A sharded optimizer: who holds what, the bits of the whole one, ranks that die anywhere."""
 
 from __future__ import annotations
 
@@ -193,9 +193,10 @@ DEATHS = {
 @pytest.mark.parametrize("death", DEATHS)
 def test_a_death_loses_a_step_or_a_part(death: str, dead: tuple[int, ...]) -> None:
     at, count, heard, reached = DEATHS[death]
-    heard = tuple(r for r in heard if r not in dead) or tuple(
-        r for r in range(len(HOSTS)) if r not in dead
-    )[: len(heard)]
+    heard = (
+        tuple(r for r in heard if r not in dead)
+        or tuple(r for r in range(len(HOSTS)) if r not in dead)[: len(heard)]
+    )
     ranks = [_Rank() for _ in HOSTS]
     results = _generation(ranks, HOSTS, 7, Death(dead, at, count, heard))
     assert [r for r, result in enumerate(results) if isinstance(result, DiedError)] == [*dead]

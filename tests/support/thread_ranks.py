@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process, and exchange by memory: any number, any death, at once."""
+"""Ranks that are threads of this process, and exchange by memory: any number, any death."""
 
 from __future__ import annotations
 

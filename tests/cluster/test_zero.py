@@ -1,0 +1,80 @@
+"""An optimizer in parts, on ranks of two hosts that are killed: no step is lost, or it is said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hvdtrain.checkpoint.layout import finished
+from tests.support.cluster import Cluster
+from tests.support.faults import ElasticJob, assert_same_curve, pause
+
+ZERO = "--parallel.zero 1 --train.replica_check_every 5"
+FOUR = 4
+
+pytestmark = pytest.mark.timeout(500)
+
+
+def test_a_killed_rank_or_host_loses_a_part_or_a_step(
+    job: Callable[..., ElasticJob],
+    reference: list[dict[str, Any]],
+    record_property: Callable[[str, object], None],
+) -> None:
+    running = job(arguments=f"{ZERO} --parallel.zero_copies 2")
+    running.wait_for_step(20)
+    faults: dict[str, Callable[[], None]] = {
+        "rank 0": lambda: running.kill(running.numbers()[0]),
+        "host": lambda: running.kill_processes_of("node2"),
+    }
+    seconds = {}
+    for fault, kill in faults.items():
+        running.wait_for_world(FOUR, 90)
+        running.wait_for_more(7, 30)
+        since = time.time()
+        kill()
+        running.wait_for_start(time.time(), 40)
+        seconds[fault] = round(pause(running.lines(), since), 2)
+    record_property("seconds", seconds)
+    running.wait_for_world(FOUR, 90)
+    running.wait_for_more(7, 30)
+    running.end()
+    assert_same_curve(running.lines(), reference)
+    starts = running.events("start")
+    assert {start["source"] for start in starts[1:]} == {"memory"}, starts
+    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+
+
+def test_a_part_of_which_there_is_no_copy_is_made_up_or_ends_the_run(
+    job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
+) -> None:
+    running = job(arguments=f"{ZERO} --parallel.zero_copies 1 --checkpoint.every 10")
+    running.wait_until(lambda: bool(finished(running.run / "checkpoints")), 90, "a checkpoint")
+    running.wait_for_more(3, 30)
+    running.kill(running.numbers("node2")[-1])
+    start = running.wait_for_start(time.time(), 40)
+    assert start["source"] == "checkpoint", start
+    running.job.wait_for("the run goes back to the checkpoint of step", 20)
+    running.wait_for_world(FOUR, 90)
+    running.wait_for_more(5, 30)
+    done = running.end()
+    assert_same_curve(running.lines(), reference)
+    assert (running.run / "left_metrics.jsonl").exists(), done
+
+
+def test_a_part_that_is_lost_before_the_first_checkpoint_is_not_named(
+    cluster: Cluster, job: Callable[..., ElasticJob]
+) -> None:
+    running = job(
+        np=2,
+        hosts="node1:1 node2:1",
+        arguments=f"{ZERO} --parallel.zero_copies 1 --checkpoint.every 0",
+        env={"HVDTRAIN_TEST_PACE": "0.05"},
+    )
+    running.wait_for_step(5)
+    running.kill(1)
+    done = running.job.wait(60)
+    assert done.returncode == 1, done
+    assert "and there is no checkpoint; parallel.zero_copies 2 keeps" in done.stderr, done

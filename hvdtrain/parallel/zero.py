@@ -48,8 +48,6 @@ class ShardedOptimizer(Optimizer):
         rank: this one, in `dealing`.
         version: the step to which this rank's part belongs; None where it holds none.
         complete: all parameters on this rank are of that step.
-        differs: some part of which this rank is not the first holder was updated to other bits by
-            that one.
 
     Raises:
         UserError: a parameter is not contiguous.
@@ -80,7 +78,12 @@ class ShardedOptimizer(Optimizer):
         self.dealing = Dealing((), ())
         self.version: int | None = None
         self.complete = True
-        self.differs = False
+        self._differs = torch.zeros((), dtype=torch.bool, device=self.parameters[0].device)
+
+    @property
+    def differs(self) -> bool:
+        """A part of which this rank is not the first holder has become other bits on that one."""
+        return bool(self._differs)
 
     # --- who holds what -------------------------------------------------------
 
@@ -183,12 +186,12 @@ class ShardedOptimizer(Optimizer):
             sizes = [self._bytes(s).numel() for s in others]
             held = {s for chunk in self._second(chunks) for s in chunk}
             for s, received in zip(others, gathered.split(sizes), strict=True):
-                if s in held and not torch.equal(self._bytes(s), received):
-                    self.differs = True
+                if s in held:
+                    self._differs |= (self._bytes(s) != received).any()
                 self._bytes(s).copy_(received)
         self.complete = True
 
-    def _second(self, chunks: Sequence[list[Slice]]) -> list[list[Slice]]:
+    def _second(self, chunks: Sequence[Sequence[Slice]]) -> list[Sequence[Slice]]:
         """Of those of all parts, what this rank holds and does not give."""
         holders = self.dealing.holders
         return [c for c, ranks in zip(chunks, holders, strict=True) if self.rank in ranks[1:]]

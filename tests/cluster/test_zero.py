@@ -10,17 +10,30 @@ import pytest
 
 from hvdtrain.checkpoint.layout import finished
 from tests.support.cluster import Cluster
-from tests.support.faults import ElasticJob, assert_same_curve, pause
+from tests.support.faults import PACED, ElasticJob, assert_same_curve, pause
+from tests.support.runs import metrics, run
 
-ZERO = "--parallel.zero 1 --train.replica_check_every 5"
-FOUR = 4
+# With a constant rate the undisturbed run needs no more steps than the disturbed ones do.
+CURVE = "--schedule.name constant --train.replica_check_every 5"
+ZERO = f"{CURVE} --parallel.zero 1"
+FOUR, MOST_STEPS = 4, 400
 
 pytestmark = pytest.mark.timeout(500)
 
 
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """metrics.jsonl of one process, to which nothing happened, and whose optimizer is whole."""
+    root = tmp_path_factory.mktemp("curve")
+    flags = f"{PACED} {CURVE} --train.steps {MOST_STEPS} --run.root {root} --run.id case"
+    done = run(root / "output", flags.split(), env={"HVDTRAIN_TEST_PACE": "0"}, timeout=200)
+    assert done.returncode == 0, done
+    return metrics(root / "case")
+
+
 def test_a_killed_rank_or_host_loses_a_part_or_a_step(
     job: Callable[..., ElasticJob],
-    reference: list[dict[str, Any]],
+    curve: list[dict[str, Any]],
     record_property: Callable[[str, object], None],
 ) -> None:
     running = job(arguments=f"{ZERO} --parallel.zero_copies 2")
@@ -41,14 +54,14 @@ def test_a_killed_rank_or_host_loses_a_part_or_a_step(
     running.wait_for_world(FOUR, 90)
     running.wait_for_more(7, 30)
     running.end()
-    assert_same_curve(running.lines(), reference)
+    assert_same_curve(running.lines(), curve)
     starts = running.events("start")
     assert {start["source"] for start in starts[1:]} == {"memory"}, starts
     assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
 
 
 def test_a_part_of_which_there_is_no_copy_is_made_up_or_ends_the_run(
-    job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
+    job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
 ) -> None:
     running = job(arguments=f"{ZERO} --parallel.zero_copies 1 --checkpoint.every 10")
     running.wait_until(lambda: bool(finished(running.run / "checkpoints")), 90, "a checkpoint")
@@ -60,7 +73,7 @@ def test_a_part_of_which_there_is_no_copy_is_made_up_or_ends_the_run(
     running.wait_for_world(FOUR, 90)
     running.wait_for_more(5, 30)
     done = running.end()
-    assert_same_curve(running.lines(), reference)
+    assert_same_curve(running.lines(), curve)
     assert (running.run / "left_metrics.jsonl").exists(), done
 
 

@@ -41,6 +41,7 @@ class _Rank:
         if target < 0:
             self.optimizer.install(self.optimizer.deal(topology), topology.rank, 0)
         else:
+            self.step = target if self.step == target else None  # as Generation does
             hand_over(self.optimizer, topology, target)
             parameters = [p.detach().clone() for p in self.model.parameters()]
             for own, given in zip(

@@ -22,10 +22,12 @@ class PartHash:
 
     def own(self) -> bytes:
         """A digest of each part that this rank holds; as many on each rank."""
-        differs = bytes([self._sharded.optimizer.differs])
-        digests = [self._hash(tensors) for tensors in self._sharded.held().values()]
-        # What a first holder made of its part has replaced what another one made of it.
-        return b"".join(digest[:-1] + differs for digest in digests)
+        digests = []
+        for number, tensors in self._sharded.held().items():
+            # What its first holder made of a part has replaced what this one made of it.
+            differs = self._sharded.optimizer.differs(number)
+            digests.append(self._hash(tensors)[:-1] + bytes([differs]))
+        return b"".join(digests)
 
     def differing(self, digests: Sequence[bytes]) -> list[int]:
         """The ranks that hold some part otherwise than another one does.

@@ -14,6 +14,7 @@ from hvdtrain.run.held import Held
 from hvdtrain.run.init_from import load_initial_weights
 from hvdtrain.run.length import dataset_size, describe
 from hvdtrain.run.model import build_model
+from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import broadcast_json, on_all_ranks
 from hvdtrain.runtime.mesh import Group, Mesh
 from hvdtrain.runtime.topology import Topology
@@ -63,7 +64,8 @@ def _load(
     """On rank 0: loads the replicated parts; returns the checkpoint's folder, if there is one."""
     writer = held.recorder.writer if held.recorder else None
     if lost and writer is not None:  # it may just be writing one
-        writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
+        with heartbeat.OWN.waiting():
+            writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
     checkpoint = (
         held.recorder.choose("auto" if lost else config.run.resume) if held.recorder else None
     )

@@ -10,12 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvdtrain.engine.part_hash import PartHash
+from hvdtrain.engine.tensor_hash import TensorHash
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import build_optimizer, set_learning_rate
 from hvdtrain.parallel.handover import PartLostError, hand_over
 from hvdtrain.parallel.parts import deal, hosts_that_hold_alone
 from hvdtrain.parallel.zero import ShardedOptimizer
+from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.runtime.topology import Topology
 from tests.support.thread_ranks import Death, DiedError, exchange, on_ranks
@@ -229,3 +232,38 @@ def test_a_part_that_nobody_holds_is_made_up(copies: int, dead: tuple[int, ...])
     left = [rank for number, rank in enumerate(ranks) if number not in dead]
     with pytest.raises(PartLostError):
         _generation(left, "a" * len(left), 6)
+
+
+def _differing(ranks: list[_Rank]) -> list[int]:
+    hashes = [
+        PartHash(ShardedOptimizerState(rank.optimizer, rank.model), TensorHash()) for rank in ranks
+    ]
+    return hashes[0].differing([own.own() for own in hashes])
+
+
+@pytest.mark.parametrize("entry", ["exp_avg", "step"])
+def test_a_damaged_copy_of_a_part_is_not_found(entry: str) -> None:
+    ranks = [_Rank() for _ in HOSTS]
+    _generation(ranks, HOSTS, until=3)
+    assert _differing(ranks) == []
+    entries = ranks[2].optimizer.entries()
+    s = ranks[2].optimizer.own_slices()[0]
+    entries[s][entry].view(-1).view(torch.int32)[0] ^= 1 << 12
+    (holders,) = (own for own in ranks[0].optimizer.dealing.holders if own[0] == 2)
+    assert _differing(ranks) == sorted(holders)
+
+
+def test_damaged_parameters_reach_all_ranks_unnoticed() -> None:
+    ranks = [_Rank() for _ in HOSTS]
+    _generation(ranks, HOSTS, until=3)
+    number, start, _ = ranks[2].optimizer.own_slices()[0]
+    with torch.no_grad():
+        ranks[2].optimizer.flat(number).view(torch.int32)[start] ^= 1 << 20
+    work = [partial(_continue, rank) for rank in ranks]
+    on_ranks(work)
+    (holders,) = (own for own in ranks[0].optimizer.dealing.holders if own[0] == 2)
+    assert _differing(ranks) == sorted(holders)
+
+
+def _continue(rank: _Rank) -> None:
+    rank._one_step()

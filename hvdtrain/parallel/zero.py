@@ -72,9 +72,8 @@ class ShardedOptimizer(Optimizer):
         self._elastic = elastic
         self.rank = 0
         self._slices: dict[Slice, nn.Parameter] = {}
-        self._kept: list[Tensor | None] | None = (
-            None  # gradients that no rank may have stepped with
-        )
+        # Gradients that some rank may have stepped with, and this one not.
+        self._kept: list[Tensor | None] | None = None
         self.dealing = Dealing((), ())
         self._differs = torch.zeros(0, dtype=torch.bool)
         self.version: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -10,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvdtrain.config import parse
 from hvdtrain.engine.part_hash import PartHash
 from hvdtrain.engine.tensor_hash import TensorHash
+from hvdtrain.errors import UserError
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import build_optimizer, set_learning_rate
@@ -19,6 +22,7 @@ from hvdtrain.parallel.handover import PartLostError, hand_over
 from hvdtrain.parallel.parts import deal, hosts_that_hold_alone
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
+from hvdtrain.run.start_checks import check_zero
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.runtime.topology import Topology
 from tests.support.thread_ranks import Death, DiedError, exchange, on_ranks
@@ -267,3 +271,37 @@ def test_damaged_parameters_reach_all_ranks_unnoticed() -> None:
 
 def _continue(rank: _Rank) -> None:
     rank._one_step()
+
+
+EXCLUDED = {
+    "--optim.name muon": "optim.name muon wants whole ones: use adamw, adam, sgd or lion",
+    "--optim.name adafactor": "optim.name adafactor wants whole ones",
+    "--optim.name adamw8bit": "optim.name adamw8bit wants whole ones",
+    "--optim.fused true": "excludes optim.fused",
+    "--optim.ema_decay 0.9": "excludes optim.ema_decay",
+    "--exchange.sync_every 4": "excludes exchange.sync_every",
+    "--exchange.reduce adasum": "excludes exchange.reduce adasum",
+    "--parallel.shard 2": "use parallel.shard",
+}
+
+
+@pytest.mark.parametrize("flags", EXCLUDED)
+def test_what_does_not_go_with_parts_is_not_one_sentence(flags: str) -> None:
+    task = ["--task", "tests.support.tasks:Regression"]
+    with pytest.raises(UserError, match=re.escape(EXCLUDED[flags])):
+        parse([*task, "--parallel.zero", "1", *flags.split()])
+
+
+def test_more_copies_than_ranks_are_not_one_sentence() -> None:
+    flags = ["--parallel.zero", "1", "--parallel.zero_copies", "3"]
+    config = parse(["--task", "tests.support.tasks:Regression", *flags]).config
+    with pytest.raises(UserError, match="zero_copies 3 is more than the 2 ranks"):
+        check_zero(config, 2, elastic=False)
+    for ranks, elastic in ((1, False), (2, True), (3, False)):
+        check_zero(config, ranks, elastic)
+
+
+def test_parameters_in_another_order_of_memory_are_cut() -> None:
+    model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with pytest.raises(UserError, match="make them contiguous"):
+        ShardedOptimizer(torch.optim.SGD(model.parameters()), 2)

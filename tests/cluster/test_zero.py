@@ -59,6 +59,25 @@ def test_a_killed_rank_or_host_loses_a_part_or_a_step(
     assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
 
 
+def test_a_death_where_ranks_agree_on_a_step_loses_it(
+    job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
+) -> None:
+    task = "--task tests.support.handover:DyingInStep"
+    running = job(arguments=f"{ZERO} {task}", env={"HVDTRAIN_TEST_DIE": "3:before:10,0:after:20"})
+    running.wait_for_world(FOUR - 1, 90)
+    running.wait_for_step(25, 60)
+    running.wait_for_world(FOUR, 90)
+    running.wait_for_more(7, 30)
+    running.end()
+    assert_same_curve(running.lines(), curve)
+    starts = running.events("start")
+    assert {start["source"] for start in starts[1:]} == {"memory"}, starts
+    failed_after = [start["step"] for start in starts if start["cause"] == "failure"]
+    # Before it nobody has stepped; after it all have, or keep what they step with.
+    assert failed_after == [9, 20], starts
+    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+
+
 def test_a_part_of_which_there_is_no_copy_is_made_up(
     job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
 ) -> None:

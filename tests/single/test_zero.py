@@ -305,3 +305,22 @@ def test_parameters_in_another_order_of_memory_are_cut() -> None:
     model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     with pytest.raises(UserError, match="make them contiguous"):
         ShardedOptimizer(torch.optim.SGD(model.parameters()), 2)
+
+
+def _bytes_held(copies: int, ranks: int) -> int:
+    """The most that any of some ranks keeps of AdamW's state."""
+    made = [_Rank(copies=copies) for _ in range(ranks)]
+    for rank in made:
+        rank.model = nn.Sequential(nn.Linear(64, 30), nn.Linear(30, 7))
+        inner = torch.optim.AdamW(rank.model.parameters())
+        rank.optimizer = ShardedOptimizer(inner, copies, elastic=True)
+    _generation(made, "ab" * (ranks // 2) + "a" * (ranks % 2), until=2)
+    tensors = [[t for e in rank.optimizer.entries().values() for t in e.values()] for rank in made]
+    return max(sum(t.nbytes for t in own) for own in tensors)
+
+
+def test_state_takes_more_memory_than_the_formula_says() -> None:
+    whole = _bytes_held(1, 1)
+    for copies, ranks in ((1, 2), (1, 4), (2, 4), (2, 5), (3, 4)):
+        found = _bytes_held(copies, ranks) / whole
+        assert found == pytest.approx(copies / ranks, rel=0.05), (copies, ranks)

@@ -114,6 +114,11 @@ def _check_zero(config: Any) -> None:
         return
     key = f"parallel.zero {config.parallel.zero}"
     require(
+        config.parallel.replica_size == 1,
+        f"{key} is for models that each rank holds whole: use parallel.shard, which spreads the "
+        "optimizer's state too",
+    )
+    require(
         config.optim.name in _ELEMENTWISE,
         f"{key} gives each rank slices of parameters, and optim.name {config.optim.name} wants "
         f"whole ones: use {', '.join(_ELEMENTWISE[:-1])} or {_ELEMENTWISE[-1]}",

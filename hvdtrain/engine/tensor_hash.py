@@ -11,16 +11,49 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
+
+from hvdtrain.runtime.pieces import Piece
 
 # Words of a block: its products are 2 MiB, which the caches of a core hold.
 _BLOCK = 1 << 18
 # Blocks in one launch on other devices than CPUs, for which launches are what costs.
 _AT_ONCE = 64
 DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True)
+class PieceSums:
+    """The sums of a tensor's blocks, as far as they come from one piece of it; JSON can hold them.
+
+    Args:
+        shape, dtype: of the whole tensor.
+        device: its type.
+        sums: of all blocks, int64 by their bits.
+    """
+
+    shape: list[int]
+    dtype: str
+    device: str
+    sums: list[int]
+
+
+def whole_sums(pieces: Iterable[Mapping[str, PieceSums]]) -> dict[str, PieceSums]:
+    """Those of whole tensors, by name, from what each rank has of them."""
+    found: dict[str, PieceSums] = {}
+    for of_rank in pieces:
+        for name, piece in of_rank.items():
+            known = found.get(name)
+            if known is not None:
+                added = torch.tensor(known.sums) + torch.tensor(piece.sums)
+                piece = replace(piece, sums=added.tolist())
+            found[name] = piece
+    return found
 
 
 class TensorHash:
@@ -34,22 +67,53 @@ class TensorHash:
         self._weights = {weights.device: weights}
 
     @torch.no_grad()
-    def __call__(self, tensors: dict[str, Tensor]) -> bytes:
+    def __call__(
+        self, tensors: Mapping[str, Tensor], spread: Mapping[str, PieceSums] | None = None
+    ) -> bytes:
         """`DIGEST_BYTES` of names, shapes, dtypes and bits; equal NaNs are equal.
 
         Args:
             tensors: of any dtype, on any devices.
+            spread: further ones, of which several ranks have pieces: all of their sums, see
+                `whole_sums`. The digest is that of the whole tensors.
         """
-        names = sorted(tensors)
-        described = [[name, list(tensors[name].shape), str(tensors[name].dtype)] for name in names]
+        others = spread or {}
+        names = sorted({*tensors, *others})
+        described = [
+            [name, list(t.shape), str(t.dtype)]
+            if (t := tensors.get(name)) is not None
+            else [name, others[name].shape, others[name].dtype]
+            for name in names
+        ]
         digest = hashlib.sha256(json.dumps(described).encode())
-        sums: dict[torch.device, list[Tensor]] = {}
+        sums: dict[str, list[Tensor]] = {}
         for name in names:
+            if name in others:
+                known = others[name]
+                sums.setdefault(known.device, []).append(torch.tensor(known.sums))
+                continue
             weights = self._on(tensors[name].device)
-            sums.setdefault(weights.device, []).extend(_block_sums(_words(tensors[name]), weights))
-        for device in sorted(sums, key=str):  # one transfer from each
-            digest.update(torch.cat(sums[device]).cpu().numpy().astype("<i8").tobytes())
+            of_device = sums.setdefault(weights.device.type, [])
+            of_device.extend(_block_sums(_words(tensors[name]), weights))
+        for device in sorted(sums):  # one transfer from each
+            on_one = [part.cpu() for part in sums[device]] if others else sums[device]
+            digest.update(torch.cat(on_one).cpu().numpy().astype("<i8").tobytes())
         return digest.digest()
+
+    @torch.no_grad()
+    def piece(self, tensor: Tensor, piece: Piece) -> PieceSums:
+        """What a flat piece of a larger tensor adds to this one's sums."""
+        weights = self._on(tensor.device)
+        bytes_of_block = 4 * _BLOCK
+        first, before = divmod((piece.start or 0) * tensor.element_size(), bytes_of_block)
+        # A sum is linear in the bits of its words: zeros stand for what others have of a block.
+        data = tensor.contiguous().view(-1).view(torch.uint8)
+        data = torch.nn.functional.pad(data, (before, -(before + len(data)) % 4))
+        sums = torch.cat([*_block_sums(data.view(torch.int32), weights)]).tolist()
+        number = prod(piece.shape) * tensor.element_size() // bytes_of_block + 1
+        # Where it ends with its block, the sum of nothing comes after it.
+        padded = ([0] * first + sums + [0] * number)[:number]
+        return PieceSums([*piece.shape], str(tensor.dtype), tensor.device.type, padded)
 
     def _on(self, device: torch.device) -> Tensor:
         if device not in self._weights:

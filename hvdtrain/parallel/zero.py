@@ -72,10 +72,10 @@ class ShardedOptimizer(Optimizer):
         self._elastic = elastic
         self.rank = 0
         self._slices: dict[Slice, nn.Parameter] = {}
-        self._kept: list[Tensor | None] | None = (
-            None  # gradients that no rank may have stepped with
-        )
+        # Gradients that some rank may have stepped with, and this one not.
+        self._kept: list[Tensor | None] | None = None
         self.dealing = Dealing((), ())
+        self._differs = torch.zeros(0, dtype=torch.bool)
         self.version: int | None = None
         self.complete = True
 
@@ -97,6 +97,8 @@ class ShardedOptimizer(Optimizer):
         """
         self.dealing, self.rank, self.version = dealing, rank, version
         self._kept, self.complete = None, True
+        device = self.parameters[0].device
+        self._differs = torch.zeros(len(dealing.parts), dtype=torch.bool, device=device)
         self._slices = {
             s: nn.Parameter(self.flat(s.number)[s.start : s.stop]) for s in dealing.held(rank)
         }
@@ -176,11 +178,19 @@ class ShardedOptimizer(Optimizer):
             own = [self._bytes(s) for s in chunks[self.rank]]
             row = torch.cat(own) if own else self._bytes(Slice(0, 0, 0))
             gathered = gather_rows(row, f"zero.{number}")
-            others = [s for chunk in chunks for s in chunk]
-            sizes = [self._bytes(s).numel() for s in others]
-            for s, received in zip(others, gathered.split(sizes), strict=True):
-                self._bytes(s).copy_(received)
+            sizes = [self._bytes(s).numel() for chunk in chunks for s in chunk]
+            received = iter(gathered.split(sizes))
+            for part, (chunk, ranks) in enumerate(zip(chunks, self.dealing.holders, strict=True)):
+                for s in chunk:
+                    mine, theirs = self._bytes(s), next(received)
+                    if self.rank in ranks:
+                        self._differs[part] |= (mine != theirs).any()
+                    mine.copy_(theirs)
         self.complete = True
+
+    def differs(self, part: int) -> bool:
+        """The first holder of a part that this rank holds too has made other bits of it."""
+        return bool(self._differs[part])
 
     def _chunks(self, part: Sequence[Slice]) -> Iterator[list[Slice]]:
         """A part in pieces that are gathered together with those of the other parts."""

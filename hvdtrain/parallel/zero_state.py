@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from hvdtrain.checkpoint.spread import SpreadPart, open_part
 from hvdtrain.errors import UserError
+from hvdtrain.log import logger
 from hvdtrain.optim.optimizer import parameter_names
 from hvdtrain.parallel.handover import PartLostError, hand_over
-from hvdtrain.parallel.parts import Slice
+from hvdtrain.parallel.parts import Slice, hosts_that_hold_alone
 from hvdtrain.parallel.zero import Entries, ShardedOptimizer
 from hvdtrain.runtime.pieces import Piece
 from hvdtrain.runtime.state_part import Scope
@@ -79,6 +80,7 @@ class ShardedOptimizerState:
     def begin(self, topology: Topology) -> None:
         """Deals anew what nobody holds yet: the state is as at the start of a run."""
         self.optimizer.install(self.optimizer.deal(topology), topology.rank, version=0)
+        self._warn(topology)
 
     def hand_over(self, topology: Topology, step: int) -> bool:
         """See handover.py; False, on all ranks: nobody holds some part any more."""
@@ -86,7 +88,20 @@ class ShardedOptimizerState:
             hand_over(self.optimizer, topology, step)
         except PartLostError:
             return False
+        self._warn(topology)
         return True
+
+    def _warn(self, topology: Topology) -> None:
+        """Says where a host holds all copies of a part; with one copy every host does."""
+        dealing, several = self.optimizer.dealing, len(topology.ranks_by_host()) > 1
+        alone = hosts_that_hold_alone(dealing, topology.hosts)
+        if topology.rank == 0 and several and len(dealing.holders[0]) > 1 and alone:
+            logger.warning(
+                "parallel.zero_copies %d: %s has too many of the ranks for copies on other hosts: "
+                "its loss would send the run back to a checkpoint",
+                len(dealing.holders[0]),
+                " and ".join(alone),
+            )
 
     def read(self, folder: Path, version: int) -> None:
         """Takes over from a checkpoint what this rank holds, whoever has saved it.

@@ -139,14 +139,15 @@ class Generation:
             `source`; None where no rank could give it.
         """
         held, state, topology = self._held, self._components.state, self._topology
+        if source is not None:
+            # Half a new state is none, should a rank die meanwhile.
+            held.trained = self._statuses[topology.rank] == self._statuses[source]
         lost = source is not None and not state.deal(topology, self._statuses[source].step)
         if source is None or lost:
             source, held.trained = None, False
             on_all_ranks("folder", self._open_folder)
             resume(self._config, self._components, held, topology, lost)
         elif not all_equal(self._statuses):
-            # Half a new state is none, should a rank die meanwhile.
-            held.trained = self._statuses[topology.rank] == self._statuses[source]
             held.initial = False
             if not held.trained:
                 # What it owes is from before a step that it may have taken part in.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from hvdtrain.checkpoint.format import Checkpoint
 from hvdtrain.config import Config
 from hvdtrain.engine.state import RunState
 from hvdtrain.log import logger
@@ -13,7 +14,7 @@ from hvdtrain.run.held import Held
 from hvdtrain.run.init_from import load_initial_weights
 from hvdtrain.run.length import dataset_size, describe
 from hvdtrain.run.model import build_model
-from hvdtrain.run.start_checks import crash
+from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import broadcast_json, on_all_ranks
 from hvdtrain.runtime.mesh import Group, Mesh
 from hvdtrain.runtime.topology import Topology
@@ -42,39 +43,12 @@ def resume(
     logger.info("%s", describe(components.config, size, components.buckets.train))
     for note in components.datasets.notes:
         logger.info("%s", note)
-    load = _load_after_loss if lost else _load
-    folder = on_all_ranks("resume", lambda: load(config, components, held, group))
+    folder = on_all_ranks("resume", lambda: _load(config, components, held, group, lost))
     held.initial = False
     state.broadcast(root=0)
     if state.of_scope("local", "sharded"):
         name = broadcast_json(str(folder.absolute()) if folder else "", "resume.folder")
         on_all_ranks("resume.local", lambda: _load_own(state, Path(name) if name else None, group))
-
-
-def _load_after_loss(
-    config: Config, components: RunComponents, held: Held, group: Group
-) -> Path | None:
-    """On rank 0: loads the newest checkpoint, which must be there."""
-    if held.recorder is None:
-        return None
-    writer = held.recorder.writer
-    if writer is not None:  # it may just be writing one
-        writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
-    died = "ranks died that held parts of the optimizer's state which no other rank has"
-    advice = "parallel.zero_copies 2 keeps each part on two ranks"
-    checkpoint = held.recorder.choose("auto")
-    if checkpoint is None:
-        raise crash(f"{died}, and there is no checkpoint; {advice}")
-    reached = components.state.progress.step
-    components.state.load(checkpoint)
-    step = components.state.progress.step
-    if writer is not None:
-        writer.taken_step = step
-    logger.warning(
-        "%s: from step %d the run goes back to the checkpoint of step %d; %s",
-        died, reached, step, advice,
-    )  # fmt: skip
-    return checkpoint.folder
 
 
 def _load_own(state: RunState, folder: Path | None, group: Group) -> None:
@@ -84,12 +58,24 @@ def _load_own(state: RunState, folder: Path | None, group: Group) -> None:
         state.read_pieces(folder)
 
 
-def _load(config: Config, components: RunComponents, held: Held, group: Group) -> Path | None:
+def _load(
+    config: Config, components: RunComponents, held: Held, group: Group, lost: bool
+) -> Path | None:
     """On rank 0: loads the replicated parts; returns the checkpoint's folder, if there is one."""
-    checkpoint = held.recorder.choose(config.run.resume) if held.recorder else None
+    writer = held.recorder.writer if held.recorder else None
+    if lost and writer is not None:  # it may just be writing one
+        with heartbeat.OWN.waiting():
+            writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
+    checkpoint = (
+        held.recorder.choose("auto" if lost else config.run.resume) if held.recorder else None
+    )
+    if lost and group.rank == 0:
+        _say_lost(components.state.progress.step, checkpoint)
     if checkpoint is not None:
         components.state.load(checkpoint)
         logger.info("resumed from the checkpoint of step %d", components.state.progress.step)
+        if writer is not None:  # what it took beyond that counts no more
+            writer.taken_step = min(writer.taken_step, components.state.progress.step)
         return checkpoint.folder
     if not held.initial and group.rank == 0:
         # Half of a state whose source died, or of one that was left behind.
@@ -98,3 +84,15 @@ def _load(config: Config, components: RunComponents, held: Held, group: Group) -
     if config.run.init_from is not None and group.rank == 0:
         load_initial_weights(components.state.model, config.run.init_from, config.run.init_strict)
     return None
+
+
+def _say_lost(reached: int, checkpoint: Checkpoint | None) -> None:
+    where = (
+        f"to the checkpoint of step {checkpoint.state['step']}" if checkpoint else "to its start"
+    )
+    logger.warning(
+        "ranks are gone that held parts of the optimizer's state which no other rank has: from "
+        "step %d the run goes back %s; parallel.zero_copies 2 keeps each part on two ranks",
+        reached,
+        where,
+    )

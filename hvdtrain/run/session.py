@@ -38,6 +38,7 @@ from hvdtrain.run.start_checks import (
     check_exchange,
     check_profiled_ranks,
     check_same_configuration,
+    check_zero,
     crash,
 )
 from hvdtrain.runtime import environment, heartbeat
@@ -204,6 +205,9 @@ class Session:
         on_all_ranks(
             "exchange",
             lambda: check_exchange(config, topology.world_size, membership is not None),
+        )
+        on_all_ranks(
+            "zero", lambda: check_zero(config, topology.world_size, membership is not None)
         )
         on_all_ranks("batch", lambda: check_batch(config, membership is not None))
         on_all_ranks("parallel", lambda: check_spanning(config, topology, membership is not None))

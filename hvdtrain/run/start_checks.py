@@ -101,6 +101,20 @@ def check_exchange(config: Config, world_size: int, elastic: bool) -> None:
         )
 
 
+def check_zero(config: Config, world_size: int, elastic: bool) -> None:
+    """Copies that there are no ranks for; an elastic run may have them later.
+
+    Raises:
+        UserError: parallel.zero_copies is too large.
+    """
+    copies = config.parallel.zero_copies
+    if config.parallel.zero and not elastic and copies > world_size > 1:
+        raise UserError(
+            f"parallel.zero_copies {copies} is more than the {world_size} ranks: give at most "
+            f"{world_size}, with which each of them holds all of the optimizer's state"
+        )
+
+
 def check_batch(config: Config, elastic: bool) -> None:
     """A batch that follows from the ranks, and ranks that come and go.
 

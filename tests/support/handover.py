@@ -12,6 +12,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.parallel import zero
 from tests.support.tasks import Paced
 
 
@@ -41,3 +42,34 @@ class LargeState(Paced):
         numbers = int(float(os.environ["HVDTRAIN_TEST_MEGABYTES"]) * 1e6 / 4)
         model.register_buffer("large", torch.arange(numbers, dtype=torch.float32))
         return model
+
+
+class DyingInStep(Paced):
+    """Paced; processes are killed where the ranks of a sharded optimizer agree on a step.
+
+    HVDTRAIN_TEST_DIE=3:before:10,2:after:20: process 3 (as its launcher counts) before its 10th
+    agreement, process 2 after its 20th, when others step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = psutil.Process().environ()  # as it was at the start
+        for entry in filter(None, own.get("HVDTRAIN_TEST_DIE", "").split(",")):
+            number, place, at = entry.split(":")
+            if number == own.get("HOROVOD_RANK"):
+                self._die(place, int(at))
+
+    def _die(self, place: str, at: int) -> None:
+        agree, calls = zero.sum_, 0
+
+        def dying(values: Tensor, name: str) -> Tensor:
+            nonlocal calls
+            calls += 1
+            if place == "before" and calls == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = agree(values, name)
+            if calls == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        zero.sum_ = dying

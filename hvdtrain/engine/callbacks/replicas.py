@@ -10,12 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hvdtrain.engine.loop import Loop, StepRecord
+from hvdtrain.engine.part_hash import PartHash
 from hvdtrain.engine.state import RunState
-from hvdtrain.engine.tensor_hash import TensorHash
+from hvdtrain.engine.tensor_hash import DIGEST_BYTES, TensorHash
 from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError, gather_bytes
 from hvdtrain.runtime.topology import Topology
+
+_NOTHING_SAVED = (
+    "nothing of this was saved: start again with the same run.id to resume from the newest "
+    "checkpoint, on other hosts if it happens again"
+)
 
 
 class ReplicaCheck:
@@ -43,18 +49,27 @@ class ReplicaCheck:
         self._state = state
         self._emit = emit
         self._hash = TensorHash()
+        self._parts = PartHash(state.sharded, self._hash) if state.sharded else None
         self._alike = state.progress.step  # the latest step after which all were alike
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         """Compares where it is due.
 
         Raises:
-            AgreedError: no group of ranks is larger than all others: nobody knows who is right.
+            AgreedError: no group of ranks is larger than all others: nobody knows who is right. Or
+                those that hold one part of the optimizer's state differ.
         """
         if not self._due(loop):
             return
         step = loop.progress.step
-        digests = gather_bytes(self._digest(), "replicas")
+        own = self._parts.own() if self._parts else b""
+        told = gather_bytes(self._digest() + own, "replicas")
+        digests = [theirs[:DIGEST_BYTES] for theirs in told]
+        if self._parts is not None:
+            differing = self._parts.differing([theirs[DIGEST_BYTES:] for theirs in told])
+            if differing:
+                message = _parts_differ(differing, loop.topology, step, self._alike)
+                raise AgreedError(message, EXIT_CRASH, 0)
         majority = largest_group(digests)
         if majority is None:
             raise AgreedError(
@@ -74,7 +89,8 @@ class ReplicaCheck:
             )
             self._emit("healed", step=step, ranks=damaged)
         self._alike = step
-        record["state_hash"] = digests[majority[0]].hex()
+        whole = self._parts.whole(self._state.compared()) if self._parts else None
+        record["state_hash"] = (whole or digests[majority[0]]).hex()
 
     def _due(self, loop: Loop) -> bool:
         saved = self._save_every > 0 and loop.due(self._save_every)
@@ -113,8 +129,15 @@ def _no_majority(digests: Sequence[bytes], topology: Topology, step: int, alike:
     return (
         f"step {step}: parameters or optimizer state differ between {len(groups)} groups of ranks "
         f"({parts}) and none is the largest, so nobody knows who is right (they were alike after "
-        f"step {alike}); nothing of this was saved: start again with the same run.id to resume "
-        "from the newest checkpoint, on other hosts if it happens again"
+        f"step {alike}); {_NOTHING_SAVED}"
+    )
+
+
+def _parts_differ(ranks: Sequence[int], topology: Topology, step: int, alike: int) -> str:
+    return (
+        f"step {step}: {_names(ranks, topology)} hold copies of parts of the optimizer's state "
+        "(parallel.zero) or of the parameters that differ, so nobody knows who is right (they were "
+        f"alike after step {alike}); {_NOTHING_SAVED}"
     )
 
 

@@ -1,0 +1,61 @@
+"""Hashes of an optimizer's state that ranks hold in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from torch import Tensor
+
+from hvdtrain.engine.tensor_hash import DIGEST_BYTES, PieceSums, TensorHash, whole_sums
+from hvdtrain.parallel.zero_state import ShardedOptimizerState
+from hvdtrain.runtime.collectives import gather_json
+from hvdtrain.runtime.pieces import Piece
+
+
+class PartHash:
+    """Compares the ranks that hold the same part, and hashes what all hold together."""
+
+    def __init__(self, sharded: ShardedOptimizerState, of_tensors: TensorHash) -> None:
+        self._sharded = sharded
+        self._hash = of_tensors
+
+    def own(self) -> bytes:
+        """A digest of each part that this rank holds; as many on each rank."""
+        digests = []
+        for number, tensors in self._sharded.held().items():
+            # What its first holder made of a part has replaced what this one made of it.
+            differs = self._sharded.optimizer.differs(number)
+            digests.append(self._hash(tensors)[:-1] + bytes([differs]))
+        return b"".join(digests)
+
+    def differing(self, digests: Sequence[bytes]) -> list[int]:
+        """The ranks that hold some part otherwise than another one does.
+
+        Args:
+            digests: of each rank, what `own` gave there.
+        """
+        dealing, found = self._sharded.optimizer.dealing, set[int]()
+        for number, ranks in enumerate(dealing.holders):
+            seen = set()
+            for rank in ranks:
+                start = dealing.parts_of(rank).index(number) * DIGEST_BYTES
+                seen.add(digests[rank][start : start + DIGEST_BYTES])
+            if len(seen) > 1:
+                found.update(ranks)
+        return sorted(found)
+
+    def whole(self, replicated: Mapping[str, Tensor]) -> bytes:
+        """The digest that the state has where no part of it is spread; every rank calls it.
+
+        Args:
+            replicated: the other tensors.
+        """
+        name, pieces = self._sharded.name, self._sharded.pieces()
+        own = {
+            f"{name}/{key}": asdict(self._hash.piece(t, pieces.get(key) or Piece((*t.shape,), 0)))
+            for key, t in self._sharded.tensors().items()
+        }
+        told = gather_json(own, "replicas.parts")
+        spread = whole_sums({n: PieceSums(**s) for n, s in theirs.items()} for theirs in told)
+        return self._hash(replicated, spread)

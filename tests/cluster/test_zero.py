@@ -1,0 +1,114 @@
+"""An optimizer in parts, on ranks of two hosts that are killed: no step is lost, or it is said."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hvdtrain.checkpoint.layout import finished
+from tests.support.faults import PACED, ElasticJob, assert_same_curve, pause
+from tests.support.runs import metrics, run
+
+# With a constant rate the undisturbed run needs no more steps than the disturbed ones do.
+CURVE = "--schedule.name constant --train.replica_check_every 5"
+ZERO = f"{CURVE} --parallel.zero 1"
+FOUR, MOST_STEPS = 4, 400
+
+pytestmark = pytest.mark.timeout(500)
+
+
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """metrics.jsonl of one process, to which nothing happened, and whose optimizer is whole."""
+    root = tmp_path_factory.mktemp("curve")
+    flags = f"{PACED} {CURVE} --train.steps {MOST_STEPS} --run.root {root} --run.id case"
+    done = run(root / "output", flags.split(), env={"HVDTRAIN_TEST_PACE": "0"}, timeout=200)
+    assert done.returncode == 0, done
+    return metrics(root / "case")
+
+
+def test_a_killed_rank_or_host_loses_a_part_or_a_step(
+    job: Callable[..., ElasticJob],
+    curve: list[dict[str, Any]],
+    record_property: Callable[[str, object], None],
+) -> None:
+    running = job(arguments=f"{ZERO} --parallel.zero_copies 2")
+    running.wait_for_step(20)
+    faults: dict[str, Callable[[], None]] = {
+        "rank 0": lambda: running.kill(running.numbers()[0]),
+        "host": lambda: running.kill_processes_of("node2"),
+    }
+    seconds = {}
+    for fault, kill in faults.items():
+        running.wait_for_world(FOUR, 90)
+        running.wait_for_more(7, 30)
+        since = time.time()
+        kill()
+        running.wait_for_start(time.time(), 40)
+        seconds[fault] = round(pause(running.lines(), since), 2)
+    record_property("seconds", seconds)
+    running.wait_for_world(FOUR, 90)
+    running.wait_for_more(7, 30)
+    running.end()
+    assert_same_curve(running.lines(), curve)
+    starts = running.events("start")
+    assert {start["source"] for start in starts[1:]} == {"memory"}, starts
+    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+
+
+def test_a_death_where_ranks_agree_on_a_step_loses_it(
+    job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
+) -> None:
+    task = "--task tests.support.handover:DyingInStep"
+    running = job(arguments=f"{ZERO} {task}", env={"HVDTRAIN_TEST_DIE": "3:before:10,0:after:20"})
+    running.wait_for_world(FOUR - 1, 90)
+    running.wait_for_step(25, 60)
+    running.wait_for_world(FOUR, 90)
+    running.wait_for_more(7, 30)
+    running.end()
+    assert_same_curve(running.lines(), curve)
+    starts = running.events("start")
+    assert {start["source"] for start in starts[1:]} == {"memory"}, starts
+    failed_after = [start["step"] for start in starts if start["cause"] == "failure"]
+    # Before it nobody has stepped; after it all have, or keep what they step with.
+    assert failed_after == [9, 20], starts
+    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+
+
+def test_a_part_of_which_there_is_no_copy_is_made_up(
+    job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
+) -> None:
+    running = job(arguments=f"{ZERO} --parallel.zero_copies 1 --checkpoint.every 10")
+    running.wait_until(lambda: bool(finished(running.run / "checkpoints")), 90, "a checkpoint")
+    running.wait_for_more(3, 30)
+    running.kill(running.numbers("node2")[-1])
+    start = running.wait_for_start(time.time(), 40)
+    assert start["source"] == "checkpoint", start
+    running.job.wait_for("the run goes back to the checkpoint of step", 20)
+    running.wait_for_world(FOUR, 90)
+    running.wait_for_more(5, 30)
+    done = running.end()
+    assert_same_curve(running.lines(), curve)
+    assert (running.run / "left_metrics.jsonl").exists(), done
+
+
+def test_a_part_that_is_lost_before_the_first_checkpoint_is_made_up(
+    job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
+) -> None:
+    running = job(
+        np=2,
+        hosts="node1:1 node2:1",
+        arguments=f"{ZERO} --parallel.zero_copies 1 --checkpoint.every 0",
+        env={"HVDTRAIN_TEST_PACE": "0.05"},
+    )
+    running.wait_for_step(5)
+    running.kill(1)
+    running.job.wait_for("the run goes back to its start", 60)
+    running.wait_until(lambda: len(running.events("start")) > 1, 30, "second start")
+    assert running.events("start")[1]["source"] == "new"
+    running.wait_for_step(7)
+    running.end()
+    assert_same_curve(running.lines(), curve)

@@ -1,0 +1,91 @@
+"""Tensors in pieces: put together from any files, or refused where one is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from hvdtrain.checkpoint.format import Checkpoint, Shared, write, write_own_files
+from hvdtrain.checkpoint.layout import DamagedError, file_of_rank, verify
+from hvdtrain.checkpoint.spread import SpreadPart, open_part
+from hvdtrain.runtime.pieces import Piece, assemble, flat_range
+
+WHOLE = torch.arange(24.0).view(4, 6)
+FLAT = [(0, 5), (5, 6), (6, 24)]
+
+
+def _flat(start: int, stop: int) -> tuple[Piece, Tensor]:
+    return Piece((4, 6), start), WHOLE.view(-1)[start:stop]
+
+
+def _box(row: int, column: int, height: int, width: int) -> tuple[Piece, Tensor]:
+    box = WHOLE[row : row + height, column : column + width]
+    return Piece((4, 6), offsets=(row, column)), box
+
+
+BOXES = [_box(0, 0, 4, 2), _box(0, 2, 1, 4), _box(1, 2, 3, 4)]
+
+
+def test_boxes_or_rows_are_put_together_in_another_order() -> None:
+    assert torch.equal(assemble(BOXES), WHOLE)
+    assert torch.equal(assemble([_flat(*ends) for ends in reversed(FLAT)]), WHOLE)
+    assert torch.equal(flat_range(BOXES, 3, 11), WHOLE.view(-1)[3:11])
+    # What lies outside of the range need not be there.
+    assert torch.equal(flat_range([_flat(0, 5), _flat(5, 9)], 4, 8), WHOLE.view(-1)[4:8])
+    scalar = torch.tensor(3.0)
+    assert torch.equal(assemble([(Piece((), 0), scalar.view(1))]), scalar)
+
+
+def test_a_piece_is_described_as_another_one() -> None:
+    for piece, _ in (*BOXES, _flat(5, 6)):
+        assert Piece.of(piece.described()) == piece
+
+
+@pytest.mark.parametrize("pieces", [BOXES[:2], [_flat(0, 5), _flat(6, 24)]])
+def test_a_missing_piece_is_made_up(pieces: list[tuple[Piece, Tensor]]) -> None:
+    part = SpreadPart({"w": pieces}, "checkpoint x")
+    with pytest.raises(DamagedError, match=r"checkpoint x: w: its pieces have \d+ elements of 24"):
+        part.whole("w")
+    with pytest.raises(DamagedError):
+        part.range("w", 0, 24)
+
+
+def _save(root: Path) -> Path:
+    """A checkpoint of three ranks, each with a row of `w`; the first has a step count too."""
+    hidden = ".step_00000003.here.1.0.tmp"
+    captured = []
+    for rank, ends in enumerate(FLAT):
+        piece, tensor = _flat(*ends)
+        name = file_of_rank("optimizer", rank)
+        tensors = {"w/exp_avg": tensor} | ({"w/step": torch.tensor(3.0)} if rank == 0 else {})
+        others = tuple(file_of_rank("optimizer", other) for other in (1, 2))
+        shared = Shared(hidden, others if rank == 0 else ())
+        pieces = {name: {"w/exp_avg": piece}}
+        captured.append(Checkpoint({name: tensors}, {"step": 3}, shared, pieces=pieces))
+    for checkpoint in captured[1:]:
+        write_own_files(root, checkpoint)
+    return write(root, captured[0])
+
+
+def test_pieces_in_files_are_lost_or_kept_from_other_programs(tmp_path: Path) -> None:
+    folder = _save(tmp_path)
+    verify(folder)
+    part = open_part(folder, "optimizer")
+    assert part is not None and part.names() == ["w/exp_avg", "w/step"]
+    assert torch.equal(part.whole("w/exp_avg"), WHOLE)
+    assert torch.equal(part.whole("w/step"), torch.tensor(3.0))
+    assert torch.equal(part.range("w/exp_avg", 4, 8), WHOLE.view(-1)[4:8])
+    theirs = load_file(folder / "optimizer.rank_00002.safetensors")
+    assert torch.equal(theirs["w/exp_avg"], WHOLE.view(-1)[6:])
+    assert open_part(folder, "ema") is None
+
+
+def test_a_damaged_piece_is_used(tmp_path: Path) -> None:
+    damaged = _save(tmp_path) / "optimizer.rank_00002.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
+    with pytest.raises(DamagedError, match=damaged.name):
+        open_part(damaged.parent, "optimizer")

@@ -1,0 +1,326 @@
+"""A sharded optimizer: who holds what, the bits of the whole one, ranks that die anywhere."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hvdtrain.config import parse
+from hvdtrain.engine.part_hash import PartHash
+from hvdtrain.engine.tensor_hash import TensorHash
+from hvdtrain.errors import UserError
+from hvdtrain.optim.config import OptimConfig
+from hvdtrain.optim.masters import MasterWeights
+from hvdtrain.optim.optimizer import build_optimizer, set_learning_rate
+from hvdtrain.parallel.handover import PartLostError, hand_over
+from hvdtrain.parallel.parts import deal, hosts_that_hold_alone
+from hvdtrain.parallel.zero import ShardedOptimizer
+from hvdtrain.parallel.zero_state import ShardedOptimizerState
+from hvdtrain.run.start_checks import check_zero
+from hvdtrain.runtime.collectives import RankLostError
+from hvdtrain.runtime.topology import Topology
+from tests.support.thread_ranks import Death, DiedError, exchange, on_ranks
+
+HOSTS = "aabb"
+SIZES = [40, 5, 1, 17]
+
+
+class _Rank:
+    """A process: it holds a model through all generations that it lives in."""
+
+    def __init__(
+        self, name: str = "adamw", copies: int = 2, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.model = _model(dtype)
+        wrap = MasterWeights if dtype == torch.bfloat16 else None
+        inner = build_optimizer(OptimConfig(name=name), self.model)  # type: ignore[arg-type]
+        self.optimizer = ShardedOptimizer(inner, copies, elastic=True, wrap=wrap)
+        self.step: int | None = None  # None: it has not the run's state yet
+
+    def train(self, topology: Topology, source: int, target: int, until: int) -> int:
+        """A generation: takes over, and steps; returns after which step it began."""
+        if target < 0:
+            self.optimizer.install(self.optimizer.deal(topology), topology.rank, 0)
+        else:
+            self.step = target if self.step == target else None  # as Generation does
+            hand_over(self.optimizer, topology, target)
+            parameters = [p.detach().clone() for p in self.model.parameters()]
+            for own, given in zip(
+                self.model.parameters(), exchange("model", parameters)[source], strict=True
+            ):
+                own.data.copy_(given)
+        self.step = max(target, 0)
+        while self.step < until:
+            self._one_step()
+        return max(target, 0)
+
+    def _one_step(self) -> None:
+        assert self.step is not None
+        _set_gradients(self.model, self.step)
+        set_learning_rate(self.optimizer, _rate(self.step))
+        exchange("gradients", None)
+        skipped = self.step == 4
+        self.optimizer.agree(not skipped)
+        if not skipped:
+            self.optimizer.step()
+        self.step += 1
+        self.optimizer.gather()
+
+
+def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(17))
+    model.register_parameter("scalar", nn.Parameter(torch.randn(())))
+    model[1].bias.requires_grad_(False)
+    return model.to(dtype)
+
+
+def _rate(step: int) -> float:
+    return 0.1 / (step + 1)
+
+
+def _set_gradients(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for name, p in model.named_parameters():
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        if name == "0.bias" and step < 2:  # it rests
+            p.grad = None
+
+
+def _whole(steps: int, name: str, dtype: torch.dtype) -> tuple[nn.Module, Optimizer]:
+    """What one process has, whose optimizer is whole."""
+    model = _model(dtype)
+    optimizer: Optimizer = build_optimizer(OptimConfig(name=name), model)  # type: ignore[arg-type]
+    if dtype == torch.bfloat16:
+        optimizer = MasterWeights(optimizer)
+    for step in range(steps):
+        if step != 4:
+            _set_gradients(model, step)
+            set_learning_rate(optimizer, _rate(step))
+            optimizer.step()
+    return model, optimizer
+
+
+def _generation(
+    ranks: list[_Rank], hosts: str, until: int, death: Death | None = None
+) -> list[object]:
+    steps = [-1 if rank.step is None else rank.step for rank in ranks]
+    source = steps.index(max(steps))
+    work: list[Callable[[], object]] = [
+        partial(
+            rank.train,
+            Topology(number, len(ranks), 0, 1, tuple(hosts)),
+            source,
+            max(steps),
+            until,
+        )
+        for number, rank in enumerate(ranks)
+    ]
+    return on_ranks(work, death)
+
+
+def _assert_whole(
+    ranks: list[_Rank], steps: int, name: str = "adamw", dtype: torch.dtype = torch.float32
+) -> None:
+    """All have the bits of the whole optimizer, and between them all of its state."""
+    model, optimizer = _whole(steps, name, dtype)
+    expected = [p.detach() for p in model.parameters()]
+    order = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, rank in enumerate(ranks):
+        assert rank.step == rank.optimizer.version == steps
+        for own, whole in zip(rank.model.parameters(), expected, strict=True):
+            assert torch.equal(own, whole), number
+        seen: list[Tensor] = []
+        for s, entries in rank.optimizer.entries().items():
+            whole_state = optimizer.state[order[s.number]]
+            assert entries.keys() == {k for k, t in whole_state.items() if t is not None}
+            for key, tensor in entries.items():
+                whole = whole_state[key]
+                part = whole.view(-1)[s.start : s.stop] if tensor.dim() else whole
+                assert torch.equal(tensor, part), (number, s, key)
+                seen.append(tensor)
+        assert seen or not any(optimizer.state.values()), "this rank holds nothing"
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion"])
+@pytest.mark.parametrize(("hosts", "copies"), [("a", 2), ("ab", 1), ("aab", 2), ("aabb", 2)])
+def test_a_part_has_other_bits_than_it_has_in_the_whole(name: str, hosts: str, copies: int) -> None:
+    ranks = [_Rank(name, copies) for _ in hosts]
+    _generation(ranks, hosts, until=7)
+    _assert_whole(ranks, 7, name)
+
+
+def test_masters_of_a_part_have_other_bits_than_in_the_whole() -> None:
+    ranks = [_Rank(dtype=torch.bfloat16) for _ in HOSTS]
+    _generation(ranks, HOSTS, until=7)
+    _assert_whole(ranks, 7, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "copies"), [("aabb", 2), ("aabbcc", 2), ("aaabbbccc", 3), ("abcd", 1), ("aab", 2)]
+)
+def test_a_rank_holds_more_than_its_share(hosts: str, copies: int) -> None:
+    sizes = [1000 * size for size in SIZES]
+    dealing = deal(sizes, hosts, copies)
+    for rank in range(len(hosts)):
+        held = sum(s.stop - s.start for s in dealing.held(rank))
+        assert held == pytest.approx(copies / len(hosts) * sum(sizes), rel=0.001)
+
+
+@pytest.mark.parametrize("hosts", ["aabb", "aaaabbbb", "abab", "aabbcc", "aabbc", "abc"])
+def test_two_copies_of_a_part_are_on_one_host(hosts: str) -> None:
+    assert hosts_that_hold_alone(deal(SIZES, hosts, 2), hosts) == []
+
+
+def test_a_host_with_most_ranks_is_not_named() -> None:
+    assert hosts_that_hold_alone(deal(SIZES, "aaab", 2), "aaab") == ["a"]
+
+
+ONE, HOST = (3,), (2, 3)
+# Where ranks die, who hears the result all the same, and after which step the others go on.
+DEATHS = {
+    "in the exchange": ("gradients", 4, (), 3),
+    "in the agreement": ("zero.agree", 4, (), 3),
+    "in the agreement, which one has heard": ("zero.agree", 4, (1,), 4),
+    "in the agreement, which all have heard": ("zero.agree", 4, (0, 1, 2), 4),
+    "in the gather": ("zero.0", 4, (), 4),
+    "in the gather, which one has": ("zero.0", 4, (0,), 4),
+    "in the agreement on a step that is skipped": ("zero.agree", 5, (0,), 5),
+    "in the agreement of the first step": ("zero.agree", 1, (0,), 1),
+    "in the exchange of the first step": ("gradients", 1, (), 0),
+}
+
+
+@pytest.mark.parametrize("dead", [ONE, HOST, (0,)], ids=["one", "host", "rank 0"])
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_death_loses_a_step_or_a_part(death: str, dead: tuple[int, ...]) -> None:
+    at, count, heard, reached = DEATHS[death]
+    heard = (
+        tuple(r for r in heard if r not in dead)
+        or tuple(r for r in range(len(HOSTS)) if r not in dead)[: len(heard)]
+    )
+    ranks = [_Rank() for _ in HOSTS]
+    results = _generation(ranks, HOSTS, 7, Death(dead, at, count, heard))
+    assert [r for r, result in enumerate(results) if isinstance(result, DiedError)] == [*dead]
+    left = [rank for number, rank in enumerate(ranks) if number not in dead]
+    hosts = "".join(host for number, host in enumerate(HOSTS) if number not in dead)
+    began = _generation(left, hosts, 6)
+    assert began == [reached] * len(left), "a step was lost"
+    _assert_whole(left, 6)
+    grown = [*left, *(_Rank() for _ in dead)]
+    _generation(grown, hosts + "b" * len(dead), 8)
+    _assert_whole(grown, 8)
+
+
+@pytest.mark.parametrize("at", ["zero.held", "zero.parameters", "zero.state", "model"])
+@pytest.mark.parametrize("first", ["zero.agree", "zero.0"])
+def test_a_second_death_while_parts_move_loses_a_step_or_a_part(first: str, at: str) -> None:
+    ranks = [_Rank(copies=3) for _ in "abcd"]
+    _generation(ranks, "abcd", 7, Death((3,), first, 4, (1, 2)))
+    results = _generation(ranks[:3], "abc", 7, Death((2,), at))
+    assert isinstance(results[2], DiedError) and isinstance(results[0], RankLostError)
+    assert _generation(ranks[:2], "ab", 6) == [4, 4], "a step was lost"
+    _assert_whole(ranks[:2], 6)
+
+
+@pytest.mark.parametrize(("copies", "dead"), [(1, (2,)), (2, (0, 2))])
+def test_a_part_that_nobody_holds_is_made_up(copies: int, dead: tuple[int, ...]) -> None:
+    ranks = [_Rank(copies=copies) for _ in HOSTS]
+    _generation(ranks, HOSTS, 7, Death(dead, "gradients", 4))
+    left = [rank for number, rank in enumerate(ranks) if number not in dead]
+    with pytest.raises(PartLostError):
+        _generation(left, "a" * len(left), 6)
+
+
+def _differing(ranks: list[_Rank]) -> list[int]:
+    hashes = [
+        PartHash(ShardedOptimizerState(rank.optimizer, rank.model), TensorHash()) for rank in ranks
+    ]
+    return hashes[0].differing([own.own() for own in hashes])
+
+
+@pytest.mark.parametrize("entry", ["exp_avg", "step"])
+def test_a_damaged_copy_of_a_part_is_not_found(entry: str) -> None:
+    ranks = [_Rank() for _ in HOSTS]
+    _generation(ranks, HOSTS, until=3)
+    assert _differing(ranks) == []
+    entries = ranks[2].optimizer.entries()
+    s = ranks[2].optimizer.own_slices()[0]
+    entries[s][entry].view(-1).view(torch.int32)[0] ^= 1 << 12
+    (holders,) = (own for own in ranks[0].optimizer.dealing.holders if own[0] == 2)
+    assert _differing(ranks) == sorted(holders)
+
+
+def test_damaged_parameters_reach_all_ranks_unnoticed() -> None:
+    ranks = [_Rank() for _ in HOSTS]
+    _generation(ranks, HOSTS, until=3)
+    number, start, _ = ranks[2].optimizer.own_slices()[0]
+    with torch.no_grad():
+        ranks[2].optimizer.flat(number).view(torch.int32)[start] ^= 1 << 20
+    work = [partial(_continue, rank) for rank in ranks]
+    on_ranks(work)
+    (holders,) = (own for own in ranks[0].optimizer.dealing.holders if own[0] == 2)
+    assert _differing(ranks) == sorted(holders)
+
+
+def _continue(rank: _Rank) -> None:
+    rank._one_step()
+
+
+EXCLUDED = {
+    "--optim.name muon": "optim.name muon wants whole ones: use adamw, adam, sgd or lion",
+    "--optim.name adafactor": "optim.name adafactor wants whole ones",
+    "--optim.name adamw8bit": "optim.name adamw8bit wants whole ones",
+    "--optim.fused true": "excludes optim.fused",
+    "--optim.ema_decay 0.9": "excludes optim.ema_decay",
+    "--exchange.sync_every 4": "excludes exchange.sync_every",
+    "--exchange.reduce adasum": "excludes exchange.reduce adasum",
+    "--parallel.shard 2": "use parallel.shard",
+}
+
+
+@pytest.mark.parametrize("flags", EXCLUDED)
+def test_what_does_not_go_with_parts_is_not_one_sentence(flags: str) -> None:
+    task = ["--task", "tests.support.tasks:Regression"]
+    with pytest.raises(UserError, match=re.escape(EXCLUDED[flags])):
+        parse([*task, "--parallel.zero", "1", *flags.split()])
+
+
+def test_more_copies_than_ranks_are_not_one_sentence() -> None:
+    flags = ["--parallel.zero", "1", "--parallel.zero_copies", "3"]
+    config = parse(["--task", "tests.support.tasks:Regression", *flags]).config
+    with pytest.raises(UserError, match="zero_copies 3 is more than the 2 ranks"):
+        check_zero(config, 2, elastic=False)
+    for ranks, elastic in ((1, False), (2, True), (3, False)):
+        check_zero(config, ranks, elastic)
+
+
+def test_parameters_in_another_order_of_memory_are_cut() -> None:
+    model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with pytest.raises(UserError, match="make them contiguous"):
+        ShardedOptimizer(torch.optim.SGD(model.parameters()), 2)
+
+
+def _bytes_held(copies: int, ranks: int) -> int:
+    """The most that any of some ranks keeps of AdamW's state."""
+    made = [_Rank(copies=copies) for _ in range(ranks)]
+    for rank in made:
+        rank.model = nn.Sequential(nn.Linear(64, 30), nn.Linear(30, 7))
+        inner = torch.optim.AdamW(rank.model.parameters())
+        rank.optimizer = ShardedOptimizer(inner, copies, elastic=True)
+    _generation(made, "ab" * (ranks // 2) + "a" * (ranks % 2), until=2)
+    tensors = [[t for e in rank.optimizer.entries().values() for t in e.values()] for rank in made]
+    return max(sum(t.nbytes for t in own) for own in tensors)
+
+
+def test_state_takes_more_memory_than_the_formula_says() -> None:
+    whole = _bytes_held(1, 1)
+    for copies, ranks in ((1, 2), (1, 4), (2, 4), (2, 5), (3, 4)):
+        found = _bytes_held(copies, ranks) / whole
+        assert found == pytest.approx(copies / ranks, rel=0.05), (copies, ranks)

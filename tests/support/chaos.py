@@ -177,7 +177,8 @@ def _kill_with_helper(job: ChaosJob, choice: random.Random) -> str:
     number = psutil.Process(victim.pid).environ()["HOROVOD_RANK"]
     wish = job.run_on_hosts.parents[1] / f"fork-{number}"
     wish.touch()
-    poll(lambda: not wish.exists(), 10, "the helper process")
+    # It may be one that is only starting, which takes its time on a busy machine.
+    poll(lambda: not wish.exists(), 90, "the helper process")
     job.cluster.kill([victim])
     return _named(victim)
 

@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from hvdtrain.checkpoint.format import Checkpoint, Shared, read_files_of_ranks
 from hvdtrain.checkpoint.layout import file_of_rank, part_and_rank
-from hvdtrain.checkpoint.spread import by_names_of_now, open_part
+from hvdtrain.checkpoint.spread import open_part
 from hvdtrain.engine.loop import Progress
+from hvdtrain.engine.whole_state import ModelState, OptimizerState
 from hvdtrain.errors import UserError
-from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
@@ -33,55 +33,6 @@ _READABLE = (1, 2)
 PRECISION = "precision.name"  # the name that it has in an identity
 # What checkpoints were made with that do not name it.
 _ONCE = {PRECISION: "float32"}
-
-
-class ModelState:
-    """The replicated part "model": parameters and saved buffers, by name.
-
-    Buffers are not compared: a task may keep some that are a rank's own.
-    """
-
-    name = "model"
-    scope: Scope = "replicated"
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def tensors(self) -> dict[str, Tensor]:
-        return model_tensors(self._model)
-
-    def compared(self) -> dict[str, Tensor]:
-        return {name: p.data for name, p in self._model.named_parameters()}
-
-    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        [tensors] = pieces
-        _copy(by_names_of_now(self._model)(tensors), self.tensors())
-
-
-class OptimizerState:
-    """The replicated part "optimizer": "parameter name/entry"; empty before the first step."""
-
-    name = "optimizer"
-    scope: Scope = "replicated"
-
-    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
-        self._optimizer = optimizer
-        self._model = model
-
-    def tensors(self) -> dict[str, Tensor]:
-        return state_tensors(self._optimizer, self._model)
-
-    def compared(self) -> dict[str, Tensor]:
-        return self.tensors()
-
-    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        [tensors] = pieces
-        tensors = by_names_of_now(self._model)(tensors)
-        names = set(parameter_names(self._optimizer, self._model).values())
-        unknown = {key.rpartition("/")[0] for key in tensors} - names
-        if unknown:
-            raise UserError(f"the checkpoint's optimizer knows parameters {sorted(unknown)}")
-        set_state_tensors(self._optimizer, self._model, tensors)
 
 
 @dataclass
@@ -287,28 +238,5 @@ def _empty(layout: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by name (not copies); a tied parameter has one name."""
-    saved = model.state_dict()
-    tensors = {name: p.data for name, p in model.named_parameters()}
-    tensors.update({name: b for name, b in model.named_buffers() if name in saved})
-    return tensors
-
-
 def _all_tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
-
-
-def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
-    if source.keys() != target.keys() or any(source[k].shape != t.shape for k, t in target.items()):
-        differing = sorted(
-            key
-            for key in source.keys() | target.keys()
-            if key not in source or key not in target or source[key].shape != target[key].shape
-        )
-        raise UserError(
-            f"the checkpoint is of another model: {len(differing)} tensors differ, such as "
-            f"{differing[0]}; use the configuration it was made with, or another run.id"
-        )
-    for key, tensor in target.items():
-        tensor.copy_(source[key])

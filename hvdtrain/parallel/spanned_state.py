@@ -15,7 +15,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
 from hvdtrain.parallel.pieces import holders_mesh, is_first_holder, piece
 from hvdtrain.runtime.mesh import Mesh
-from hvdtrain.runtime.parts import local
+from hvdtrain.runtime.parts import local, model_tensors
 from hvdtrain.runtime.pieces import Piece, box
 from hvdtrain.runtime.state_part import Scope
 
@@ -67,19 +67,13 @@ class SpannedModel:
         self._model = model
         self._saves = saves
 
-    def _live(self) -> dict[str, Tensor]:
-        saved = self._model.state_dict()
-        tensors = {name: p.detach() for name, p in self._model.named_parameters()}
-        tensors.update({name: b for name, b in self._model.named_buffers() if name in saved})
-        return tensors
-
     def tensors(self) -> dict[str, Tensor]:
         """Those pieces of which this rank is the first holder."""
-        return self._saves.tensors(self._live())
+        return self._saves.tensors(model_tensors(self._model))
 
     def pieces(self) -> dict[str, Piece]:
         """Where each of `tensors` lies in the whole one."""
-        return self._saves.pieces(self._live())
+        return self._saves.pieces(model_tensors(self._model))
 
     def compared(self) -> dict[str, Tensor]:
         return {}
@@ -94,7 +88,7 @@ class SpannedModel:
         Raises:
             UserError: it does not fit, or is damaged.
         """
-        saved, live = _opened(folder, self.name, self._model), self._live()
+        saved, live = _opened(folder, self.name, self._model), model_tensors(self._model)
         for name, tensor in live.items():
             if name not in saved.names() or saved.shape(name) != tensor.shape:
                 raise UserError(

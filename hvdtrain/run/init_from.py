@@ -10,11 +10,11 @@ from torch import nn
 
 from hvdtrain.checkpoint.spread import by_names_of_now
 from hvdtrain.checkpoint.weights import Weights, read_weights
-from hvdtrain.engine.state import model_tensors
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.huggingface import from_huggingface
+from hvdtrain.runtime.parts import model_tensors
 
 # So many names stand in a message.
 _NAMED = 8

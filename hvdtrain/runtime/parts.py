@@ -1,8 +1,8 @@
-"""Tensors of which each rank holds a part (torch's DTensor), beside those that it holds whole."""
+"""What this rank holds of a model: whole tensors, or parts of them (torch's DTensor)."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -13,3 +13,11 @@ def local(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and saved buffers by name (not copies); a tied parameter has one name."""
+    saved = model.state_dict()
+    tensors = {name: p.data for name, p in model.named_parameters()}
+    tensors.update({name: b for name, b in model.named_buffers() if name in saved})
+    return tensors

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from hvdtrain.engine.loop import Progress
-from hvdtrain.engine.state import RunState, model_tensors
+from hvdtrain.engine.state import RunState
 from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.optimizer import build_optimizer, state_tensors
+from hvdtrain.runtime.parts import model_tensors
 from hvdtrain.runtime.topology import Topology
 
 

@@ -19,8 +19,8 @@ from torch import nn
 from hvdtrain.checkpoint.format import Checkpoint, read, write
 from hvdtrain.checkpoint.layout import MARKER, DamagedError, folder_name, verify
 from hvdtrain.checkpoint.manager import CheckpointManager
-from hvdtrain.engine.state import model_tensors
 from hvdtrain.errors import UserError
+from hvdtrain.runtime.parts import model_tensors
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "files.json", MARKER]
 

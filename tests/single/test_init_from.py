@@ -14,12 +14,12 @@ from torch import Tensor
 from hvdtrain import cli
 from hvdtrain.checkpoint.format import Checkpoint, read, write
 from hvdtrain.checkpoint.layout import DamagedError
-from hvdtrain.engine.state import model_tensors
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.huggingface import from_huggingface, to_huggingface
 from hvdtrain.run.init_from import load_initial_weights
+from hvdtrain.runtime.parts import model_tensors
 from tests.support.runs import TINY, metrics, run, train
 
 SIZES = GPTConfig(layers=2, heads=2, width=16, context=8, vocab_size=11, positions="learned")

@@ -37,6 +37,13 @@ _FLAGS = {
     "checkpoint": ("--batch.global_size=1", "--batch.micro_size=1", "--model.context=64"),
 }
 
+# What every axis divides by 4, and a step takes milliseconds of.
+_TINY = (
+    *("--model.layers=8", "--model.width=64", "--model.heads=4", "--model.context=64"),
+    *("--model.mlp=swiglu", "--model.norm=rms", "--batch.global_size=16", "--batch.micro_size=1"),
+    *("--optim.lr=1e-3", "--eval.every=10", "--eval.batches=1"),
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -70,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _add_flags(action)
     _add_allreduce(actions)
     _add_exchange(actions)
+    _add_layouts(actions)
 
 
 def _add_scale(action: argparse.ArgumentParser) -> None:
@@ -126,6 +134,23 @@ def _add_exchange(actions: Any) -> None:
     _add_flags(action)
 
 
+def _add_layouts(actions: Any) -> None:
+    line = "models that span ranks, on many layouts: losses against those of one rank"
+    action = actions.add_parser("layouts", help=line, description=f"{line}.")
+    action.add_argument(
+        "--np", type=_two_or_more, default=4, help="the most ranks of one (default: %(default)s)"
+    )
+    action.add_argument(
+        "--hosts", metavar="A:8,B:8", help="default: this host; run.root is on all of them"
+    )
+    action.add_argument("--launcher", choices=("gloo", "mpi"), default="mpi")
+    action.add_argument(
+        "--steps", type=_positive, default=20, help="of each run (default: %(default)s)"
+    )
+    _add_format(action)
+    _add_flags(action)
+
+
 def _add_flags(action: argparse.ArgumentParser) -> None:
     action.add_argument(
         "flags", nargs="*", metavar="-- --key value", help="keys of the configuration"
@@ -173,7 +198,9 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace) -> Report | AllreduceReport | ExchangeReport:
     if args.action == "allreduce":
         return _allreduce(args)
-    return _exchange(args) if args.action == "exchange" else _of_a_run(args)
+    if args.action == "exchange":
+        return _exchange(args)
+    return _layouts(args) if args.action == "layouts" else _of_a_run(args)
 
 
 def _allreduce(args: argparse.Namespace) -> AllreduceReport:
@@ -212,6 +239,15 @@ def _exchange(args: argparse.Namespace) -> ExchangeReport:
         curves = {name: found[0].smoothed() for name, found in report.curves.items()}
         write_atomic(args.plot, loss_svg(curves).encode())
     return report
+
+
+def _layouts(args: argparse.Namespace) -> Report:
+    from hvdtrain.bench.layouts import Where, layouts
+    from hvdtrain.config import parse
+
+    flags = [*_TINY, *args.flags]
+    root = Path(parse(flags).config.run.root).absolute() if args.hosts else None
+    return layouts(flags, args.steps, Where(args.np, args.hosts, root, args.launcher))
 
 
 def _check_plot(path: Path) -> None:

@@ -141,7 +141,7 @@ def test_fewer_ranks_than_the_least_end_the_run_or_go_on(
 ) -> None:
     # A survivor and a newcomer call collectives of the task's own, too.
     task = "--task tests.support.collecting:Collecting"
-    running = job(hosts="node1:1 node2:1", min_np=2, arguments=task, env=PACE)
+    running = job(hosts="node1:1 node2:1", np=2, min_np=2, arguments=task, env=PACE)
     running.wait_for_step(10)
     running.set_hosts("node1:1")
     running.job.wait_for("node2 is not there any more", 30)

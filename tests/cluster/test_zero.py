@@ -13,7 +13,7 @@ from tests.support.faults import PACED, ElasticJob, assert_same_curve, pause
 from tests.support.runs import metrics, run
 
 # With a constant rate the undisturbed run needs no more steps than the disturbed ones do.
-CURVE = "--schedule.name constant --train.replica_check_every 5"
+CURVE = "--schedule.name constant --train.replica_check_every 5 --eval.every 10"
 ZERO = f"{CURVE} --parallel.zero 1"
 FOUR, MOST_STEPS = 4, 400
 

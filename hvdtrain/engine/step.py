@@ -11,7 +11,7 @@ from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch
 from hvdtrain.engine.control import Agreed, ControlVector, Flags, Sizes, means
 from hvdtrain.engine.passes import Passes
-from hvdtrain.engine.update import Update
+from hvdtrain.engine.update import Update, UpdateResult
 from hvdtrain.errors import EXIT_USER
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.parallel.zero import ShardedOptimizer
@@ -116,9 +116,7 @@ class TrainStep:
         values = means(self._passes.names, agreed.sums, self._batch.micro_batches)
         self._exchange.rest([ranks > 0 for ranks in agreed.frozen])
         with timer.inside("optimizer"):
-            result = self._update.apply(lr, self._passes.gradient_scale(agreed.sums[1][0]))
-            if not result.applied:
-                self._buffers.restore()
+            result = self._updated(lr, self._passes.gradient_scale(agreed.sums[1][0]))
         self._exchange.commit(result.applied)
         pauses = agreed.stops > 0 or agreed.changes > 0
         if not self.synchronised and (pauses or flags.synchronise):
@@ -134,6 +132,16 @@ class TrainStep:
             membership_changed=agreed.changes > 0,
             used=agreed.used,
         )
+
+    def _updated(self, lr: float, gradient_scale: float) -> UpdateResult:
+        try:
+            result = self._update.apply(lr, gradient_scale)
+        except RankLostError:
+            self._buffers.restore()
+            raise
+        if not result.applied:
+            self._buffers.restore()
+        return result
 
     def complete(self) -> None:
         """After a step that counts: every rank gets the parameters that others have updated.

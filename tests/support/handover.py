@@ -48,7 +48,7 @@ class DyingInStep(Paced):
     """Paced; processes are killed where the ranks of a sharded optimizer agree on a step.
 
     HVDTRAIN_TEST_DIE=3:before:10,2:after:20: process 3 (as its launcher counts) before its 10th
-    agreement, process 2 after its 20th, when others step.
+    agreement, process 2 after its 20th, when the others have stepped.
     """
 
     def __init__(self) -> None:
@@ -69,6 +69,7 @@ class DyingInStep(Paced):
                 os.kill(os.getpid(), signal.SIGKILL)
             result = agree(values, name)
             if calls == at:
+                time.sleep(0.5)  # the others hear it, step, and wait for this one's part
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
 

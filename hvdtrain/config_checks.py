@@ -101,6 +101,12 @@ def _check_spanning(config: Any) -> None:
         ("batch.per_rank_size", config.batch.per_rank_size > 0,
          "ranks of a replica share their samples: give batch.global_size"),
         ("memory.fit", config.memory.fit, "it measures a whole model on one rank"),
+        ("parallel.zero 1", config.parallel.zero > 0, "it deals parts of a whole model"),
+        ("compile.enabled", config.compile.enabled, "not tried together"),
+        (f"precision.name {config.precision.name}",
+         config.precision.name in ("fp16", "bf16-params"),
+         "use bf16, whose gradients need no scale and whose parameters no masters"),
+        ("run.init_from", config.run.init_from is not None, "it is read into a whole model"),
     ):  # fmt: skip
         require(not on, f"{key} excludes {other}: {why}")
 

@@ -84,8 +84,8 @@ class RunState:
             part.read(folder, self.progress.step)
 
     def compared(self) -> dict[str, Tensor]:
-        """What has the same bits on all ranks unless one was damaged."""
-        parts = self.of_scope("replicated")
+        """What has the same bits on all ranks that hold the same, unless one was damaged."""
+        parts = self.of_scope("replicated", "sharded")
         return {f"{p.name}/{key}": t for p in parts for key, t in p.compared().items()}
 
     def capture(self, group: Group = ALONE, folder: str = "") -> Checkpoint:

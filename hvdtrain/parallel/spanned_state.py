@@ -76,7 +76,8 @@ class SpannedModel:
         return self._saves.pieces(model_tensors(self._model))
 
     def compared(self) -> dict[str, Tensor]:
-        return {}
+        """Buffers are not: a task may keep some that are a rank's own."""
+        return {name: local(p) for name, p in self._model.named_parameters()}
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         raise NotImplementedError
@@ -119,7 +120,7 @@ class SpannedOptimizer:
         return self._saves.pieces(state_tensors(self._optimizer, self._model), entries=True)
 
     def compared(self) -> dict[str, Tensor]:
-        return {}
+        return {key: local(t) for key, t in state_tensors(self._optimizer, self._model).items()}
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         assert not pieces

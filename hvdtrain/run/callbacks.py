@@ -70,7 +70,11 @@ def build_callbacks(
     return Callbacks(
         mfu=TellMfu(components.flops) if components.flops else None,
         replicas=ReplicaCheck(
-            config.train.replica_check_every, config.checkpoint.every, state, emit
+            config.train.replica_check_every,
+            config.checkpoint.every,
+            state,
+            emit,
+            context.mesh.grid,
         )
         if config.train.replica_check_every
         else None,

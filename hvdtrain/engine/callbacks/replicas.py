@@ -7,6 +7,7 @@ of a core or a device). Buffers are not compared: a task may keep some that are 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 from hvdtrain.engine.loop import Loop, StepRecord
@@ -16,6 +17,7 @@ from hvdtrain.engine.tensor_hash import DIGEST_BYTES, TensorHash
 from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError, gather_bytes
+from hvdtrain.runtime.grid import Grid
 from hvdtrain.runtime.topology import Topology
 
 _NOTHING_SAVED = (
@@ -35,6 +37,7 @@ class ReplicaCheck:
         save_every: steps between checkpoints, 0 = none: what is saved is compared too.
         state: this rank's.
         emit: called with what was healed: "healed" (step, ranks); on rank 0.
+        grid: who holds the same part of the model: those are compared, and not healed.
     """
 
     def __init__(
@@ -43,7 +46,9 @@ class ReplicaCheck:
         save_every: int,
         state: RunState,
         emit: Callable[..., None],
+        grid: Grid,
     ) -> None:
+        self._grid = grid
         self._every = every
         self._save_every = save_every
         self._state = state
@@ -65,6 +70,10 @@ class ReplicaCheck:
         own = self._parts.own() if self._parts else b""
         told = gather_bytes(self._digest() + own, "replicas")
         digests = [theirs[:DIGEST_BYTES] for theirs in told]
+        if self._grid.replica_size > 1:
+            record["state_hash"] = self._of_all_parts(digests, loop.topology, step)
+            self._alike = step
+            return
         if self._parts is not None:
             differing = self._parts.differing([theirs[DIGEST_BYTES:] for theirs in told])
             if differing:
@@ -91,6 +100,20 @@ class ReplicaCheck:
         self._alike = step
         whole = self._parts.whole(self._state.compared()) if self._parts else None
         record["state_hash"] = (whole or digests[majority[0]]).hex()
+
+    def _of_all_parts(self, digests: Sequence[bytes], topology: Topology, step: int) -> str:
+        """The hash of a replica, where each part is the same in all replicas.
+
+        Raises:
+            AgreedError: one is not.
+        """
+        first = self._grid.replica_of(self._grid.ranks[0])
+        for rank in first:
+            holders = self._grid.same_part(rank)
+            if len({digests[holder] for holder in holders}) > 1:
+                message = _parts_differ(holders, topology, step, self._alike)
+                raise AgreedError(message, EXIT_CRASH, 0)
+        return hashlib.sha256(b"".join(digests[rank] for rank in first)).hexdigest()
 
     def _due(self, loop: Loop) -> bool:
         saved = self._save_every > 0 and loop.due(self._save_every)
@@ -135,8 +158,8 @@ def _no_majority(digests: Sequence[bytes], topology: Topology, step: int, alike:
 
 def _parts_differ(ranks: Sequence[int], topology: Topology, step: int, alike: int) -> str:
     return (
-        f"step {step}: {_names(ranks, topology)} hold copies of parts of the optimizer's state "
-        "(parallel.zero) or of the parameters that differ, so nobody knows who is right (they were "
+        f"step {step}: {_names(ranks, topology)} hold copies of a part of the optimizer's state "
+        "or of the parameters that differ, so nobody knows who is right (they were "
         f"alike after step {alike}); {_NOTHING_SAVED}"
     )
 

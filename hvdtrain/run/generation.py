@@ -194,6 +194,7 @@ class Generation:
             components.device,
             components.datasets.fingerprint,
             recorder.starts,
+            self._context.mesh.grid,
         )
         files = {
             folder.config: lambda: folder.write_config(resolved),
@@ -212,7 +213,7 @@ class Generation:
 
     def _write_targets(self, targets: list[Target]) -> None:
         folder, tls = self._held.folder, bool(self._config.telemetry.tls_cert_file)
-        write_targets(folder.targets, folder.path.name, targets, tls)
+        write_targets(folder.targets, folder.path.name, targets, tls, self._context.mesh.grid)
         folder.list_targets()
 
     def _emit_start(self, source: int | None) -> None:

@@ -17,6 +17,7 @@ from hvdtrain.data.iterable import has_own_order
 from hvdtrain.engine.state import PRECISION
 from hvdtrain.run.build import RunComponents
 from hvdtrain.run.length import dataset_size
+from hvdtrain.runtime.grid import Grid
 from hvdtrain.runtime.init import built_with, controller
 from hvdtrain.runtime.topology import Topology
 
@@ -36,11 +37,13 @@ def build_manifest(
     device: torch.device,
     fingerprint: str | None,
     starts: list[dict[str, Any]],
+    grid: Grid,
 ) -> dict[str, Any]:
     """What RUN/manifest.json says: what ran, where, on which data.
 
     Args:
         starts: one entry for each start of the run so far, this one last.
+        grid: which rank holds which part of the model.
     """
     versions = {"hvdtrain": hvdtrain.__version__, "python": platform.python_version()}
     versions |= {name: metadata.version(name) for name in ("torch", "horovod", "numpy")}
@@ -49,6 +52,7 @@ def build_manifest(
         "task": settings.config.task,
         "world_size": topology.world_size,
         "hosts": topology.ranks_by_host(),
+        **({"layout": grid.describe(topology.hosts).splitlines()} if grid.replica_size > 1 else {}),
         "horovod": {"controller": controller(), "built": built_with()},
         "device": device.type,
         "threads_per_rank": torch.get_num_threads(),

@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 
 from hvdtrain.files import write_atomic
 from hvdtrain.log import logger
+from hvdtrain.runtime.grid import Grid
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.http_server import MetricsServer
 from hvdtrain.telemetry.straggler import KINDS
@@ -218,12 +219,19 @@ class Target(NamedTuple):
     port: int
 
 
-def write_targets(path: Path, run_id: str, targets: Sequence[Target], tls: bool) -> None:
+# Of the axes on which a rank has its place, where a model spans ranks.
+_AXIS_LABELS = {"data": "dp", "pipeline": "pp", "shard": "sp", "context": "cp", "tensor": "tp"}
+
+
+def write_targets(
+    path: Path, run_id: str, targets: Sequence[Target], tls: bool, grid: Grid | None = None
+) -> None:
     """Writes RUN/targets.json for Prometheus' file_sd_configs.
 
     Args:
         targets: of each rank.
         tls: they are asked over HTTPS.
+        grid: where each is, if a model may span them.
 
     Raises:
         OSError: it cannot be written.
@@ -237,6 +245,7 @@ def write_targets(path: Path, run_id: str, targets: Sequence[Target], tls: bool)
                 "rank": str(rank),
                 "local_rank": str(target.local_rank),
                 "host": target.host,
+                **_axis_labels(grid, rank),
                 **({"job_id": job} if job else {}),
                 **({"__scheme__": "https"} if tls else {}),
             },
@@ -244,3 +253,9 @@ def write_targets(path: Path, run_id: str, targets: Sequence[Target], tls: bool)
         for rank, target in enumerate(targets)
     ]
     write_atomic(path, (json.dumps(entries, indent=1) + "\n").encode())
+
+
+def _axis_labels(grid: Grid | None, rank: int) -> dict[str, str]:
+    if grid is None or grid.replica_size == 1:
+        return {}
+    return {_AXIS_LABELS[axis]: str(at) for axis, at in grid.coordinates(rank).items()}

@@ -17,8 +17,11 @@ from hvdtrain.engine.tensor_hash import TensorHash
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer, state_tensors
 from hvdtrain.runtime.collectives import AgreedError, gather_bytes
+from hvdtrain.runtime.grid import Grid
 from hvdtrain.runtime.parts import model_tensors
 from hvdtrain.runtime.topology import Topology
+
+GRID = Grid((0, 1), {})
 
 
 def _state(seed: int) -> RunState:
@@ -65,7 +68,7 @@ def test_equal_states_with_buffers_of_their_own_count_as_damaged(topology: Topol
     state = _state(seed=0)
     state.model[1].running_mean += topology.rank  # type: ignore[index,operator]
     record: dict[str, Any] = {}
-    ReplicaCheck(10, 0, state, lambda *a, **k: pytest.fail("healed")).on_step(
+    ReplicaCheck(10, 0, state, lambda *a, **k: pytest.fail("healed"), GRID).on_step(
         _loop(topology, 10), record
     )
     assert record.keys() == {"state_hash"}
@@ -75,7 +78,7 @@ def test_a_tie_is_decided_or_a_rank_goes_on(topology: Topology) -> None:
     if topology.world_size != 2:
         pytest.skip("two ranks are no majority")
     state = _state(seed=0)
-    check = ReplicaCheck(10, 0, state, lambda step, ranks: None)
+    check = ReplicaCheck(10, 0, state, lambda step, ranks: None, GRID)
     check.on_step(_loop(topology, 10), {})
     next(state.model.parameters()).data.view(torch.int32)[0, 0] ^= topology.rank
     check.on_step(_loop(topology, 19), {})  # not due
@@ -98,7 +101,7 @@ def test_healing_takes_the_buffers_of_a_rank_that_was_well(
     weight.view(torch.int32)[0, 0] ^= 1 - topology.rank
     heard: list[dict[str, Any]] = []
     record: dict[str, Any] = {}
-    check = ReplicaCheck(10, 0, state, lambda event, **fields: heard.append(fields))
+    check = ReplicaCheck(10, 0, state, lambda event, **fields: heard.append(fields), GRID)
     check.on_step(_loop(topology, 20), record)
     assert (
         record.pop("state_hash")

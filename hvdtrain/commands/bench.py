@@ -39,8 +39,8 @@ _FLAGS = {
 
 # What every axis divides by 4, and a step takes milliseconds of.
 _TINY = (
-    *("--model.layers=8", "--model.width=64", "--model.heads=4", "--model.context=64"),
-    *("--model.mlp=swiglu", "--model.norm=rms", "--batch.global_size=16", "--batch.micro_size=1"),
+    *("--model.layers=4", "--model.width=64", "--model.heads=4", "--model.context=64"),
+    *("--model.mlp=swiglu", "--model.norm=rms", "--batch.global_size=8", "--batch.micro_size=1"),
     *("--optim.lr=1e-3", "--eval.every=10", "--eval.batches=1"),
 )
 

@@ -138,7 +138,7 @@ def _export(args: argparse.Namespace) -> None:
 
 
 def _export_to_huggingface(checkpoint: Path, out: Path, ema: bool, merge: bool) -> None:
-        from hvdtrain.checkpoint.spread import read_part
+    from hvdtrain.checkpoint.spread import read_part
     from hvdtrain.models.gpt import GPT
     from hvdtrain.models.gpt_config import GPTConfig
     from hvdtrain.models.huggingface import to_huggingface

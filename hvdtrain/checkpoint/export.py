@@ -36,10 +36,12 @@ def export(checkpoint: Path, config: dict[str, Any], out: Path, ema: bool = Fals
 
 def _weights(checkpoint: Path) -> Path | dict[str, Any]:
     """A file, or where ranks have saved pieces the tensors that these are of."""
+    whole = checkpoint / MODEL
+    if whole.exists():
+        return whole
     from hvdtrain.checkpoint.spread import read_part
 
-    whole = checkpoint / MODEL
-    return whole if whole.exists() else read_part(checkpoint, "model")
+    return read_part(checkpoint, "model")
 
 
 def averaged_weights(checkpoint: Path) -> dict[str, Any]:

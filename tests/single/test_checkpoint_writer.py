@@ -84,7 +84,7 @@ class Training:
         )
         self.loop.synchronised = True
         self._steps = steps
-        state: Any = SimpleNamespace(capture=self._capture, of_scope=lambda _: [])
+        state: Any = SimpleNamespace(capture=self._capture, of_scope=lambda *_: [])
         saving = Saving(state, ALONE, self.writer, lambda: None)
         self.callback = SaveCheckpoints(config, grace_seconds, saving, PhaseTimer(0.0))
 

@@ -117,7 +117,7 @@ def test_a_state_is_saved_unseen(topology: Topology) -> None:
     if topology.world_size != 2:
         pytest.skip("two ranks are no majority")
     state = _state(seed=topology.rank)
-    check = ReplicaCheck(100, 7, state, lambda step, ranks: None)
+    check = ReplicaCheck(100, 7, state, lambda step, ranks: None, GRID)
     loop = _loop(topology, 13)
     check.on_step(loop, {})
     for step, ending in ((14, False), (13, True)):

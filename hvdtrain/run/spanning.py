@@ -80,19 +80,6 @@ def check_spanning(config: Config, topology: Topology, elastic: bool) -> None:
         )
 
 
-def check_spanned_task(config: Config, task: Task) -> None:
-    """What a task offers that needs the whole model on each rank.
-
-    Raises:
-        UserError: it cannot be had here.
-    """
-    if config.parallel.spans_ranks and optional(task, "measures"):
-        raise UserError(
-            f"task {config.task}: its measures() take a row for each sample from ranks that hold "
-            "the whole model: leave the degrees of `parallel` at 1"
-        )
-
-
 def split_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> CutModel | None:
     """Leaves this rank its part of each matrix, and its stages; before its blocks are compiled.
 
@@ -104,6 +91,11 @@ def split_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> Cut
     """
     if mesh.model is None:
         return None
+    if optional(task, "measures"):
+        raise UserError(
+            f"task {config.task}: its measures() take a row for each sample from ranks that hold "
+            "the whole model: leave the degrees of `parallel` at 1"
+        )
     parallel, of_task = config.parallel, f"the model of task {config.task}"
     if parallel.tensor > 1:
         from hvdtrain.parallel.tensor import apply_tensor

@@ -101,7 +101,6 @@ def _check_spanning(config: Any) -> None:
         ("batch.per_rank_size", config.batch.per_rank_size > 0,
          "ranks of a replica share their samples: give batch.global_size"),
         ("memory.fit", config.memory.fit, "it measures a whole model on one rank"),
-        ("parallel.zero 1", config.parallel.zero > 0, "it deals parts of a whole model"),
         ("compile.enabled", config.compile.enabled, "not tried together"),
         (f"precision.name {config.precision.name}",
          config.precision.name in ("fp16", "bf16-params"),
@@ -120,7 +119,7 @@ def _check_zero(config: Any) -> None:
         return
     key = f"parallel.zero {config.parallel.zero}"
     require(
-        config.parallel.replica_size == 1,
+        not config.parallel.spans_ranks,
         f"{key} is for models that each rank holds whole: use parallel.shard, which spreads the "
         "optimizer's state too",
     )

@@ -197,7 +197,7 @@ def custom_model() -> dict[str, Any]:
     right: dict[str, Any] = {"tied": split.head.weight is split.embed.weight}
     right["frozen"] = not split.inner["up"].weight.requires_grad
     right["gradients"] = max(
-        _error(piece(p.grad), dense.get_parameter(name).grad)
+        _error(*piece(p.grad), dense.get_parameter(name).grad)
         for name, p in split.named_parameters()
         if p.grad is not None
     )
@@ -283,7 +283,7 @@ def norms() -> dict[str, tuple[float, float]]:
 
     def both(tensors: Sequence[Tensor]) -> tuple[float, float]:
         for tensor in tensors:
-            tensor.grad = tensor
+            tensor.grad = tensor.detach().clone()
         norm = total_norm(
             tensors, lambda t: holders(t, mesh), dist.group.WORLD, torch.device("cpu")
         )
@@ -294,6 +294,8 @@ def norms() -> dict[str, tuple[float, float]]:
     found["bfloat16"] = both([spread["rows"].bfloat16(), spread["plain"].bfloat16()])
     # A stage of a pipeline has other parameters: each rank half of them here, and one has none.
     own = [torch.full((2,), 3.0)] if dist.get_rank() < 2 else []
+    for tensor in own:
+        tensor.grad = tensor.clone()
     norm = total_norm(own, lambda _: 2, dist.group.WORLD, device)
     found["on some ranks"] = norm.item(), 18.0**0.5
     return found

@@ -63,7 +63,7 @@ def ranks(size: int, name: str) -> list[Compared]:
     """Of one case, each rank; all cases of a size run in one world."""
     if size not in _SEEN:
         _SEEN[size] = []  # one failure is enough
-        _SEEN[size] = on_torch_ranks(size, compare, CASES[size], timeout=170)
+        _SEEN[size] = on_torch_ranks(size, compare, CASES[size], timeout=280)
     assert _SEEN[size], "this world has failed"
     return [rank[name] for rank in _SEEN[size]]
 

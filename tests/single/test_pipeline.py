@@ -40,7 +40,6 @@ CASES = {
         ),
         "interleaved1f1b, bf16": Case(Words(layers=4), "interleaved1f1b", (4, 4), "bf16"),
         "zero-bubble": Case(Words(layers=4, **PLAIN), "zero-bubble", (4, 4, 2)),
-        "zero-bubble, fp16": Case(Words(layers=4), "zero-bubble", (4, 4), "fp16"),
         "zero-bubble, a weighted loss": Case(
             Words(weighted=True, layers=4, tied_embeddings=False), "zero-bubble", (4, 3)
         ),

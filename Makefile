@@ -47,7 +47,7 @@ test-fast test-single test-gloo test-mpi test-cluster soak chaos: export PATH :=
 test-fast test-single: export OMP_NUM_THREADS := 1
 
 test-single: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no $(TWO) -m "not alone" tests/single
+	timeout -k 30 3000 $(BIN)/python -m pytest -q --color=no $(TWO) -m "not alone" tests/single
 	timeout -k 30 600 $(BIN)/python -m pytest -q --color=no -m alone tests/single
 
 test-fast: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)

@@ -288,7 +288,7 @@ def compare(cases: dict[str, Case]) -> dict[str, Compared]:
         dist.all_reduce(evaluated)
         passes = part.passes
         found[name] = Compared(
-            (set(part.tensors), set(whole.tensors)),
+            (_names(passes.model), _names(whole.passes.model)),
             {n: part.tensors[n].numpy().tobytes() for n in passes.tied},
             (_numel(passes.model), _numel(whole.passes.model)),
             {
@@ -302,6 +302,12 @@ def compare(cases: dict[str, Case]) -> dict[str, Compared]:
             (passes.schedule_seconds, passes.compute_seconds, passes.bubbles, passes.steps),
         )
     return found
+
+
+def _names(model: nn.Module) -> set[str]:
+    """One of each parameter and buffer that is saved, also of those that have two."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name for name, _ in named} & set(model.state_dict())
 
 
 def _numel(model: nn.Module) -> int:

@@ -168,13 +168,13 @@ def test_a_rank_that_there_is_not_is_never_told(tmp_path: Path) -> None:
 def test_the_peak_of_a_phase_is_the_peak_of_another() -> None:
     memory = PeakMemory(torch.device("cpu"))
     memory.note("data")
-    big = torch.ones(64 << 18)  # 64 MiB, touched
+    big = torch.ones(128 << 20)  # 512 MiB, touched: more than this process may have to spare
     del big
     memory.note("forward")
     memory.note("backward")
     assert memory.host is not None and memory.device is None
-    assert memory.host["forward"] > memory.host["data"] + (50 << 20)
-    assert memory.host["backward"] < memory.host["forward"] - (50 << 20)
+    assert memory.host["forward"] > memory.host["data"] + (300 << 20)
+    assert memory.host["backward"] < memory.host["forward"] - (300 << 20)
 
 
 def test_steps_that_are_done_again_count_twice(tmp_path: Path) -> None:

@@ -63,9 +63,14 @@ def _render(template: str, job: Job, **more: object) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # noqa: S701 (no HTML)
+        autoescape=False,
     )
-    environment.filters |= {"sh": shlex.quote, "yaml": _yaml, "argument": _argument, "dollars": _dollars}
+    environment.filters |= {
+        "sh": shlex.quote,
+        "yaml": _yaml,
+        "argument": _argument,
+        "dollars": _dollars,
+    }
     return environment.get_template(template).render(job=job, **more)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import jsonschema
 import kubernetes_validate
+import pytest
 import yaml
 
 from tests.support.runs import REPOSITORY
@@ -44,7 +46,10 @@ def readable_by_this_kubectl(folder: Path) -> None:
 
 
 def _kubectl_version() -> tuple[int, int]:
-    assert shutil.which("kubectl"), "kubectl is not installed (Debian's package kubernetes-client)"
+    if shutil.which("kubectl") is None and os.environ.get("CI") == "true":
+        pytest.fail("kubectl is not installed (Debian's package kubernetes-client)")
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
     command = ["kubectl", "version", "--client", "--output=yaml"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     found = re.search(r"gitVersion: v(\d+)\.(\d+)", said)

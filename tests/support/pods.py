@@ -17,7 +17,7 @@ from tests.support.runs import REPOSITORY
 IMAGE = """\
 set -eu
 cp -a /etc /tmp/etc && mount --bind /tmp/etc /etc
-sed -E 's/ ({job}-[0-9]+)$/ \\1 \\1.{service}/' /tmp/etc/hosts > /tmp/names && cp /tmp/names /etc/hosts
+sed -E -i 's/ ({job}-[0-9]+)$/ \\1 \\1.{service}/' /etc/hosts
 mkdir -p /etc/hvdtrain/keys
 cp {docker}/sshd_config /etc/hvdtrain/ && cp {docker}/ssh_config /etc/ssh/ssh_config
 cp {keys}/id_rsa {keys}/id_rsa.pub /etc/hvdtrain/keys/

@@ -152,9 +152,9 @@ def submit(slurm: Slurm) -> Submit:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(submit: Submit, tmp_path_factory: pytest.TempPathFactory) -> SlurmRun:
+def undisturbed(slurm: Slurm, submit: Submit) -> SlurmRun:
     """A job of `hvdtrain deploy slurm` that nothing happened to, by mpirun."""
-    script = tmp_path_factory.mktemp("deploy") / "train.sbatch"
+    script = slurm.cluster.shared / "deployed.sbatch"
     size = ["--nodes", "2", "--ranks", "2", "--time", "00:30:00", "--name", "undisturbed"]
     assert cli.main(["deploy", "slurm", *size, f"--out={script}", "--", *TRAIN]) == 0
     run = submit("undisturbed", (), script=script, LAUNCHER="mpirun")

@@ -22,9 +22,9 @@ from tests.support.job import Job, poll
 from tests.support.pods import Pods
 
 OPTIONS = "--name train --nodes 2 --ranks 1 --min-nodes 1 --max-nodes 3"
-SECONDS = 60
+SECONDS = 120
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

@@ -220,7 +220,7 @@ def test_compose_differs_from_the_repository_s_or_its_run_does_not_parse(
     ("line", "message"),
     [
         ("slrum", "unknown target 'slrum'; did you mean slurm?"),
-        ("slurm --node 2", "unknown argument --node; did you mean --nodes?"),
+        ("slurm --nods 2", "unknown argument --nods; did you mean --nodes?"),
         ("mpirun --hosts a:1 --time 1", "unknown argument --time; "),
         ("mpirun --hosts a:x", "--hosts a:x: a host and its slots are expected"),
         ("slurm --name Big", "--name Big: at most 40 lower-case letters"),

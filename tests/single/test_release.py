@@ -62,7 +62,6 @@ def test_the_wheel_does_not_install_into_an_empty_environment(built: Path, tmp_p
     call([*pip, "--no-deps", "--no-index", wheel], tmp_path)
     program = empty / "bin/hvdtrain"
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
-    assert "deploy" in call([program, "--help"], tmp_path, env), "with nothing else installed"
     # What it depends on is this environment's, found after its own.
     libraries = call(
         [empty / "bin/python", "-c", "import site; print(site.getsitepackages()[0])"], tmp_path

@@ -21,6 +21,7 @@ sed -E -i 's/ ({job}-[0-9]+)$/ \\1 \\1.{service}/' /etc/hosts
 mkdir -p /etc/hvdtrain/keys
 cp {docker}/sshd_config /etc/hvdtrain/ && cp {docker}/ssh_config /etc/ssh/ssh_config
 cp {keys}/id_rsa {keys}/id_rsa.pub /etc/hvdtrain/keys/
+sed -i 's#^root:.*#root:x:0:0::/home/hvdtrain:/bin/bash#' /etc/passwd
 echo 'hvdtrain:x:0:0::/home/hvdtrain:/bin/bash' >> /etc/passwd
 echo 'hvdtrain:*:19000:0:99999:7:::' >> /etc/shadow
 for folder in /home /opt /usr/local/bin; do mount -t tmpfs -o mode=755 tmpfs $folder; done

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,10 +62,9 @@ def test_the_wheel_does_not_install_into_an_empty_environment(built: Path, tmp_p
     program = empty / "bin/hvdtrain"
     env = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}
     # What it depends on is this environment's, found after its own.
-    libraries = call(
-        [empty / "bin/python", "-c", "import site; print(site.getsitepackages()[0])"], tmp_path
-    )
-    (Path(libraries.strip()) / "z.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    (own,) = (empty / "lib").glob("python3*/site-packages")
+    libraries = [path for path in sys.path if path.endswith("site-packages")]
+    (own / "z.pth").write_text("\n".join(libraries))
     where = [empty / "bin/python", "-c", "import hvdtrain; print(hvdtrain.__file__)"]
     assert call(where, tmp_path, env).startswith(str(empty))
     keys = ["--config", "gpt-nano"]  # a preset, and templates: files beside the code

@@ -6,7 +6,6 @@ import json
 import shlex
 from collections.abc import Callable
 from importlib import resources
-from pathlib import Path, PurePosixPath
 
 import jinja2
 
@@ -82,11 +81,6 @@ def _yaml(text: str) -> str:
 def _argument(text: str) -> str:
     """An argument of a container, as YAML: Kubernetes would replace $(NAME) in it."""
     return _yaml(text.replace("$(", "$$("))
-
-
-def target_path(out: Path, file: str) -> Path:
-    """Where a file of a target that has several goes."""
-    return out.joinpath(*PurePosixPath(file).parts)
 
 
 def _dollars(text: str) -> str:

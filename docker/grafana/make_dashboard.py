@@ -1,6 +1,6 @@
 """Makes Grafana's dashboard of hvdtrain from the panels of panels.py.
 
-    python docker/grafana/make_dashboard.py > docker/grafana/dashboards/hvdtrain.json
+    python docker/grafana/make_dashboard.py > hvdtrain/deploy/dashboards/hvdtrain.json
 
 Grafana sees the JSON alone.
 """

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import pytest
 
+from hvdtrain import cli
 from tests.support import namespaces, runs
 from tests.support import slurm as support
 from tests.support.cluster import Cluster, Process
@@ -113,24 +114,35 @@ def slurm() -> Iterator[Slurm]:
 class Submit(Protocol):
     """Submits slurm/train.sbatch in a folder of that name.
 
-    `options` are sbatch's, `more` are flags of hvdtrain.train, `env` is added to the environment.
+    `options` are sbatch's, `more` are flags of hvdtrain.train, `env` is added to the environment;
+    `script` is another one than the repository's, with `TRAIN` in it.
     """
 
     def __call__(
-        self, name: str, options: Sequence[str] = ..., more: Sequence[str] = ..., **env: str
+        self,
+        name: str,
+        options: Sequence[str] = ...,
+        more: Sequence[str] = ...,
+        script: Path | None = ...,
+        **env: str,
     ) -> SlurmRun: ...
 
 
 @pytest.fixture(scope="module")
 def submit(slurm: Slurm) -> Submit:
     def submit(
-        name: str, options: Sequence[str] = ONE_EACH, more: Sequence[str] = (), **env: str
+        name: str,
+        options: Sequence[str] = ONE_EACH,
+        more: Sequence[str] = (),
+        script: Path | None = None,
+        **env: str,
     ) -> SlurmRun:
         root = slurm.cluster.shared / name
         root.mkdir()
         slow = root / "slow"
         slow.touch()
-        argv = [*options, f"--output={root}/job.log", "slurm/train.sbatch", *TRAIN, *more]
+        train = [str(script)] if script else ["slurm/train.sbatch", *TRAIN]
+        argv = [*options, f"--output={root}/job.log", *train, *more]
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "VENV": sys.prefix}
         environment |= {"HVDTRAIN_TEST_SLOW": f"{PACE}:{slow}", **env}
         job = slurm.sbatch([*argv, "--run.root", str(root)], environment)
@@ -140,9 +152,12 @@ def submit(slurm: Slurm) -> Submit:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(submit: Submit) -> SlurmRun:
-    """A job that nothing happened to, by mpirun."""
-    run = submit("undisturbed", TWO_EACH, LAUNCHER="mpirun")
+def undisturbed(slurm: Slurm, submit: Submit) -> SlurmRun:
+    """A job of `hvdtrain deploy slurm` that nothing happened to, by mpirun."""
+    script = slurm.cluster.shared / "deployed.sbatch"
+    size = ["--nodes", "2", "--ranks", "2", "--time", "00:30:00", "--name", "undisturbed"]
+    assert cli.main(["deploy", "slurm", *size, f"--out={script}", "--", *TRAIN]) == 0
+    run = submit("undisturbed", (), script=script, LAUNCHER="mpirun")
     run.finish()
     return run
 

@@ -24,6 +24,7 @@ CONFIGURATION = DOCS / "configuration.md"
 GUIDES = [README, *sorted(DOCS.glob("*.md"))]
 PAGES = [
     *(*GUIDES, REPOSITORY / "CONTRIBUTING.md"),
+    *(REPOSITORY / "CHANGELOG.md", REPOSITORY / "SECURITY.md"),
     *(REPOSITORY / "slurm/README.md", REPOSITORY / "docker/README.md"),
     REPOSITORY / "docker/prometheus/runbook.md",
 ]

@@ -181,6 +181,9 @@ class Cluster:
             init.kill()
             init.wait(10)
 
+    def is_up(self, host: str) -> bool:
+        return host in self._inits
+
     def boot(self, host: str) -> None:
         """Starts a host and waits until it answers ssh."""
         log = self._folder.path / host / "log"

@@ -10,7 +10,7 @@ import yaml
 from tests.support.runs import REPOSITORY
 
 PROMETHEUS = REPOSITORY / "docker/prometheus"
-DASHBOARD = REPOSITORY / "docker/grafana/dashboards/hvdtrain.json"
+DASHBOARD = REPOSITORY / "hvdtrain/deploy/dashboards/hvdtrain.json"
 
 
 def dashboard() -> dict[str, Any]:

@@ -91,6 +91,10 @@ class Job:
                 raise AssertionError(f"{text!r} was not written: {self.output()}")
             time.sleep(0.05)
 
+    def send(self, number: signal.Signals) -> None:
+        """To the command alone; where it was started on another host, to what starts it there."""
+        self._process.send_signal(number)
+
     def resume(self) -> None:
         """After the command was stopped and continued: nsenter stops with it, but stays so."""
         self._process.send_signal(signal.SIGCONT)

@@ -1,0 +1,134 @@
+"""`hvdtrain deploy TARGET`: the files that start a job on a cluster."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import UserError
+from hvdtrain.files import write_atomic
+
+HELP = "write what starts a job: slurm, pbs, lsf, mpirun, compose, kubernetes"
+
+_BATCH = ("nodes", "ranks", "cpus", "gpus", "time", "queue", "module", "venv", "image")
+# target -> (the line of --help, its options beside those that all have)
+_TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "slurm": ("a script for sbatch, requeued until the run is over", _BATCH),
+    "pbs": ("a script for qsub, submitted again until the run is over", _BATCH),
+    "lsf": ("a script for bsub, requeued until the run is over", _BATCH),
+    "mpirun": ("a script for hosts without a batch system", ("hosts", "module", "venv", "image")),
+    "compose": (
+        "training nodes in containers of one machine",
+        ("nodes", "ranks", "cpus", "gpus", "image", "gpu-image"),
+    ),
+    "kubernetes": (
+        "a Kustomize base with overlays: mpirun on CPUs or GPUs, elastic",
+        (
+            *("nodes", "ranks", "cpus", "gpus", "image", "gpu-image", "min-nodes", "max-nodes"),
+            *("memory", "storage", "storage-class", "monitoring"),
+        ),
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    targets = parser.add_subparsers(dest="target", required=True, metavar="TARGET")
+    for target, (line, options) in _TARGETS.items():
+        own = targets.add_parser(target, help=line, description=line)
+        for option in ("name", *options, "grace"):
+            own.add_argument(f"--{option}", default=argparse.SUPPRESS, **_options()[option])
+        what = "FOLDER" if target == "kubernetes" else "FILE"
+        otherwise = "kubernetes" if target == "kubernetes" else "the standard output"
+        own.add_argument(
+            "--out", type=Path, metavar=what, help=f"where it is written (default: {otherwise})"
+        )
+        own.add_argument(
+            "training",
+            nargs=argparse.REMAINDER,
+            metavar="-- --key value",
+            help="keys of the configuration",
+        )
+        own.usage = f"{own.prog} [options] [-- --key value ...]"
+
+
+def _options() -> dict[str, dict[str, Any]]:
+    """Option -> what argparse gets to know of it; defaults are those of `Job`."""
+    count: dict[str, Any] = {"type": _count, "metavar": "N"}
+    return {
+        "name": {"metavar": "NAME", "help": "of the job (default: hvdtrain)"},
+        "nodes": count | {"help": "default: 2"},
+        "ranks": count | {"help": "of a node (default: 8)"},
+        "cpus": count | {"help": "of a rank (default: the cluster's own)"},
+        "gpus": {"action": "store_true", "help": "a GPU for each rank"},
+        "time": {"metavar": "[D-]HH:MM:SS", "help": "limit of the job (default: 01:00:00)"},
+        "queue": {"metavar": "NAME", "help": "queue or partition (default: the cluster's own)"},
+        "module": {
+            "action": "append",
+            "dest": "modules",
+            "metavar": "NAME",
+            "help": "a module to load; may be given several times",
+        },
+        "venv": {"metavar": "FOLDER", "help": "environment with hvdtrain (default: .venv)"},
+        "image": {
+            "metavar": "IMAGE",
+            "help": "container with hvdtrain: for a batch system one of Apptainer, instead of "
+            "--venv; else one of Docker (default: hvdtrain:VERSION)",
+        },
+        "gpu-image": {"metavar": "IMAGE", "help": "the same with CUDA (default: hvdtrain:cuda)"},
+        "hosts": {"required": True, "metavar": "LIST", "help": "such as node1:8,node2:8"},
+        "min-nodes": count | {"help": "of an elastic job (default: 1)"},
+        "max-nodes": count | {"help": "of an elastic job (default: --nodes)"},
+        "memory": count | {"help": "of a node, GiB (default: 16)"},
+        "storage": count | {"help": "of the volume for runs, GiB (default: 100)"},
+        "storage-class": {"metavar": "NAME", "help": "of the volume for runs, ReadWriteMany"},
+        "monitoring": {
+            "metavar": "NAMESPACE",
+            "help": "of Prometheus, which may read the metrics (default: monitoring)",
+        },
+        "grace": count | {"help": "seconds for a last checkpoint (default: 120)"},
+    }
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not >= 1")
+    return number
+
+
+def run(args: argparse.Namespace) -> int:
+    from hvdtrain.config import parse
+    from hvdtrain.deploy.job import Job
+    from hvdtrain.deploy.write import TARGETS
+    from hvdtrain.launch.hostfile import parse_hosts
+
+    keys = args.training[1:] if args.training[:1] == ["--"] else args.training
+    if args.target == "kubernetes" and args.out is None:
+        args.out = Path("kubernetes")
+    given = {f.name: getattr(args, f.name) for f in fields(Job) if hasattr(args, f.name)}
+    given["modules"] = tuple(given.get("modules", ()))
+    given["hosts"] = tuple(parse_hosts(args.hosts)) if "hosts" in given else ()
+    job = Job(**given, keys=tuple(keys), run_id=parse(keys).config.run.id)
+    files = TARGETS[args.target](job)
+    if job.out is None:
+        print(*files.values(), sep="", end="")
+    elif args.target == "kubernetes":
+        for name, text in files.items():
+            _write(job.out / name, text)
+        print(job.out)
+    else:
+        _write(job.out, *files.values())
+        print(job.out)
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, text.encode())
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}); choose another place with --out"
+        ) from None

@@ -1,0 +1,1 @@
+"""`hvdtrain deploy`: the files with which a job is started on a cluster, written once for all."""

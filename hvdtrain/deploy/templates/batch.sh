@@ -1,0 +1,143 @@
+#!/bin/bash
+{% set submit = {"pbs": "qsub " ~ file, "lsf": "bsub < " ~ file, "none": "bash " ~ file}[scheduler] %}
+{% set starter = {"pbs": "PBS", "lsf": "LSF", "none": "mpirun, without a batch system"}[scheduler] %}
+# hvdtrain under {{ starter }}. From the folder in which it should train:
+#   {{ submit }}
+{% if scheduler == "none" %}
+# What follows the file's name goes to hvdtrain.train.
+{% endif %}
+
+# --- yours to edit ---------------------------------------------------------------
+{% if scheduler == "pbs" %}
+{% set gpus = ":ngpus=%d" % job.ranks if job.gpus else "" %}
+#PBS -N {{ job.name }}
+#PBS -l select={{ job.nodes }}:ncpus={{ job.ranks * (job.cpus or 1) }}:mpiprocs={{ job.ranks }}{{ gpus }}
+#PBS -l place=scatter
+#PBS -l walltime={{ job.limit }}
+{{ '#' if job.queue is none }}#PBS -q {{ job.queue or 'NAME' }}
+# A node that dies: the job is started again.
+#PBS -r y
+#PBS -j oe
+{% elif scheduler == "lsf" %}
+#BSUB -J {{ job.name }}
+#BSUB -n {{ job.np }}
+#BSUB -R "span[ptile={{ job.ranks }}]"
+{{ '#' if job.cpus is none }}#BSUB -R "affinity[core({{ job.cpus or 8 }})]"
+{{ '#' if not job.gpus }}#BSUB -gpu "num={{ job.ranks }}"
+#BSUB -W {{ job.limit[:-3] }}
+{{ '#' if job.queue is none }}#BSUB -q {{ job.queue or 'NAME' }}
+# A node that dies, or exit code 75 (preempted): the job goes back into the queue.
+#BSUB -r
+#BSUB -Q "75"
+#BSUB -o {{ job.name }}-%J.log
+{% else %}
+HOSTS=${HOSTS:-{{ job.hosts | join(",") }}}
+{% endif %}
+
+LAUNCHER=${LAUNCHER:-mpirun}        # mpirun, or launch: mpirun that is started again when a rank
+                                    # or a host dies
+{{ ('VENV=${VENV:-' ~ job.venv ~ '}').ljust(35) }} # the environment that has hvdtrain; all hosts must see it
+{{ ('CONTAINER=${CONTAINER:-' ~ (job.image or '') ~ '}').ljust(35) }} # an Apptainer image with hvdtrain, instead of VENV
+{{ ('GRACE_SECONDS=' ~ job.grace).ljust(35) }} # a save that would take longer is not begun
+{% if scheduler != "none" %}
+{{ ('LIMIT_SECONDS=' ~ job.limit_seconds).ljust(35) }} # the time limit above
+{% endif %}
+{% if scheduler == "pbs" %}
+MAX_RESTARTS=${MAX_RESTARTS:-20}    # after that many the job ends, with exit code 75
+{% endif %}
+{% for module in job.modules %}
+module load {{ module }}
+{% else %}
+# module load openmpi
+{% endfor %}
+{% if scheduler == "lsf" %}
+# Where ssh between nodes is closed: export OMPI_MCA_plm_rsh_agent=blaunch
+{% endif %}
+# ---------------------------------------------------------------------------------
+
+set -euo pipefail
+{% if scheduler == "pbs" %}
+cd "$PBS_O_WORKDIR"
+# A job that is submitted again has another number: it is told which run is its own.
+run=${HVDTRAIN_RUN:-{{ job.run_id or "pbs-${PBS_JOBID%%.*}" }}}
+hosts=(--hostfile "$PBS_NODEFILE")
+{% elif scheduler == "lsf" %}
+cd "$LS_SUBCWD"
+# A requeued job keeps its number.
+run={{ job.run_id or "lsf-$LSB_JOBID" }}
+hosts=(--hostfile "$LSB_DJOB_HOSTFILE")
+{% else %}
+run={{ job.run }}
+{% endif %}
+arguments=(
+    --run.id "$run"
+    --preempt.grace_seconds "$GRACE_SECONDS"
+{% for key in job.keys %}
+    {{ key | sh }}
+{% endfor %}
+{% if scheduler == "none" %}
+    "$@"
+{% endif %}
+)
+if [ -n "$CONTAINER" ]; then
+    python=(apptainer exec "$CONTAINER" python)
+else
+    python=("$(cd "$VENV" && pwd)/bin/python") # the same path on every host
+fi
+# What the ranks on other hosts get of the environment: names alone, as every user of a host can
+# read the arguments of a process.
+exported=()
+for name in $(compgen -e); do
+    case $name in
+    PATH | LD_LIBRARY_PATH | HVDTRAIN_* | HOROVOD_* | NCCL_* | OMP_* | CUDA_*) exported+=(-x "$name") ;;
+    esac
+done
+case $LAUNCHER in
+# Bound to one core, a rank would share it with its Horovod.
+{% if scheduler == "none" %}
+mpirun) start=(mpirun -np {{ job.np }} -H "$HOSTS" --bind-to none --map-by slot "${exported[@]}" "${python[@]}" -m hvdtrain.train) ;;
+launch) start=("${python[@]}" -m hvdtrain.cli launch --hosts "$HOSTS" --) ;;
+{% else %}
+mpirun) start=(mpirun -np {{ job.np }} "${hosts[@]}" --bind-to none --map-by slot "${exported[@]}" "${python[@]}" -m hvdtrain.train) ;;
+launch) start=("${python[@]}" -m hvdtrain.cli launch "${hosts[@]}" --) ;;
+{% endif %}
+*)
+    echo "LAUNCHER is mpirun or launch, not $LAUNCHER" >&2
+    exit 2
+    ;;
+esac
+{% if scheduler == "none" %}
+# kill -USR1 to it: the ranks save, exit code 75; the same command resumes.
+exec "${start[@]}" "${arguments[@]}"
+{% else %}
+# The ranks are told to save before the time limit, by SIGUSR1: the scheduler itself would send
+# SIGTERM, after which mpirun gives them about a second.
+timeout --foreground --preserve-status --signal=USR1 $((LIMIT_SECONDS - GRACE_SECONDS)) \
+    "${start[@]}" "${arguments[@]}" &
+launcher=$!
+
+# SIGTERM: the scheduler ends the job.
+ended=''
+trap 'interrupted=yes; kill -USR1 "$launcher" 2>/dev/null || true' USR1
+trap 'interrupted=yes ended=yes; kill -TERM "$launcher" 2>/dev/null || true' TERM
+while :; do
+    interrupted='' code=0
+    wait "$launcher" || code=$? # a trap ends `wait`, not the launcher
+    [ -n "$interrupted" ] || break
+done
+{% if scheduler == "lsf" %}
+exit "$code" # 75: LSF puts the job back into the queue (-Q)
+{% else %}
+[ -z "$ended" ] && [ "$code" = 75 ] || exit "$code"
+restarts=${HVDTRAIN_RESTARTS:-0}
+by_hand="continue with: qsub -v HVDTRAIN_RUN=$run {{ file }}"
+if [ "$restarts" -ge "$MAX_RESTARTS" ]; then
+    echo "{{ file }}: not submitted again after $restarts restarts (MAX_RESTARTS); $by_hand" >&2
+elif qsub -v "HVDTRAIN_RUN=$run,HVDTRAIN_RESTARTS=$((restarts + 1))" {{ file }}; then
+    echo "{{ file }}: submitted again; it resumes from its newest checkpoint"
+else
+    echo "{{ file }}: PBS refuses a job from within a job; $by_hand" >&2
+fi
+exit 75
+{% endif %}
+{% endif %}

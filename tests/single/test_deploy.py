@@ -1,0 +1,252 @@
+"""`hvdtrain deploy`: what it writes is read back, by the program's own parsers and by bash."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import hvdtrain
+from hvdtrain import cli
+from hvdtrain.commands import launch
+from hvdtrain.config import Config, parse
+from hvdtrain.deploy.job import Job
+from hvdtrain.deploy.write import TARGETS
+from hvdtrain.elastic.command import training_command
+from hvdtrain.launch.hostfile import parse_hosts, total_slots
+from tests.support.runs import REPOSITORY
+
+KEYS = ["--config", "gpt-nano", "--train.steps", "30", "--data.train", "it's $HOME.txt"]
+BATCH = ["slurm", "pbs", "lsf"]
+HOSTS = ["--hosts", "node1:8,node2:4"]
+# Says what it was called with; exits as told.
+STUB = """\
+#!/usr/bin/env python3
+import json, os, sys
+with open(os.environ["STUB_CALLS"], "a") as file:
+    file.write(json.dumps([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\\n")
+sys.exit(int(os.environ.get("STUB_EXIT", "0")) if "hvdtrain" in " ".join(sys.argv[1:]) else 0)
+"""
+SCHEDULERS = {
+    "slurm": {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "SLURM_NTASKS": "16"},
+    "pbs": {"PBS_JOBID": "7.server", "PBS_NODEFILE": "nodes"},
+    "lsf": {"LSB_JOBID": "7", "LSB_DJOB_HOSTFILE": "nodes"},
+    "mpirun": {},
+}
+FOLDERS = {"slurm": "SLURM_SUBMIT_DIR", "pbs": "PBS_O_WORKDIR", "lsf": "LS_SUBCWD"}
+
+Written = Callable[..., Path]
+
+
+@pytest.fixture
+def written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Written:
+    """Calls `hvdtrain deploy TARGET ...` for a file in this test's folder; its path."""
+
+    def written(target: str, *options: str, keys: list[str] = KEYS) -> Path:
+        out = tmp_path / f"train-{target}"
+        assert cli.main(["deploy", target, *options, f"--out={out}", "--", *keys]) == 0
+        assert capsys.readouterr().out == f"{out}\n"
+        return out
+
+    return written
+
+
+def call(script: Path, target: str, **env: str) -> tuple[int, list[list[str]]]:
+    """Runs a script where schedulers and launchers are stubs; its exit code, and their calls."""
+    folder = script.parent
+    for name in ("bin", ".venv/bin"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    for name in ("srun", "mpirun", "qsub", "scontrol", "apptainer"):
+        (folder / "bin" / name).write_text(STUB)
+        (folder / "bin" / name).chmod(0o755)
+    python = folder / ".venv/bin/python"
+    python.write_text(STUB.replace("/usr/bin/env python3", sys.executable))
+    python.chmod(0o755)
+    (folder / ".venv/bin/activate").write_text(f"PATH={python.parent}:$PATH\n")
+    calls = folder / "calls"
+    calls.unlink(missing_ok=True)
+    own = SCHEDULERS[target] | ({FOLDERS[target]: str(folder)} if target in FOLDERS else {})
+    path = f"{folder}/bin:{Path(sys.executable).parent}:/usr/bin:/bin"
+    environment = {"PATH": path, "STUB_CALLS": str(calls), **own, **env}
+    command = ["bash", str(script)]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
+    lines = calls.read_text().splitlines() if calls.exists() else []
+    assert lines, done.stderr
+    return done.returncode, [json.loads(line) for line in lines]
+
+
+def trained(words: list[str]) -> Config:
+    """The configuration with which a launcher's command starts training, wherever it stands."""
+    at = words.index("-m") - 1 if "-m" in words else words.index("hvdtrain")
+    command = training_command(["python", *words[at + 1 :]])
+    assert command is not None, words
+    return parse(command.flags).config
+
+
+def launched(words: list[str]) -> argparse.Namespace:
+    """The arguments of `hvdtrain launch` in a command, as its own parser reads them."""
+    parser = argparse.ArgumentParser()
+    launch.add_arguments(parser)
+    args = parser.parse_args(words[words.index("launch") + 1 :])
+    args.config = parse(args.training[1:]).config
+    return args
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_target_has_no_help_or_no_template(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["deploy", name, "--help"])
+    assert end.value.code == 0
+    assert "--out" in capsys.readouterr().out
+
+
+def test_the_script_of_the_repository_is_not_what_deploy_slurm_writes() -> None:
+    file = Path("slurm/train.sbatch")
+    (text,) = TARGETS["slurm"](Job(out=file)).values()
+    assert text == (REPOSITORY / file).read_text(), f"hvdtrain deploy slurm --out {file}"
+
+
+@pytest.mark.parametrize("target", [*BATCH, "mpirun"])
+@pytest.mark.parametrize("launcher", ["srun", "mpirun", "launch"])
+def test_a_script_calls_a_launcher_or_training_with_what_they_do_not_know(
+    written: Written, target: str, launcher: str
+) -> None:
+    if launcher == "srun" and target != "slurm":
+        return
+    script = written(target, *(HOSTS if target == "mpirun" else []))
+    code, (words, *others) = call(script, target, LAUNCHER=launcher, OMP_NUM_THREADS="1")
+    assert code == 0 and not others
+    if launcher == "launch":
+        args = launched(words)
+        config = args.config
+        source = {"slurm": args.slurm, "pbs": args.hostfile, "lsf": args.hostfile}
+        assert source.get(target, args.hosts) in (True, "nodes", HOSTS[1])
+    else:
+        config = trained(words)
+        assert words[0] == launcher
+    if launcher == "mpirun" and target != "slurm":
+        np = words[words.index("-np") + 1]
+        assert np == ("12" if target == "mpirun" else "16")
+        assert "OMP_NUM_THREADS" in words and "OMP_NUM_THREADS=1" not in words
+    assert config.train.steps == 30 and config.preempt.grace_seconds == 120
+    assert config.run.id == {"mpirun": "hvdtrain"}.get(target, f"{target}-7")
+    assert KEYS[-1] in words, "bash has read a key"
+
+
+@pytest.mark.parametrize("target", [*BATCH, "mpirun"])
+def test_a_script_forgets_the_container_or_the_modules(written: Written, target: str) -> None:
+    hosts = HOSTS if target == "mpirun" else []
+    script = written(target, *hosts, "--image", "hvdtrain.sif", "--module", "a", "--module", "b/2")
+    loaded = script.parent / "loaded"
+    bash = f'module() {{ echo "$@" >> {loaded}; }}; export -f module; bash {script}'
+    wrapper = script.with_name("wrapper")
+    wrapper.write_text(f"{bash}\n")
+    _, (words, *_) = call(wrapper, target, LAUNCHER="mpirun")
+    at = words.index("apptainer")
+    assert words[at : at + 4] == ["apptainer", "exec", "hvdtrain.sif", "python"]
+    assert loaded.read_text() == "load a\nload b/2\n"
+
+
+def test_directives_are_not_those_that_were_asked_for(written: Written) -> None:
+    asked = shlex.split(
+        "--name big --nodes 4 --ranks 2 --cpus 3 --gpus --time 1-02:30:00 --queue gpu"
+    )
+    expected = {
+        "slurm": "--job-name=big --nodes=4 --ntasks-per-node=2 --cpus-per-task=3 "
+        "--gpus-per-node=2 --partition=gpu --time=26:30:00 --signal=B:USR1@60",
+        "pbs": "-N big -l select=4:ncpus=6:mpiprocs=2:ngpus=2 -l walltime=26:30:00 -q gpu",
+        "lsf": '-J big -n 8 -R "span[ptile=2]" -R "affinity[core(3)]" -gpu "num=2" -W 26:30 '
+        '-q gpu -Q "75"',
+    }
+    for target, words in expected.items():
+        lines = written(target, *asked, "--grace", "60").read_text().splitlines()
+        marker = {"slurm": "#SBATCH ", "pbs": "#PBS ", "lsf": "#BSUB "}[target]
+        given = " ".join(line.removeprefix(marker) for line in lines if line.startswith(marker))
+        for word in words.replace(" -", "\n-").split("\n"):
+            assert word in given, (target, word)
+
+
+def test_a_job_that_was_told_to_stop_is_not_brought_back(written: Written) -> None:
+    script = written("pbs")
+    code, (_, again) = call(script, "pbs", STUB_EXIT="75")
+    assert code == 75
+    assert again == ["qsub", "-v", "HVDTRAIN_RUN=pbs-7,HVDTRAIN_RESTARTS=1", str(script)]
+    code, (words, _) = call(script, "pbs", STUB_EXIT="75", HVDTRAIN_RUN="pbs-3", PBS_JOBID="8.s")
+    assert trained(words).run.id == "pbs-3", "the run of its first start"
+    for number in (0, 1, 2):
+        code, calls = call(script, "pbs", STUB_EXIT=str(number))
+        assert code == number and len(calls) == 1
+    code, calls = call(script, "pbs", STUB_EXIT="75", HVDTRAIN_RESTARTS="20")
+    assert code == 75 and len(calls) == 1, "without end"
+    # LSF itself does it, where the script ends so.
+    code, calls = call(written("lsf"), "lsf", STUB_EXIT="75")
+    assert code == 75 and len(calls) == 1
+
+
+def test_compose_differs_from_the_repository_s_or_its_run_does_not_parse(
+    written: Written,
+) -> None:
+    ours = yaml.safe_load((REPOSITORY / "docker/compose.yaml").read_text())
+    made = yaml.safe_load(written("compose", "--nodes", "3", "--ranks", "2").read_text())
+    assert made["volumes"] == {name: ours["volumes"][name] for name in ("ssh", "runs")}
+    assert made["services"].keys() == {"node1", "node2", "node3", "train"}
+    same = ("image", "init", "cap_drop", "security_opt", "volumes", "hostname", "healthcheck")
+    for name in ("node1", "node2", "train"):
+        theirs, own = ours["services"][name], made["services"][name]
+        assert {key: own.get(key) for key in same} == {key: theirs.get(key) for key in same}
+    train = made["services"]["train"]
+    assert train["depends_on"].keys() == {"node1", "node2", "node3"}
+    words = [word.replace("$$", "$") for word in train["command"]]
+    assert KEYS[-1] in words
+    args = launched(words)
+    assert total_slots(parse_hosts(args.hosts)) == 6 and args.probe == "tcp:2222"
+    assert (args.config.run.root, args.config.train.steps) == ("/runs", 30)
+    gpus = yaml.safe_load(written("compose", "--gpus").read_text())["services"]["node1"]
+    (device,) = gpus["deploy"]["resources"]["reservations"]["devices"]
+    assert device["count"] == 8 and gpus["image"] == "hvdtrain:cuda"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("slrum", "unknown target 'slrum'; did you mean slurm?"),
+        ("slurm --nods 2", "unknown argument --nods; did you mean --nodes?"),
+        ("mpirun --hosts a:1 --time 1", "unknown argument --time; "),
+        ("mpirun --hosts a:x", "--hosts a:x: a host and its slots are expected"),
+        ("slurm --name Big", "--name Big: at most 40 lower-case letters"),
+        ("kubernetes --name null", "--name null: at most 40 lower-case letters"),
+        ("slurm --time 1h", "--time 1h: [DAYS-]HH:MM:SS is expected, such as 12:00:00"),
+        ("slurm --time 00:02:00", "--time 00:02:00 leaves less than a minute before the 120 s"),
+        ("slurm --queue a;b", "--queue: 'a;b' is no name or path without spaces"),
+        ("slurm -- --run.id a$b", "run.id: 'a$b' is no name or path without spaces"),
+        ("slurm -- --train.step 3", "did you mean train.steps?"),
+        ("kubernetes --max-nodes 1", "--nodes 2 must lie between --min-nodes 1 and --max-nodes 1"),
+        ("slurm --out /dev/null/x", "/dev/null/x cannot be written"),
+    ],
+)
+def test_a_mistake_is_not_one_sentence_and_2(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: Any = cli.main(["deploy", *shlex.split(line)])
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr()
+    assert (code, said.out) == (2, "")
+    assert message in said.err and said.err.count("\n") == 1, said.err
+
+
+def test_the_images_of_the_docs_are_not_those_that_deploy_names() -> None:
+    compose = yaml.safe_load((REPOSITORY / "docker/compose.yaml").read_text())
+    assert Job().container == f"hvdtrain:{hvdtrain.__version__}" == compose["x-node"]["image"]
+    assert f"-t {Job().gpu_image} " in (REPOSITORY / "docker/README.md").read_text()

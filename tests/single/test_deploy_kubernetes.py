@@ -1,0 +1,232 @@
+"""`hvdtrain deploy kubernetes`: built by kubectl, checked by schemas, and it fits together."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.commands import launch
+from hvdtrain.config import parse
+from hvdtrain.elastic.command import training_command
+from hvdtrain.errors import EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
+from hvdtrain.launch.hostfile import parse_hosts
+from hvdtrain.telemetry.config import TelemetryConfig
+from tests.support.kubernetes import (
+    Object,
+    build,
+    problems,
+    readable_by_this_kubectl,
+    templates,
+)
+from tests.support.runs import REPOSITORY
+
+KEYS = ["--config", "gpt-nano", "--train.steps", "30", "--data.train", "$(HOME) it's.txt"]
+OPTIONS = "--name gpt --nodes 3 --ranks 2 --min-nodes 2 --max-nodes 5 --storage-class nfs"
+OVERLAYS = ["cpu", "gpu", "elastic"]
+OVERLAY = pytest.mark.parametrize("overlay", OVERLAYS)
+SSH_PORT = 2222
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("deploy") / "kubernetes"
+    assert cli.main(["deploy", "kubernetes", *OPTIONS.split(), f"--out={out}", "--", *KEYS]) == 0
+    readable_by_this_kubectl(out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def objects(folder: Path) -> dict[str, list[Object]]:
+    """What is sent to the cluster for each overlay, and for the monitoring."""
+    overlays = {name: build(folder / "overlays" / name) for name in OVERLAYS}
+    return overlays | {"monitoring": build(folder / "monitoring")}
+
+
+def one(found: list[Object], kind: str) -> Object:
+    (only,) = [entry for entry in found if entry["kind"] == kind]
+    return only
+
+
+def words(container: Object) -> list[str]:
+    """A container's command as it is started, less the shell that looks at the pod's index."""
+    every = [*container["command"], *container.get("args", [])]
+    return [word.replace("$$(", "$(") for word in every]
+
+
+@pytest.mark.parametrize("name", [*OVERLAYS, "monitoring"])
+def test_kubernetes_would_refuse_an_object(objects: dict[str, list[Object]], name: str) -> None:
+    assert list(chain.from_iterable(map(problems, objects[name]))) == []
+
+
+def test_the_schemas_let_a_mistake_through(objects: dict[str, list[Object]]) -> None:
+    def with_mistake(kind: str, overlay: str, *path: str | int) -> list[str]:
+        broken = json.loads(json.dumps(one(objects[overlay], kind)))
+        inner = broken
+        for key in path:
+            inner = inner[key]
+        inner["wrogn"] = 1
+        return list(problems(broken))
+
+    container = ("template", "spec", "containers", 0)
+    assert with_mistake("MPIJob", "cpu", "spec")
+    assert with_mistake("MPIJob", "cpu", "spec", "mpiReplicaSpecs", "Worker", *container)
+    assert with_mistake("Job", "elastic", "spec", *container, "securityContext")
+    assert with_mistake("NetworkPolicy", "elastic", "spec", "ingress", 0)
+    assert with_mistake("PodMonitor", "monitoring", "spec", "podMetricsEndpoints", 0)
+
+
+@OVERLAY
+def test_a_pod_has_more_rights_than_the_restricted_standard_gives(
+    objects: dict[str, list[Object]], overlay: str
+) -> None:
+    for found in chain.from_iterable(map(templates, objects[overlay])):
+        pod, (container,) = found["spec"], found["spec"]["containers"]
+        security = pod["securityContext"]
+        assert security["runAsNonRoot"] and security["runAsUser"] == 10000
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert pod["automountServiceAccountToken"] is False
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        assert all("hostPath" not in volume for volume in pod.get("volumes", []))
+
+
+@OVERLAY
+def test_the_network_policy_leaves_a_pod_open_or_keeps_the_ranks_apart(
+    objects: dict[str, list[Object]], overlay: str
+) -> None:
+    policy = one(objects[overlay], "NetworkPolicy")["spec"]
+    chosen = policy["podSelector"]["matchLabels"].items()
+    for found in chain.from_iterable(map(templates, objects[overlay])):
+        assert chosen <= found["metadata"]["labels"].items()
+    among_them, metrics = policy["ingress"]
+    assert among_them == {"from": [{"podSelector": {"matchLabels": dict(chosen)}}]}
+    (ports,) = metrics["ports"]
+    first = TelemetryConfig().port
+    assert (ports["port"], ports["endPort"]) == (first, first + 1)
+
+
+@OVERLAY
+def test_a_node_has_no_runs_no_shared_memory_or_other_ports_than_its_programs(
+    objects: dict[str, list[Object]], overlay: str
+) -> None:
+    pod = next(
+        found["spec"]
+        for found in chain.from_iterable(map(templates, objects[overlay]))
+        if found["metadata"]["labels"]["app.kubernetes.io/component"] == "node"
+    )
+    (container,) = pod["containers"]
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert mounted.items() >= {"runs": "/runs", "shm": "/dev/shm"}.items()
+    assert mounted.keys() == volumes.keys()
+    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+    claim = one(objects[overlay], "PersistentVolumeClaim")
+    assert volumes["runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["storageClassName"] == "nfs"
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    first = TelemetryConfig().port
+    assert ports == {"ssh": SSH_PORT, "metrics-0": first, "metrics-1": first + 1}
+    assert f"Port {SSH_PORT}\n" in (REPOSITORY / "docker/node/sshd_config").read_text()
+    assert pod["terminationGracePeriodSeconds"] == 120
+    assert container["resources"]["limits"].get("nvidia.com/gpu") == (
+        2 if overlay == "gpu" else None
+    )
+
+
+@pytest.mark.parametrize("overlay", ["cpu", "gpu"])
+def test_mpirun_gets_other_ranks_than_there_are_or_keys_that_there_are_not(
+    objects: dict[str, list[Object]], overlay: str
+) -> None:
+    job = one(objects[overlay], "MPIJob")["spec"]
+    launcher, worker = job["mpiReplicaSpecs"]["Launcher"], job["mpiReplicaSpecs"]["Worker"]
+    containers = [part["template"]["spec"]["containers"][0] for part in (launcher, worker)]
+    image = "hvdtrain:cuda" if overlay == "gpu" else "hvdtrain:"
+    assert all(container["image"].startswith(image) for container in containers)
+    argv = words(containers[0])
+    assert argv[:4] == ["training-node", "mpirun", "-np", "6"]
+    assert job["slotsPerWorker"] * worker["replicas"] == 6
+    command = training_command(argv[argv.index("python") :])
+    assert command is not None and KEYS[-1] in command.flags
+    config = parse(command.flags).config
+    assert (config.run.root, config.run.id, config.train.steps) == ("/runs", "gpt", 30)
+    assert words(containers[1]) == ["training-node"]
+    # Where training-node looks for the keys that the operator makes.
+    start = (REPOSITORY / "docker/node/start").read_text()
+    assert f"given={job['sshAuthMountPath']}\n" in start and "$given/id_rsa.pub" in start
+    assert launcher["restartPolicy"] == "OnFailure", "75 would end the job"
+
+
+def test_the_elastic_job_asks_for_hosts_that_no_pod_has_or_with_unknown_flags(
+    objects: dict[str, list[Object]],
+) -> None:
+    job, service = one(objects["elastic"], "Job"), one(objects["elastic"], "Service")
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    argv = words(pod["containers"][0])
+    assert argv[:2] == ["sh", "-c"] and 'exec training-node hvdtrain launch "$@"' in argv[2]
+    parser = argparse.ArgumentParser()
+    launch.add_arguments(parser)
+    args = parser.parse_args(argv[4:])
+    names = [f"{job['metadata']['name']}-{n}.{service['metadata']['name']}" for n in range(5)]
+    assert [host.name for host in parse_hosts(args.hosts)] == names
+    assert pod["subdomain"] == service["metadata"]["name"] and spec["completionMode"] == "Indexed"
+    labels = spec["template"]["metadata"]["labels"].items()
+    assert service["spec"]["selector"].items() <= labels
+    assert service["spec"]["clusterIP"] == "None"
+    assert (args.probe, args.controller) == (f"tcp:{SSH_PORT}", "gloo")
+    assert (args.min_np, args.max_np, spec["parallelism"], spec["completions"]) == (4, 10, 3, 3)
+    config = parse(args.training[1:]).config
+    assert (config.run.root, config.run.id, config.train.steps) == ("/runs", "gpt", 30)
+    assert KEYS[-1] in args.training
+    assert one(objects["elastic"], "PodDisruptionBudget")["spec"]["minAvailable"] == 2
+
+
+def test_an_exit_code_brings_a_job_back_that_should_end_or_the_other_way_round(
+    objects: dict[str, list[Object]],
+) -> None:
+    spec = one(objects["elastic"], "Job")["spec"]
+    by_code = {
+        code: rule["action"]
+        for rule in spec["podFailurePolicy"]["rules"]
+        for code in rule.get("onExitCodes", {}).get("values", [])
+    }
+    assert by_code == {EXIT_USER: "FailJob", EXIT_NOT_FINITE: "FailJob", EXIT_PREEMPTED: "Ignore"}
+    assert spec["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    assert spec["template"]["spec"]["restartPolicy"] == "Never", "the policy asks for it"
+
+
+def test_the_monitor_lacks_a_label_or_a_port_and_the_dashboard_is_another(
+    objects: dict[str, list[Object]],
+) -> None:
+    spec = one(objects["monitoring"], "PodMonitor")["spec"]
+    pods = list(chain.from_iterable(map(templates, [*objects["cpu"], *objects["elastic"]])))
+    chosen = spec["selector"]["matchLabels"].items()
+    nodes = [pod for pod in pods if chosen <= pod["metadata"]["labels"].items()]
+    assert len(nodes) == 2, "those of the MPI job and of the elastic one"
+    for pod in nodes:
+        ports = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
+        assert {endpoint["port"] for endpoint in spec["podMetricsEndpoints"]} == ports - {"ssh"}
+    for endpoint in spec["podMetricsEndpoints"]:
+        labels = {rule["targetLabel"] for rule in endpoint["relabelings"]}
+        assert labels == {"job", "run", "rank", "local_rank", "host"}, "those of targets.json"
+    configured = one(objects["monitoring"], "ConfigMap")
+    dashboard = REPOSITORY / "hvdtrain/deploy/dashboards/hvdtrain.json"
+    assert configured["data"] == {"hvdtrain.json": dashboard.read_text()}
+    assert configured["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert configured["metadata"]["name"] == "gpt-dashboard"
+
+
+def test_gpus_are_not_those_of_the_elastic_job(tmp_path: Path) -> None:
+    assert cli.main(["deploy", "kubernetes", "--gpus", f"--out={tmp_path}"]) == 0
+    readable_by_this_kubectl(tmp_path)
+    job = one(build(tmp_path / "overlays/elastic"), "Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert container["image"] == "hvdtrain:cuda"

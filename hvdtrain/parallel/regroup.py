@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import horovod.torch as hvd
 import torch
 from torch import Tensor
 
 from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
 from hvdtrain.runtime.grid import Grid
+from hvdtrain.runtime.process_sets import ProcessSet, passing_set
 
 
 @dataclass
@@ -73,20 +73,15 @@ def transfer(
     received = None
     for each in transfers:
         among = sorted({each.source, *each.receivers})
-        group = hvd.global_process_set
-        if len(among) < hvd.size():
-            group = hvd.add_process_set(among)
-        if rank in among:
-            found = _broadcast(own if rank == each.source else {}, each, group)
-            received = found if rank != each.source else received
-        if len(among) < hvd.size():
-            hvd.remove_process_set(group)
+        with passing_set(among) as group:
+            if rank == each.source:
+                _broadcast(own, each, group)
+            elif rank in among:
+                received = _broadcast({}, each, group)
     return received
 
 
-def _broadcast(
-    own: Mapping[str, Tensor], each: Transfer, group: hvd.ProcessSet
-) -> dict[str, Tensor]:
+def _broadcast(own: Mapping[str, Tensor], each: Transfer, group: ProcessSet) -> dict[str, Tensor]:
     layout = {key: [[*t.shape], str(t.dtype).removeprefix("torch.")] for key, t in own.items()}
     name = f"part.{each.part}"
     theirs = broadcast_json(layout, f"{name}.layout", each.source, group)

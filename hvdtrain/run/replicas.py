@@ -22,6 +22,7 @@ from hvdtrain.run.held import Held
 from hvdtrain.run.prepare import Prepared
 from hvdtrain.run.spanning import form_mesh
 from hvdtrain.runtime.collectives import broadcast_json, gather_json
+from hvdtrain.runtime.grid import Grid
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.topology import Topology
 
@@ -91,29 +92,35 @@ class Replicas:
             self._part = _held_part(self._components, own, top)
         self._components = None  # its memory is needed
         held = [s.part if top in (s.step, s.reaches) else None for s in statuses]
+        if top >= 0:
+            self._hand_over(topology, held, top, source=[s.step for s in statuses].index(top))
         with lost_peers():
             made = self._build(topology, held)
-        if top >= 0:
-            self._hand_over(made, topology, held, source=[s.step for s in statuses].index(top))
+        if self._part is not None:
+            _take(made.state, self._part.tensors)
+            self._part, self._held.trained, self._held.initial = None, True, False
         self._components = made
         return made
 
-    def _hand_over(
-        self, made: RunComponents, topology: Topology, held: list[int | None], source: int
-    ) -> None:
-        """Args: source: a rank that has done the last step."""
-        assert made.mesh is not None
+    def _hand_over(self, topology: Topology, held: list[int | None], top: int, source: int) -> None:
+        """Every rank holds its part, or none does where one was lost.
+
+        Args:
+            top: the most advanced step.
+            source: a rank that has done it.
+        """
+        parallel = self._prepared.config.parallel
+        grid = Grid.of(topology.hosts, parallel.degrees, parallel.place, held)
         try:
-            transfers = plan(held, made.mesh.grid)
+            transfers = plan(held, grid)
         except PartLostError:
             self._held.parts_lost, self._part = True, None
             return
-        received = transfer(transfers, topology.rank, self._part.tensors if self._part else {})
+        own = self._part.tensors if self._part else {}
+        received = transfer(transfers, topology.rank, own)
         progress = broadcast_json(asdict(self._prepared.progress), "parts.progress", source)
-        _take(made.state, received or (self._part.tensors if self._part else {}))
         vars(self._prepared.progress).update(progress)
-        self._part = None
-        self._held.trained, self._held.initial = True, False
+        self._part = HeldPart(grid.part(topology.rank), top, received or own)
 
     def _build(self, topology: Topology, held: list[int | None]) -> RunComponents:
         prepared = self._prepared

@@ -14,6 +14,7 @@ from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.engine.plan import Interruptions
 from hvdtrain.run import build
 from hvdtrain.run.callbacks import Outputs, build_callbacks
+from hvdtrain.run.prepare import Start, prepare
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.runtime import environment
@@ -40,8 +41,9 @@ class AppLoop:
     ) -> None:
         environment.prepare()
         topology = initialise()
-        start = build.Start(time.perf_counter(), topology.local_rank)
-        components = build.build_components(settings, topology, start, data)
+        start = Start(time.perf_counter(), topology.local_rank)
+        prepared = prepare(settings, topology, start, data)
+        components = build.build_components(prepared, topology)
         config = components.config
         components.heartbeat = Heartbeat()
         components.state.broadcast()

@@ -9,6 +9,8 @@ hvdtrain's commands. A process is started in a slot of a host and goes through
     a generation: all that wait get their ranks, once nobody runs in the last one any more
 
     removed: told that it takes no part (its host was taken away, or it does not fit the run)
+    spare:   waits, as a newcomer does, until there are enough for another replica of the model
+             (replicas.py); of one that has taken part it is a new beginning
     lost:    nobody waits for it any more, and its slot is not used while it is there
 
 After a failure the survivors form the next generation at once. A process for the free slot is
@@ -42,6 +44,7 @@ from hvdtrain.elastic.host_list import HostList
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.process import Process, assign, describe, in_order
 from hvdtrain.elastic.rendezvous import make_handler
+from hvdtrain.elastic.replicas import choose, replica_size
 from hvdtrain.elastic.slots import Slots
 from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
 
@@ -225,7 +228,7 @@ class ElasticDriver:
             rank, size, local_rank, local_size, cross_rank, cross_size, job (no other job's
             number), generation and silent (who fell silent in the
             last one). A rank of -1: it does not take part any more; "reason" says why, where
-            that is its own.
+            that is its own. "spare": it waits for a later generation, and is to ask again.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -376,12 +379,14 @@ class ElasticDriver:
             waiting = [p for p in waiting if p.state == "waiting"]
         if self._shutdown.is_set():
             return
-        taking_part = [p for p in waiting if not p.leaving][: self._max]
-        if self._stop_requested and len(taking_part) < self._min:
+        staying = [p for p in waiting if not p.leaving]
+        taking_part = choose(staying, self._max)
+        needed = max(self._min, replica_size(staying))
+        if self._stop_requested and len(taking_part) < needed:
             self._exit_code = EXIT_PREEMPTED
             self._shutdown.set()
-        elif len(taking_part) < self._min:
-            self._wait_for_more(len(taking_part))
+        elif len(taking_part) < needed:
+            self._wait_for_more(len(staying), needed)
         elif self._reset_limit is not None and self._failed_rounds > self._reset_limit:
             self._give_up(f"ranks failed more than {self._reset_limit} times (--reset-limit)")
         else:
@@ -389,7 +394,19 @@ class ElasticDriver:
                 if process.leaving:
                     process.become("removed")
                     process.assignment = {"rank": -1}
+            self._set_aside([p for p in staying if p not in taking_part])
             self._begin_round(taking_part)
+
+    def _set_aside(self, spares: Sequence[Process]) -> None:
+        """They wait until they, or others that come, are enough for another replica."""
+        for process in spares:
+            if process.first_round is not None:
+                process.first_round = None
+                process.assignment = {"rank": -1, "spare": True}
+        if spares:
+            size = replica_size(spares)
+            names = ", ".join(map(str, spares))
+            _say(f"spare until there are {size} for a replica of the model: {names}")
 
     def _judge(self, waiting: list[Process]) -> None:
         """Once after each generation: its ranks say whether it failed, and in which phase."""
@@ -501,14 +518,15 @@ class ElasticDriver:
         self._short_since = None
         self._formed.notify_all()
 
-    def _wait_for_more(self, count: int) -> None:
+    def _wait_for_more(self, count: int, needed: int) -> None:
+        why = "--min-np" if needed == self._min else "a replica of the model"
         if self._short_since is None:
             self._short_since = time.monotonic()
-            _say(f"{count} ranks are left and {self._min} are needed (--min-np): waiting for hosts")
+            _say(f"{count} ranks are left and {needed} are needed ({why}): waiting for hosts")
         self._start_processes(self._max)
         if time.monotonic() - self._short_since > self._timeout:
             self._give_up(
-                f"fewer than {self._min} ranks for {self._timeout} s (--min-np, --elastic-timeout)"
+                f"fewer than {needed} ranks for {self._timeout} s ({why}, --elastic-timeout)"
             )
 
     def _give_up(self, reason: str) -> None:
@@ -620,11 +638,15 @@ class ElasticDriver:
 
     def _others_come_or_go(self) -> bool:
         alive = self._alive()
-        if not any(p.state == "running" for p in alive):
+        running = [p for p in alive if p.state == "running"]
+        if not running:
             return False
         joining = [p for p in alive if p.state == "waiting" and p.first_round is None]
         coming = any(p.state == "starting" for p in alive)
-        ready = joining and (not coming or max(p.lasted() for p in joining) > _GATHER_SECONDS)
+        ready = (
+            len(choose([*running, *joining], self._max)) > len(running)
+            and (not coming or max(p.lasted() for p in joining) > _GATHER_SECONDS)
+        )  # fmt: skip
         return bool(ready) or any(p.leaving and p.state == "running" for p in alive)
 
     def _alive(self) -> list[Process]:

@@ -33,6 +33,9 @@ class ProcessStatus:
         patience: seconds for which the others may have to wait for its watchdog's verdict.
         failed: the phase in which its last generation failed, or None.
         message: why that failed.
+        replica_size: ranks that hold one model together.
+        part: the part of the model that it holds, of 0 to replica_size - 1; None: none.
+        reaches: the step as of which it can have it, should another process have done that one.
     """
 
     identity: Identity
@@ -41,6 +44,9 @@ class ProcessStatus:
     patience: float = 0.0
     failed: str | None = None
     message: str = ""
+    replica_size: int = 1
+    part: int | None = None
+    reaches: int = 0
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> ProcessStatus:

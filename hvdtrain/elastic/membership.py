@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -92,11 +93,12 @@ class Membership:
         except OSError as error:
             raise LostError(f"{self.launcher}: {error}") from None
 
-    def join(self, status: ProcessStatus) -> dict[str, Any]:
+    def join(self, status: ProcessStatus, set_aside: Callable[[], None]) -> dict[str, Any]:
         """Waits until the next generation is formed, and tells Horovod this process's ranks in it.
 
         Args:
             status: the launcher decides by it who takes part, and what has failed.
+            set_aside: called where one is formed without this process, which waits for another.
 
         Returns:
             As ElasticDriver.join.
@@ -116,7 +118,9 @@ class Membership:
                     raise LostError(f"{self.address}:{self.port}: {error}") from None
                 time.sleep(0.2)
                 continue
-            if assignment is not None:
+            if assignment is not None and assignment.get("spare"):
+                set_aside()
+            elif assignment is not None:
                 break
         if "reason" in assignment:
             raise RefusedError(assignment["reason"])

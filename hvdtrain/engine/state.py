@@ -140,7 +140,7 @@ class RunState:
             )
         for name, part in parts.items():
             part.load([saved[name]])
-        self.progress = Progress(**state)
+        vars(self.progress).update(vars(Progress(**state)))
 
     def _replicated(self, checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
         """What it has for the replicated parts, whether they were that when it was made or not."""
@@ -189,14 +189,15 @@ class RunState:
         for part in self.of_scope("local"):
             part.load(())
 
-    def start_over(self, model: nn.Module) -> None:
+    def start_over(self, model: nn.Module | None) -> None:
         """Takes over the weights and buffers of a fresh model; nothing else is left.
 
         Args:
-            model: another one of the same shapes.
+            model: another one of the same shapes; None: this one is fresh.
         """
         with torch.no_grad():
-            for own, fresh in zip(_all_tensors(self.model), _all_tensors(model), strict=True):
+            pairs = zip(_all_tensors(self.model), _all_tensors(model), strict=True) if model else ()
+            for own, fresh in pairs:
                 own.copy_(fresh)
         self.optimizer.state.clear()
         for part in (*self.of_scope("sharded"), *self.further):

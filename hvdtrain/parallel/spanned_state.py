@@ -79,6 +79,16 @@ class SpannedModel:
         """Buffers are not: a task may keep some that are a rank's own."""
         return {name: local(p) for name, p in self._model.named_parameters()}
 
+    def held(self) -> dict[str, Tensor]:
+        """All pieces of this rank, in the same memory."""
+        return {name: local(t) for name, t in model_tensors(self._model).items()}
+
+    @torch.no_grad()
+    def take(self, held: Mapping[str, Tensor]) -> None:
+        """Takes over what `held` gave on a rank of the same part."""
+        for name, own in self.held().items():
+            own.copy_(held[name])
+
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         """Files go through `read`; a start over gives the weights itself."""
         assert not pieces
@@ -123,6 +133,17 @@ class SpannedOptimizer:
     def compared(self) -> dict[str, Tensor]:
         return {key: local(t) for key, t in state_tensors(self._optimizer, self._model).items()}
 
+    def held(self) -> dict[str, Tensor]:
+        """As SpannedModel.held; empty before the first step."""
+        return {key: local(t) for key, t in state_tensors(self._optimizer, self._model).items()}
+
+    @torch.no_grad()
+    def take(self, held: Mapping[str, Tensor]) -> None:
+        """As SpannedModel.take; the tensors are this optimizer's own then."""
+        parameters = {n: p for p, n in parameter_names(self._optimizer, self._model).items()}
+        tensors = {key: _part(parameters[key.rpartition("/")[0]], t) for key, t in held.items()}
+        set_state_tensors(self._optimizer, self._model, tensors)
+
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         assert not pieces
         self._optimizer.state.clear()
@@ -151,7 +172,14 @@ def _like(parameter: Tensor, whole: Tensor) -> Tensor:
     if whole.shape != parameter.shape:
         return whole.clone()
     where, part = piece(parameter)
-    own = whole[box(where, part)].clone().to(part.device)
+    return _part(parameter, whole[box(where, part)].clone())
+
+
+def _part(parameter: Tensor, own: Tensor) -> Tensor:
+    """An optimizer's entry of a parameter, of which this rank holds `own`."""
+    if own.shape != local(parameter).shape:
+        return own
+    own = own.to(parameter.device)
     if not isinstance(parameter, DTensor):
         return own
     return DTensor.from_local(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from hvdtrain.runtime.collectives import gather_json
+from hvdtrain.runtime.collectives import RankLostError, gather_json
+from hvdtrain.runtime.heartbeat import OWN
 from hvdtrain.runtime.network import LOOPBACK, address_towards, addresses_by_interface
 from hvdtrain.runtime.topology import Topology
 
@@ -30,17 +33,83 @@ def join(ranks: Sequence[int], topology: Topology, device: torch.device) -> None
     if rank == 0:
         store = dist.TCPStore(address, 0, size, True, timeout=LIMIT, wait_for_workers=False)
     stores = gather_json([address, store.port] if store else None, "torch.store")
-    if store is None:
-        host, port = stores[ranks[0]]
-        store = dist.TCPStore(host, port, size, False, timeout=LIMIT)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LIMIT)
+    with OWN.waiting():
+        if store is None:
+            host, port = stores[ranks[0]]
+            store = dist.TCPStore(host, port, size, False, timeout=LIMIT)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LIMIT)
 
 
 def leave() -> None:
     """Together with the others: gloo aborts a rank that still talks when its peer leaves."""
-    dist.barrier()
-    dist.destroy_process_group()
+    with OWN.waiting(), lost_peers():
+        dist.barrier()
+    abandon()
+
+
+def abandon() -> None:
+    """Without the others, some of whom may be gone; those that still talk get an error."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Connections:
+    """The connections of this process's world, which can be cut from any thread.
+
+    Gloo has no call that fails what is under way: they are shut down under it.
+    """
+
+    def __init__(self) -> None:
+        self._before = set[int]()  # sockets of this process that were there before the world
+        self._own: set[int] | None = set()  # its own; None: it is just being formed
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Around what forms the world, and all groups within it."""
+        self._before, self._own = set(_sockets().values()), None
+        yield
+        self._own = set(_sockets().values()) - self._before
+
+    def abort(self) -> None:
+        """Fails the collectives that are under way in this process; any thread may call it."""
+        for descriptor, inode in _sockets().items():
+            if inode in self._before or (self._own is not None and inode not in self._own):
+                continue
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.getpeername()  # one that listens must not be shut down
+                connection.shutdown(socket.SHUT_RDWR)
+        if torch.cuda.is_available() and dist.is_initialized():
+            dist.group.WORLD.abort()  # type: ignore[union-attr]
+
+
+@contextmanager
+def lost_peers() -> Iterator[None]:
+    """What torch says of a rank of this world that is gone becomes RankLostError.
+
+    Raises:
+        RankLostError: as above.
+    """
+    try:
+        yield
+    except RankLostError:
+        raise
+    except RuntimeError as error:
+        # Gloo's errors have no class of their own; they name the source file.
+        if isinstance(error, dist.DistError) or "gloo/" in str(error):
+            raise RankLostError(str(error).partition("\n")[0]) from None
+        raise
+
+
+def _sockets() -> dict[int, int]:
+    """The open sockets of this process: descriptor -> inode."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            kind, _, inode = os.readlink(f"/proc/self/fd/{name}").partition(":")
+            if kind == "socket":
+                found[int(name)] = int(inode.strip("[]"))
+    return found
 
 
 def _own_address(topology: Topology) -> tuple[str, str]:

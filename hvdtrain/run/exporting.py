@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,14 +19,24 @@ from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.nvml import GAUGES, readings
 
 
+@dataclass
+class Exported:
+    """What an exporter asks; the exchange may be another one in a later generation."""
+
+    exchange: Exchange
+    timer: PhaseTimer
+    loss_scale: LossScale | None = None
+    compiled: CompileClock | None = None
+
+    def follow(self, exchange: Exchange) -> None:
+        """From now on it is asked of this exchange, which counts on from the last one."""
+        exchange.inflight_seconds += self.exchange.inflight_seconds
+        exchange.bytes += self.exchange.bytes
+        self.exchange = exchange
+
+
 def build_exporter(
-    config: Config,
-    local_rank: int,
-    device: torch.device,
-    timer: PhaseTimer,
-    exchange: Exchange,
-    loss_scale: LossScale | None = None,
-    compiled: CompileClock | None = None,
+    config: Config, local_rank: int, device: torch.device, of: Exported
 ) -> Exporter | None:
     """This rank's exporter, which serves from now on; None where telemetry is off.
 
@@ -36,36 +47,35 @@ def build_exporter(
         return None
     exporter = Exporter(config.telemetry, local_rank)
     exporter.watch_totals(
-        "phase_seconds", "Wall time of this process by what it did", "phase", timer.seconds
+        "phase_seconds", "Wall time of this process by what it did", "phase", of.timer.seconds
     )
     exporter.watch_total(
         "comm_inflight_seconds",
         "From the first gradient handed to Horovod to the end of the last, over all steps",
-        lambda: exchange.inflight_seconds,
+        lambda: of.exchange.inflight_seconds,
     )
     exporter.watch_total(
-        "comm_bytes", "Bytes of the gradients that were exchanged", lambda: exchange.bytes
+        "comm_bytes", "Bytes of the gradients that were exchanged", lambda: of.exchange.bytes
     )
     exporter.watch(
         "gradient_bytes",
         "Bytes of the gradients of a step before any compression",
-        lambda: sum(p.nbytes for p in exchange.parameters),
+        lambda: sum(p.nbytes for p in of.exchange.parameters),
     )
-    owed = [part for part in exchange.state_parts() if isinstance(part, Residuals)]
     exporter.watch(
         "residual_norm",
         "Norm of what this rank owes by error feedback; 0 without it",
-        lambda: sum(part.norm() for part in owed),
+        lambda: sum(p.norm() for p in of.exchange.state_parts() if isinstance(p, Residuals)),
     )
     exporter.watch(
         "loss_scale",
         "What losses are multiplied with, of precision.name fp16; 1 without it",
-        lambda: loss_scale.value if loss_scale else 1.0,
+        lambda: of.loss_scale.value if of.loss_scale else 1.0,
     )
     exporter.watch_total(
         "compile_seconds",
         "Seconds in which this process compiled its model; 0 without compile.enabled",
-        lambda: compiled.seconds if compiled else 0.0,
+        lambda: of.compiled.seconds if of.compiled else 0.0,
     )
     for name, figure, text in (
         ("collective", "calls", "Collectives of hvdtrain.comm"),

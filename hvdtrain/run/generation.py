@@ -113,7 +113,7 @@ class Generation:
         topology, components, held = self._topology, self._components, self._held
         status = RankStatus(held.trained, components.state.progress.step)
         port = components.exporter.port if components.exporter else 0
-        own = components.identity(self._launched.digest)
+        own = components.prepared.identity(self._launched.digest)
         facts = gather_json(
             {
                 "status": asdict(status),
@@ -142,7 +142,9 @@ class Generation:
         if source is not None:
             # Half a new state is none, should a rank die meanwhile.
             held.trained = self._statuses[topology.rank] == self._statuses[source]
-        lost = source is not None and not state.deal(topology, self._statuses[source].step)
+        lost = source is not None and (
+            held.parts_lost or not state.deal(topology, self._statuses[source].step)
+        )
         if source is None or lost:
             source, held.trained = None, False
             on_all_ranks("folder", self._open_folder)
@@ -248,17 +250,15 @@ class Generation:
 
     def _train(self) -> int:
         held, cause, context = self._held, self._cause, self._context
-        failed_at = cause.since if cause.name == "failure" else None
-        outputs = Outputs(held.folder, held.recorder, failed_at)
+        failed = cause.name == "failure"
+        outputs = Outputs(held.folder, held.recorder, cause.since if failed else None)
         callbacks = build_callbacks(self._config, self._components, outputs, context)
         membership = self._launched.membership
         interruptions = Interruptions(
-            self._launched.stop,
-            lambda: membership is not None and membership.hosts_changed,
+            self._launched.stop, lambda: membership is not None and membership.hosts_changed
         )
-        loop = build_loop(
-            self._config, self._components, callbacks.as_list(), interruptions, context
-        )
+        listed = callbacks.as_list()
+        loop = build_loop(self._config, self._components, listed, interruptions, context)
         if cause.name != "launch" and self._topology.rank == 0:
             seconds = time.time() - cause.since
             logger.info("resumed after step %d, %.2f s later", loop.progress.step, seconds)

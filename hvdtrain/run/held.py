@@ -36,6 +36,7 @@ class Held:
         generations: facts of each that this process took part in, as the ledger has them.
         trained: this process holds the state of the run.
         initial: its state is still what the seed gives.
+        parts_lost: it trained, and ranks died that alone held parts of a model that spans ranks.
         phase: of failures.py.
     """
 
@@ -51,6 +52,7 @@ class Held:
         self.generations: list[dict[str, Any]] = []
         self.trained = False
         self.initial = True
+        self.parts_lost = False
         self.phase = RENDEZVOUS
         self._log_of: Topology | None = None  # the generation whose log is open
 
@@ -99,6 +101,15 @@ class Held:
     def has_stuck_thread(self) -> bool:
         """Whether this process would not end by itself."""
         return self.recorder is not None and self.recorder.sink_stuck
+
+    def set_aside(self) -> None:
+        """Others train on without this process: one of them is rank 0."""
+        if self.recorder is not None:
+            self.close()
+            self.release()
+            self.recorder = None
+            self.folder = RunFolder(self.folder.path)
+        self._log_of = None
 
     def close(self) -> None:
         """Closes the run's files."""

@@ -32,12 +32,18 @@ def build_run_optimizer(
     return wrap(optimizer) if wrap else optimizer
 
 
-def build_agree(sharded: ShardedOptimizer | None, context: RankContext) -> Callable[[bool], None]:
-    """What an update calls before it steps, see Update: waits for the other ranks."""
+def build_agree(
+    wait: Callable[[bool], None] | None, context: RankContext
+) -> Callable[[bool], None]:
+    """What an update calls before it steps, see Update.
+
+    Args:
+        wait: for the other ranks, where a rank must not step before all can.
+    """
 
     def agree(applied: bool) -> None:
-        if sharded is not None:
+        if wait is not None:
             with context.timer.inside("comm_exposed"):
-                sharded.agree(applied)
+                wait(applied)
 
     return agree

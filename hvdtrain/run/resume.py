@@ -35,8 +35,6 @@ def resume(
         AgreedError: there is no such checkpoint, or it does not fit.
     """
     state, group = components.state, Mesh.replicated(topology).data
-    if lost:
-        held.initial = False
     if state.sharded is not None:
         state.sharded.begin(topology)
     size = dataset_size(components.datasets)
@@ -44,7 +42,7 @@ def resume(
     for note in components.datasets.notes:
         logger.info("%s", note)
     folder = on_all_ranks("resume", lambda: _load(config, components, held, group, lost))
-    held.initial = False
+    held.initial, held.parts_lost = False, False
     state.broadcast(root=0)
     if state.of_scope("local", "sharded"):
         name = broadcast_json(str(folder.absolute()) if folder else "", "resume.folder")
@@ -70,29 +68,36 @@ def _load(
         held.recorder.choose("auto" if lost else config.run.resume) if held.recorder else None
     )
     if lost and group.rank == 0:
-        _say_lost(components.state.progress.step, checkpoint)
+        _say_lost(components, checkpoint)
     if checkpoint is not None:
         components.state.load(checkpoint)
         logger.info("resumed from the checkpoint of step %d", components.state.progress.step)
         if writer is not None:  # what it took beyond that counts no more
             writer.taken_step = min(writer.taken_step, components.state.progress.step)
         return checkpoint.folder
-    if not held.initial and group.rank == 0:
-        # Half of a state whose source died, or of one that was left behind.
-        model = build_model(components.task, config, components.device)
+    if (lost or not held.initial) and group.rank == 0:
+        # Half of a state whose source died, or of one that was left behind. One that spans ranks
+        # was built anew for these.
+        spans = components.mesh is not None
+        model = None if spans else build_model(components.task, config, components.device)
         components.state.start_over(model)
     if config.run.init_from is not None and group.rank == 0:
         load_initial_weights(components.state.model, config.run.init_from, config.run.init_strict)
     return None
 
 
-def _say_lost(reached: int, checkpoint: Checkpoint | None) -> None:
+def _say_lost(components: RunComponents, checkpoint: Checkpoint | None) -> None:
     where = (
         f"to the checkpoint of step {checkpoint.state['step']}" if checkpoint else "to its start"
     )
+    what, advice = "the optimizer's state", "parallel.zero_copies 2 keeps each part on two ranks"
+    if components.mesh is not None:
+        what, advice = "the model", "with two replicas each part is on two ranks"
     logger.warning(
-        "ranks are gone that held parts of the optimizer's state which no other rank has: from "
-        "step %d the run goes back %s; parallel.zero_copies 2 keeps each part on two ranks",
-        reached,
+        "ranks are gone that held parts of %s which no other rank has: from step %d the run goes "
+        "back %s; %s",
+        what,
+        components.state.progress.step,
         where,
+        advice,
     )

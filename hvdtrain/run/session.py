@@ -1,6 +1,8 @@
 """One run from start to end in this process.
 
-    prepare: device, data, model, optimizer, exporter       once in a process
+    prepare: device, data (prepare.py)                      once in a process
+    build: model, optimizer, exporter (build.py)            once; of a model that spans ranks of an
+                                                            elastic run for each generation
     a generation (generation.py)                            once; in an elastic run again whenever
                                                             ranks have died, or join or leave
 
@@ -13,24 +15,26 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import nullcontext, suppress
 from functools import partial
 from hashlib import sha256
+from typing import TYPE_CHECKING
 
 from hvdtrain import log
 from hvdtrain.config import Settings
 from hvdtrain.elastic import watchdog
-from hvdtrain.elastic.failures import RENDEZVOUS, TRAINING, ProcessStatus
+from hvdtrain.elastic.failures import HAND_OVER, TRAINING
 from hvdtrain.elastic.kept_watchdog import KeptWatchdog
 from hvdtrain.elastic.membership import LostError, Membership, RefusedError, RemovedError
 from hvdtrain.engine.loop import MembershipChanged
 from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.log import logger
-from hvdtrain.run import build
+from hvdtrain.run.build import RunComponents, build_components
 from hvdtrain.run.generation import Cause, Generation, Launched
 from hvdtrain.run.held import Held
 from hvdtrain.run.length import with_global_batch
+from hvdtrain.run.prepare import Start, prepare
+from hvdtrain.run.rejoin import Failure, Rejoin
 from hvdtrain.run.spanning import check_spanning, leave_mesh
 from hvdtrain.run.start_checks import (
     check_batch,
@@ -45,13 +49,13 @@ from hvdtrain.runtime import environment, heartbeat
 from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json, on_all_ranks
 from hvdtrain.runtime.failure import abort_all_ranks, force_exit
 from hvdtrain.runtime.heartbeat import Activity
-from hvdtrain.runtime.init import abort_collectives, initialise, shut_down
+from hvdtrain.runtime.init import abort_collectives, initialise
 from hvdtrain.runtime.signals import StopFlag
 
-_MAX_FAILED_RENDEZVOUS = 20
+if TYPE_CHECKING:
+    from hvdtrain.run.replicas import Replicas
+
 _LONGEST_MESSAGE = 1000
-# Beyond the 10 times elastic.hang_seconds of a watchdog: others wait for this one's verdict.
-_PATIENCE = (10, 60.0)
 
 
 def run(settings: Settings, stop: StopFlag, began: float) -> int:
@@ -93,18 +97,6 @@ def run(settings: Settings, stop: StopFlag, began: float) -> int:
     return code
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """How the last generation of an elastic run failed; None: it did not.
-
-    Args:
-        phase: of failures.py.
-    """
-
-    phase: str | None = None
-    message: str = ""
-
-
 class Session:
     """See the top of this file.
 
@@ -128,6 +120,9 @@ class Session:
             self._membership,
         )
         self.held = Held(settings.config, self._start_watchdog(settings), self._local_rank)
+        # Of a model that spans ranks in an elastic run; a process alone cannot build its part.
+        self._replicas: Replicas | None = None
+        self._components: RunComponents | None = None
         self._threads = settings.config.runtime.threads
         self.topology = initialise(self._threads)
 
@@ -141,8 +136,14 @@ class Session:
             partial(watchdog.start, heartbeat.OWN, hang_seconds, launcher, self._number, line)
         )
         if line is not None:
-            line.listen(abort_collectives)
+            line.listen(self._abort)
         return kept
+
+    def _abort(self) -> None:
+        """From another thread: this generation is over."""
+        abort_collectives()
+        if self._replicas is not None:
+            self._replicas.connections.abort()
 
     def run(self) -> int:
         """Returns the exit code; raises as the function `run` says, and RankLostError."""
@@ -153,11 +154,11 @@ class Session:
             else:
                 code = self._generations(self._membership)
         finally:
-            if self._components.exporter is not None:
-                self._components.exporter.close()
+            if self._prepared.exporter is not None:
+                self._prepared.exporter.close()
             self.held.close()
         self.held.release()
-        if self._components.mesh is not None:
+        if self._components is not None and self._components.mesh is not None:
             leave_mesh()
         return code
 
@@ -169,7 +170,7 @@ class Session:
         with suppress(RankLostError):
             gather_json(None, "reported")  # nobody ends before the message is out
         if self.held.recorder is not None:
-            self.held.recorder.emit_end(self._components.state.progress.step, error.exit_code)
+            self.held.recorder.emit_end(self._prepared.progress.step, error.exit_code)
         self.held.release()
         return error.exit_code
 
@@ -187,7 +188,7 @@ class Session:
         if self._membership is None or isinstance(error, (RankLostError, KeyboardInterrupt)):
             return
         trains = self.held.phase == TRAINING
-        step = self._components.state.progress.step + 1 if trains else None
+        step = self._prepared.progress.step + 1 if trains else None
         where = f"rank {self.topology.rank} on {self.topology.host}"
         self._membership.report(
             f"{where}: {type(error).__name__}: {error}"[:_LONGEST_MESSAGE], step
@@ -213,20 +214,34 @@ class Session:
         on_all_ranks("parallel", lambda: check_spanning(config, topology, membership is not None))
         if membership is None:
             on_all_ranks("profile", lambda: check_profiled_ranks(config, topology.world_size))
-        start = build.Start(self._began_clock, self._local_rank, elastic=membership is not None)
-        self._components = build.build_components(settings, topology, start)
+        start = Start(self._began_clock, self._local_rank, elastic=membership is not None)
+        self._prepared = prepare(settings, topology, start)
+        if membership is not None and config.parallel.spans_ranks:
+            from hvdtrain.run.replicas import Replicas
+
+            self._replicas = Replicas(self._prepared, self.held)
+        else:
+            self._components = build_components(self._prepared, topology)
 
     def _train(self, cause: Cause) -> int:
+        if self._replicas is not None:
+            heartbeat.OWN.beat(Activity.PREPARING)
+            self.held.phase = HAND_OVER
+            self._components = None  # its memory is needed
+            self._components = self._replicas.regroup(self.topology)
+        assert self._components is not None
         generation = Generation(self._launched, self._components, self.held, self.topology, cause)
-        return generation.run()
+        with self._replicas.lost_peers() if self._replicas is not None else nullcontext():
+            return generation.run()
 
     def _generations(self, membership: Membership) -> int:
         """Generation after generation, until the run's end."""
-        failed_at, failure = -1, _Failure()
+        rejoin = Rejoin(membership, self._launched, self._prepared, self.held, self._replicas)
+        failed_at, failure = -1, Failure()
         cause = Cause("launch", self._began)
         while True:
             try:
-                self._join(membership, failure)
+                self.topology = rejoin(failure, self._components)
             except RemovedError:
                 return 0
             except RefusedError as refusal:
@@ -237,51 +252,14 @@ class Session:
             try:
                 return self._train(cause)
             except MembershipChanged:
-                cause, failure = Cause("hosts", time.time()), _Failure()
+                cause, failure = Cause("hosts", time.time()), Failure()
             except RankLostError as error:
-                failed = self._components.state.progress.step + 1
-                failure = _Failure(self.held.phase, str(error))
-                self._components.go_back()
-                step = self._components.state.progress.step
+                failed = self._prepared.progress.step + 1
+                failure = Failure(self.held.phase, str(error))
+                if self._components is not None:
+                    self._components.go_back()
+                step = self._prepared.progress.step
                 logger.warning("step %d failed: %s", failed, error)
                 if cause.name != "failure" or step != failed_at:
                     cause = Cause("failure", time.time())
                 failed_at = step
-
-    def _join(self, membership: Membership, failure: _Failure) -> None:
-        """Leaves the last generation, and is one of the next one's ranks then.
-
-        Raises:
-            RemovedError, RefusedError, LostError: as Membership.join.
-            UserError: one rendezvous after the other fails.
-        """
-        for _ in range(_MAX_FAILED_RENDEZVOUS):
-            with heartbeat.OWN.waiting():
-                shut_down()
-            self._components.exchange.abort()
-            heartbeat.OWN.beat(Activity.RENDEZVOUS)
-            membership.join(self._status(failure))
-            self.held.phase = RENDEZVOUS
-            try:
-                with heartbeat.OWN.waiting():
-                    self.topology = initialise(self._threads)
-            except RankLostError as error:
-                logger.warning("a rank died during the rendezvous, or cannot be reached: %s", error)
-                failure = _Failure(RENDEZVOUS, str(error))
-            else:
-                return
-        raise crash(
-            f"the rendezvous failed {_MAX_FAILED_RENDEZVOUS} times in a row: can the hosts reach "
-            "each other on all ports?"
-        )
-
-    def _status(self, failure: _Failure) -> ProcessStatus:
-        times, more = _PATIENCE
-        return ProcessStatus(
-            identity=self._components.identity(self._launched.digest),
-            trained=self.held.trained,
-            step=self._components.state.progress.step,
-            patience=times * self._launched.settings.config.elastic.hang_seconds + more,
-            failed=failure.phase,
-            message=failure.message[:_LONGEST_MESSAGE],
-        )

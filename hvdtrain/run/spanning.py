@@ -26,15 +26,23 @@ if TYPE_CHECKING:
     from hvdtrain.parallel.cut import CutModel
 
 
-def form_mesh(config: ParallelConfig, topology: Topology, device: torch.device) -> Mesh:
+def form_mesh(
+    config: ParallelConfig,
+    topology: Topology,
+    device: torch.device,
+    held: Sequence[int | None] = (),
+) -> Mesh:
     """Which rank holds which part of the model; every rank calls it.
 
     The ranks of a replica have a torch.distributed world of their own then.
 
+    Args:
+        held: by each rank already, see Grid.of.
+
     Raises:
         UserError: the ranks are not a whole number of replicas.
     """
-    grid = Grid.of(topology.hosts, config.degrees, config.place)
+    grid = Grid.of(topology.hosts, config.degrees, config.place, held)
     if not config.spans_ranks:
         return Mesh(topology, grid)
     from torch.distributed.device_mesh import init_device_mesh
@@ -63,15 +71,8 @@ def check_spanning(config: Config, topology: Topology, elastic: bool) -> None:
     parallel = config.parallel
     if not parallel.spans_ranks:
         return
-    degrees = {axis: degree for axis, degree in parallel.degrees.items() if degree > 1}
-    keys = " and ".join(f"parallel.{axis} {degree}" for axis, degree in degrees.items())
-    if elastic:
-        raise UserError(
-            f"{keys}: the ranks of an elastic run come and go one by one, and a model that spans "
-            "several needs all of them: start a fixed number (without --min-np and "
-            "--host-discovery-script); `hvdtrain launch` starts it again after a failure"
-        )
-    Grid.of(topology.hosts, parallel.degrees, parallel.place)
+    if not elastic:  # else the launcher takes whole replicas
+        Grid.of(topology.hosts, parallel.degrees, parallel.place)
     if config.batch.micro_batches % parallel.shard:
         raise UserError(
             f"parallel.shard {parallel.shard}: its ranks compute equally many micro-batches, so "
@@ -80,8 +81,13 @@ def check_spanning(config: Config, topology: Topology, elastic: bool) -> None:
         )
 
 
-def split_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> CutModel | None:
+def split_model(
+    config: Config, task: Task, model: nn.Module, mesh: Mesh, elastic: bool
+) -> CutModel | None:
     """Leaves this rank its part of each matrix, and its stages; before its blocks are compiled.
+
+    Args:
+        elastic: processes may join and leave.
 
     Returns:
         The stages; None: the rank has all of them.
@@ -97,6 +103,11 @@ def split_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> Cut
             "the whole model: leave the degrees of `parallel` at 1"
         )
     parallel, of_task = config.parallel, f"the model of task {config.task}"
+    if elastic and any(isinstance(module, _NormBase) for module in model.modules()):
+        raise UserError(
+            f"{of_task} has BatchNorm, and spans ranks of an elastic run: after a failure its "
+            "statistics could be those of another step than its weights; use LayerNorm or GroupNorm"
+        )
     if parallel.tensor > 1:
         from hvdtrain.parallel.tensor import apply_tensor
 

@@ -44,15 +44,18 @@ def _waits(collective: Callable[P, R]) -> Callable[P, R]:
 
 
 @_waits
-def broadcast_json(value: Any, name: str, root: int = 0) -> Any:
-    """The `value` of rank `root`, which JSON must be able to hold, on every rank."""
-    if hvd.size() == 1:
+def broadcast_json(
+    value: Any, name: str, root: int = 0, among: hvd.ProcessSet = hvd.global_process_set
+) -> Any:
+    """The `value` of rank `root`, which JSON must be able to hold, on every rank `among` all."""
+    if among.size() == 1:
         return value
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    size = hvd.broadcast(torch.tensor([data.numel()]), root, name=f"{name}.size")
+    length = torch.tensor([data.numel()])
+    size = hvd.broadcast(length, root, name=f"{name}.size", process_set=among)
     if hvd.rank() != root:
         data = torch.empty(int(size), dtype=torch.uint8)
-    broadcast_tensors({"json": data}, name, root)
+    broadcast_tensors({"json": data}, name, root, among)
     return json.loads(data.numpy().tobytes())
 
 
@@ -77,22 +80,31 @@ def gather_bytes(value: bytes, name: str) -> list[bytes]:
 
 
 @_waits
-def broadcast_tensors(tensors: dict[str, Tensor], name: str, root: int = 0) -> None:
+def broadcast_tensors(
+    tensors: dict[str, Tensor],
+    name: str,
+    root: int = 0,
+    among: hvd.ProcessSet = hvd.global_process_set,
+) -> None:
     """Overwrites the tensors, the same names and shapes on every rank, with rank `root`'s.
 
     They travel in pieces: Gloo's timeout counts for a whole one on all of its way.
+
+    Args:
+        among: the ranks, which all call it.
     """
-    if hvd.size() == 1:
+    if among.size() == 1:
         return
-    most = _ranks_of_a_host(f"{name}.ranks")
+    most = _ranks_of_a_host(f"{name}.ranks", among)
+    most = among.size() if most == hvd.size() else min(most, among.size() - 1)
     timeout = float(os.environ.get("HOROVOD_GLOO_TIMEOUT_SECONDS") or _GLOO_TIMEOUT_S)
-    size = piece_bytes(timeout, hvd.size(), most)
+    size = piece_bytes(timeout, among.size(), most)
     sent = []
     for key, tensor in sorted(tensors.items()):
         # As bytes: Horovod knows fewer dtypes than torch, such as no complex ones.
         data = tensor.contiguous().view(-1).view(torch.uint8)
         handles = [
-            hvd.broadcast_async_(piece, root, name=f"{name}.{key}.{number}")
+            hvd.broadcast_async_(piece, root, name=f"{name}.{key}.{number}", process_set=among)
             for number, piece in enumerate(data.split(size) if data.numel() else ())
         ]
         sent.append((tensor, data, handles))
@@ -120,9 +132,10 @@ def piece_bytes(timeout_seconds: float, world_size: int, ranks_of_a_host: int) -
     return min(max(size, _SMALLEST_PIECE), _LARGEST_PIECE)
 
 
-def _ranks_of_a_host(name: str) -> int:
-    """The most that any host has."""
-    return int(hvd.allreduce(torch.tensor(hvd.local_size()), op=hvd.Max, name=name))
+def _ranks_of_a_host(name: str, among: hvd.ProcessSet) -> int:
+    """The most that any host has, of all ranks: no fewer than it has `among` them."""
+    own = torch.tensor(hvd.local_size())
+    return int(hvd.allreduce(own, op=hvd.Max, name=name, process_set=among))
 
 
 @_waits

@@ -24,13 +24,21 @@ class Grid:
     degrees: Mapping[str, int]
 
     @classmethod
-    def of(cls, hosts: Sequence[str], degrees: Mapping[str, int], place: Sequence[str]) -> Grid:
+    def of(
+        cls,
+        hosts: Sequence[str],
+        degrees: Mapping[str, int],
+        place: Sequence[str],
+        held: Sequence[int | None] = (),
+    ) -> Grid:
         """The grid in which neighbours are on one host, as far as there are enough ranks.
 
         Args:
             hosts: of each rank.
             degrees: of each axis of a replica.
             place: these, the one that is to stay inside a host first.
+            held: the part that each rank holds already, as `part` numbers them, or None: on its
+                host it is put where that part is wanted, if it can be.
 
         Raises:
             UserError: the ranks are not a whole number of replicas.
@@ -41,8 +49,13 @@ class Grid:
         by_host: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
             by_host.setdefault(host, []).append(rank)
-        ranks = tuple(rank for ranks in by_host.values() for rank in ranks)
-        return cls(ranks, {axis: degrees[axis] for axis in reversed([*place])})
+        ranks: list[int] = []
+        for left in by_host.values():
+            while left:
+                part = len(ranks) % size
+                ranks.append(min(left, key=lambda rank: _fits(held[rank], part) if held else 0))
+                left.remove(ranks[-1])
+        return cls((*ranks,), {axis: degrees[axis] for axis in reversed([*place])})
 
     @property
     def replica_size(self) -> int:
@@ -59,9 +72,13 @@ class Grid:
         start = self.ranks.index(rank) // size * size
         return self.ranks[start : start + size]
 
+    def part(self, rank: int) -> int:
+        """The number of the part of the model that it holds: its place in its replica."""
+        return self.ranks.index(rank) % self.replica_size
+
     def same_part(self, rank: int) -> tuple[int, ...]:
         """The ranks that hold the same part of the model, one in each replica."""
-        return self.ranks[self.ranks.index(rank) % self.replica_size :: self.replica_size]
+        return self.ranks[self.part(rank) :: self.replica_size]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Its place on each axis, the data axis first."""
@@ -87,6 +104,11 @@ class Grid:
         at = self.coordinates(rank)
         used = [f"{axis} {at[axis]}" for axis, degree in self.degrees.items() if degree > 1]
         return f"rank {rank}" + (f" ({', '.join(used)})" if used else "")
+
+
+def _fits(held: int | None, part: int) -> int:
+    """0: the rank holds this part; 1: it holds none; 2: another one."""
+    return 1 if held is None else 2 * (held != part)
 
 
 def _does_not_divide(ranks: int, size: int, degrees: Mapping[str, int]) -> str:

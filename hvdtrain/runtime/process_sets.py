@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import horovod.torch as hvd
 
+from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.runtime.grid import Grid
 
+ProcessSet = hvd.ProcessSet
 
-def set_of_part(grid: Grid, rank: int) -> hvd.ProcessSet:
+
+def set_of_part(grid: Grid, rank: int) -> ProcessSet:
     """The ranks that hold the same part of the model as `rank`; all ranks call it, alike.
 
     Needs HOROVOD_DYNAMIC_PROCESS_SETS=1 (environment.prepare), as the sets follow from where the
@@ -16,5 +22,32 @@ def set_of_part(grid: Grid, rank: int) -> hvd.ProcessSet:
     if grid.replica_size == 1 or grid.replicas == 1:
         return hvd.global_process_set
     parts = [sorted(grid.same_part(first)) for first in grid.replica_of(grid.ranks[0])]
-    sets = {tuple(part): hvd.add_process_set(part) for part in parts}
+    with _lost():
+        sets = {tuple(part): hvd.add_process_set(part) for part in parts}
     return next(found for part, found in sets.items() if rank in part)
+
+
+@contextmanager
+def passing_set(ranks: Sequence[int]) -> Iterator[ProcessSet]:
+    """A set of these ranks, for a while; all ranks call it, alike.
+
+    Raises:
+        RankLostError: another rank is gone.
+    """
+    if len(ranks) == hvd.size():
+        yield hvd.global_process_set
+        return
+    with _lost():
+        made = hvd.add_process_set([*ranks])
+    yield made
+    with _lost():
+        hvd.remove_process_set(made)
+
+
+@contextmanager
+def _lost() -> Iterator[None]:
+    """Horovod says with a ValueError that it was shut down."""
+    try:
+        yield
+    except ValueError as error:
+        raise RankLostError(str(error)) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -170,6 +171,42 @@ def test_a_slow_replacement_takes_rank_0_from_the_process_that_holds_the_folder(
     running.exits[2] = 137
     assert running.ranks(3) == [None]
     assert running.ranks(3, 4) == [1, 0], "process 4 trains, and 3 has never done so"
+
+
+def test_half_a_replica_trains_or_a_whole_one_waits(
+    job: Callable[..., Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = job({"a": 2, "b": 2}, np=4)
+
+    def join(parts: dict[int, int | None], step: int = 9) -> dict[int, dict[str, Any]]:
+        threads = {}
+        got: dict[int, dict[str, Any]] = {}
+        for number, part in parts.items():
+            fields = {"replica_size": 2, "part": part, "step": step, "reaches": step}
+            ask = functools.partial(lambda n, f: got.update(running.join(n, **f)), number, fields)
+            threads[number] = threading.Thread(target=ask)
+            threads[number].start()
+        for thread in threads.values():
+            thread.join()
+        return got
+
+    given = join(dict.fromkeys(range(4)))
+    assert sorted(ranks["size"] for ranks in given.values()) == [4] * 4
+    running.exits[1] = 137
+    given = join({0: 0, 2: 0, 3: 1})
+    assert given[0] == {"rank": -1, "spare": True}
+    assert (given[2]["size"], given[3]["size"]) == (2, 2)
+    assert "spare until there are 2 for a replica of the model: process 0 on a" in (
+        capsys.readouterr().err
+    )
+    # The spare waits for the one that is started in its place, and so do not the others.
+    _until(lambda: len(running.driver._processes) == 5)
+    assert join({0: 0}) == {0: {}} and running.news()["hosts"] is False
+    assert join({4: None}) == {4: {}}
+    _until(lambda: running.news()["hosts"])
+    given = join({0: 0, 2: 0, 3: 1, 4: None})
+    assert sorted(ranks["rank"] for ranks in given.values()) == [0, 1, 2, 3]
+    assert given[2]["rank"] == 0, "it has the run's folder now"
 
 
 def test_the_first_round_begins_without_everyone(job: Callable[..., Job]) -> None:

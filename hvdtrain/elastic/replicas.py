@@ -1,0 +1,51 @@
+"""Which processes form whole replicas of a model that spans several of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from hvdtrain.elastic.process import Process
+
+
+def replica_size(processes: Sequence[Process]) -> int:
+    """Processes that hold one model together, as they say; 1 where none has said anything."""
+    return max((p.status.replica_size for p in processes if p.status is not None), default=1)
+
+
+def choose(waiting: Sequence[Process], most: int) -> list[Process]:
+    """As many of `waiting` as form whole replicas, in their order; the others are spares.
+
+    Left out are first those of hosts that have too few for a replica of their own; among these
+    who holds nothing, or what many others hold. The last holder of a part stays.
+
+    Args:
+        most: processes.
+    """
+    size = replica_size(waiting)
+    chosen = [*waiting]
+    for _ in range(len(chosen) - min(len(chosen), most) // size * size):
+        chosen.remove(_least_useful(chosen, size))
+    return chosen
+
+
+def _least_useful(chosen: Sequence[Process], size: int) -> Process:
+    held = _held(chosen)
+    copies = Counter(held.values())
+    on_host = Counter(p.host for p in chosen)
+
+    def use(at: int) -> tuple[bool, bool, int, int, int]:
+        process = chosen[at]
+        part = held.get(process.number)
+        others = len(chosen) if part is None else copies[part] - 1
+        beyond = on_host[process.host] % size
+        return others == 0, beyond == 0, beyond, -others, -at
+
+    return chosen[min(range(len(chosen)), key=use)]
+
+
+def _held(processes: Sequence[Process]) -> dict[int, int]:
+    """Process number -> its part, of those that have one as of the most advanced step."""
+    known = {p.number: p.status for p in processes if p.status and p.status.part is not None}
+    top = max((status.step for status in known.values()), default=0)
+    return {n: s.part for n, s in known.items() if s.part is not None and s.reaches >= top}

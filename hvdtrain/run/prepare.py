@@ -1,0 +1,124 @@
+"""What a process makes before it knows the other ranks, and keeps to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hvdtrain import comm
+from hvdtrain.config import Config, Settings
+from hvdtrain.elastic.identity import Identity
+from hvdtrain.engine.compiling import CompileClock
+from hvdtrain.engine.loop import Progress
+from hvdtrain.exchange.base import Exchange
+from hvdtrain.optim.precision import Precision, build_precision
+from hvdtrain.run.bucketing import RunBuckets, build_buckets
+from hvdtrain.run.data import build_data
+from hvdtrain.run.exporting import Exported, build_exporter
+from hvdtrain.run.length import dataset_size, with_global_batch, with_steps
+from hvdtrain.runtime.collectives import on_all_ranks
+from hvdtrain.runtime.determinism import use_deterministic_kernels
+from hvdtrain.runtime.device import choose_device
+from hvdtrain.runtime.phases import PhaseTimer, cuda_event
+from hvdtrain.runtime.topology import Topology
+from hvdtrain.tasks import Datasets, Task
+from hvdtrain.telemetry.exporter import Exporter
+
+
+@dataclass(frozen=True)
+class Start:
+    """How this process was started.
+
+    Args:
+        clock: time.perf_counter() when it began.
+        local_rank: its number on its host, as its launcher had it first.
+        elastic: processes may join and leave.
+    """
+
+    clock: float
+    local_rank: int
+    elastic: bool = False
+
+
+@dataclass
+class Prepared:
+    """See the top of this file.
+
+    Args:
+        config: with the steps that follow from the data.
+        progress: where the run is; it has no other.
+    """
+
+    config: Config
+    start: Start
+    task: Task
+    datasets: Datasets
+    device: torch.device
+    precision: Precision
+    timer: PhaseTimer
+    buckets: RunBuckets
+    progress: Progress = field(default_factory=Progress)
+    exporter: Exporter | None = field(init=False, default=None)
+    _exported: Exported | None = field(init=False, default=None)
+
+    def identity(self, digest: str) -> Identity:
+        """What this process would train; those of a run have the same.
+
+        Args:
+            digest: of the configuration.
+        """
+        size, fingerprint = dataset_size(self.datasets), self.datasets.fingerprint
+        return Identity(self.device.type, digest, size, fingerprint, self.precision.name)
+
+    def export(
+        self, config: Config, exchange: Exchange, compiled: CompileClock | None
+    ) -> Exporter | None:
+        """The exporter of this process, which tells of `exchange` from now on.
+
+        Raises:
+            UserError: as build_exporter.
+        """
+        if self._exported is None:
+            self._exported = Exported(exchange, self.timer, self.precision.loss_scale, compiled)
+            local_rank = self.start.local_rank
+            self.exporter = build_exporter(config, local_rank, self.device, self._exported)
+        else:
+            self._exported.follow(exchange)
+        return self.exporter
+
+
+def prepare(
+    settings: Settings,
+    topology: Topology,
+    start: Start,
+    data: tuple[Task, Datasets] | None = None,
+) -> Prepared:
+    """Each part on all ranks, or on none.
+
+    Args:
+        data: the task and its data sets, where the caller has them already.
+
+    Raises:
+        AgreedError: some rank cannot.
+    """
+    given = with_global_batch(settings.config, topology.world_size)
+    if given.exchange.exact:
+        use_deterministic_kernels()
+    # In an elastic run local ranks change, and GPUs do not.
+    device_index = start.local_rank if start.elastic else None
+    device = on_all_ranks("device", lambda: choose_device(topology, device_index))
+    precision = on_all_ranks("precision", lambda: build_precision(given.precision, device))
+    timer = comm.OWN.timer = _build_timer(start.clock, device)
+    task, datasets = data or on_all_ranks("data", lambda: build_data(settings))
+    buckets = on_all_ranks("batch.max_tokens", lambda: build_buckets(given, datasets))
+    config = on_all_ranks("train.epochs", lambda: with_steps(given, datasets, buckets.train))
+    return Prepared(config, start, task, datasets, device, precision, timer, buckets)
+
+
+def _build_timer(began: float, device: torch.device) -> PhaseTimer:
+    """Args: began: time.perf_counter() at the process's start."""
+    timer = PhaseTimer(began)
+    if device.type == "cuda":
+        timer.use_events(cuda_event)
+    return timer

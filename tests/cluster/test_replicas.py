@@ -1,0 +1,63 @@
+"""A model that spans ranks of two hosts, whose ranks and hosts are killed: no step is lost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.faults import ElasticJob, assert_same_curve, pause
+from tests.support.runs import CORPUS, metrics, run
+
+MODEL = (
+    "--model.layers 2 --model.width 32 --model.heads 2 --model.context 32 --model.mlp swiglu"
+    f" --model.norm rms --data.train {CORPUS} --batch.global_size 8 --batch.micro_size 2"
+    " --telemetry.port 0 --schedule.name constant --eval.every 10 --train.replica_check_every 5"
+    " --train.log_every 1 --task gpt --optim.name adamw --checkpoint.every 1000"
+)
+FOUR, MOST_STEPS = 4, 150
+
+pytestmark = pytest.mark.timeout(500)
+
+
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """metrics.jsonl of one process that holds the whole model, to which nothing happened."""
+    root = tmp_path_factory.mktemp("curve")
+    flags = f"{MODEL} --train.steps {MOST_STEPS} --run.root {root} --run.id case"
+    done = run(root / "output", flags.split(), timeout=200)
+    assert done.returncode == 0, done
+    return metrics(root / "case")
+
+
+@pytest.mark.parametrize("axis", ["tensor", "pipeline", "shard"])
+def test_a_killed_rank_or_host_loses_a_step_or_breaks_the_other_replica(
+    job: Callable[..., ElasticJob],
+    curve: list[dict[str, Any]],
+    record_property: Callable[[str, object], None],
+    axis: str,
+) -> None:
+    running = job(arguments=f"{MODEL} --parallel.{axis} 2", min_np=2)
+    running.wait_for_step(5)
+    faults: dict[str, Callable[[], None]] = {
+        "rank 0": lambda: running.kill(running.numbers("node1")[0]),
+        "host": lambda: running.kill_processes_of("node2"),
+    }
+    seconds = {}
+    for fault, kill in faults.items() if axis == "tensor" else [*faults.items()][:1]:
+        running.wait_for_world(FOUR, 90)
+        running.wait_for_more(3, 30)
+        since = time.time()
+        kill()
+        running.wait_for_start(time.time(), 40)
+        seconds[fault] = round(pause(running.lines(), since), 2)
+    record_property("seconds", seconds)
+    running.wait_for_world(FOUR, 90)
+    running.wait_for_more(3, 30)
+    running.end()
+    assert_same_curve(running.lines(), curve)
+    starts = running.events("start")
+    assert {start["source"] for start in starts[1:]} == {"memory"}, starts
+    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"

@@ -1,0 +1,109 @@
+"""Which processes form replicas of a model that spans ranks, where parts go, and who has them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdtrain.elastic.failures import ProcessStatus
+from hvdtrain.elastic.identity import Identity
+from hvdtrain.elastic.process import Process
+from hvdtrain.elastic.replicas import choose
+from hvdtrain.parallel.regroup import PartLostError, plan
+from hvdtrain.runtime.grid import Grid
+
+IDENTITY = Identity("cpu", "digest", 8, None)
+AXES = {"tensor": 2, "context": 1, "shard": 1, "pipeline": 1}
+PLACE = [*AXES]
+
+
+def _process(number: int, host: str, size: int, part: int | None, reaches: int = 9) -> Process:
+    step = 0 if part is None else 9
+    status = ProcessStatus(IDENTITY, step=step, replica_size=size, part=part, reaches=reaches)
+    return Process(number, host, 0, status=status)
+
+
+def _chosen(processes: list[Process], most: int = 100) -> list[int]:
+    return [process.number for process in choose(processes, most)]
+
+
+def test_models_that_do_not_span_ranks_leave_a_process_out() -> None:
+    processes = [_process(n, "a", 1, 0) for n in range(3)]
+    assert _chosen(processes) == [0, 1, 2] and _chosen(processes, 2) == [0, 1]
+
+
+def test_the_survivor_of_a_broken_replica_breaks_another_one() -> None:
+    # One of host a has died: the replica of host b trains on, whose ranks are neighbours.
+    left = [_process(0, "a", 2, 0), _process(2, "b", 2, 0), _process(3, "b", 2, 1)]
+    assert _chosen(left) == [2, 3]
+
+
+def test_the_only_holder_of_a_part_is_left_out() -> None:
+    left = [_process(0, "a", 2, 0), _process(1, "a", 2, 0), _process(2, "b", 2, 1)]
+    assert 2 in _chosen(left)
+
+
+def test_survivors_of_two_broken_replicas_do_not_form_one() -> None:
+    assert _chosen([_process(0, "a", 2, 0), _process(3, "b", 2, 1)]) == [0, 3]
+
+
+def test_a_spare_with_an_old_part_counts_as_its_holder() -> None:
+    old = _process(0, "a", 2, 1, reaches=5)
+    new = [_process(1, "b", 2, 0), _process(2, "c", 2, 1)]
+    assert _chosen([old, *new]) == [1, 2]
+
+
+@given(
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(0, 3), st.none() | st.integers(0, 3)), max_size=12),
+    st.integers(0, 12),
+)
+def test_more_than_whole_replicas_take_part_or_a_part_is_lost(
+    size: int, found: list[tuple[int, int | None]], most: int
+) -> None:
+    processes = [
+        _process(number, f"host {host}", size, None if part is None else part % size)
+        for number, (host, part) in enumerate(found)
+    ]
+    chosen = choose(processes, most)
+    if not processes:
+        return
+    assert len(chosen) == min(len(processes), most) // size * size
+    if chosen:
+        kept = Counter(p.status.part for p in chosen if p.status)
+        assert all(kept[p.status.part] for p in processes if p.status and p.status.part is not None)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.none() | st.integers(0, 1)), min_size=1))
+def test_a_rank_gives_up_its_part_though_its_host_wants_it(
+    found: list[tuple[int, int | None]],
+) -> None:
+    found = found[: len(found) // 2 * 2] or [(0, None), (0, None)]
+    hosts = [f"host {host}" for host, _ in found]
+    held = [part for _, part in found]
+    grid = Grid.of(hosts, AXES, PLACE, held)
+    plain = Grid.of(hosts, AXES, PLACE)
+    assert sorted(grid.ranks) == sorted(plain.ranks)
+    assert [hosts[r] for r in grid.ranks] == [hosts[r] for r in plain.ranks]
+    for host in {*hosts}:
+        own = [rank for rank in grid.ranks if hosts[rank] == host]
+        wanted = Counter(grid.part(rank) for rank in own)
+        there = Counter(held[rank] for rank in own)
+        kept = Counter(held[rank] for rank in own if held[rank] == grid.part(rank))
+        # As many keep their part as there are of it and as are wanted, but for one that an
+        # earlier place has used up.
+        for part in (0, 1):
+            assert kept[part] >= min(wanted[part], there[part]) - there[1 - part]
+
+
+def test_a_part_is_given_by_one_that_is_behind_or_to_one_that_has_it() -> None:
+    grid = Grid((0, 1, 2, 3), {"tensor": 2})
+    moves = plan([None, 1, 0, None], grid)
+    assert [(m.part, m.source, m.receivers) for m in moves] == [(0, 2, (0,)), (1, 1, (3,))]
+    assert plan([0, 1, 0, 1], grid) == []
+    assert plan([1, 0], Grid((0, 1), {"tensor": 2}))[0].receivers == (0,)
+    with pytest.raises(PartLostError, match="part 1 of 2"):
+        plan([0, None, 0, None], grid)

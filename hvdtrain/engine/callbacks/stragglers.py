@@ -76,6 +76,7 @@ class DetectStragglers:
         self._speeds = Speeds() if deal_by_speed else None
         self._timer = context.timer
         self._exchange = exchange
+        self._parameter_bytes = sum(local(p).nbytes for p in exchange.parameters)
         self._device = context.device
         self._exporter = destinations.exporter
         self._file = destinations.file
@@ -123,9 +124,8 @@ class DetectStragglers:
         """This rank's row of the table (1 x `COLUMNS`); the next one begins here."""
         before, self._before = self._before, self._totals()
         allocated = torch.cuda.memory_allocated() if self._device.type == "cuda" else 0
-        own = sum(local(parameter).nbytes for parameter in self._exchange.parameters)
-        memory = torch.tensor([_PROCESS.memory_info().rss, allocated, own], dtype=torch.float64)
-        row = torch.cat((self._before - before, memory))
+        memory = [_PROCESS.memory_info().rss, allocated, self._parameter_bytes]
+        row = torch.cat((self._before - before, torch.tensor(memory, dtype=torch.float64)))
         assert len(row) == len(COLUMNS)
         return row.unsqueeze(0)
 

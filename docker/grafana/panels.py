@@ -259,8 +259,7 @@ ROWS: dict[str, list[Panel]] = {
             "axis for which that is measured. Zero where each rank holds the whole model.",
             "percentunit",
             {
-                f"{{{{axis}}}}, {BY_RANK} (dp {{{{dp}}}} pp {{{{pp}}}} cp {{{{cp}}}} tp {{{{tp}}}})":
-                f"sum by (axis, rank, host, dp, pp, cp, tp) ({AXES})"
+                f"{{{{axis}}}}, {BY_RANK} (dp {{{{dp}}}} pp {{{{pp}}}} cp {{{{cp}}}} tp {{{{tp}}}})": f"sum by (axis, rank, host, dp, pp, cp, tp) ({AXES})"
             },
             width=12,
         ),

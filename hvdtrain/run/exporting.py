@@ -12,8 +12,8 @@ from hvdtrain.engine.compiling import CompileClock
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.optim.loss_scale import LossScale
-from hvdtrain.runtime.peak_memory import high_water_mark
 from hvdtrain.runtime.parts import local
+from hvdtrain.runtime.peak_memory import high_water_mark
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.nvml import GAUGES, readings

@@ -53,9 +53,7 @@ class Grid:
         """The grid in which each rank has these `coordinates`, axes in their order."""
         order = sorted(range(len(coordinates)), key=lambda rank: (*coordinates[rank].values(),))
         axes = [axis for axis in coordinates[0] if axis != DATA]
-        return cls(
-            tuple(order), {axis: 1 + max(at[axis] for at in coordinates) for axis in axes}
-        )
+        return cls(tuple(order), {axis: 1 + max(at[axis] for at in coordinates) for axis in axes})
 
     @property
     def replica_size(self) -> int:

@@ -196,9 +196,7 @@ def _fastest(own: Tensor) -> int:
     return int(own.sum(dim=1).nan_to_num(torch.inf).argmin())
 
 
-def _together(
-    verdicts: Sequence[Verdict], in_step: Iterable[tuple[int, ...]]
-) -> list[Verdict]:
+def _together(verdicts: Sequence[Verdict], in_step: Iterable[tuple[int, ...]]) -> list[Verdict]:
     """One on ranks that compute in step and are all slow at that: nobody knows which of them is."""
     found = {verdict.ranks: verdict for verdict in verdicts}
     for ranks in in_step:

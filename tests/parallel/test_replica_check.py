@@ -99,7 +99,7 @@ def test_ranks_that_share_sequences_are_not_compared_or_those_with_other_parts_a
         check.on_step(_loop(topology, 10), record)
         assert record["state_hash"]
         return
-    with pytest.raises(AgreedError, match="rank 0 on .*, rank 1 on .*: nobody knows"):
+    with pytest.raises(AgreedError, match=r"rank 0 on .*, rank 1 on .*: nobody knows"):
         check.on_step(_loop(topology, 10), record)
 
 

@@ -12,6 +12,7 @@ RUN = 'run="$run"'
 RANKS = 'run="$run", rank=~"$rank"'
 OWN = 'phase=~"data|forward|backward|optimizer|checkpoint"'
 BY_RANK = "rank {{rank}} on {{host}}"
+BY_PLACE = f"{{{{axis}}}}, {BY_RANK} (dp {{{{dp}}}} pp {{{{pp}}}} cp {{{{cp}}}} tp {{{{tp}}}})"
 
 
 @dataclass
@@ -258,9 +259,7 @@ ROWS: dict[str, list[Panel]] = {
             "Share of the time in which a rank waits for the others of its replica, along each "
             "axis for which that is measured. Zero where each rank holds the whole model.",
             "percentunit",
-            {
-                f"{{{{axis}}}}, {BY_RANK} (dp {{{{dp}}}} pp {{{{pp}}}} cp {{{{cp}}}} tp {{{{tp}}}})": f"sum by (axis, rank, host, dp, pp, cp, tp) ({AXES})"
-            },
+            {BY_PLACE: f"sum by (axis, rank, host, dp, pp, cp, tp) ({AXES})"},
             width=12,
         ),
         Panel(

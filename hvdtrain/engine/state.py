@@ -93,7 +93,7 @@ class RunState:
         """Of what `compared` gives of a model that spans ranks, what this rank saves, and where
         that lies: all ranks together each element once.
         """
-        found = {}
+        found: dict[str, tuple[Tensor, Piece]] = {}
         for part in self.spanned:
             pieces, compared = part.pieces(), part.compared()
             saved = {key: t for key, t in part.tensors().items() if key in compared}

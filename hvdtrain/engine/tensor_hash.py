@@ -134,7 +134,7 @@ def _flat_pieces(tensor: Tensor, piece: Piece) -> Iterator[tuple[int, Tensor]]:
     for begin in range(0, len(tensor), rows):
         some = tensor[begin : begin + rows]
         filled = some.new_zeros(len(some), *inner)
-        filled[place] = some
+        filled[(slice(None), *place[1:])] = some
         yield (offsets[0] + begin) * width, filled.view(-1)
 
 

@@ -43,7 +43,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from hvdtrain.errors import UserError
-from hvdtrain.parallel.tensor_waits import measure_waits
 
 
 class _IntoSequence(ParallelStyle):
@@ -102,7 +101,6 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
         UserError: the plan has a style that there is not, names no module, or asks for what a
             module cannot do.
     """
-    measure_waits()
     tied = _names_by_parameter(model)
     for name, style in _matched(model, plan):
         _apply(model.get_submodule(name), name, style, mesh)

@@ -91,9 +91,9 @@ def own_seconds(table: Tensor, grid: Grid) -> Tensor:
 
 
 def _all_measured(table: Tensor, grid: Grid) -> bool:
-    """What ranks wait for inside of their passes is known; along `shard` it never is."""
-    waited = column(table, "waited_in_passes_seconds")
-    return grid.degrees.get("shard", 1) == 1 and bool(waited.any())
+    """What ranks wait for inside of their passes is known, on CPUs; pipelines wait outside."""
+    others = (size for axis, size in grid.degrees.items() if axis not in WAITED)
+    return max(others, default=1) == 1 and bool(column(table, "waited_in_passes_seconds").any())
 
 
 def scores(table: Tensor, grid: Grid) -> Tensor:

@@ -18,17 +18,22 @@ pytestmark = pytest.mark.slow
 STEPS, EVERY = 24, 3
 FLAGS = [
     *TINY,
-    *("--task", "tests.support.lagging:SlowToCompute", "--model.layers", "2"),
+    *("--model.layers", "2", "--optim.lr", "0.001"),
     *("--train.steps", str(STEPS), "--train.log_every", "1", "--checkpoint.every", "0"),
     *("--telemetry.exchange_every", str(EVERY), "--train.replica_check_every", "12"),
 ]
 
 
-def _run(root: Path, axes: dict[str, int], ranks: int, slow: int) -> tuple[Path, str]:
+def _run(
+    root: Path, axes: dict[str, int], ranks: int, slow: int, task: str = "SlowToCompute"
+) -> tuple[Path, str]:
     """A run of which a rank takes longer; (its folder, what it said)."""
     flags = [word for axis, size in axes.items() for word in (f"--parallel.{axis}", str(size))]
     where = ["--run.root", str(root), "--run.id", "run"]
-    env = {"HVDTRAIN_TEST_SLOW": f"{slow}:0.03"}
+    flags += ["--task", f"tests.support.lagging:{task}"]
+    lag = root / "lag"
+    lag.touch()
+    env = {"HVDTRAIN_TEST_SLOW": f"{slow}:0.03", "HVDTRAIN_TEST_LAG": f"{slow}:0.015:{lag}"}
     done = run(root / "output", [*FLAGS, *flags, *where], f"mpirun:{ranks}", env, timeout=180)
     assert done.returncode == 0, done
     return root / "run", done.stderr
@@ -67,11 +72,18 @@ def test_a_slow_stage_is_not_named_as_stage(tmp_path: Path) -> None:
     assert re.search(r"pipeline stage 1 \(rank 1 on \S+\) is slow: ", said), said
 
 
-def test_of_ranks_that_split_each_matrix_the_one_that_waits_is_named(tmp_path: Path) -> None:
-    folder, said = _run(tmp_path, {"tensor": 2}, ranks=2, slow=1)
-    assert _named(folder) == [(1, None, None, "compute")], said
-    waited = _columns(folder)["tensor_wait_seconds"]
-    assert waited[0] > EVERY * 4 * 0.02 > waited[1], "rank 0 waits for 30 ms in each micro-batch"
+@pytest.mark.parametrize(
+    ("axis", "task", "phase"),
+    [("tensor", "LaggingWords", "data"), ("context", "SlowToCompute", "compute")],
+)
+def test_of_ranks_that_compute_in_step_the_one_that_waits_is_named(
+    tmp_path: Path, axis: str, task: str, phase: str
+) -> None:
+    folder, said = _run(tmp_path, {axis: 2}, ranks=2, slow=1, task=task)
+    assert _named(folder) == [(1, None, None, phase)], said
+    if axis == "context":
+        waited = _columns(folder)["context_wait_seconds"]
+        assert waited[0] > EVERY * 4 * 0.02 > waited[1]
 
 
 def test_the_waits_of_a_pipeline_or_the_parts_of_its_ranks_are_not_told(

@@ -125,10 +125,11 @@ def test_ranks_that_wait_inside_of_their_passes_are_slow_or_hide_who_is() -> Non
     tensor = Grid((0, 1), {"tensor": 2})
     loads, waits = _row(data=0.07), _row(compute=0.12)
     assert _said(StragglerWatch(0.75, tensor), waits, loads) == [((1,), None, "data")]
-    # Both take as long for their passes, and one of them waits for most of it.
+    # Two that share sequences take as long for their passes, and one waits for most of it.
     busy = _row(compute=0.16)
+    context = Grid((0, 1), {"context": 2})
     measured = [_row(compute=0.16, waited=0.1), _row(compute=0.16, waited=0.01)]
-    assert _said(StragglerWatch(0.75, tensor), *measured) == [((1,), None, "compute")]
+    assert _said(StragglerWatch(0.75, context), *measured) == [((1,), None, "compute")]
     two = Grid((0, 1, 2, 3), {"tensor": 2})
     assert _said(StragglerWatch(0.75, two), _row(), _row(), busy, busy) == [
         ((2, 3), None, "compute")

@@ -24,12 +24,22 @@ class Lagging(Paced):
     """
 
     def datasets(self) -> Datasets:
-        found = super().datasets()
-        rank, seconds, path = os.environ["HVDTRAIN_TEST_LAG"].split(":")
-        own = psutil.Process().environ()  # as it was at the start
-        if int(rank) != launched_rank(own):
-            return found
-        return found._replace(train=_SlowToLoad(found.train, float(seconds), Path(path)))
+        return _lagging(super().datasets())
+
+
+def _lagging(found: Datasets) -> Datasets:
+    rank, seconds, path = os.environ["HVDTRAIN_TEST_LAG"].split(":")
+    own = psutil.Process().environ()  # as it was at the start
+    if int(rank) != launched_rank(own):
+        return found
+    return found._replace(train=_SlowToLoad(found.train, float(seconds), Path(path)))
+
+
+class LaggingWords(LanguageModel):
+    """The language model; HVDTRAIN_TEST_LAG as of Lagging."""
+
+    def datasets(self) -> Datasets:
+        return _lagging(super().datasets())
 
 
 class SlowToCompute(LanguageModel):

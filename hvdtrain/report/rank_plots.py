@@ -132,8 +132,8 @@ def _score_caption(group: int) -> str:
     return (
         "Straggler score: smallest compute time of all ranks with the same work / the rank's own, "
         "so 1 is the fastest. Each cell shows the lowest score in it; empty: no such rank then. "
-        "The line in the scale: a rank below it again and again is named. After a restart a number may "
-        f"belong to another process.{shared}"
+        "The line in the scale: a rank below it again and again is named. After a restart a "
+        f"number may belong to another process.{shared}"
     )
 
 

@@ -15,12 +15,13 @@ from tests.support.runs import TINY, metrics, run, train
 
 pytestmark = pytest.mark.slow
 
-STEPS, EVERY = 24, 3
+STEPS, EVERY = 8, 2
+LAG = 0.5  # seconds in each micro-batch: more than a busy machine takes for one
 FLAGS = [
     *TINY,
-    *("--model.layers", "2", "--optim.lr", "0.001"),
+    *("--model.layers", "2", "--batch.micro_size", "4"),
     *("--train.steps", str(STEPS), "--train.log_every", "1", "--checkpoint.every", "0"),
-    *("--telemetry.exchange_every", str(EVERY), "--train.replica_check_every", "12"),
+    *("--telemetry.exchange_every", str(EVERY), "--train.replica_check_every", "4"),
 ]
 
 
@@ -33,7 +34,7 @@ def _run(
     flags += ["--task", f"tests.support.lagging:{task}"]
     lag = root / "lag"
     lag.touch()
-    env = {"HVDTRAIN_TEST_SLOW": f"{slow}:0.03", "HVDTRAIN_TEST_LAG": f"{slow}:0.015:{lag}"}
+    env = {"HVDTRAIN_TEST_SLOW": f"{slow}:{LAG}", "HVDTRAIN_TEST_LAG": f"{slow}:{LAG / 4}:{lag}"}
     done = run(root / "output", [*FLAGS, *flags, *where], f"mpirun:{ranks}", env, timeout=180)
     assert done.returncode == 0, done
     return root / "run", done.stderr
@@ -83,7 +84,7 @@ def test_of_ranks_that_compute_in_step_the_one_that_waits_is_named(
     assert _named(folder) == [(1, None, None, phase)], said
     if axis == "context":
         waited = _columns(folder)["context_wait_seconds"]
-        assert waited[0] > EVERY * 4 * 0.02 > waited[1]
+        assert waited[0] > waited[1] + EVERY * LAG
 
 
 def test_the_waits_of_a_pipeline_or_the_parts_of_its_ranks_are_not_told(
@@ -94,7 +95,7 @@ def test_the_waits_of_a_pipeline_or_the_parts_of_its_ranks_are_not_told(
     wait, whole = found["pipeline_wait_seconds"], found["schedule_seconds"]
     # Rank 2 waits for rank 3 most of the time; 0 and 1 wait for gradients, after their schedules.
     assert wait[2] > 0.5 * whole[2] and wait[3] < 0.5 * whole[3]
-    assert read_lines(folder / "ranks.jsonl")[-1]["bubble_formula"] == 1 / 3
+    assert read_lines(folder / "ranks.jsonl")[-1]["bubble_formula"] == 1 / 2
     parts = found["parameter_bytes"]
     assert parts[0] == parts[2] and parts[1] == parts[3] and parts[0] != parts[1]
     for line in read_lines(folder / "ranks.jsonl"):
@@ -110,8 +111,8 @@ def test_the_report_does_not_show_the_layout(
     assert cli.main(["report", str(folder), "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)["layout"]
     assert found["picture"][0] == "4 ranks = data 2 x pipeline 2"
-    assert found["bubble_formula_share"] == pytest.approx(1 / 3)
-    assert 1 / 3 < found["bubble_share"] < 1 and found["wait_seconds_per_step"]["pipeline"] > 0
+    assert found["bubble_formula_share"] == pytest.approx(1 / 2)
+    assert 0 < found["bubble_share"] < 1 and found["wait_seconds_per_step"]["pipeline"] > 0
     places = [(rank["place"]["data"], rank["place"]["pipeline"]) for rank in found["ranks"]]
     assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
     for rank in found["ranks"]:

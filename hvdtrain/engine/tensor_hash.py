@@ -129,12 +129,13 @@ def _flat_pieces(tensor: Tensor, piece: Piece) -> Iterator[tuple[int, Tensor]]:
     if not offsets or tuple(tensor.shape[1:]) == inner:
         yield piece.start or (offsets[0] * width if offsets else 0), tensor.reshape(-1)
         return
-    place = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
+    columns = [slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True)][1:]
+    place = slice(None), *columns
     rows = max(1, _AT_ONCE * _BLOCK // width)
     for begin in range(0, len(tensor), rows):
         some = tensor[begin : begin + rows]
         filled = some.new_zeros(len(some), *inner)
-        filled[(slice(None), *place[1:])] = some
+        filled[place] = some
         yield (offsets[0] + begin) * width, filled.view(-1)
 
 

@@ -35,7 +35,7 @@ def _run(
     lag = root / "lag"
     lag.touch()
     env = {"HVDTRAIN_TEST_SLOW": f"{slow}:{LAG}", "HVDTRAIN_TEST_LAG": f"{slow}:{LAG / 4}:{lag}"}
-    done = run(root / "output", [*FLAGS, *flags, *where], f"mpirun:{ranks}", env, timeout=180)
+    done = run(root / "output", [*FLAGS, *flags, *where], f"mpirun:{ranks}", env, timeout=300)
     assert done.returncode == 0, done
     return root / "run", done.stderr
 

@@ -12,6 +12,7 @@ RUN = 'run="$run"'
 RANKS = 'run="$run", rank=~"$rank"'
 OWN = 'phase=~"data|forward|backward|optimizer|checkpoint"'
 BY_RANK = "rank {{rank}} on {{host}}"
+BY_PLACE = f"{{{{axis}}}}, {BY_RANK} (dp {{{{dp}}}} pp {{{{pp}}}} cp {{{{cp}}}} tp {{{{tp}}}})"
 
 
 @dataclass
@@ -45,6 +46,9 @@ OWN_PHASES = rate(f"phase_seconds_total{{{RANKS}, {OWN}}}")
 EXPOSED = rate(f'phase_seconds_total{{{RANKS}, phase="comm_exposed"}}')
 INFLIGHT = rate(f"comm_inflight_seconds_total{{{RANKS}}}")
 BANDWIDTH = f"{rate(f'comm_bytes_total{{{RANKS}}}')} / {INFLIGHT}"
+AXES = rate(f'comm_axis_seconds_total{{{RANKS}, axis!="data"}}')
+PIPELINE_WAITS = rate(f'comm_axis_seconds_total{{{RANKS}, axis="pipeline"}}')
+SCHEDULES = rate(f"pipeline_schedule_seconds_total{{{RANKS}}}")
 WORLD = f"hvdtrain_world_size{{{RANKS}}}"
 STEP_BUCKETS = f"sum by (le) ({rate(f'step_duration_seconds_bucket{{{RUN}}}')})"
 RECOVERY = f"max(hvdtrain_recovery_seconds_sum{{{RUN}}} / hvdtrain_recovery_seconds_count{{{RUN}}})"
@@ -249,10 +253,32 @@ ROWS: dict[str, list[Panel]] = {
             more=STEPPED,
         ),
     ],
+    "Models that span ranks": [
+        Panel(
+            "Waiting for the rest of the model, by rank",
+            "Share of the time in which a rank waits for the others of its replica, along each "
+            "axis for which that is measured. Zero where each rank holds the whole model.",
+            "percentunit",
+            {BY_PLACE: f"sum by (axis, rank, host, dp, pp, cp, tp) ({AXES})"},
+            width=12,
+        ),
+        Panel(
+            "Pipeline bubble",
+            "Share of the time in a pipeline's schedules in which ranks wait, and what it would be "
+            "were all stages as fast: where it is far above that, one stage has more to do.",
+            "percentunit",
+            {
+                "measured": f"sum({PIPELINE_WAITS}) / (sum({SCHEDULES}) > 0)",
+                "formula": f"max(hvdtrain_pipeline_bubble_formula{{{RUN}}})",
+            },
+            width=12,
+        ),
+    ],
     "Stragglers": [
         Panel(
             "Straggler heat map",
-            "Score of each rank over time: the fastest rank's own time / this rank's. Red is slow.",
+            "Score of each rank over time: own time of the fastest rank with the same work / this "
+            "rank's. Red is slow.",
             "percentunit",
             {BY_RANK: f"max by (rank, host) (hvdtrain_straggler_score{{{RANKS}}})"},
             type="status-history",

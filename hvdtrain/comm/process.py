@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
@@ -134,6 +134,10 @@ class Process:
         self.totals[operation] = Usage(
             before.calls + 1, before.bytes + sum(sizes), before.seconds + seconds
         )
+
+    def waiting(self, axis: str) -> AbstractContextManager[None]:
+        """Time inside is waited for other ranks of a replica, see PhaseTimer."""
+        return self.timer.waiting(axis) if self.timer else nullcontext()
 
     def figure(self, name: str) -> dict[str, float]:
         """One figure of `Usage`, of each operation."""

@@ -41,7 +41,9 @@ class Forward:
         precision: as what forward passes are computed.
 
     Attributes:
-        names, evaluation_names, measures: see Passes.
+        names: "loss" and the task's metrics.
+        evaluation_names: these and the task's metrics of validation.
+        measures: the task's, see Task; None: it has none.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Hashes of an optimizer's state that ranks hold in parts."""
+"""Hashes of a state that ranks hold in parts."""
 
 from __future__ import annotations
 
@@ -53,9 +53,24 @@ class PartHash:
         """
         name, pieces = self._sharded.name, self._sharded.pieces()
         own = {
-            f"{name}/{key}": asdict(self._hash.piece(t, pieces.get(key) or Piece((*t.shape,), 0)))
+            f"{name}/{key}": (t, pieces.get(key) or Piece((*t.shape,), 0))
             for key, t in self._sharded.tensors().items()
         }
-        told = gather_json(own, "replicas.parts")
-        spread = whole_sums({n: PieceSums(**s) for n, s in theirs.items()} for theirs in told)
-        return self._hash(replicated, spread)
+        return whole_digest(self._hash, own, replicated)
+
+
+def whole_digest(
+    of_tensors: TensorHash,
+    own: Mapping[str, tuple[Tensor, Piece]],
+    replicated: Mapping[str, Tensor] | None = None,
+) -> bytes:
+    """The digest that tensors have where nothing of them is spread; every rank calls it.
+
+    Args:
+        own: the pieces of this rank, and where they lie; each element is in that of one rank.
+        replicated: tensors that all ranks hold.
+    """
+    sums = {name: asdict(of_tensors.piece(*each)) for name, each in own.items()}
+    told = gather_json(sums, "replicas.parts")
+    spread = whole_sums({n: PieceSums(**s) for n, s in theirs.items()} for theirs in told)
+    return of_tensors(replicated or {}, spread)

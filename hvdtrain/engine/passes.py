@@ -13,7 +13,7 @@ from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.engine.buffers import SavedBuffers
 from hvdtrain.engine.control import ControlVector
-from hvdtrain.engine.forward import Forward, Measures
+from hvdtrain.engine.forward import Forward
 from hvdtrain.engine.statistics import BatchStatistics
 from hvdtrain.engine.totals import Totals
 from hvdtrain.optim.precision import FLOAT32, Precision
@@ -26,17 +26,13 @@ class Passes(Protocol):
     """What the step and the evaluation need: Accumulate, or Pipeline.
 
     Attributes:
-        names: "loss" and the task's metrics.
-        evaluation_names: these and the task's metrics of validation.
-        measures: the task's, see Task; None: it has none.
+        forward: what the task computes of a micro-batch.
         model: this rank's.
         exact: values and statistics are summed without rounding, see Totals.
         buffers, statistics: what it saves of its batches, and BatchNorm's part of that.
     """
 
-    names: tuple[str, ...]
-    evaluation_names: tuple[str, ...]
-    measures: Measures | None
+    forward: Forward
     model: nn.Module
     exact: bool
     buffers: SavedBuffers
@@ -53,7 +49,8 @@ class Passes(Protocol):
 
         The gradient of a mean is divided by the number of micro-batches in the global batch, so
         that the sum over passes and ranks is that of the mean over the global batch. So is that of
-        (sum, weight), which `gradient_scale` turns into the mean's once all weights are known.
+        (sum, weight), which Forward.gradient_scale turns into the mean's once all weights are
+        known.
 
         Args:
             batches: this rank's micro-batches; the random numbers that a forward pass draws
@@ -78,22 +75,10 @@ class Passes(Protocol):
         Args:
             batches: one of 0 samples is computed, as other ranks need this one's part in it, and
                 not counted.
-            totals: added to, 3 rows of `evaluation_names`; the weight of a mean is the samples of
-                its batch.
+            totals: added to, 3 rows of Forward.evaluation_names; the weight of a mean is the
+                samples of its batch.
             rows: gets the task's "rows" of each batch; None: they are not wanted.
         """
-
-    def derived(self, values: dict[str, float]) -> dict[str, float]:
-        """What the task makes of the means of an evaluation, beside these."""
-        ...
-
-    def gradient_scale(self, loss_weight: float) -> float:
-        """What gradients are multiplied with after they were summed.
-
-        Args:
-            loss_weight: sum of the loss's weights over the global batch; 0 for means.
-        """
-        ...
 
 
 class Accumulate:
@@ -116,14 +101,10 @@ class Accumulate:
         exact: bool = False,
         precision: Precision = FLOAT32,
     ) -> None:
-        self.model = model
-        self.exact = exact
+        self.model, self.exact = model, exact
+        self.forward = Forward(task, micro_batches, context, precision)
         self.buffers = SavedBuffers(model)
         self.statistics = BatchStatistics(self.buffers, micro_batches)
-        self._forward = forward = Forward(task, micro_batches, context, precision)
-        self.names, self.evaluation_names = forward.names, forward.evaluation_names
-        self.measures, self.derived = forward.measures, forward.derived
-        self.gradient_scale = forward.gradient_scale
         self._context = context
 
     def train(
@@ -143,14 +124,14 @@ class Accumulate:
             on_device = to_device(batch, self._context.device)
             enter("forward")
             self.statistics.prepare()
-            values = self._forward(self.model, on_device, self.names)
-            self._forward.add(control.values, values)
+            values = self.forward(self.model, on_device, self.forward.names)
+            self.forward.add(control.values, values)
             if self._context.mesh.counts:
                 self.statistics.collect(control.statistics)
             if done == len(deal):
                 before_last()
             enter("backward")
-            self._forward.scaled(values.loss).backward()
+            self.forward.scaled(values.loss).backward()
             del values  # the graph: the next forward pass needs the memory
             enter("data")
             heartbeat.beat(Activity.WORKING)
@@ -169,5 +150,5 @@ class Accumulate:
         for samples, batch in batches:
             self._context.heartbeat.beat(Activity.WORKING)
             on_device = to_device(batch, self._context.device)
-            values = self._forward(self.model, on_device, self.evaluation_names, rows)
-            self._forward.add_samples(totals, values, samples)
+            values = self.forward(self.model, on_device, self.forward.evaluation_names, rows)
+            self.forward.add_samples(totals, values, samples)

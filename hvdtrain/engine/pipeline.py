@@ -71,11 +71,6 @@ class Pipeline:
     Attributes:
         tied: see CutModel: a norm over the ranks, a number of parameters and a checkpoint count
             them once.
-        schedule_seconds: in schedules of training so far, and of these
-        compute_seconds: in forward and backward, by the host's clock. The first step with a number
-            of micro-batches does not count: it has a trial pass.
-        bubbles: sum over those steps of what Layout.bubble says, and
-        steps: how many they were.
     """
 
     def __init__(
@@ -90,18 +85,13 @@ class Pipeline:
         precision: Precision = FLOAT32,
     ) -> None:
         self.model, self.exact, self.tied = cut.model, exact, cut.tied
-        self.buffers = SavedBuffers(self.model)
+        self.forward = Forward(task, micro_batches, context, precision)
+        self.buffers = SavedBuffers(cut.model)
         self.statistics = BatchStatistics(self.buffers, micro_batches)
-        self._forward = forward = Forward(task, micro_batches, context, precision)
-        self.names, self.evaluation_names = forward.names, forward.evaluation_names
-        self.measures, self.derived = forward.measures, forward.derived
-        self.gradient_scale = forward.gradient_scale
-        self.schedule_seconds = self.compute_seconds = self.bubbles = 0.0
-        self.steps = 0
         self._cut, self._group, self._context = cut, group, context
         self._own: list[_Loaded] = []
         self._values: dict[int, Values] = {}
-        self._names = self.names
+        self._names = self.forward.names
         self._changes: Totals | None = None  # where statistics are added to, in training
         self._rows: list[Tensor] | None = None
         self._busy = 0.0
@@ -134,9 +124,9 @@ class Pipeline:
                 "parallel.pipeline: the micro-batches of a step have different shapes, such as "
                 f"{' and '.join(map(str, [*shapes][:2]))}: pad them to one"
             )
-        self._changes, self._names = control.statistics, self.names
+        self._changes, self._names = control.statistics, self.forward.names
         for _, values in self._run(own, shapes.pop(), train=True):
-            self._forward.add(control.values, values)
+            self.forward.add(control.values, values)
         self._context.timer.enter("data")
         before_last()
 
@@ -148,13 +138,13 @@ class Pipeline:
         rows: list[Tensor] | None = None,
     ) -> None:
         """See Passes; on the last stage alone something is added."""
-        self._changes, self._names, self._rows = None, self.evaluation_names, rows
+        self._changes, self._names, self._rows = None, self.forward.evaluation_names, rows
         most = 4 * self._cut.layout.stages  # a rank waits for a fifth of the time
         loaded = (self._loaded(batch, samples) for samples, batch in batches)
         try:
             for shapes, own in _groups(loaded, most):
                 for number, values in self._run(own, shapes, train=False):
-                    self._forward.add_samples(totals, values, own[number].samples)
+                    self.forward.add_samples(totals, values, own[number].samples)
         finally:
             self._rows = None
 
@@ -197,13 +187,18 @@ class Pipeline:
             with waiting, self._context.heartbeat.waiting(), comm.OWN.refused(_COLLECTIVES):
                 self._schedules.run(len(own), shapes, train)
             if counts:
-                self.schedule_seconds += time.perf_counter() - began
-                self.compute_seconds += self._busy
-                self.bubbles += self._cut.layout.bubble(len(own))
-                self.steps += 1
+                self._count(time.perf_counter() - began, self._cut.layout.bubble(len(own)))
             return sorted(self._values.items())
         finally:
             self._own, self._values = [], {}
+
+    def _count(self, seconds: float, expected: float) -> None:
+        """Of a schedule; one with a trial pass does not count."""
+        timer, bubble = self._context.timer, self._context.timer.bubble
+        bubble.schedule_seconds += seconds
+        bubble.expected += expected
+        bubble.steps += 1
+        timer.waited["pipeline"] += seconds - self._busy
 
     def _compute(self, one: Pass) -> Tensor:
         batch = self._own[one.micro_batch].batch
@@ -216,7 +211,7 @@ class Pipeline:
                 one.stage,
                 one.x,
                 one.draws,
-                lambda: self._forward(self.model, batch, self._names, rows),
+                lambda: self.forward(self.model, batch, self._names, rows),
             )
         if changes is not None:
             self.statistics.collect(changes)
@@ -224,7 +219,7 @@ class Pipeline:
             return found
         if not one.trial:
             self._values[one.micro_batch] = found._replace(loss=found.loss.detach())
-        return self._forward.scaled(found.loss)
+        return self.forward.scaled(found.loss)
 
     @contextmanager
     def _fresh_buffers(self, keep: bool) -> Iterator[None]:

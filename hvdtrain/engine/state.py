@@ -24,6 +24,7 @@ from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
 from hvdtrain.runtime.mesh import ALONE, Group
+from hvdtrain.runtime.pieces import Piece
 from hvdtrain.runtime.state_part import Scope, ShardedPart, StatePart
 from hvdtrain.runtime.topology import Topology
 
@@ -87,6 +88,17 @@ class RunState:
         """What has the same bits on all ranks that hold the same, unless one was damaged."""
         parts = self.of_scope("replicated", "sharded")
         return {f"{p.name}/{key}": t for p in parts for key, t in p.compared().items()}
+
+    def saved_pieces(self) -> dict[str, tuple[Tensor, Piece]]:
+        """Of what `compared` gives of a model that spans ranks, what this rank saves, and where
+        that lies: all ranks together each element once.
+        """
+        found: dict[str, tuple[Tensor, Piece]] = {}
+        for part in self.spanned:
+            pieces, compared = part.pieces(), part.compared()
+            saved = {key: t for key, t in part.tensors().items() if key in compared}
+            found |= {f"{part.name}/{key}": (t, pieces[key]) for key, t in saved.items()}
+        return found
 
     def capture(self, group: Group = ALONE, folder: str = "") -> Checkpoint:
         """What this rank saves now; its tensors are the live ones.

@@ -79,7 +79,7 @@ class TrainStep:
         self._buffers = passes.buffers
         self._exposed = "comm_exposed" if context.mesh.world.size > 1 else "other"
         self._sizes = Sizes(
-            len(passes.names), len(exchange.frozen()), passes.statistics.numel, passes.exact
+            len(passes.forward.names), len(exchange.frozen()), passes.statistics.numel, passes.exact
         )
 
     @property
@@ -113,10 +113,10 @@ class TrainStep:
         finally:
             timer.enter("other")
         self._check(agreed, flags.step)
-        values = means(self._passes.names, agreed.sums, self._batch.micro_batches)
+        values = means(self._passes.forward.names, agreed.sums, self._batch.micro_batches)
         self._exchange.rest([ranks > 0 for ranks in agreed.frozen])
         with timer.inside("optimizer"):
-            result = self._updated(lr, self._passes.gradient_scale(agreed.sums[1][0]))
+            result = self._updated(lr, self._passes.forward.gradient_scale(agreed.sums[1][0]))
         self._exchange.commit(result.applied)
         pauses = agreed.stops > 0 or agreed.changes > 0
         if not self.synchronised and (pauses or flags.synchronise):

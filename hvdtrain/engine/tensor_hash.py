@@ -102,23 +102,41 @@ class TensorHash:
 
     @torch.no_grad()
     def piece(self, tensor: Tensor, piece: Piece) -> PieceSums:
-        """What a flat piece of a larger tensor adds to this one's sums."""
-        weights = self._on(tensor.device)
-        bytes_of_block = 4 * _BLOCK
-        first, before = divmod((piece.start or 0) * tensor.element_size(), bytes_of_block)
-        # A sum is linear in the bits of its words: zeros stand for what others have of a block.
-        data = tensor.contiguous().view(-1).view(torch.uint8)
-        data = torch.nn.functional.pad(data, (before, -(before + len(data)) % 4))
-        sums = torch.cat([*_block_sums(data.view(torch.int32), weights)]).tolist()
-        number = prod(piece.shape) * tensor.element_size() // bytes_of_block + 1
-        # Where it ends with its block, the sum of nothing comes after it.
-        padded = ([0] * first + sums + [0] * number)[:number]
-        return PieceSums([*piece.shape], str(tensor.dtype), tensor.device.type, padded)
+        """What a piece of a larger tensor adds to this one's sums."""
+        weights, size = self._on(tensor.device), tensor.element_size()
+        number = -(-prod(piece.shape) * size // 4) // _BLOCK + 1
+        sums = torch.zeros(number, dtype=torch.int64, device=tensor.device)
+        for start, flat in _flat_pieces(tensor, piece):
+            first, before = divmod(start * size, 4 * _BLOCK)
+            # A sum is linear in the bits of its words: zeros stand for what others have of a block.
+            data = flat.view(torch.uint8)
+            data = torch.nn.functional.pad(data, (before, -(before + len(data)) % 4))
+            found = torch.cat([*_block_sums(data.view(torch.int32), weights)])
+            # Where it ends with its block, the sum of nothing comes after it.
+            sums[first : first + len(found)] += found[: number - first]
+        return PieceSums([*piece.shape], str(tensor.dtype), tensor.device.type, sums.tolist())
 
     def _on(self, device: torch.device) -> Tensor:
         if device not in self._weights:
             self._weights[device] = self._weights[torch.device("cpu")].to(device)
         return self._weights[device]
+
+
+def _flat_pieces(tensor: Tensor, piece: Piece) -> Iterator[tuple[int, Tensor]]:
+    """(first element, elements) of flat pieces of the whole; zeros for what lies in between."""
+    offsets, inner = piece.offsets, piece.shape[1:]
+    width = prod(inner)
+    if not offsets or tuple(tensor.shape[1:]) == inner:
+        yield piece.start or (offsets[0] * width if offsets else 0), tensor.reshape(-1)
+        return
+    columns = [slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True)][1:]
+    place = slice(None), *columns
+    rows = max(1, _AT_ONCE * _BLOCK // width)
+    for begin in range(0, len(tensor), rows):
+        some = tensor[begin : begin + rows]
+        filled = some.new_zeros(len(some), *inner)
+        filled[place] = some
+        yield (offsets[0] + begin) * width, filled.view(-1)
 
 
 def _block_sums(words: Tensor, weights: Tensor) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvdtrain import comm
 from hvdtrain.exchange.buckets import buckets
 from hvdtrain.exchange.parameters import TrainedParameters
 from hvdtrain.runtime.collectives import gather_json
@@ -57,10 +58,11 @@ class PartsExchange:
 
     def finish(self) -> None:
         gradients = [[_own_gradient(p) for p in bucket] for bucket in self._buckets]
-        began = time.perf_counter()
         if self._context is not None:
-            self._sum_over_context(gradients)
+            with comm.OWN.waiting("context"):
+                self._sum_over_context(gradients)
         if self._replicas > 1:
+            began = time.perf_counter()
             self._sum_over_replicas(gradients)
             self.inflight_seconds += time.perf_counter() - began
             self.bytes += self._bytes

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from hvdtrain.errors import UserError
 from hvdtrain.models.attention import Attend, BlockSparseAttention, DilatedAttention
+from hvdtrain.models.attention_kernels import cast_as_autocast
 from hvdtrain.models.gpt import GPT, Attention
 from hvdtrain.parallel.context_checks import check_context
 from hvdtrain.parallel.ring_attention import RingAttention, ZigZag
 from hvdtrain.parallel.shared_patterns import Contiguous, SharedBlockSparse, SharedDilated
 
-_SHARED = (RingAttention, SharedDilated, SharedBlockSparse)
+
+@dataclass(frozen=True)
+class Shared:
+    """An attention whose sequences ranks share.
+
+    Args:
+        alone: the attention on one rank.
+        across: of q, k and v of the tokens that this rank holds, and `documents` of all.
+    """
+
+    alone: Attend
+    across: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
+    ) -> Tensor:
+        return self.across(*cast_as_autocast(q, k, v), documents)
 
 
 def apply_context(model: GPT, group: dist.ProcessGroup) -> None:
@@ -51,15 +70,15 @@ def shared(attend: Attend, group: dist.ProcessGroup) -> Attend:
     if group.size() == 1:
         return attend
     if isinstance(attend, DilatedAttention):
-        return SharedDilated(attend, group)
+        return Shared(attend, SharedDilated(attend, group))
     if isinstance(attend, BlockSparseAttention):
-        return SharedBlockSparse(attend, group)
-    return RingAttention(attend, group)
+        return Shared(attend, SharedBlockSparse(attend, group))
+    return Shared(attend, RingAttention(group))
 
 
 def alone(attend: Attend) -> Attend:
     """What `shared` was given."""
-    return attend.alone if isinstance(attend, _SHARED) else attend
+    return attend.alone if isinstance(attend, Shared) else attend
 
 
 @contextmanager

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hvdtrain import comm
+
 # For each rank the ranges of positions, in the sequence of all ranks, that it needs.
 Needs = Sequence[Sequence[range]]
 
@@ -114,6 +116,7 @@ def _swap(
         received[peer] = like.new_empty(shapes[peer])
         if received[peer].numel():
             operations.append(dist.P2POp(dist.irecv, received[peer], group=group, group_peer=peer))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+    with comm.OWN.waiting("context"):
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
     return received

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hvdtrain.models.attention import Attend
-from hvdtrain.models.attention_kernels import attend, attend_backward, cast_as_autocast
+from hvdtrain import comm
+from hvdtrain.models.attention_kernels import attend, attend_backward
 from hvdtrain.models.partial_attention import empty_result, merge_, same_document
 from hvdtrain.parallel.context_checks import check_length
 
@@ -41,19 +41,11 @@ class ZigZag:
 
 @dataclass(frozen=True)
 class RingAttention:
-    """Full attention for q, k and v of the tokens of this rank, and `documents` of all.
+    """Full attention for q, k and v of the tokens of this rank, and `documents` of all."""
 
-    Args:
-        alone: full attention on one rank.
-    """
-
-    alone: Attend
     group: dist.ProcessGroup
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
-    ) -> Tensor:
-        q, k, v = cast_as_autocast(q, k, v)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         y: Tensor = _Ring.apply(q, k, v, self.group, documents)
         return y
 
@@ -157,6 +149,7 @@ class _Pending:
         )
 
     def wait(self) -> Tensor:
-        for work in self._works:
-            work.wait()
+        with comm.OWN.waiting("context"):
+            for work in self._works:
+                work.wait()
         return self._received

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdtrain.models.attention import BlockSparseAttention, DilatedAttention
-from hvdtrain.models.attention_kernels import cast_as_autocast
 from hvdtrain.models.partial_attention import Part, Strip, attend_parts
 from hvdtrain.parallel.context_checks import check_length
 from hvdtrain.parallel.exchange_keys import gather_positions
@@ -47,10 +46,7 @@ class SharedDilated:
     alone: DilatedAttention
     group: dist.ProcessGroup
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
-    ) -> Tensor:
-        q, k, v = cast_as_autocast(q, k, v)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         (heads, time), rank = k.shape[1:3], self.group.rank()
         everyone = _by_head(documents, heads)
         keys, parts = [torch.cat((k, v), dim=-1)], []
@@ -108,10 +104,7 @@ class SharedBlockSparse:
     alone: BlockSparseAttention
     group: dist.ProcessGroup
 
-    def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
-    ) -> Tensor:
-        q, k, v = cast_as_autocast(q, k, v)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None) -> Tensor:
         (heads, time), rank = k.shape[1:3], self.group.rank()
         needs = [self._needs(other, time) for other in range(self.group.size())]
         before, first = needs[rank]

@@ -9,6 +9,7 @@ import numpy as np
 
 from hvdtrain.audit.goodput import Goodput, measure
 from hvdtrain.audit.ledger import Generation
+from hvdtrain.report.layout import layout
 from hvdtrain.report.run import Column, Ranks, Run
 
 Figures = dict[str, Any]
@@ -26,6 +27,7 @@ def figures(run: Run) -> Figures:
         **_communication(run.ranks),
         "collectives": _collectives(run.ranks),
         **_memory(run),
+        "layout": layout(run),
         "stragglers": stragglers(run),
         "deals": deals(run),
         **_slowest(run),
@@ -141,32 +143,43 @@ def _memory(run: Run) -> Figures:
 
 
 def stragglers(run: Run) -> list[Figures]:
-    """Ranks that the run named as slow, with how long; most steps first.
+    """Ranks and stages that the run named as slow, with how long; most steps first.
 
     A rank's number is that of its generation: after a restart it may be another process.
     """
-    found: dict[tuple[int, str, str], Figures] = {}
-    open_: dict[int, tuple[Figures, int]] = {}
+    found: dict[tuple[Any, ...], Figures] = {}
+    open_: dict[tuple[Any, ...], tuple[Figures, int]] = {}
     reached = run.ledger.generations[-1].reached if run.ledger else 0
     end = {"event": "start", "step": reached}
     for event in [*run.events, end]:
         kind, step = event.get("event"), event.get("step", 0)
+        whose = event.get("rank"), event.get("stage")
         if kind == "straggler":
-            key = event["rank"], event["host"], event["phase"]
-            names = dict(zip(("rank", "host", "phase"), key, strict=True))
+            key = *whose, event["host"], event["phase"]
+            names = dict(zip(("rank", "stage", "host", "phase"), key, strict=True))
+            names["ranks"] = event.get("ranks", [event["rank"]])
             entry = found.setdefault(
                 key, {**names, "times": 0, "first_step": step, "steps": 0, "lowest_score": 1.0}
             )
             entry["times"] += 1
             entry["lowest_score"] = min(entry["lowest_score"], event["score"])
-            open_[event["rank"]] = entry, step
+            open_[whose] = entry, step
         elif kind in ("start", "straggler_ended"):
-            closing = list(open_) if kind == "start" else [event["rank"]]
-            for rank in closing:
-                if rank in open_:
-                    entry, since = open_.pop(rank)
+            closing = list(open_) if kind == "start" else [whose]
+            for ended in closing:
+                if ended in open_:
+                    entry, since = open_.pop(ended)
                     entry["steps"] += max(0, step - since)
     return sorted(found.values(), key=lambda entry: -entry["steps"])
+
+
+def who(entry: Figures) -> str:
+    """Whom one of `stragglers` is about, such as "rank 3 on node2"."""
+    ranks: list[int] = entry["ranks"]
+    if len(ranks) == 1 and entry["stage"] is None:
+        return f"rank {entry['rank']} on {entry['host']}"
+    named = f"rank{'s' if len(ranks) > 1 else ''} {' '.join(map(str, ranks))}"
+    return named if entry["stage"] is None else f"stage {entry['stage']} ({named})"
 
 
 def deals(run: Run) -> list[Figures]:

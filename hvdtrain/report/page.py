@@ -29,6 +29,7 @@ def one(run: Run, figures: Figures) -> str:
         tiles=summary.tiles(figures),
         warnings=summary.warnings(figures),
         missing=run.missing,
+        picture="\n".join(figures["layout"]["picture"]) if figures["layout"] else "",
         first=tables.first(figures),
         last=tables.last(run, figures),
         plots=plots.plots(run, figures),

@@ -22,7 +22,7 @@ from hvdtrain.report.draw import (
     over_steps,
     scale_above,
 )
-from hvdtrain.report.figures import Figures
+from hvdtrain.report.figures import Figures, who
 from hvdtrain.report.run import Column, Run
 
 _BARS = 128
@@ -118,11 +118,11 @@ def scores(run: Run, figures: Figures) -> Plot | None:
 def _score_title(figures: Figures) -> str:
     named = figures["stragglers"]
     if named:
-        worst, count = named[0], len({entry["rank"] for entry in named})
-        who = f"rank {worst['rank']} on {worst['host']} in {worst['phase']}"
+        worst, count = named[0], len({rank for entry in named for rank in entry["ranks"]})
+        longest = f"{who(worst)} in {worst['phase']}"
         if count == 1:
-            return f"One rank was named as slow: {who}"
-        return f"{count} ranks were named as slow; longest {who}"
+            return f"One rank was named as slow: {longest}"
+        return f"{count} ranks were named as slow; longest {longest}"
     rank, score = figures["slowest_rank"], units.number(figures["slowest_rank_median_score"], 2)
     return f"No rank was named as slow; the lowest median score is rank {rank}'s, {score}"
 
@@ -130,10 +130,10 @@ def _score_title(figures: Figures) -> str:
 def _score_caption(group: int) -> str:
     shared = f" {group} ranks share a row, the slowest of them is shown." if group > 1 else ""
     return (
-        "Straggler score: smallest compute time of all ranks / the rank's own, so 1 is the "
-        "fastest. Each cell shows the lowest score in it; empty: no such rank then. The line in "
-        "the scale: a rank below it again and again is named. After a restart a number may "
-        f"belong to another process.{shared}"
+        "Straggler score: smallest compute time of all ranks with the same work / the rank's own, "
+        "so 1 is the fastest. Each cell shows the lowest score in it; empty: no such rank then. "
+        "The line in the scale: a rank below it again and again is named. After a restart a "
+        f"number may belong to another process.{shared}"
     )
 
 

@@ -18,6 +18,7 @@ from hvdtrain.audit import ledger
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import each_line
 from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.runtime.grid import WAITED
 
 Column = NDArray[np.floating[Any]]
 
@@ -40,6 +41,9 @@ _RANK_FIGURES = (
     "host_memory_bytes",
     "device_memory_bytes",
     "score",
+    *(f"{axis}_wait_seconds" for axis in WAITED),
+    "schedule_seconds",
+    "parameter_bytes",
 )
 
 
@@ -54,8 +58,10 @@ class Ranks:
         phases: names of the P phases, as the run wrote them
         seconds: of each phase in the window (P x L x R)
         figures: name -> (L x R): wall_seconds, inflight_seconds, bytes, host_memory_bytes,
-            device_memory_bytes, score
+            device_memory_bytes, score; of a model that spans ranks AXIS_wait_seconds,
+            schedule_seconds of a pipeline, parameter_bytes that the rank holds
         collectives: operation of hvdtrain.comm -> calls, bytes, seconds of rank 0; {} without any
+        bubble_formula: of a pipeline, the fraction that ranks would wait were all stages as fast
     """
 
     step: Column
@@ -65,6 +71,7 @@ class Ranks:
     seconds: Column
     figures: dict[str, Column]
     collectives: dict[str, Counter[str]]
+    bubble_formula: float | None = None
 
     @property
     def totals(self) -> Column:
@@ -215,6 +222,7 @@ def _ranks(folder: RunFolder, config: dict[str, Any], missing: list[str]) -> Ran
     heads, tables = [], []
     collectives: dict[str, Counter[str]] = {}
     phases: tuple[str, ...] = ()
+    formula = None
     for line in _told(folder.ranks, missing):
         try:
             phases = phases or tuple(line["phases"])
@@ -223,6 +231,7 @@ def _ranks(folder: RunFolder, config: dict[str, Any], missing: list[str]) -> Ran
         except (KeyError, TypeError, ValueError):
             continue
         tables.append(table)
+        formula = line.get("bubble_formula", formula)
         for operation, called in line.get("collectives", {}).items():
             collectives.setdefault(operation, Counter()).update(called)
     if not tables:
@@ -239,7 +248,7 @@ def _ranks(folder: RunFolder, config: dict[str, Any], missing: list[str]) -> Ran
         cube[:, number, : table.shape[1]] = table
     count = len(phases)
     figures = dict(zip(_RANK_FIGURES, cube[count:], strict=True))
-    return Ranks(step, steps, world_size, phases, cube[:count], figures, collectives)
+    return Ranks(step, steps, world_size, phases, cube[:count], figures, collectives, formula)
 
 
 def _table(line: dict[str, Any], phases: tuple[str, ...]) -> Column:

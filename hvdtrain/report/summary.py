@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hvdtrain.report import units
-from hvdtrain.report.figures import Figures
+from hvdtrain.report.figures import Figures, who
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ def headline(figures: Figures) -> str:
 
 def tiles(figures: Figures) -> list[Tile]:
     """What a person wants to know in a minute."""
-    return [*_training(figures), *_communication(figures), *_reliability(figures)]
+    communication = *_communication(figures), *_layout(figures["layout"])
+    return [*_training(figures), *communication, *_reliability(figures)]
 
 
 def _training(figures: Figures) -> list[Tile]:
@@ -89,6 +90,20 @@ def _communication(figures: Figures) -> list[Tile]:
     ]
 
 
+def _layout(layout: Figures | None) -> list[Tile]:
+    if layout is None:
+        return []
+    waits = layout["wait_seconds_per_step"].items()
+    waited = ", ".join(f"{axis} {units.seconds(seconds)}" for axis, seconds in waits)
+    note = f"waits of a rank in a step: {waited}" if waited else ""
+    tiles = [Tile("Layout", layout["picture"][0].partition(" = ")[2], note)]
+    if layout["bubble_share"] is not None:
+        formula = layout["bubble_formula_share"]
+        expected = f"by (p-1)/(vm+p-1): {units.percent(formula)}" if formula else ""
+        tiles.append(Tile("Pipeline bubble", units.percent(layout["bubble_share"]), expected))
+    return tiles
+
+
 def _reliability(figures: Figures) -> list[Tile]:
     return [
         _goodput(figures),
@@ -132,8 +147,8 @@ def _stragglers(figures: Figures) -> Tile:
     named = figures["stragglers"]
     if named:
         worst = named[0]
-        note = f"longest: rank {worst['rank']} on {worst['host']}, {worst['phase']}"
-        return Tile("Slow ranks", str(len({entry["rank"] for entry in named})), note)
+        count = len({rank for entry in named for rank in entry["ranks"]})
+        return Tile("Slow ranks", str(count), f"longest: {who(worst)}, {worst['phase']}")
     if figures["slowest_rank"] is None:
         several = figures["phase_shares"] is None
         return Tile("Slow ranks", units.UNKNOWN, "not recorded" if several else "one rank")

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from hvdtrain.audit.goodput import PARTS
 from hvdtrain.report import units
-from hvdtrain.report.figures import Figures
+from hvdtrain.report.figures import Figures, who
 from hvdtrain.report.run import Run
 
 _ROWS = 20
+_PARTS = 64  # ranks of a layout
 _NAMED = 12  # ranks in a row; more are counted
 _CAUSES: dict[str, str] = {
     "launch": "the program was started again",
@@ -37,8 +38,9 @@ class Table:
 
 
 def first(figures: Figures) -> list[Table]:
-    """Restarts, slow ranks and what they were dealt; empty tables are left out."""
-    every = _restart_table(figures), _straggler_table(figures), _deal_table(figures)
+    """Parts of the model, restarts, slow ranks and what they were dealt; no empty tables."""
+    slow = _straggler_table(figures), _deal_table(figures)
+    every = _parts(figures), _restart_table(figures), *slow
     return [t for t in every if t.rows]
 
 
@@ -80,7 +82,7 @@ def _straggler_table(figures: Figures) -> Table:
     named = figures["stragglers"]
     rows = [
         [
-            f"{entry['rank']} on {entry['host']}",
+            who(entry).removeprefix("rank "),
             entry["phase"],
             str(entry["times"]),
             f"{entry['first_step']:,}",
@@ -92,6 +94,33 @@ def _straggler_table(figures: Figures) -> Table:
     left = f"The {_ROWS} that lasted longest of {len(named)}." if len(named) > _ROWS else ""
     head = ["rank", "slow in", "times named", "first at step", "steps", "lowest score"]
     return Table("Ranks that were named as slow", head, rows, left, 2)
+
+
+def _parts(figures: Figures) -> Table:
+    """What each rank of a model that spans ranks holds."""
+    ranks = figures["layout"]["ranks"] if figures["layout"] else []
+    places = [rank["place"] for rank in ranks]
+    axes = [axis for axis in (places[0] if places else ()) if any(at[axis] for at in places)]
+    device = any(rank["peak_device_memory_bytes"] for rank in ranks)
+    rows = [
+        [
+            str(rank["rank"]),
+            rank["host"],
+            *(str(rank["place"][axis]) for axis in axes),
+            _size(rank["parameter_bytes"]),
+            _size(rank["peak_host_memory_bytes"]),
+            *([_size(rank["peak_device_memory_bytes"])] if device else []),
+        ]
+        for rank in ranks[:_PARTS]
+    ]
+    head = ["rank", "host", *axes, "parameters", "most host memory"]
+    head += ["most device memory"] if device else []
+    left = f"The first {_PARTS} of {len(ranks)} ranks." if len(ranks) > _PARTS else ""
+    return Table("Parts of the model", head, rows, left, 2)
+
+
+def _size(value: int | None) -> str:
+    return units.UNKNOWN if value is None else units.size(value)
 
 
 def _deal_table(figures: Figures) -> Table:

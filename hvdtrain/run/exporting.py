@@ -13,6 +13,7 @@ from hvdtrain.engine.compiling import CompileClock
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.optim.loss_scale import LossScale
+from hvdtrain.runtime.parts import local
 from hvdtrain.runtime.peak_memory import high_water_mark
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.exporter import Exporter
@@ -57,10 +58,27 @@ def build_exporter(
     exporter.watch_total(
         "comm_bytes", "Bytes of the gradients that were exchanged", lambda: of.exchange.bytes
     )
+    exporter.watch_totals(
+        "comm_axis_seconds",
+        "Seconds that this rank waited along each axis of a model that spans ranks, transfers "
+        "included; data: as comm_inflight_seconds",
+        "axis",
+        lambda: {"data": of.exchange.inflight_seconds, **of.timer.waited},
+    )
+    exporter.watch_total(
+        "pipeline_schedule_seconds",
+        "Seconds in the schedules of a pipeline, in training; 0 without one",
+        lambda: of.timer.bubble.schedule_seconds,
+    )
+    exporter.watch(
+        "pipeline_bubble_formula",
+        "Fraction of these that a rank would wait were all stages as fast; NaN without a pipeline",
+        lambda: of.timer.bubble.formula,
+    )
     exporter.watch(
         "gradient_bytes",
-        "Bytes of the gradients of a step before any compression",
-        lambda: sum(p.nbytes for p in of.exchange.parameters),
+        "Bytes of this rank's gradients of a step before any compression",
+        lambda: sum(local(p).nbytes for p in of.exchange.parameters),
     )
     exporter.watch(
         "residual_norm",

@@ -52,7 +52,7 @@ def build_manifest(
         "task": settings.config.task,
         "world_size": topology.world_size,
         "hosts": topology.ranks_by_host(),
-        **({"layout": grid.describe(topology.hosts).splitlines()} if grid.replica_size > 1 else {}),
+        **(_layout(topology, grid) if grid.replica_size > 1 else {}),
         "horovod": {"controller": controller(), "built": built_with()},
         "device": device.type,
         "threads_per_rank": torch.get_num_threads(),
@@ -61,6 +61,14 @@ def build_manifest(
         "seed": settings.config.seed,
         "restarts": len(starts) - 1,
         "starts": starts,
+    }
+
+
+def _layout(topology: Topology, grid: Grid) -> dict[str, Any]:
+    """As text, and the place of each rank."""
+    return {
+        "layout": grid.describe(topology.hosts).splitlines(),
+        "coordinates": [grid.coordinates(rank) for rank in range(topology.world_size)],
     }
 
 

@@ -9,6 +9,11 @@ from math import prod
 from hvdtrain.errors import UserError
 
 DATA = "data"
+# Axes along which it is measured how long a rank waits for the others of its replica: along
+# others torch waits by itself.
+WAITED = ("pipeline", "context")
+# Of the axes, as labels of a rank's exporter.
+LABELS = {DATA: "dp", "pipeline": "pp", "shard": "sp", "context": "cp", "tensor": "tp"}
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,13 @@ class Grid:
                 left.remove(ranks[-1])
         return cls((*ranks,), {axis: degrees[axis] for axis in reversed([*place])})
 
+    @classmethod
+    def at(cls, coordinates: Sequence[Mapping[str, int]]) -> Grid:
+        """The grid in which each rank has these `coordinates`, axes in their order."""
+        order = sorted(range(len(coordinates)), key=lambda rank: (*coordinates[rank].values(),))
+        axes = [axis for axis in coordinates[0] if axis != DATA]
+        return cls(tuple(order), {axis: 1 + max(at[axis] for at in coordinates) for axis in axes})
+
     @property
     def replica_size(self) -> int:
         """Ranks of one replica."""
@@ -87,6 +99,29 @@ class Grid:
         for axis, degree in reversed([*self.degrees.items()]):
             left, found[axis] = divmod(left, degree)
         return {DATA: replica, **dict(reversed(found.items()))}
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """All ranks, divided into those that stand at the same place on each of `axes`."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in self.ranks:
+            at = self.coordinates(rank)
+            found.setdefault(tuple(at.get(axis, 0) for axis in axes), []).append(rank)
+        return [tuple(ranks) for ranks in found.values()]
+
+    @property
+    def stages(self) -> list[tuple[int, ...]]:
+        """The ranks that do the same work: those of each stage of a pipeline, else all."""
+        return self.groups("pipeline")
+
+    @property
+    def in_step(self) -> list[tuple[int, ...]]:
+        """The ranks that wait for each other inside of their passes: of a stage of a replica."""
+        return self.groups(DATA, "pipeline")
+
+    @property
+    def holders(self) -> list[tuple[int, ...]]:
+        """The ranks that hold the same part of the model; those who share sequences do."""
+        return self.groups("pipeline", "shard", "tensor")
 
     def describe(self, hosts: Sequence[str]) -> str:
         """A line for each host of a replica: its ranks, and what they hold of the model."""

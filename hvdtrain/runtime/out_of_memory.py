@@ -12,7 +12,17 @@ _TRY = (
     "memory.offload_activations true (on GPUs)",
     "a smaller batch.micro_size (the curve stays)",
 )
-ADVICE = f"Try, in this order: {'; '.join(_TRY)}"
+# What ranks hold or compute together, from what asks least of a model to what asks most.
+_SPREAD = (
+    "parallel.zero 1 (the optimizer's state)",
+    "parallel.shard (parameters too)",
+    "parallel.tensor (each matrix, and activations)",
+    "parallel.pipeline (some of the blocks each)",
+    "parallel.context (long sequences of the GPT)",
+)
+ADVICE = (
+    f"Try, in this order: {'; '.join(_TRY)}; or divide it between more ranks: {', '.join(_SPREAD)}"
+)
 # Of torch's allocator for CPUs, which raises RuntimeError.
 _OF_CPU = "DefaultCPUAllocator"
 

@@ -7,13 +7,17 @@ the device has passed it, a step later as a rule: nothing is ever waited for.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+
+from hvdtrain.runtime.grid import WAITED
 
 PHASES = (
     "data",
@@ -25,6 +29,9 @@ PHASES = (
     "checkpoint",
     "other",
 )
+
+
+_PASSES = ("forward", "backward")
 
 Seconds = dict[str, float]
 
@@ -39,6 +46,27 @@ class Event(Protocol):
         """Milliseconds from this one to a later one; both were passed."""
 
 
+@dataclass
+class Bubble:
+    """What the ranks of a pipeline wait for each other in training, by the host's clock.
+
+    Args:
+        schedule_seconds: in schedules so far.
+        expected: sum over their steps of the fraction that a rank would wait where all stages
+            were as fast, and
+        steps: how many these were.
+    """
+
+    schedule_seconds: float = 0.0
+    expected: float = 0.0
+    steps: int = 0
+
+    @property
+    def formula(self) -> float:
+        """The mean of what was expected; NaN: there is no pipeline."""
+        return self.expected / self.steps if self.steps else math.nan
+
+
 class PhaseTimer:
     """Splits the time of one process into `PHASES`.
 
@@ -46,6 +74,12 @@ class PhaseTimer:
 
     Args:
         began: time.perf_counter() from which on time counts; so far it was "other".
+
+    Attributes:
+        waited: axis of `WAITED` -> seconds for which this rank has waited for the others of its
+            replica, transfers included, by the host's clock: so little of it on GPUs.
+        waited_in_passes: those of these that lie in forward and backward.
+        bubble: with a pipeline.
     """
 
     def __init__(self, began: float) -> None:
@@ -56,6 +90,9 @@ class PhaseTimer:
         self._listener: Callable[[str], None] | None = None
         # Phases that the device has not left yet, with the event at their beginning.
         self._pending: deque[tuple[str, Event]] = deque()
+        self.waited = dict.fromkeys(WAITED, 0.0)
+        self.waited_in_passes = 0.0
+        self.bubble = Bubble()
 
     def use_events(self, event: Callable[[], Event]) -> None:
         """From now on time is the device's; `event` puts one into its stream."""
@@ -94,6 +131,18 @@ class PhaseTimer:
             yield
         finally:
             self.enter(before)
+
+    @contextmanager
+    def waiting(self, axis: str) -> Iterator[None]:
+        """Time inside is waited for the other ranks of an axis; its phase stays what it is."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            self.waited[axis] += seconds
+            if self.phase in _PASSES:
+                self.waited_in_passes += seconds
 
     def seconds(self) -> Seconds:
         """Of each phase since the beginning; with events, as far as the device has got."""

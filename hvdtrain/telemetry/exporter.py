@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from hvdtrain.files import write_atomic
 from hvdtrain.log import logger
-from hvdtrain.runtime.grid import Grid
+from hvdtrain.runtime.grid import LABELS, Grid
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.http_server import MetricsServer
 from hvdtrain.telemetry.straggler import KINDS
@@ -219,10 +219,6 @@ class Target(NamedTuple):
     port: int
 
 
-# Of the axes on which a rank has its place, where a model spans ranks.
-_AXIS_LABELS = {"data": "dp", "pipeline": "pp", "shard": "sp", "context": "cp", "tensor": "tp"}
-
-
 def write_targets(
     path: Path, run_id: str, targets: Sequence[Target], tls: bool, grid: Grid | None = None
 ) -> None:
@@ -258,4 +254,4 @@ def write_targets(
 def _axis_labels(grid: Grid | None, rank: int) -> dict[str, str]:
     if grid is None or grid.replica_size == 1:
         return {}
-    return {_AXIS_LABELS[axis]: str(at) for axis, at in grid.coordinates(rank).items()}
+    return {LABELS[axis]: str(at) for axis, at in grid.coordinates(rank).items()}

@@ -16,10 +16,12 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from hvdtrain.errors import UserError
+from hvdtrain.runtime.grid import LABELS
 from hvdtrain.telemetry.http_server import read_password
 
 _ANSWER_SECONDS = 2.0
 _AT_ONCE = 64  # open connections
+_AXES = {label: axis for axis, label in LABELS.items()}
 _NOT_ASKED = "not asked yet"  # so many others were silent
 # The rest of what an exporter serves is mostly histograms, which cost time to parse.
 _WANTED = (
@@ -34,6 +36,8 @@ _WANTED = (
     "hvdtrain_straggler{",
     "hvdtrain_host_memory_bytes ",
     "hvdtrain_device_memory_bytes ",
+    "hvdtrain_comm_axis_seconds_total{",
+    "hvdtrain_pipeline_",
 )
 
 
@@ -43,7 +47,8 @@ class Target:
 
     Args:
         address: host:port
-        labels: run, rank, host and others; "" for what the file lacks
+        run, rank, host: "" for what the file lacks
+        place: of a model that spans ranks: (axis, the rank's place on it), outermost first
     """
 
     address: str
@@ -51,6 +56,7 @@ class Target:
     run: str
     rank: str
     host: str
+    place: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class Rank:
 
     Args:
         problem: why it did not answer; "" where it did
-        values: of series without labels, by their names without hvdtrain_
+        values: of series without labels, by their names without hvdtrain_; AXIS_wait_seconds too
         phases: seconds of the process in each phase so far
         shares: of the time since the answer before, in [0, 1]; empty where there was none
         slow: phase in which the rank is named as slow; "" where it is not
@@ -96,8 +102,9 @@ def _targets(entries: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
         scheme = str(labels.get("__scheme__", "http"))
         names = (str(labels.get(name, "")) for name in ("run", "rank", "host"))
         run, rank, host = names
+        place = tuple((_AXES[name], int(at)) for name, at in labels.items() if name in _AXES)
         for address in entry["targets"]:
-            yield Target(str(address), scheme, run, rank, host)
+            yield Target(str(address), scheme, run, rank, host, place)
 
 
 class Scraper:
@@ -198,6 +205,8 @@ def _parse(target: Target, text: str, before: Mapping[str, float]) -> Rank:
             name = sample.name.removeprefix("hvdtrain_")
             if name == "phase_seconds_total":
                 phases[sample.labels["phase"]] = sample.value
+            elif name == "comm_axis_seconds_total":
+                values[f"{sample.labels['axis']}_wait_seconds"] = sample.value
             elif name == "straggler":
                 slow = sample.labels["phase"] if sample.value else slow
             else:

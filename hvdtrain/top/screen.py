@@ -15,7 +15,7 @@ from rich.text import Text
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.runtime.signals import leave_on_sigterm
 from hvdtrain.top.scrape import Rank, Scraper, read_targets
-from hvdtrain.top.table import View, header, table
+from hvdtrain.top.table import View, header, picture, table
 
 _PLAIN_WIDTH = 1000
 
@@ -42,6 +42,7 @@ def once(file: Path, scraper: Scraper, interval: float) -> int:
     with console.capture() as captured:
         console.print(*header(ranks), sep="\n", markup=False, highlight=False)
         console.print(table(ranks))
+        console.print(*picture(ranks), sep="\n", markup=False, highlight=False)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0 if any(not rank.problem for rank in ranks) else EXIT_CRASH

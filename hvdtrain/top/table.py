@@ -8,6 +8,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from hvdtrain.runtime.grid import LABELS, Grid
 from hvdtrain.top.scrape import Rank
 
 # Heads of columns that are not the phase's own name.
@@ -30,15 +31,19 @@ class View:
         self._ranks = ranks
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        head = header(self._ranks)
+        head, below = header(self._ranks), picture(self._ranks)
         room = max(1, options.size.height - len(head) - 2)  # heads of columns, what is left out
         shown, left_out = fit(self._ranks, room)
-        lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in head]
-        yield Group(*lines, table(shown, options.max_width), Text(left_out, style="dim"))
+        if len(self._ranks) + len(below) > room:
+            below = []
+        lines = [Text(line, no_wrap=True, overflow="ellipsis") for line in (*head, *below)]
+        above, after = lines[: len(head)], lines[len(head) :]
+        made = table(shown, options.max_width)
+        yield Group(*above, made, *after, Text(left_out, style="dim"))
 
 
 def header(ranks: Sequence[Rank]) -> list[str]:
-    """Two lines on the run as a whole."""
+    """Two lines on the run as a whole, and one on its layout where a model spans ranks."""
     answering = [rank for rank in ranks if not rank.problem]
     first = answering[0] if answering else None
     values = first.values if first is not None else {}
@@ -53,7 +58,30 @@ def header(ranks: Sequence[Rank]) -> list[str]:
         f"   restarts {_number(restarts if first is not None else None)}",
         f"{len(answering)} of {len(ranks)} ranks answer"
         f"   slow: {', '.join(slow[:4]) or 'none'}{' ...' if len(slow) > 4 else ''}",
+        *(f"{line}{_bubble(answering)}" for line in _layout(ranks)[:1]),
     ]
+
+
+def picture(ranks: Sequence[Rank]) -> list[str]:
+    """Which rank holds which part of the model, as --print_layout has it; [] where all hold all."""
+    return _layout(ranks)[1:]
+
+
+def _layout(ranks: Sequence[Rank]) -> list[str]:
+    if not ranks or not all(rank.target.place for rank in ranks):
+        return []
+    grid = Grid.at([dict(rank.target.place) for rank in ranks])
+    return grid.describe([rank.target.host for rank in ranks]).splitlines()
+
+
+def _bubble(ranks: Sequence[Rank]) -> str:
+    """What the ranks of a pipeline waited for each other so far; "" without one."""
+    waited = sum(rank.values.get("pipeline_wait_seconds", 0.0) for rank in ranks)
+    whole = sum(rank.values.get("pipeline_schedule_seconds_total", 0.0) for rank in ranks)
+    if not whole:
+        return ""
+    formula = ranks[0].values.get("pipeline_bubble_formula")
+    return f"   bubble {waited / whole:.0%} (formula {_number(formula, '.0%')})"
 
 
 def fit(ranks: Sequence[Rank], room: int) -> tuple[list[Rank], str]:
@@ -79,7 +107,7 @@ def table(ranks: Sequence[Rank], width: int | None = None) -> Table:
     rows = [_cells(rank) for rank in ranks]
     heads = list(dict.fromkeys(head for row in rows for head in row if head != "problem"))
     sizes = {head: max(len(head), *(len(row.get(head, "")) for row in rows)) for head in heads}
-    for spare in _SPARE:
+    for spare in (*_SPARE[:3], *LABELS.values(), *_SPARE[3:]):
         if width is None or sum(sizes.values()) + _GAP * len(sizes) <= width:
             break
         sizes.pop(spare, None)
@@ -106,6 +134,7 @@ def _cells(rank: Rank) -> dict[str, str]:
     return {
         "rank": rank.target.rank or "?",
         "host": (rank.target.host or rank.target.address)[:_LONGEST_HOST],
+        **{LABELS[axis]: str(at) for axis, at in rank.target.place},
         "step": _number(values.get("last_step")),
         "samples/s": _number(values.get("samples_per_second"), ".1f"),
         "dealt": _number(values.get("micro_batches")),

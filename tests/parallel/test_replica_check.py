@@ -87,6 +87,22 @@ def test_a_tie_is_decided_or_a_rank_goes_on(topology: Topology) -> None:
     assert caught.value.exit_code == 1
 
 
+@pytest.mark.parametrize("axis", ["context", "tensor"])
+def test_ranks_that_share_sequences_are_not_compared_or_those_with_other_parts_are(
+    topology: Topology, axis: str
+) -> None:
+    if topology.world_size != 2:
+        pytest.skip("for two ranks")
+    state, record = _state(seed=topology.rank), dict[str, Any]()
+    check = ReplicaCheck(10, 0, state, lambda step, ranks: None, Grid((0, 1), {axis: 2}))
+    if axis == "tensor":
+        check.on_step(_loop(topology, 10), record)
+        assert record["state_hash"]
+        return
+    with pytest.raises(AgreedError, match=r"rank 0 on .*, rank 1 on .*: nobody knows"):
+        check.on_step(_loop(topology, 10), record)
+
+
 def test_healing_takes_the_buffers_of_a_rank_that_was_well(
     topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,8 +100,8 @@ def test_a_tied_parameter_differs_between_the_ends(
 
 def test_the_bubble_is_not_measured() -> None:
     found = _SEEN.get(2) or on_torch_ranks(2, compare, {"gpipe": CASES[2]["gpipe"]})
-    whole, inside, formula, steps = found[1]["gpipe"].bubble
-    assert 0 < inside < whole and steps == 1 and formula == 1 / 5
+    whole, waited, formula, steps = found[1]["gpipe"].bubble
+    assert 0 < waited < whole and steps == 1 and formula == 1 / 5
 
 
 def test_the_death_of_a_peer_hangs_the_others_or_is_not_raised(tmp_path: Path) -> None:

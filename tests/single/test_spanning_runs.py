@@ -86,6 +86,17 @@ def test_neighbours_on_an_axis_are_on_different_hosts_though_one_has_room() -> N
         assert {hosts[r] for r in grid.same_part(rank)} == {"a", "b"}
 
 
+def test_ranks_with_other_work_or_another_part_are_compared() -> None:
+    parallel = ParallelConfig(tensor=2, pipeline=2, context=2)
+    grid = Grid.of(["a"] * 16, parallel.degrees, parallel.place)
+    assert grid.stages == [(0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)]
+    assert grid.in_step == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15)]
+    assert grid.holders[0] == (0, 2, 8, 10)
+    assert Grid.at([grid.coordinates(rank) for rank in range(16)]) == grid
+    plain = Grid.of(["a", "b"], ParallelConfig().degrees, parallel.place)
+    assert plain.stages == [(0, 1)] and plain.in_step == [(0,), (1,)]
+
+
 def test_the_layout_is_not_printed_without_ranks(tmp_path: Path) -> None:
     done = run(tmp_path, ["--parallel.pipeline", "2", "--print_layout", "node1:2,node2:2"])
     assert done.returncode == 0, done

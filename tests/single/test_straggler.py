@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hvdtrain.engine.dealing import Speeds
-from hvdtrain.telemetry.straggler import COLUMNS, PATIENCE, StragglerWatch, own_seconds, scores
+from hvdtrain.runtime.grid import Grid
+from hvdtrain.telemetry.straggler import COLUMNS, PATIENCE, StragglerWatch, own_seconds
+from hvdtrain.telemetry.straggler import scores as scores_on
 
 Row = dict[str, float]
 
@@ -19,10 +21,12 @@ def _row(
     checkpoint: float = 0.0,
     comm: float = 0.01,
     micro_batches: int = 4,
+    waited: float = 0.0,
 ) -> Row:
     return {
         **{"data": data, "forward": compute / 3, "backward": compute / 3},
         **{"optimizer": compute / 3, "checkpoint": checkpoint, "comm_exposed": comm},
+        "waited_in_passes_seconds": waited,
         **{"wall_seconds": data + compute + checkpoint + comm, "micro_batches": micro_batches},
     }
 
@@ -33,13 +37,21 @@ def _table(*rows: Row) -> Tensor:
     )
 
 
+def _plain(ranks: int) -> Grid:
+    return Grid(tuple(range(ranks)), {})
+
+
+def scores(table: Tensor) -> Tensor:
+    return scores_on(table, _plain(len(table)))
+
+
 WELL = [_row(), _row(), _row()]
 
 
 def _last(watch: StragglerWatch, rows: list[Row], times: int) -> list[tuple[int, bool, str]]:
     for _ in range(times - 1):
         assert watch.look(_table(*rows)) == [], "said too early"
-    return [(v.rank, v.slow, v.kind) for v in watch.look(_table(*rows))]
+    return [(v.ranks[0], v.slow, v.kind) for v in watch.look(_table(*rows))]
 
 
 def test_a_slow_rank_is_not_named_or_with_the_wrong_phase_or_again_and_again() -> None:
@@ -48,7 +60,7 @@ def test_a_slow_rank_is_not_named_or_with_the_wrong_phase_or_again_and_again() -
         "compute": _row(compute=0.13),
         "checkpoint": _row(checkpoint=0.07),
     }.items():
-        watch = StragglerWatch(0.75, 3)
+        watch = StragglerWatch(0.75, _plain(3))
         assert watch.look(_table(*WELL)) == []
         assert _last(watch, [*WELL[:2], slow], PATIENCE) == [(2, True, kind)]
         assert watch.slow == {2: kind}
@@ -58,7 +70,7 @@ def test_a_slow_rank_is_not_named_or_with_the_wrong_phase_or_again_and_again() -
 
 
 def test_one_slow_exchange_makes_a_straggler() -> None:
-    watch = StragglerWatch(0.75, 3)
+    watch = StragglerWatch(0.75, _plain(3))
     for _ in range(5):
         assert _last(watch, [*WELL[:2], _row(compute=0.2)], PATIENCE - 1) == []
         assert watch.look(_table(*WELL)) == []
@@ -67,7 +79,7 @@ def test_one_slow_exchange_makes_a_straggler() -> None:
 def test_a_rank_is_called_slow_that_costs_the_others_nothing() -> None:
     quick = [_row(data=0, compute=0.001, comm=0.1), _row(data=0, compute=0.003, comm=0.098)]
     assert scores(_table(*quick))[1] < 0.5
-    assert _last(StragglerWatch(0.75, 2), quick, PATIENCE + 1) == []
+    assert _last(StragglerWatch(0.75, _plain(2)), quick, PATIENCE + 1) == []
 
 
 def test_a_rank_with_more_micro_batches_is_called_slow() -> None:
@@ -75,8 +87,53 @@ def test_a_rank_with_more_micro_batches_is_called_slow() -> None:
     assert scores(_table(*uneven)).min() > 0.75
     idle = _row(0, 0, micro_batches=0)
     assert scores(_table(*uneven, idle))[2] == 1.0
-    assert own_seconds(_table(*uneven, idle))[2].isnan().any()
+    assert own_seconds(_table(*uneven, idle), _plain(3))[2].isnan().any()
     assert scores(_table(idle)).tolist() == [1.0]
+
+
+def _said(watch: StragglerWatch, *rows: Row) -> list[tuple[tuple[int, ...], int | None, str]]:
+    """Whom it names when it sees the same again and again."""
+    verdicts = [v for _ in range(PATIENCE) for v in watch.look(_table(*rows))]
+    assert all(verdict.slow for verdict in verdicts)
+    return [(v.ranks, v.stage, v.kind) for v in verdicts]
+
+
+PIPELINE = Grid((0, 1, 2, 3), {"pipeline": 2})
+WAITS = _row(comm=0.06)  # of the other stage
+
+
+def test_a_stage_with_more_to_do_makes_its_ranks_slow_or_is_not_named_itself() -> None:
+    busy = _row(compute=0.12)
+    slow = StragglerWatch(0.75, PIPELINE)
+    assert _said(slow, WAITS, busy, WAITS, busy) == [((1, 3), 1, "compute")]
+    assert slow.slow == {1: "compute", 3: "compute"}
+    assert scores_on(_table(WAITS, busy, WAITS, busy), PIPELINE).tolist() == [1.0] * 4
+    alone = Grid((0, 1), {"pipeline": 2})
+    assert _said(StragglerWatch(0.75, alone), WAITS, busy) == [((1,), 1, "compute")]
+
+
+def test_a_slow_rank_makes_its_stage_slow_or_is_hidden_by_a_busy_stage() -> None:
+    found = _said(StragglerWatch(0.75, PIPELINE), WAITS, _row(compute=0.13), WAITS, _row())
+    assert found == [((1,), None, "compute")]
+    # The first stage has little to do, and one of its ranks is slow at that.
+    rows = _row(compute=0.05), _row(compute=0.055), _row(compute=0.03), _row(compute=0.055)
+    assert _said(StragglerWatch(0.75, PIPELINE), *rows)[0] == ((0,), None, "compute")
+
+
+def test_ranks_that_wait_inside_of_their_passes_are_slow_or_hide_who_is() -> None:
+    """Of two ranks that split each matrix, one loads slowly: the other waits in its passes."""
+    tensor = Grid((0, 1), {"tensor": 2})
+    loads, waits = _row(data=0.07), _row(compute=0.12)
+    assert _said(StragglerWatch(0.75, tensor), waits, loads) == [((1,), None, "data")]
+    # Two that share sequences take as long for their passes, and one waits for most of it.
+    busy = _row(compute=0.16)
+    context = Grid((0, 1), {"context": 2})
+    measured = [_row(compute=0.16, waited=0.1), _row(compute=0.16, waited=0.01)]
+    assert _said(StragglerWatch(0.75, context), *measured) == [((1,), None, "compute")]
+    two = Grid((0, 1, 2, 3), {"tensor": 2})
+    assert _said(StragglerWatch(0.75, two), _row(), _row(), busy, busy) == [
+        ((2, 3), None, "compute")
+    ]
 
 
 TIMES = st.one_of(st.just(0.0), st.floats(1e-6, 10.0))
@@ -90,10 +147,10 @@ def test_a_score_leaves_its_range_or_names_the_fastest(rows: list[Row]) -> None:
     found = scores(_table(*rows))
     assert ((found > 0) & (found <= 1)).all()
     assert found.max() == 1.0
-    watch = StragglerWatch(0.75, len(rows))
+    watch = StragglerWatch(0.75, _plain(len(rows)))
     verdicts = [verdict for _ in range(PATIENCE) for verdict in watch.look(_table(*rows))]
-    assert all(found[verdict.rank] < 0.75 and verdict.slow for verdict in verdicts)
-    assert watch.slow == {verdict.rank: verdict.kind for verdict in verdicts}
+    assert all(found[verdict.ranks[0]] < 0.75 and verdict.slow for verdict in verdicts)
+    assert watch.slow == {verdict.ranks[0]: verdict.kind for verdict in verdicts}
 
 
 def test_a_slow_rank_keeps_its_micro_batches_or_one_comparison_decides_or_a_little_does() -> None:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from hvdtrain.engine.callbacks.replicas import largest_group
-from hvdtrain.engine.tensor_hash import _BLOCK, DIGEST_BYTES, TensorHash
+from hvdtrain.engine.tensor_hash import _BLOCK, DIGEST_BYTES, TensorHash, whole_sums
+from hvdtrain.runtime.pieces import Piece
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -71,6 +72,27 @@ def test_equal_bits_have_different_hashes() -> None:
     assert not turned["a"].is_contiguous()
     assert TensorHash()(tensors) == TensorHash()(turned)
     assert TensorHash()({"a": torch.tensor(0.0)}) != TensorHash()({"a": torch.tensor(-0.0)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_have_another_hash_than_the_whole_or_a_bit_of_one_escapes(
+    dtype: torch.dtype,
+) -> None:
+    hashed, shape = TensorHash(), (5, 3, _BLOCK // 3 + 7)
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    expected = hashed({"a": tensor})
+    half = shape[2] // 2
+    boxes = [
+        [((0, 0, 0), tensor[:2]), ((2, 0, 0), tensor[2:]), ((5, 0, 0), tensor[5:])],
+        [((0, 0, 0), tensor[:, :2]), ((0, 2, 0), tensor[:, 2:])],
+        [((0, 0, 0), tensor[..., :half]), ((0, 0, half), tensor[..., half:])],
+    ]
+    for parts in boxes:
+        told = [{"a": hashed.piece(part, Piece(shape, offsets=at))} for at, part in parts]
+        assert hashed({}, whole_sums(told)) == expected
+    _flip(tensor, 16 * tensor.numel() - 2)
+    told = [{"a": hashed.piece(part, Piece(shape, offsets=at))} for at, part in boxes[2]]
+    assert hashed({}, whole_sums(told)) == hashed({"a": tensor}) != expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

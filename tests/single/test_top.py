@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from hvdtrain.runtime.grid import Grid
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter, write_targets
 from hvdtrain.telemetry.exporter import Target as Published
@@ -373,3 +374,24 @@ def test_a_file_that_breaks_later_leaves_the_screen_frozen_or_changed(
     (tmp_path / "targets.json").write_text("{")
     assert screen.end() == 2
     assert "is no list of targets" in screen.output and "Traceback" not in screen.output
+
+
+def test_the_layout_is_missing_or_hides_ranks(tmp_path: Path) -> None:
+    grid = Grid((0, 1, 2, 3), {"pipeline": 2, "tensor": 1})
+    there = [Published(f"node{rank // 2}", 0, 1) for rank in range(4)]
+    write_targets(tmp_path / "targets.json", "mine", there, tls=False, grid=grid)
+    waits = {"pipeline_wait_seconds": 3.0, "pipeline_schedule_seconds_total": 10.0}
+    ranks = [
+        replace(rank, target=target, values={**waits, "pipeline_bubble_formula": 0.2})
+        for rank, target in zip(_ranks(4), read_targets(tmp_path / "targets.json"), strict=True)
+    ]
+    lines = _drawn(ranks, 120, 24)
+    assert lines[2] == "4 ranks = data 2 x pipeline 2   bubble 30% (formula 20%)"
+    assert lines[3].split()[:5] == ["rank", "host", "dp", "pp", "tp"]
+    assert [line.split()[:5] for line in lines[4:8]] == [
+        [str(rank), f"node{rank // 2}", str(rank // 2), str(rank % 2), "0"] for rank in range(4)
+    ]
+    assert lines[8] == "replica 0 on node0: rank 0 (pipeline 0), rank 1 (pipeline 1)"
+    low = _drawn(ranks, 120, 9)
+    assert len(low) == 9 and [line.split()[0] for line in low[4:8]] == ["0", "1", "2", "3"]
+    assert not any("layout" in line or "replica" in line for line in _drawn(_ranks(4), 120, 24))

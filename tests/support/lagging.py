@@ -1,4 +1,4 @@
-"""A task of which one rank can be made slow while it runs."""
+"""Tasks of which one rank can be made slow."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from hvdtrain.runtime.environment import launched_rank
 from hvdtrain.tasks import Datasets
+from hvdtrain.tasks.language_model import LanguageModel
 from tests.support.tasks import Paced
 
 
@@ -22,12 +24,35 @@ class Lagging(Paced):
     """
 
     def datasets(self) -> Datasets:
-        found = super().datasets()
-        rank, seconds, path = os.environ["HVDTRAIN_TEST_LAG"].split(":")
-        own = psutil.Process().environ()  # as it was at the start
-        if int(rank) != launched_rank(own):
-            return found
-        return found._replace(train=_SlowToLoad(found.train, float(seconds), Path(path)))
+        return _lagging(super().datasets())
+
+
+def _lagging(found: Datasets) -> Datasets:
+    rank, seconds, path = os.environ["HVDTRAIN_TEST_LAG"].split(":")
+    own = psutil.Process().environ()  # as it was at the start
+    if int(rank) != launched_rank(own):
+        return found
+    return found._replace(train=_SlowToLoad(found.train, float(seconds), Path(path)))
+
+
+class LaggingWords(LanguageModel):
+    """The language model; HVDTRAIN_TEST_LAG as of Lagging."""
+
+    def datasets(self) -> Datasets:
+        return _lagging(super().datasets())
+
+
+class SlowToCompute(LanguageModel):
+    """The language model; one rank takes longer for each micro-batch, before its model is called.
+
+    HVDTRAIN_TEST_SLOW=rank:seconds
+    """
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        rank, seconds = os.environ["HVDTRAIN_TEST_SLOW"].split(":")
+        if int(rank) == launched_rank() and model.training:
+            time.sleep(float(seconds))
+        return super().loss(model, batch)  # type: ignore[arg-type]
 
 
 class _SlowToLoad(Dataset[Any]):

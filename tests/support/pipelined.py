@@ -200,7 +200,7 @@ def run(case: Case, passes: Passes) -> Seen:
             Flags(False, False, step), Used(count), Sizes(2, 0, passes.statistics.numel),
             _context(),
         )  # fmt: skip
-        control.values = Totals(control.values.parts[:, :, : len(passes.names)])
+        control.values = Totals(control.values.parts[:, :, : len(passes.forward.names)])
         sent = Mock()
         passes.train(_batches(case, step), Deal(count, Group(0, 1)), control, sent)
         assert sent.call_count == (count > 0)
@@ -212,7 +212,8 @@ def run(case: Case, passes: Passes) -> Seen:
                 n: p.grad.clone() for n, p in passes.model.named_parameters() if p.grad is not None
             }
             optimizer.step()
-    totals = Totals(torch.zeros(1, 3, len(passes.evaluation_names), dtype=torch.float64))
+    columns = len(passes.forward.evaluation_names)
+    totals = Totals(torch.zeros(1, 3, columns, dtype=torch.float64))
     with evaluating(passes.model):
         passes.evaluate(_validation(case), totals)
     tensors = {n: t.detach().clone() for n, t in passes.model.state_dict().items()}
@@ -260,8 +261,8 @@ class Compared(NamedTuple):
         names: of the parameters and buffers of this rank, and of the whole model.
         tied: those that another rank has too, with the bytes of their values.
         numbers: of the parameters of this rank, and of the whole model.
-        bubble: the seconds in schedules and in passes, the bubbles of the formula, and of how many
-            steps.
+        bubble: the seconds in schedules, those of waiting, the fraction of the formula, and of how
+            many steps.
         apart: the largest difference of losses, evaluation, gradients and tensors.
     """
 
@@ -286,7 +287,8 @@ def compare(cases: dict[str, Case]) -> dict[str, Compared]:
         losses, evaluated = part.losses, part.evaluated
         dist.all_reduce(losses)  # the control vector's sum: all but the last rank add nothing
         dist.all_reduce(evaluated)
-        passes = part.passes
+        passes, timer = part.passes, part.passes._context.timer
+        bubble, waited = timer.bubble, timer.waited["pipeline"]
         found[name] = Compared(
             (_names(passes.model), _names(whole.passes.model)),
             {n: part.tensors[n].numpy().tobytes() for n in passes.tied},
@@ -299,7 +301,7 @@ def compare(cases: dict[str, Case]) -> dict[str, Compared]:
                 ),
                 "tensors": max(_apart(part.tensors[n], whole.tensors[n]) for n in part.tensors),
             },
-            (passes.schedule_seconds, passes.compute_seconds, passes.bubbles, passes.steps),
+            (bubble.schedule_seconds, waited, bubble.formula, bubble.steps),
         )
     return found
 

@@ -45,7 +45,7 @@ class Evaluate:
     ) -> None:
         self._ema = ema
         self._emit = emit
-        self._measures = passes.measures
+        self._measures = passes.forward.measures
         self._config = config
         self._passes = passes
         self._data = data
@@ -84,7 +84,7 @@ class Evaluate:
         numbers that the task draws are the same for any number of ranks, and in each evaluation,
         so that evaluating one model twice gives one value.
         """
-        names, context = self._passes.evaluation_names, self._context
+        names, context = self._passes.forward.evaluation_names, self._context
         places = self._data.places(self._config.batches, batch)
         batches = self._data.batches(places, context.mesh.batch, context.mesh.shard.size)
         parts = Totals.number_of_parts(self._passes.exact)
@@ -99,7 +99,7 @@ class Evaluate:
         context.heartbeat.beat(Activity.WAITING)
         sums = Totals(sum_(totals.parts, "evaluate")).value()
         found = means(names, sums.tolist(), len(places))
-        found |= self._passes.derived(found)
+        found |= self._passes.forward.derived(found)
         if rows is not None and self._measures is not None:
             found |= self._measures(all_rows(rows, [*map(len, places)], context.mesh.batch))
         return found

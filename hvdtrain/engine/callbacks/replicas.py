@@ -7,11 +7,10 @@ of a core or a device). Buffers are not compared: a task may keep some that are 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 
 from hvdtrain.engine.loop import Loop, StepRecord
-from hvdtrain.engine.part_hash import PartHash
+from hvdtrain.engine.part_hash import PartHash, whole_digest
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.tensor_hash import DIGEST_BYTES, TensorHash
 from hvdtrain.errors import EXIT_CRASH
@@ -102,18 +101,18 @@ class ReplicaCheck:
         record["state_hash"] = (whole or digests[majority[0]]).hex()
 
     def _of_all_parts(self, digests: Sequence[bytes], topology: Topology, step: int) -> str:
-        """The hash of a replica, where each part is the same in all replicas.
+        """The hash of the whole state, where all ranks that hold the same part have the same.
 
         Raises:
             AgreedError: one is not.
         """
-        first = self._grid.replica_of(self._grid.ranks[0])
-        for rank in first:
-            holders = self._grid.same_part(rank)
-            if len({digests[holder] for holder in holders}) > 1:
-                message = _parts_differ(holders, topology, step, self._alike)
+        for holders in self._grid.holders:
+            of_holders = [digests[rank] for rank in holders]
+            if len({*of_holders}) > 1:
+                most = [holders[place] for place in largest_group(of_holders) or ()]
+                message = _parts_differ(holders, topology, step, self._alike, most)
                 raise AgreedError(message, EXIT_CRASH, 0)
-        return hashlib.sha256(b"".join(digests[rank] for rank in first)).hexdigest()
+        return whole_digest(self._hash, self._state.saved_pieces()).hex()
 
     def _due(self, loop: Loop) -> bool:
         saved = self._save_every > 0 and loop.due(self._save_every)
@@ -156,11 +155,20 @@ def _no_majority(digests: Sequence[bytes], topology: Topology, step: int, alike:
     )
 
 
-def _parts_differ(ranks: Sequence[int], topology: Topology, step: int, alike: int) -> str:
+def _parts_differ(
+    ranks: Sequence[int], topology: Topology, step: int, alike: int, most: Sequence[int] = ()
+) -> str:
+    """Args: most: of `ranks`, those that hold the same, if they are more than all others."""
+    differing = [rank for rank in ranks if rank not in most]
+    who = (
+        f"what {_names(differing, topology)} holds differs from what most others do, "
+        f"{_names(most, topology)}"
+        if most
+        else f"{_names(ranks, topology)}: nobody knows who is right"
+    )
     return (
-        f"step {step}: {_names(ranks, topology)} hold copies of a part of the optimizer's state "
-        "or of the parameters that differ, so nobody knows who is right (they were "
-        f"alike after step {alike}); {_NOTHING_SAVED}"
+        f"step {step}: ranks hold copies of a part of the optimizer's state or of the parameters "
+        f"that differ: {who} (they were alike after step {alike}); {_NOTHING_SAVED}"
     )
 
 

@@ -7,7 +7,7 @@ after the next: nobody waits for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ from hvdtrain.log import logger
 from hvdtrain.run_files.metrics_file import MetricsFile
 from hvdtrain.runtime.collectives import begin_gather, completed
 from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.grid import WAITED
+from hvdtrain.runtime.parts import local
 from hvdtrain.runtime.phases import PHASES
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.data_watch import DataWatch
@@ -67,12 +69,14 @@ class DetectStragglers:
         deal_by_speed: bool = False,
     ) -> None:
         self._every = config.exchange_every
+        self._grid = context.mesh.grid
         self._ranks = context.mesh.topology.world_size
-        self._watch = StragglerWatch(config.straggler_threshold, self._ranks)
+        self._watch = StragglerWatch(config.straggler_threshold, self._grid)
         self._data_watch = DataWatch()
         self._speeds = Speeds() if deal_by_speed else None
         self._timer = context.timer
         self._exchange = exchange
+        self._parameter_bytes = sum(local(p).nbytes for p in exchange.parameters)
         self._device = context.device
         self._exporter = destinations.exporter
         self._file = destinations.file
@@ -95,6 +99,8 @@ class DetectStragglers:
             return
         own = self._row()
         self._line = {"step": step, "steps": step - self._told_step, "time": record["time"]}
+        if self._timer.bubble.steps:
+            self._line["bubble_formula"] = self._timer.bubble.formula
         if called := comm.OWN.take():
             self._line["collectives"] = called
         self._told_step = step
@@ -110,21 +116,23 @@ class DetectStragglers:
         seconds, exchange = self._timer.seconds(), self._exchange
         growing = [*(seconds[phase] for phase in PHASES), time.monotonic()]
         growing += [exchange.inflight_seconds, exchange.bytes, self._micro_batches]
+        growing += [*self._timer.waited.values(), self._timer.waited_in_passes]
+        growing.append(self._timer.bubble.schedule_seconds)
         return torch.tensor(growing, dtype=torch.float64)
 
     def _row(self) -> Tensor:
         """This rank's row of the table (1 x `COLUMNS`); the next one begins here."""
         before, self._before = self._before, self._totals()
         allocated = torch.cuda.memory_allocated() if self._device.type == "cuda" else 0
-        memory = torch.tensor([_PROCESS.memory_info().rss, allocated], dtype=torch.float64)
-        row = torch.cat((self._before - before, memory))
+        memory = [_PROCESS.memory_info().rss, allocated, self._parameter_bytes]
+        row = torch.cat((self._before - before, torch.tensor(memory, dtype=torch.float64)))
         assert len(row) == len(COLUMNS)
         return row.unsqueeze(0)
 
     def _take(self, loop: Loop, table: Tensor) -> None:
         """Decides on the figures of all ranks, which are on every rank now."""
         self._handle = None
-        found = scores(table)
+        found = scores(table, self._grid)
         verdicts = self._watch.look(table)
         rank = loop.topology.rank
         if self._exporter is not None:
@@ -150,25 +158,35 @@ class DetectStragglers:
                 ratio,
             )
         if self._line["step"] > (self._file.last_step or 0):
-            self._file.write({**self._line, **_columns(table), "score": _round(found, 4)})
+            spanned = _spanned_columns(table) if self._grid.replica_size > 1 else {}
+            score = {"score": _round(found, 4)}
+            self._file.write({**self._line, **_columns(table), **spanned, **score})
 
     def _tell(self, loop: Loop, verdict: Verdict) -> None:
-        rank, kind, step = verdict.rank, verdict.kind, self._line["step"]
-        host = loop.topology.hosts[rank]
+        ranks, hosts = verdict.ranks, loop.topology.hosts
+        fields = {"step": self._line["step"], "rank": ranks[0], "host": hosts[ranks[0]]}
+        fields |= {"phase": verdict.kind}
+        if verdict.stage is not None:
+            fields["stage"] = verdict.stage
+        if len(ranks) > 1:
+            fields["ranks"] = [*ranks]
+        who, they = _named(verdict, hosts)
         if not verdict.slow:
-            self._emit("straggler_ended", step=step, rank=rank, host=host, phase=kind)
-            logger.info("rank %d on %s is not slow any more", rank, host)
+            self._emit("straggler_ended", **fields)
+            logger.info("%s %s not slow any more", who, they)
             return
-        score = round(verdict.score, 3)
-        self._emit("straggler", step=step, rank=rank, host=host, phase=kind, score=score)
+        self._emit("straggler", **fields, score=round(verdict.score, 3))
         logger.warning(
-            "rank %d on %s is slow: its own part of a step takes %.1f times as long as the "
-            "fastest rank's (straggler score %.2f), and it loses most in: %s",
-            rank,
-            host,
+            "%s %s slow: %s own part of a step takes %.1f times as long as the fastest %s's "
+            "(straggler score %.2f), and %s most in: %s",
+            who,
+            they,
+            "its" if they == "is" else "their",
             1 / verdict.score,
+            "rank" if verdict.stage is None else "stage",
             verdict.score,
-            kind,
+            "it loses" if they == "is" else "they lose",
+            verdict.kind,
         )
 
     def close(self) -> None:
@@ -185,6 +203,28 @@ def _columns(table: Tensor) -> dict[str, Any]:
         "inflight_seconds": _round(column(table, "inflight_seconds"), 6),
         **{name: column(table, name).to(torch.int64).tolist() for name in whole},
     }
+
+
+def _spanned_columns(table: Tensor) -> dict[str, Any]:
+    """What there is of a model that spans ranks."""
+    times = (*(f"{axis}_wait_seconds" for axis in WAITED), "schedule_seconds")
+    return {
+        **{name: _round(column(table, name), 6) for name in times},
+        "parameter_bytes": column(table, "parameter_bytes").to(torch.int64).tolist(),
+    }
+
+
+def _named(verdict: Verdict, hosts: Sequence[str]) -> tuple[str, str]:
+    """(such as "pipeline stage 1 (ranks 2, 3 on node2)", is or are)."""
+    by_host: dict[str, list[str]] = {}
+    for rank in verdict.ranks:
+        by_host.setdefault(hosts[rank], []).append(str(rank))
+    several = len(verdict.ranks) > 1
+    where = " and ".join(f"{', '.join(ranks)} on {host}" for host, ranks in by_host.items())
+    who = f"rank{'s' if several else ''} {where}"
+    if verdict.stage is not None:
+        return f"pipeline stage {verdict.stage} ({who})", "is"
+    return (f"{who}, which compute in step,", "are") if several else (who, "is")
 
 
 def _round(values: Tensor, digits: int) -> list[float]:

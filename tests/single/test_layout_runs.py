@@ -1,0 +1,136 @@
+"""What is seen of a model that spans ranks: who is slow, who waits, who holds what."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.run_files.events_file import read_lines
+from tests.support.runs import TINY, metrics, run, train
+
+pytestmark = pytest.mark.slow
+
+STEPS, EVERY = 8, 2
+LAG = 0.5  # seconds in each micro-batch: more than a busy machine takes for one
+FLAGS = [
+    *TINY,
+    *("--model.layers", "2", "--batch.micro_size", "4"),
+    *("--train.steps", str(STEPS), "--train.log_every", "1", "--checkpoint.every", "0"),
+    *("--telemetry.exchange_every", str(EVERY), "--train.replica_check_every", "4"),
+]
+
+
+def _run(
+    root: Path, axes: dict[str, int], ranks: int, slow: int, task: str = "SlowToCompute"
+) -> tuple[Path, str]:
+    """A run of which a rank takes longer; (its folder, what it said)."""
+    flags = [word for axis, size in axes.items() for word in (f"--parallel.{axis}", str(size))]
+    where = ["--run.root", str(root), "--run.id", "run"]
+    flags += ["--task", f"tests.support.lagging:{task}"]
+    lag = root / "lag"
+    lag.touch()
+    env = {"HVDTRAIN_TEST_SLOW": f"{slow}:{LAG}", "HVDTRAIN_TEST_LAG": f"{slow}:{LAG / 4}:{lag}"}
+    done = run(root / "output", [*FLAGS, *flags, *where], f"mpirun:{ranks}", env, timeout=300)
+    assert done.returncode == 0, done
+    return root / "run", done.stderr
+
+
+def _named(folder: Path) -> list[tuple[Any, ...]]:
+    events = [e for e in read_lines(folder / "events.jsonl") if e["event"] == "straggler"]
+    return [(e["rank"], e.get("stage"), e.get("ranks"), e["phase"]) for e in events]
+
+
+@pytest.fixture(scope="module")
+def pipelines(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Two pipelines of two stages; the second stage of the second one, rank 3, is slow."""
+    return _run(tmp_path_factory.mktemp("pipelines"), {"pipeline": 2}, ranks=4, slow=3)
+
+
+def _columns(folder: Path) -> dict[str, list[float]]:
+    """Figures of ranks.jsonl, each a list over the ranks: means of all lines but the first."""
+    lines = read_lines(folder / "ranks.jsonl")[1:]
+    names = [name for name, value in lines[0].items() if isinstance(value, list)]
+    ranks = {name: zip(*(line[name] for line in lines), strict=True) for name in names}
+    return {name: [sum(own) / len(lines) for own in each] for name, each in ranks.items()}
+
+
+def test_of_two_pipelines_another_rank_is_named_than_the_slow_one(
+    pipelines: tuple[Path, str],
+) -> None:
+    folder, said = pipelines
+    assert _named(folder) == [(3, None, None, "compute")], said
+    assert re.search(r"rank 3 on \S+ is slow: .* it loses most in: compute", said), said
+
+
+def test_a_slow_stage_is_not_named_as_stage(tmp_path: Path) -> None:
+    folder, said = _run(tmp_path, {"pipeline": 2}, ranks=2, slow=1)
+    assert _named(folder) == [(1, 1, None, "compute")], said
+    assert re.search(r"pipeline stage 1 \(rank 1 on \S+\) is slow: ", said), said
+
+
+@pytest.mark.parametrize(
+    ("axis", "task", "phase"),
+    [("tensor", "LaggingWords", "data"), ("context", "SlowToCompute", "compute")],
+)
+def test_of_ranks_that_compute_in_step_the_one_that_waits_is_named(
+    tmp_path: Path, axis: str, task: str, phase: str
+) -> None:
+    folder, said = _run(tmp_path, {axis: 2}, ranks=2, slow=1, task=task)
+    assert _named(folder) == [(1, None, None, phase)], said
+    if axis == "context":
+        waited = _columns(folder)["context_wait_seconds"]
+        assert waited[0] > waited[1] + EVERY * LAG
+
+
+def test_the_waits_of_a_pipeline_or_the_parts_of_its_ranks_are_not_told(
+    pipelines: tuple[Path, str],
+) -> None:
+    folder, _ = pipelines
+    found = _columns(folder)
+    wait, whole = found["pipeline_wait_seconds"], found["schedule_seconds"]
+    # Rank 2 waits for rank 3 most of the time; 0 and 1 wait for gradients, after their schedules.
+    assert wait[2] > 0.5 * whole[2] and wait[3] < 0.5 * whole[3]
+    assert read_lines(folder / "ranks.jsonl")[-1]["bubble_formula"] == 1 / 2
+    parts = found["parameter_bytes"]
+    assert parts[0] == parts[2] and parts[1] == parts[3] and parts[0] != parts[1]
+    for line in read_lines(folder / "ranks.jsonl"):
+        for rank, seconds in enumerate(zip(*line["phases"].values(), strict=True)):
+            assert sum(seconds) == pytest.approx(line["wall_seconds"][rank], rel=0.02, abs=0.01)
+
+
+def test_the_report_does_not_show_the_layout(
+    pipelines: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = pipelines
+    capsys.readouterr()
+    assert cli.main(["report", str(folder), "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)["layout"]
+    assert found["picture"][0] == "4 ranks = data 2 x pipeline 2"
+    assert found["bubble_formula_share"] == pytest.approx(1 / 2)
+    assert 0 < found["bubble_share"] < 1 and found["wait_seconds_per_step"]["pipeline"] > 0
+    places = [(rank["place"]["data"], rank["place"]["pipeline"]) for rank in found["ranks"]]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for rank in found["ranks"]:
+        assert rank["parameter_bytes"] and rank["peak_host_memory_bytes"]
+    assert cli.main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    for part in ("data 2 x pipeline 2", "Pipeline bubble", "replica 1 on ", "Parts of the model"):
+        assert part in page, part
+
+
+def test_the_hash_of_a_state_depends_on_its_layout(tmp_path: Path) -> None:
+    """A pipeline has the bits of one rank, where nothing is tied and nothing clipped."""
+    flags = ["--model.tied_embeddings", "false", "--optim.clip_norm", "0", "--train.steps", "4"]
+    flags += ["--model.layers", "2", "--train.replica_check_every", "2"]
+    one = train(tmp_path, "one", flags)
+    parts = train(tmp_path, "parts", [*flags, "--parallel.pipeline", "2"], "mpirun:2")
+    hashes = [
+        [line["state_hash"] for line in metrics(folder) if "state_hash" in line]
+        for folder in (one, parts)
+    ]
+    assert len(hashes[0]) == 2 and hashes[0] == hashes[1]

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import horovod.torch as hvd
+from horovod.common.process_sets import ProcessSet as ProcessSet
 
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.runtime.grid import Grid
-
-ProcessSet = hvd.ProcessSet
 
 
 def set_of_part(grid: Grid, rank: int) -> ProcessSet:

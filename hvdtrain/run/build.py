@@ -159,7 +159,7 @@ def build_components(
     on_all_ranks("memory", lambda: arrange_activations(config.memory, task, model, device))
     config = with_micro_size(config, Trial(task, model, datasets, precision, config.seed), topology)
     compiled = on_all_ranks("compile", lambda: compile_blocks(config.compile, task, model, timer))
-    on_all_ranks("parallel.shard", lambda: shard_model(config, task, model, mesh))
+    on_all_ranks("parallel.shard", lambda: shard_model(config, task, model, mesh, cut))
     optimizer = on_all_ranks(
         "optimizer", lambda: build_run_optimizer(config, task, model, precision, start.elastic)
     )

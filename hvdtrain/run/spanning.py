@@ -132,8 +132,13 @@ def split_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> Cut
     return CutModel(task, model, layout, mesh.coordinates["pipeline"])
 
 
-def shard_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> None:
+def shard_model(
+    config: Config, task: Task, model: nn.Module, mesh: Mesh, cut: CutModel | None
+) -> None:
     """Leaves this rank its part of each parameter; after all else was done to the model.
+
+    Args:
+        cut: its stages; of blocks of others nothing is left to shard.
 
     Raises:
         UserError: the model has no blocks.
@@ -150,6 +155,8 @@ def shard_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> Non
             "the task's blocks(model)"
         )
     apply_shard(model, blocks, mesh.model["shard"], Sharding())
+    if cut is not None:
+        cut.leave_after_hooks()
 
 
 def build_norm(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import horovod.torch as hvd
+from horovod.common import process_sets
 
 from hvdtrain.runtime.grid import Grid
 
@@ -16,5 +17,15 @@ def set_of_part(grid: Grid, rank: int) -> hvd.ProcessSet:
     if grid.replica_size == 1 or grid.replicas == 1:
         return hvd.global_process_set
     parts = [sorted(grid.same_part(first)) for first in grid.replica_of(grid.ranks[0])]
-    sets = {tuple(part): hvd.add_process_set(part) for part in parts}
+    sets = {tuple(part): _set_of(part) for part in parts}
     return next(found for part, found in sets.items() if rank in part)
+
+
+def _set_of(ranks: list[int]) -> hvd.ProcessSet:
+    """A new one, or that of an earlier model of this process: Horovod takes no two."""
+    for number, known in process_sets._basics._get_process_set_ids_and_ranks().items():
+        if sorted(known) == ranks:
+            found = hvd.ProcessSet(ranks)
+            found.process_set_id = number
+            return found
+    return hvd.add_process_set(ranks)

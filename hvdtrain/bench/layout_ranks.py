@@ -24,6 +24,8 @@ from hvdtrain.runtime.collectives import AgreedError
 from hvdtrain.runtime.init import initialise
 from hvdtrain.runtime.topology import Topology
 
+_EVALUATIONS = ("validation_loss", "ema_validation_loss")
+
 
 def main(steps: str, *of_layouts: str) -> int:
     environment.prepare(process_sets=True)
@@ -54,7 +56,7 @@ def _curve(flags: Sequence[str], steps: int, topology: Topology) -> dict[str, li
     return {
         "losses": [line["loss"] for line in lines],
         "norms": [line["grad_norm"] for line in lines],
-        "validation": [line["validation_loss"] for line in lines if "validation_loss" in line],
+        "validation": [line[name] for line in lines for name in _EVALUATIONS if name in line],
         "seconds": [line["step_seconds"] for line in lines],
     }
 

@@ -12,6 +12,7 @@ from math import prod
 from hvdtrain.bench.layouts_report import Curve, LayoutsReport, Row
 from hvdtrain.bench.processes import MARK, attempt, choose_hosts, launch
 from hvdtrain.errors import UserError
+from hvdtrain.launch.hostfile import Host, as_text, parse_hosts
 from hvdtrain.parallel.config import AXES
 
 _DATA = "data"
@@ -116,7 +117,7 @@ def layouts(
     for layout in chosen:
         by_ranks.setdefault(ranks_of(layout), []).append(layout)
     if where.hosts:
-        choose_hosts(where.hosts, min(where.most, max(by_ranks)))
+        choose_hosts(where.hosts, max(n for n in (1, *by_ranks) if n <= where.most))
     flags = [*flags, f"--train.steps={steps + 1}", *_QUIET]  # so that a run never ends
     alone = dict(_curves(["data 1"], 1, flags, steps, where))["data 1"]
     if isinstance(alone, str):
@@ -147,7 +148,7 @@ def _curves(
     while left:
         of_layouts = [json.dumps([*flags, *_flags_of(layout)]) for layout in left]
         worker = [sys.executable, "-m", "hvdtrain.bench.layout_ranks", str(steps), *of_layouts]
-        hosts = choose_hosts(where.hosts, ranks) if where.hosts else None
+        hosts = _spread(where.hosts, ranks) if where.hosts else None
         command = launch(where.launcher, ranks, worker, hosts) if ranks > 1 else worker
         code, lines = attempt(command, threads=1)
         told = [line[line.index(MARK) :] for line in lines if MARK in line]
@@ -155,6 +156,16 @@ def _curves(
             yield left.pop(0), Curve(**json.loads(line)["measured"])
         if left:
             yield left.pop(0), _reason(lines) or f"the ranks ended with {code}"
+
+
+def _spread(hosts: str, ranks: int) -> str:
+    """So many slots, a host's after another's in turns."""
+    slots = [
+        (turn, number) for number, h in enumerate(parse_hosts(hosts)) for turn in range(h.slots)
+    ]
+    chosen = [number for _, number in sorted(slots)[:ranks]]
+    counts = [Host(h.name, chosen.count(number)) for number, h in enumerate(parse_hosts(hosts))]
+    return as_text(host for host in counts if host.slots)
 
 
 def _flags_of(layout: str) -> list[str]:

@@ -175,12 +175,11 @@ def build_components(
         parts.append(precision.loss_scale)
     decay = config.optim.ema_decay
     ema = Ema(optimizer, model, decay) if decay else None
-    if ema is not None:
+    if ema is not None and mesh.model is None:
         parts.append(ema)
     identity = {**build_identity(config, datasets, buckets.train), PRECISION: precision.name}
-    state = RunState(
-        model, optimizer, Progress(), identity, parts, spanned_parts(mesh, model, optimizer, cut)
-    )
+    spanned = spanned_parts(mesh, model, optimizer, cut, ema)
+    state = RunState(model, optimizer, Progress(), identity, parts, spanned)
     on_all_ranks("sinks", lambda: check_packages(config.telemetry))
     exporter = on_all_ranks(
         "telemetry",

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from hvdtrain.config import Config
 from hvdtrain.engine.update import norm_of_gradients
 from hvdtrain.errors import UserError
+from hvdtrain.optim.ema import Ema
 from hvdtrain.parallel.config import ParallelConfig
 from hvdtrain.runtime.grid import Grid
 from hvdtrain.runtime.mesh import Mesh
@@ -179,13 +180,14 @@ def build_norm(
 
 
 def spanned_parts(
-    mesh: Mesh, model: nn.Module, optimizer: Optimizer, cut: CutModel | None
+    mesh: Mesh, model: nn.Module, optimizer: Optimizer, cut: CutModel | None, ema: Ema | None
 ) -> Sequence[ShardedPart]:
-    """The state of a model that spans ranks, and of its optimizer; of another model nothing."""
+    """The state of a model that spans ranks, and what comes with it; of another model nothing."""
     if mesh.model is None:
         return ()
-    from hvdtrain.parallel.spanned_state import Saves, SpannedModel, SpannedOptimizer
+    from hvdtrain.parallel.spanned_state import Saves, SpannedEma, SpannedModel, SpannedOptimizer
 
     twice = set(cut.tied) if cut and cut.rank > 0 else set[str]()
     saves = Saves(mesh, twice)
-    return SpannedModel(model, saves), SpannedOptimizer(optimizer, model, saves)
+    parts = SpannedModel(model, saves), SpannedOptimizer(optimizer, model, saves)
+    return (*parts, SpannedEma(ema, model, saves)) if ema else parts

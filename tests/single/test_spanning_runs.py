@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from hvdtrain import cli
 from hvdtrain.checkpoint.weights import read_weights
 from hvdtrain.parallel.config import ParallelConfig
 from hvdtrain.runtime.grid import Grid
@@ -69,6 +71,21 @@ def test_weights_of_a_checkpoint_in_pieces_are_not_whole(chain: tuple[Path, Path
     split = read_weights(checkpoints / "step_00000012").tensors
     assert (checkpoints / "step_00000012" / "model.rank_00001.safetensors").exists()
     one = read_weights(chain[1] / "checkpoints" / "step_00000012").tensors
+    assert split.keys() == one.keys()
+    for name, tensor in one.items():
+        assert (split[name] - tensor).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize("more", [[], ["--ema"]])
+def test_pieces_are_not_exported_as_what_they_are_pieces_of(
+    chain: tuple[Path, Path], tmp_path: Path, more: list[str]
+) -> None:
+    found = []
+    for folder in chain:
+        checkpoint, out = folder / "checkpoints" / "step_00000012", tmp_path / folder.name
+        assert cli.main(["ckpt", "export", str(checkpoint), "--out", str(out), *more]) == 0
+        found.append(load_file(out / "model.safetensors"))
+    split, one = found
     assert split.keys() == one.keys()
     for name, tensor in one.items():
         assert (split[name] - tensor).abs().max() < 1e-5, name

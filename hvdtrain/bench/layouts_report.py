@@ -138,4 +138,4 @@ def _largest(found: Sequence[float], wanted: Sequence[float]) -> float:
     if len(found) != len(wanted):
         return inf
     differences = (abs(a - b) / abs(b) if b else abs(a) for a, b in zip(found, wanted, strict=True))
-    return max((d if isfinite(d) else inf for d in differences), default=inf)
+    return max((d if isfinite(d) else inf for d in differences), default=0.0)

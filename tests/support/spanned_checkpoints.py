@@ -24,7 +24,7 @@ from hvdtrain.parallel.pieces import piece
 from hvdtrain.run.spanning import shard_model, spanned_parts, split_model
 from hvdtrain.runtime.grid import Grid
 from hvdtrain.runtime.mesh import Group, Mesh
-from hvdtrain.runtime.parts import model_tensors
+from hvdtrain.runtime.parts import local, model_tensors
 from hvdtrain.runtime.pieces import box
 from hvdtrain.runtime.topology import Topology
 
@@ -33,7 +33,7 @@ SIZES = GPTConfig(layers=2, heads=4, width=16, context=16, vocab_size=37)
 Degrees = Mapping[str, int]
 
 
-def _state(degrees: Degrees, seed: int) -> RunState:
+def _state(degrees: Degrees) -> RunState:
     """After steps of AdamW, with gradients that are a function of the parameters alone."""
     rank, size = dist.get_rank(), dist.get_world_size()
     parallel = ParallelConfig(**degrees)
@@ -45,7 +45,7 @@ def _state(degrees: Degrees, seed: int) -> RunState:
     model_axes = ranks[tuple(used)] if used else None
     mesh = Mesh(Topology(rank, size, rank, size, ("host",) * size), grid, model_axes)
     config, task = Config(parallel=parallel), object()
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     model: nn.Module = GPT(SIZES)
     cut = split_model(config, task, model, mesh)  # type: ignore[arg-type]
     shard_model(config, task, model, mesh, cut)  # type: ignore[arg-type]
@@ -92,14 +92,24 @@ def _whole(state: RunState) -> dict[str, Tensor]:
     return {**model_tensors(state.model), **optimizer, **averages}
 
 
+def _scramble(state: RunState) -> None:
+    """Nothing is what it was, but what an optimizer or an average has at all."""
+    with torch.no_grad():
+        for tensor in (*model_tensors(state.model).values(), *state.parts[2].compared().values()):
+            local(tensor).add_(1.0)
+        for tensor in state_tensors(state.optimizer, state.model).values():
+            local(tensor).add_(1.0)
+
+
 def read_by_others(root: Path, layouts: Mapping[str, Degrees]) -> dict[str, list[str]]:
     """(who saved, who read) -> names of tensors that are not what was saved, on this rank."""
-    whole = _whole(_state({}, seed=1))
-    folders = {n: _save(_state(degrees, seed=1), root / n) for n, degrees in layouts.items()}
+    whole = {name: tensor.clone() for name, tensor in _whole(_state({})).items()}
+    states = {name: _state(degrees) for name, degrees in layouts.items()}
+    folders = {name: _save(state, root / name) for name, state in states.items()}
     found = {}
-    for reader, degrees in layouts.items():
+    for reader, state in states.items():
         for writer, folder in folders.items():
-            state = _state(degrees, seed=2)
+            _scramble(state)
             assert _wrong(state, whole)
             if state.spanned:
                 state.read_pieces(folder)

@@ -15,8 +15,9 @@ from hvdtrain.errors import UserError
 from hvdtrain.launch.hostfile import Host, as_text, parse_hosts
 from hvdtrain.parallel.config import AXES
 
-_DATA = "data"
-# Each names degrees of axes, and other keys of `parallel`; those of one size share a start.
+_DATA, _LAYERS = "data", "layers"
+# Each names degrees of axes, other keys of `parallel`, and how many layers the model has where the
+# stages are more than TINY's; those of one size share a start.
 LAYOUTS: Sequence[str] = (
     "data 2",
     "data 2 x zero 1",
@@ -34,8 +35,8 @@ LAYOUTS: Sequence[str] = (
     "context 4",
     "pipeline 4",
     "pipeline 4 x schedule gpipe",
-    "pipeline 4 x schedule interleaved1f1b",
-    "pipeline 4 x schedule zero-bubble",
+    "pipeline 4 x schedule interleaved1f1b x layers 8",
+    "pipeline 4 x schedule zero-bubble x layers 8",
     "data 2 x tensor 2",
     "data 2 x shard 2",
     "data 2 x context 2",
@@ -54,9 +55,9 @@ LAYOUTS: Sequence[str] = (
     "data 2 x pipeline 2 x context 2 x tensor 2",
     "pipeline 2 x shard 2 x context 2 x tensor 2",
 )
-# Which all axes divide by 4, with 8 stages, and a step takes milliseconds of.
+# Which all axes divide by 4, and a step takes milliseconds of; split, some hundreds.
 TINY = (
-    *("--model.layers=8", "--model.width=32", "--model.heads=4", "--model.context=32"),
+    *("--model.layers=4", "--model.width=32", "--model.heads=4", "--model.context=32"),
     *("--model.mlp=swiglu", "--model.norm=rms", "--batch.global_size=4", "--batch.micro_size=1"),
     *("--optim.lr=1e-3", "--eval.every=10", "--eval.batches=1"),
 )
@@ -119,25 +120,30 @@ def layouts(
     if where.hosts:
         choose_hosts(where.hosts, max(n for n in (1, *by_ranks) if n <= where.most))
     flags = [*flags, f"--train.steps={steps + 1}", *_QUIET]  # so that a run never ends
-    alone = dict(_curves(["data 1"], 1, flags, steps, where))["data 1"]
-    if isinstance(alone, str):
-        raise UserError(f"one rank alone failed: {alone}")
+    depths = {_depth(layout): f"{_DATA} 1{_depth(layout)}" for layout in chosen}
+    alone = dict(_curves([*depths.values()], 1, flags, steps, where))
+    for failed in (curve for curve in alone.values() if isinstance(curve, str)):
+        raise UserError(f"one rank alone failed: {failed}")
     rows = []
     for ranks, group in sorted(by_ranks.items()):
         if ranks <= where.most:
             found = dict(_curves(group, ranks, flags, steps, where))
-            rows += [Row(name, ranks, found[name], *_wanted(name, found, alone)) for name in group]
+            wanted = alone | found
+            rows += [Row(name, ranks, found[name], *_wanted(name, wanted)) for name in group]
     return LayoutsReport(rows, {"steps": steps, "hosts": where.hosts or "this one"})
 
 
-def _wanted(
-    layout: str, found: Mapping[str, Curve | str], alone: Curve
-) -> tuple[Curve | None, float]:
+def _wanted(layout: str, curves: Mapping[str, Curve | str]) -> tuple[Curve | None, float]:
     """(what a layout's curve is compared with, how far it may be from it)."""
-    if "zero" not in keys_of(layout):
-        return alone, AIM
-    whole = found.get(f"{_DATA} {ranks_of(layout)}")
-    return (whole if isinstance(whole, Curve) else None), _BITWISE
+    zero = "zero" in keys_of(layout)
+    wanted = curves.get(f"{_DATA} {ranks_of(layout) if zero else 1}{_depth(layout)}")
+    return wanted if isinstance(wanted, Curve) else None, _BITWISE if zero else AIM
+
+
+def _depth(layout: str) -> str:
+    """What a layout says of the model's layers."""
+    layers = keys_of(layout).get(_LAYERS)
+    return f" x {_LAYERS} {layers}" if layers else ""
 
 
 def _curves(
@@ -169,7 +175,9 @@ def _spread(hosts: str, ranks: int) -> str:
 
 
 def _flags_of(layout: str) -> list[str]:
-    return [f"--parallel.{key}={value}" for key, value in keys_of(layout).items() if key != _DATA]
+    keys = {key: value for key, value in keys_of(layout).items() if key != _DATA}
+    rooms = {key: "model" if key == _LAYERS else "parallel" for key in keys}
+    return [f"--{rooms[key]}.{key}={value}" for key, value in keys.items()]
 
 
 def _reason(lines: Sequence[str]) -> str:

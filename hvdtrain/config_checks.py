@@ -106,11 +106,13 @@ def _check_spanning(config: Any) -> None:
     ):  # fmt: skip
         require(not on, f"{key} excludes {other}: {why}")
     parallel = config.parallel
-    require(
-        parallel.schedule != "zero-bubble" or 1 in (parallel.shard, parallel.pipeline),
-        f"parallel.shard {parallel.shard} excludes parallel.schedule zero-bubble: it computes the "
-        "gradients of weights apart, and FSDP wants them with the others: use interleaved1f1b",
-    )
+    for axis in ("tensor", "shard"):
+        degree = getattr(parallel, axis)
+        require(
+            parallel.schedule != "zero-bubble" or 1 in (degree, parallel.pipeline),
+            f"parallel.{axis} {degree} excludes parallel.schedule zero-bubble, which has torch "
+            "compute the gradients of weights apart from the others: use interleaved1f1b",
+        )
 
 
 _ELEMENTWISE = ("adamw", "adam", "sgd", "lion")

@@ -15,11 +15,11 @@ from tests.support.runs import start
 
 pytestmark = pytest.mark.slow
 
-STEPS = 3
+STEPS = 2
 # Four micro-batches a step are two passes or more on each rank; gradients are clipped in all.
 SIZES = (
     *TINY,
-    *("--model.layers=4", "--data.train=LICENSE", f"--eval.every={STEPS}"),
+    *("--model.layers=2", "--model.width=16", "--data.train=LICENSE", f"--eval.every={STEPS}"),
     *(f"--train.steps={STEPS + 1}", "--checkpoint.every=0", "--telemetry.port=0"),
 )
 AXES = {

@@ -100,8 +100,7 @@ def test_pieces_are_not_exported_as_what_they_are_pieces_of(
             "parallel.tensor 2 excludes optim.name",
         ),
         (
-            ["--parallel.shard", "2", "--parallel.pipeline", "2"]
-            + ["--parallel.schedule", "zero-bubble"],
+            ["--parallel.shard=2", "--parallel.pipeline=2", "--parallel.schedule=zero-bubble"],
             "parallel.shard 2 excludes parallel.schedule zero-bubble",
         ),
         (["--parallel.place", "[tensor, shard]"], "parallel.place must name each of"),

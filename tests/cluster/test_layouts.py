@@ -49,11 +49,11 @@ def test_a_run_that_spans_two_hosts_is_not_continued_by_one_rank(
     cluster: Cluster, runs: Path
 ) -> None:
     sizes = (
-        f"--data.train {REPOSITORY}/LICENSE --model.layers 2 --model.width 32 --model.heads 2"
-        " --model.context 32 --batch.global_size 8 --batch.micro_size 2 --eval.every 0"
+        f"--data.train {REPOSITORY}/LICENSE --model.layers 2 --model.width 16 --model.heads 2"
+        " --model.context 16 --batch.global_size 8 --batch.micro_size 2 --eval.every 0"
         f" --schedule.name constant --telemetry.port 0 --run.root {runs}"
     )
-    degrees = "--parallel.pipeline 2 --parallel.tensor 2"
+    degrees = "--parallel.pipeline 2 --parallel.shard 2"
     ranks = "mpirun -np 4 --host node1:2,node2:2 python -m hvdtrain.train"
     argv = f"{ranks} {sizes} {degrees} --run.id case --train.steps 3 --checkpoint.every 3".split()
     done = cluster.run("node1", argv, timeout=240)

@@ -95,8 +95,6 @@ def _check_spanning(config: Any) -> None:
         (f"optim.name {config.optim.name}",
          config.optim.name in ("muon", "adafactor", "adamw8bit"),
          "its update of a matrix needs the whole matrix: use adamw, adam, sgd or lion"),
-        (f"optim.ema_decay {config.optim.ema_decay}", config.optim.ema_decay > 0,
-         "averages are kept of whole models"),
         ("batch.deal speed", config.batch.deal == "speed", "a replica is as fast as its slowest"),
         ("batch.per_rank_size", config.batch.per_rank_size > 0,
          "ranks of a replica share their samples: give batch.global_size"),
@@ -105,9 +103,16 @@ def _check_spanning(config: Any) -> None:
         (f"precision.name {config.precision.name}",
          config.precision.name in ("fp16", "bf16-params"),
          "use bf16, whose gradients need no scale and whose parameters no masters"),
-        ("run.init_from", config.run.init_from is not None, "it is read into a whole model"),
     ):  # fmt: skip
         require(not on, f"{key} excludes {other}: {why}")
+    parallel = config.parallel
+    for axis in ("tensor", "shard"):
+        degree = getattr(parallel, axis)
+        require(
+            parallel.schedule != "zero-bubble" or 1 in (degree, parallel.pipeline),
+            f"parallel.{axis} {degree} excludes parallel.schedule zero-bubble, which has torch "
+            "compute the gradients of weights apart from the others: use interleaved1f1b",
+        )
 
 
 _ELEMENTWISE = ("adamw", "adam", "sgd", "lion")

@@ -16,11 +16,13 @@ from hvdtrain.run import build
 from hvdtrain.run.callbacks import Outputs, build_callbacks
 from hvdtrain.run.prepare import Start, prepare
 from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.run.spanning import leave_mesh
 from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.init import initialise
 from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task
 
 
@@ -30,22 +32,30 @@ class AppLoop:
     screen, which goes to a file here.
 
     Args:
-        settings: eval.every and checkpoint.every must be 0; train.steps is the run's whole
-            length, for the schedule.
+        settings: eval.every and checkpoint.every must be 0 where steps are timed; train.steps is
+            the run's whole length, for the schedule.
         folder: for files; there already.
         data: the task and its data sets, where another loop shares them.
+        topology: where Horovod is up already.
     """
 
     def __init__(
-        self, settings: Settings, folder: Path, data: tuple[Task, Datasets] | None = None
+        self,
+        settings: Settings,
+        folder: Path,
+        data: tuple[Task, Datasets] | None = None,
+        topology: Topology | None = None,
     ) -> None:
-        environment.prepare()
-        topology = initialise()
+        if topology is None:
+            environment.prepare()
+            topology = initialise()
         start = Start(time.perf_counter(), topology.local_rank)
         prepared = prepare(settings, topology, start, data)
         components = build.build_components(prepared, topology)
         config = components.config
         components.heartbeat = Heartbeat()
+        if components.state.sharded is not None:
+            components.state.sharded.begin(topology)
         components.state.broadcast()
         context = components.context(topology)
         first = topology.rank == 0
@@ -68,6 +78,18 @@ class AppLoop:
         self._screen = folder / f"screen-{topology.rank}"
         interruptions = Interruptions(StopFlag(), membership_changed=lambda: False)
         self._loop = build.build_loop(config, components, self._callbacks, interruptions, context)
+        self._recorder = recorder
+        self._spans_ranks = components.mesh is not None
+
+    def close(self) -> None:
+        """Where this process trains another one then; all ranks call it."""
+        self._callbacks[:] = self._every_callback
+        self._loop.close()
+        if self._recorder is not None:
+            self._recorder.close()
+        log.close_files()
+        if self._spans_ranks:
+            leave_mesh()
 
     def run(self, steps: int, telemetry: bool = True) -> float:
         """Trains; returns the seconds it took.

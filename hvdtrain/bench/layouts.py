@@ -3,52 +3,67 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
-from typing import Any, NamedTuple
 
-from hvdtrain.bench.jobs import RANK
-from hvdtrain.bench.processes import BenchError, choose_hosts, finish, launch
-from hvdtrain.bench.report import Figure, Report
+from hvdtrain.bench.layouts_report import Curve, LayoutsReport, Row
+from hvdtrain.bench.processes import MARK, attempt, choose_hosts, launch
+from hvdtrain.errors import UserError
+from hvdtrain.launch.hostfile import Host, as_text, parse_hosts
 from hvdtrain.parallel.config import AXES
-from hvdtrain.run_files.folder import RunFolder
 
-# Each is the ranks of the data axis, and keys of `parallel`.
-LAYOUTS: Sequence[tuple[int, Mapping[str, Any]]] = (
-    (2, {}),
-    (2, {"zero": 1}),
-    (4, {"zero": 1}),
-    (1, {"tensor": 2}),
-    (1, {"tensor": 4}),
-    (1, {"shard": 2}),
-    (1, {"shard": 4}),
-    (1, {"context": 2}),
-    (1, {"context": 4}),
-    (1, {"pipeline": 2}),
-    (1, {"pipeline": 4}),
-    (1, {"pipeline": 2, "schedule": "gpipe"}),
-    (1, {"pipeline": 2, "schedule": "interleaved1f1b"}),
-    (1, {"pipeline": 2, "schedule": "zero-bubble"}),
-    (2, {"tensor": 2}),
-    (2, {"shard": 2}),
-    (2, {"context": 2}),
-    (2, {"pipeline": 2}),
-    (1, {"shard": 2, "tensor": 2}),
-    (1, {"context": 2, "tensor": 2}),
-    (1, {"pipeline": 2, "tensor": 2}),
-    (1, {"shard": 2, "context": 2}),
-    (1, {"pipeline": 2, "context": 2}),
-    (2, {"pipeline": 2, "tensor": 2}),
-    (2, {"shard": 2, "tensor": 2}),
-    (1, {"pipeline": 2, "context": 2, "tensor": 2}),
-    (2, {"pipeline": 2, "context": 2, "tensor": 2}),
+_DATA, _LAYERS = "data", "layers"
+# Each names degrees of axes, other keys of `parallel`, and how many layers the model has where the
+# stages are more than TINY's; those of one size share a start.
+LAYOUTS: Sequence[str] = (
+    "data 2",
+    "data 2 x zero 1",
+    "tensor 2",
+    "shard 2",
+    "context 2",
+    "pipeline 2",
+    "pipeline 2 x schedule gpipe",
+    "pipeline 2 x schedule interleaved1f1b",
+    "pipeline 2 x schedule zero-bubble",
+    "data 4",
+    "data 4 x zero 1",
+    "tensor 4",
+    "shard 4",
+    "context 4",
+    "pipeline 4",
+    "pipeline 4 x schedule gpipe",
+    "pipeline 4 x schedule interleaved1f1b x layers 8",
+    "pipeline 4 x schedule zero-bubble x layers 8",
+    "data 2 x tensor 2",
+    "data 2 x shard 2",
+    "data 2 x context 2",
+    "data 2 x pipeline 2",
+    "shard 2 x tensor 2",
+    "context 2 x tensor 2",
+    "pipeline 2 x tensor 2",
+    "shard 2 x context 2",
+    "pipeline 2 x context 2",
+    "pipeline 2 x shard 2",
+    "data 2 x pipeline 2 x tensor 2",
+    "data 2 x shard 2 x tensor 2",
+    "pipeline 2 x context 2 x tensor 2",
+    "pipeline 2 x shard 2 x tensor 2",
+    "shard 2 x context 2 x tensor 2",
+    "data 2 x pipeline 2 x context 2 x tensor 2",
+    "pipeline 2 x shard 2 x context 2 x tensor 2",
 )
-_QUIET = ("--checkpoint.every=0", "--telemetry.port=0", "--train.log_every=1")
-_AIM = 1e-5  # of a loss; with parallel.zero not a bit differs
+# Which all axes divide by 4, and a step takes milliseconds of; split, some hundreds.
+TINY = (
+    *("--model.layers=4", "--model.width=32", "--model.heads=4", "--model.context=32"),
+    *("--model.mlp=swiglu", "--model.norm=rms", "--batch.global_size=4", "--batch.micro_size=1"),
+    *("--optim.lr=1e-3", "--eval.every=10", "--eval.batches=1"),
+)
+AIM = 1e-5  # of a loss
+_BITWISE = 0.0  # the aim where an optimizer is held in parts
+_QUIET = ("--checkpoint.every=0", "--telemetry.port=0")
 
 
 @dataclass(frozen=True)
@@ -58,65 +73,114 @@ class Where:
     Args:
         most: of one layout; larger ones are left out.
         hosts: "name:slots,name:slots"; None: this host.
-        root: a folder that all of them have; None: the system's for temporary files.
         launcher: gloo (horovodrun) or mpi (mpirun).
     """
 
     most: int
     hosts: str | None
-    root: Path | None
     launcher: str
 
 
-def layouts(flags: Sequence[str], steps: int, where: Where) -> Report:
-    """Trains on each layout; one that fails is told as one that differs without bound.
+def keys_of(layout: str) -> dict[str, str]:
+    """What a layout names: degrees of axes, and other keys.
 
     Raises:
-        UserError: the hosts have too few slots.
+        UserError: it is written otherwise.
     """
-    flags = [*flags, f"--train.steps={steps}", *_QUIET]
-    one = _train(flags, 1, where)
-    unsharded = {ranks: _train(flags, ranks, where) for ranks in (2, 4) if ranks <= where.most}
-    figures, failures = [], {}
-    for replicas, keys in LAYOUTS:
-        ranks = replicas * prod(keys.get(axis, 1) for axis in AXES)
-        if ranks > where.most:
-            continue
-        own = [f"--parallel.{key}={value}" for key, value in keys.items()]
-        name = " x ".join([f"data {replicas}", *(f"{key} {value}" for key, value in keys.items())])
-        wanted, aim = (unsharded[ranks], 0.0) if "zero" in keys else (one, _AIM)
-        try:
-            found = _train([*flags, *own], ranks, where)
-        except BenchError as error:
-            failures[name] = str(error).splitlines()[-1]
-            continue
-        difference = _difference(found.losses, wanted.losses)
-        figures.append(Figure(f"{name}: loss", "of it", [difference], at_most=aim))
-        figures.append(Figure(f"{name}: step", "ms", [s * 1000 for s in found.seconds]))
-    return Report("layouts", figures, {"steps": steps, "failed": failures or "none"})
+    pairs = [part.split() for part in layout.split(" x ")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise UserError(f"--layout {layout}: write it as 'data 2 x tensor 2'")
+    return {pair[0]: pair[1] for pair in pairs}
 
 
-def _difference(losses: Sequence[float], wanted: Sequence[float]) -> float:
-    """The largest of a step, relative to the loss."""
-    if len(losses) != len(wanted):
-        return float("inf")
-    return max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True))
+def ranks_of(layout: str) -> int:
+    """How many a layout takes."""
+    keys = keys_of(layout)
+    degrees = [keys.get(axis, "1") for axis in (_DATA, *AXES)]
+    if not all(degree.isdecimal() for degree in degrees):
+        raise UserError(f"--layout {layout}: the degree of an axis is a number")
+    return prod(map(int, degrees))
 
 
-class _Run(NamedTuple):
-    losses: list[float]
-    seconds: list[float]  # of each step
+def layouts(
+    flags: Sequence[str], steps: int, where: Where, chosen: Sequence[str] = LAYOUTS
+) -> LayoutsReport:
+    """Trains on each layout; one that fails is told as one that misses its aim.
+
+    Args:
+        flags: of all of them; they lie below the processes' own folder for temporary files.
+        chosen: as LAYOUTS has them.
+
+    Raises:
+        UserError: the hosts have too few slots, or the flags are wrong.
+    """
+    by_ranks: dict[int, list[str]] = {}
+    for layout in chosen:
+        by_ranks.setdefault(ranks_of(layout), []).append(layout)
+    if where.hosts:
+        choose_hosts(where.hosts, max(n for n in (1, *by_ranks) if n <= where.most))
+    flags = [*flags, f"--train.steps={steps + 1}", *_QUIET]  # so that a run never ends
+    depths = {_depth(layout): f"{_DATA} 1{_depth(layout)}" for layout in chosen}
+    alone = dict(_curves([*depths.values()], 1, flags, steps, where))
+    for failed in (curve for curve in alone.values() if isinstance(curve, str)):
+        raise UserError(f"one rank alone failed: {failed}")
+    rows = []
+    for ranks, group in sorted(by_ranks.items()):
+        if ranks <= where.most:
+            found = dict(_curves(group, ranks, flags, steps, where))
+            wanted = alone | found
+            rows += [Row(name, ranks, found[name], *_wanted(name, wanted)) for name in group]
+    return LayoutsReport(rows, {"steps": steps, "hosts": where.hosts or "this one"})
 
 
-def _train(flags: Sequence[str], ranks: int, where: Where) -> _Run:
-    """Raises BenchError: it failed."""
-    command = [sys.executable, *RANK, *flags]
-    with tempfile.TemporaryDirectory(dir=where.root) as root:
-        command += [f"--run.root={root}", "--run.id=bench"]
-        if ranks > 1:
-            hosts = choose_hosts(where.hosts, ranks) if where.hosts else None
-            command = launch(where.launcher, ranks, command, hosts)
-        finish(command, threads=1)
-        text = RunFolder(Path(root, "bench")).metrics.read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
-    return _Run([line["loss"] for line in lines], [line["step_seconds"] for line in lines])
+def _wanted(layout: str, curves: Mapping[str, Curve | str]) -> tuple[Curve | None, float]:
+    """(what a layout's curve is compared with, how far it may be from it)."""
+    zero = "zero" in keys_of(layout)
+    wanted = curves.get(f"{_DATA} {ranks_of(layout) if zero else 1}{_depth(layout)}")
+    return wanted if isinstance(wanted, Curve) else None, _BITWISE if zero else AIM
+
+
+def _depth(layout: str) -> str:
+    """What a layout says of the model's layers."""
+    layers = keys_of(layout).get(_LAYERS)
+    return f" x {_LAYERS} {layers}" if layers else ""
+
+
+def _curves(
+    group: Sequence[str], ranks: int, flags: Sequence[str], steps: int, where: Where
+) -> Iterator[tuple[str, Curve | str]]:
+    """Of each layout its curve, or why it has none; after a failure ranks are started anew."""
+    left = list(group)
+    while left:
+        of_layouts = [json.dumps([*flags, *_flags_of(layout)]) for layout in left]
+        worker = [sys.executable, "-m", "hvdtrain.bench.layout_ranks", str(steps), *of_layouts]
+        hosts = _spread(where.hosts, ranks) if where.hosts else None
+        command = launch(where.launcher, ranks, worker, hosts) if ranks > 1 else worker
+        code, lines = attempt(command, threads=1)
+        told = [line[line.index(MARK) :] for line in lines if MARK in line]
+        for line in told:
+            yield left.pop(0), Curve(**json.loads(line)["measured"])
+        if left:
+            yield left.pop(0), _reason(lines) or f"the ranks ended with {code}"
+
+
+def _spread(hosts: str, ranks: int) -> str:
+    """So many slots, a host's after another's in turns."""
+    slots = [
+        (turn, number) for number, h in enumerate(parse_hosts(hosts)) for turn in range(h.slots)
+    ]
+    chosen = [number for _, number in sorted(slots)[:ranks]]
+    counts = [Host(h.name, chosen.count(number)) for number, h in enumerate(parse_hosts(hosts))]
+    return as_text(host for host in counts if host.slots)
+
+
+def _flags_of(layout: str) -> list[str]:
+    keys = {key: value for key, value in keys_of(layout).items() if key != _DATA}
+    rooms = {key: "model" if key == _LAYERS else "parallel" for key in keys}
+    return [f"--{rooms[key]}.{key}={value}" for key, value in keys.items()]
+
+
+def _reason(lines: Sequence[str]) -> str:
+    """The first error that a rank has told; "" where none has."""
+    errors = [found[0] for line in lines if (found := re.search(r"\b[A-Z]\w*Error: .*", line))]
+    return errors[0] if errors else ""

@@ -87,6 +87,16 @@ def finish(command: Sequence[str], threads: int | None = None, limit: float = LI
         BenchError: it failed.
         TimedOutError: it took more than `limit`.
     """
+    code, lines = attempt(command, threads, limit)
+    if code != 0:
+        raise _failed(command, code, lines)
+    return lines
+
+
+def attempt(
+    command: Sequence[str], threads: int | None = None, limit: float = LIMIT_S
+) -> tuple[int, list[str]]:
+    """As `finish`, of a command that may fail: (its exit code, the lines of its output)."""
     env = dict(os.environ)
     if threads is not None:
         env["OMP_NUM_THREADS"] = str(threads)
@@ -96,10 +106,7 @@ def finish(command: Sequence[str], threads: int | None = None, limit: float = LI
             code = run_logged(command, log, limit, env)
         except OSError as error:
             raise BenchError(f"cannot start {command[0]}: {error.strerror}") from None
-        lines = log.read_text(errors="replace").splitlines()
-    if code != 0:
-        raise _failed(command, code, lines)
-    return lines
+        return code, log.read_text(errors="replace").splitlines()
 
 
 def _failed(command: Sequence[str], code: int, lines: Sequence[str]) -> BenchError:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.errors import UserError
+from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.files import write_atomic
 
 if TYPE_CHECKING:
     from hvdtrain.bench.allreduce_report import AllreduceReport
     from hvdtrain.bench.exchange_report import ExchangeReport
+    from hvdtrain.bench.layouts_report import LayoutsReport
     from hvdtrain.bench.report import Report
 
 HELP = "measure a training step and its scaling"
@@ -36,13 +37,6 @@ _RANKS = {"recovery": 2, "scrape": 2, "rendezvous": 256}
 _FLAGS = {
     "checkpoint": ("--batch.global_size=1", "--batch.micro_size=1", "--model.context=64"),
 }
-
-# What every axis divides by 4, and a step takes milliseconds of.
-_TINY = (
-    *("--model.layers=4", "--model.width=64", "--model.heads=4", "--model.context=64"),
-    *("--model.mlp=swiglu", "--model.norm=rms", "--batch.global_size=8", "--batch.micro_size=1"),
-    *("--optim.lr=1e-3", "--eval.every=10", "--eval.batches=1"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,14 +132,15 @@ def _add_layouts(actions: Any) -> None:
     line = "models that span ranks, on many layouts: losses against those of one rank"
     action = actions.add_parser("layouts", help=line, description=f"{line}.")
     action.add_argument(
-        "--np", type=_two_or_more, default=4, help="the most ranks of one (default: %(default)s)"
+        "--np", type=_two_or_more, default=16, help="the most ranks of one (default: %(default)s)"
     )
-    action.add_argument(
-        "--hosts", metavar="A:8,B:8", help="default: this host; run.root is on all of them"
-    )
+    action.add_argument("--hosts", metavar="A:8,B:8", help="default: this host")
     action.add_argument("--launcher", choices=("gloo", "mpi"), default="mpi")
     action.add_argument(
         "--steps", type=_positive, default=20, help="of each run (default: %(default)s)"
+    )
+    action.add_argument(
+        "--layout", action="append", metavar="'data 2 x tensor 2'", help="default: a table of them"
     )
     _add_format(action)
     _add_flags(action)
@@ -184,6 +179,7 @@ def _at_least(least: int, text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    from hvdtrain.bench.layouts_report import LayoutsReport
     from hvdtrain.runtime.environment import launched_size
     from hvdtrain.runtime.signals import leave_on_sigterm
 
@@ -192,10 +188,10 @@ def run(args: argparse.Namespace) -> int:
     leave_on_sigterm()
     report = _measure(args)
     print(report.to_json() if args.format == "json" else report.to_table())
-    return 0
+    return EXIT_CRASH if isinstance(report, LayoutsReport) and not report.met else 0
 
 
-def _measure(args: argparse.Namespace) -> Report | AllreduceReport | ExchangeReport:
+def _measure(args: argparse.Namespace) -> Report | AllreduceReport | ExchangeReport | LayoutsReport:
     if args.action == "allreduce":
         return _allreduce(args)
     if args.action == "exchange":
@@ -241,13 +237,14 @@ def _exchange(args: argparse.Namespace) -> ExchangeReport:
     return report
 
 
-def _layouts(args: argparse.Namespace) -> Report:
-    from hvdtrain.bench.layouts import Where, layouts
+def _layouts(args: argparse.Namespace) -> LayoutsReport:
+    from hvdtrain.bench.layouts import LAYOUTS, TINY, Where, layouts
     from hvdtrain.config import parse
 
-    flags = [*_TINY, *args.flags]
-    root = Path(parse(flags).config.run.root).absolute() if args.hosts else None
-    return layouts(flags, args.steps, Where(args.np, args.hosts, root, args.launcher))
+    flags = [*TINY, *args.flags]
+    parse(flags)  # what is wrong in them is told at once
+    where = Where(args.np, args.hosts, args.launcher)
+    return layouts(flags, args.steps, where, args.layout or LAYOUTS)
 
 
 def _check_plot(path: Path) -> None:

@@ -89,6 +89,8 @@ class Pipeline:
         self.buffers = SavedBuffers(cut.model)
         self.statistics = BatchStatistics(self.buffers, micro_batches)
         self._cut, self._group, self._context = cut, group, context
+        mesh = context.mesh
+        self._shards = mesh.model.get_group("shard") if mesh.model and mesh.shard.size > 1 else None
         self._own: list[_Loaded] = []
         self._values: dict[int, Values] = {}
         self._names = self.forward.names
@@ -125,7 +127,7 @@ class Pipeline:
                 f"{' and '.join(map(str, [*shapes][:2]))}: pad them to one"
             )
         self._changes, self._names = control.statistics, self.forward.names
-        for _, values in self._run(own, shapes.pop(), train=True):
+        for _, values in self._run(own, self._of_shards(shapes.pop()), train=True):
             self.forward.add(control.values, values)
         self._context.timer.enter("data")
         before_last()
@@ -142,7 +144,7 @@ class Pipeline:
         most = 4 * self._cut.layout.stages  # a rank waits for a fifth of the time
         loaded = (self._loaded(batch, samples) for samples, batch in batches)
         try:
-            for shapes, own in _groups(loaded, most):
+            for shapes, own in _groups(loaded, most, self._of_shards):
                 for number, values in self._run(own, shapes, train=False):
                     self.forward.add_samples(totals, values, own[number].samples)
         finally:
@@ -171,6 +173,14 @@ class Pipeline:
             for work in dist.batch_isend_irecv(both):
                 work.wait()
             local(parameter.grad).add_(theirs)
+
+    def _of_shards(self, shapes: Hashable) -> Hashable:
+        """Those of all ranks that gather parameters together: they make the same trial passes."""
+        if self._shards is None:
+            return shapes
+        found: list[Hashable] = [None] * self._shards.size()
+        dist.all_gather_object(found, shapes, self._shards)
+        return tuple(found)
 
     def _loaded(self, batch: Batch, samples: int = 0) -> _Loaded:
         device = self._context.device
@@ -254,12 +264,14 @@ class Pipeline:
             heartbeat.beat(Activity.WAITING)
 
 
-def _groups(loaded: Iterator[_Loaded], most: int) -> Iterator[tuple[Hashable, list[_Loaded]]]:
+def _groups(
+    loaded: Iterator[_Loaded], most: int, of_shards: Callable[[Hashable], Hashable]
+) -> Iterator[tuple[Hashable, list[_Loaded]]]:
     """Neighbours of one shape, at most so many."""
     group: list[_Loaded] = []
     shapes: Hashable = None
     for one in loaded:
-        found = _shapes(one.batch)
+        found = of_shards(_shapes(one.batch))
         if group and (found != shapes or len(group) == most):
             yield shapes, group
             group = []

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import parameter_names
+from hvdtrain.runtime.parts import local
 from hvdtrain.runtime.state_part import Scope
 
 
@@ -22,8 +23,14 @@ class Ema:
     half-precision parameters are float32, of their masters where the optimizer has these. Empty
     before the first step.
 
+    Of a model that spans ranks it is the average of this rank's parts; who saves them says
+    parallel/spanned_state.py.
+
     Args:
         decay: in (0, 1).
+
+    Attributes:
+        parameters: those that it averages, by name.
     """
 
     name = "ema"
@@ -31,7 +38,8 @@ class Ema:
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, decay: float) -> None:
         self._optimizer = optimizer
-        self._parameters = {n: p for p, n in parameter_names(optimizer, model).items()}
+        self._model = model
+        self.parameters = {n: p for p, n in parameter_names(optimizer, model).items()}
         self._decay = decay
         self._averages: dict[str, Tensor] = {}
         # A part of the step: a rank has done both, or neither.
@@ -42,8 +50,8 @@ class Ema:
         """After a step of the optimizer."""
         state = self._optimizer.state
         now = {
-            name: _wide(state.get(p, {}).get("master", p).detach())
-            for name, p in self._parameters.items()
+            name: _wide(local(state.get(p, {}).get("master", p)))
+            for name, p in self.parameters.items()
         }
         if not self._averages:
             self._averages = {name: tensor.clone() for name, tensor in now.items()}
@@ -59,7 +67,7 @@ class Ema:
     @contextmanager
     def applied(self) -> Iterator[None]:
         """The model has the averages as its weights meanwhile."""
-        kept = {name: p.detach().clone() for name, p in self._parameters.items()}
+        kept = {name: local(p).clone() for name, p in self.parameters.items()}
         try:
             self._set(self._averages)
             yield
@@ -68,8 +76,13 @@ class Ema:
 
     @torch.no_grad()
     def _set(self, values: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._parameters.items():
-            parameter.copy_(values[name])
+        for name, parameter in self.parameters.items():
+            local(parameter).copy_(values[name])
+        for module in self._model.modules():
+            # FSDP's: what it has gathered is of before.
+            reshard = getattr(module, "reshard", None)
+            if reshard is not None:
+                reshard()
 
     def tensors(self) -> dict[str, Tensor]:
         return dict(self._averages)
@@ -79,12 +92,12 @@ class Ema:
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         tensors = dict(pieces[0]) if pieces else {}
-        if tensors and tensors.keys() != self._parameters.keys():
-            differing = sorted(tensors.keys() ^ self._parameters.keys())
+        if tensors and tensors.keys() != self.parameters.keys():
+            differing = sorted(tensors.keys() ^ self.parameters.keys())
             raise UserError(
                 f"the checkpoint's averages are of other parameters ({differing[0]} and others)"
             )
-        self._averages = {n: t.to(self._parameters[n].device) for n, t in tensors.items()}
+        self._averages = {n: t.to(self.parameters[n].device) for n, t in tensors.items()}
 
 
 def _wide(tensor: Tensor) -> Tensor:

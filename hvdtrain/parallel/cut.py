@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar, cast
 from torch import Tensor, nn
 
 from hvdtrain.errors import UnsupportedTaskError, UserError
+from hvdtrain.models.vocabulary import whole
 from hvdtrain.parallel.draws import set_generators
 from hvdtrain.parallel.stages import Costs, Layout, divide
 from hvdtrain.tasks.blocks import blocks_of
@@ -71,7 +72,8 @@ class CutModel:
         model, layout, rank: as given.
         spans: the blocks of each stage, of all ranks.
         tied: names and parameters that the first and the last stage both hold, on other ranks;
-            of the model's order. Empty on all other ranks.
+            of the model's order. Empty on all other ranks. FSDP makes others of the parameters, so
+            they are to be asked for when all was done to the model.
 
     Raises:
         UserError: the model cannot be cut so.
@@ -81,19 +83,24 @@ class CutModel:
         _check(model)
         self.model, self.layout, self.rank = model, layout, rank
         self._blocks = blocks_of(task, model)
-        self._ends = [_named(model, _names(model, end)) for end in ("first_stage", "last_stage")]
-        of_ends = [_parameters(parts) for parts in self._ends]
+        of_ends = [_parameters(parts) for parts in self._ends()]
         costs = [sum(p.numel() for p in _parameters([block])) for block in self._blocks]
         ends = [float(sum(p.numel() for p in parameters)) for parameters in of_ends]
         self.spans = divide(Costs(ends[0], costs, ends[1]), layout.stages)
         _check_parameters(model, of_ends[0] | of_ends[1], self._blocks)
         both = of_ends[0] & of_ends[1]
         at_an_end = rank in (0, layout.ranks - 1) and layout.ranks > 1
-        self.tied = {n: p for n, p in model.named_parameters() if at_an_end and p in both}
+        self._tied = [n for n, p in model.named_parameters() if at_an_end and p in both]
+        self._leaves_by_hook = False
+        self._left: _Left | None = None
         self._drop()
         self._device = next(model.parameters()).device
         self._begun: tuple[int, Tensor | None, Tensor | None] | None = None
         model.forward = self._forward
+
+    @property
+    def tied(self) -> dict[str, nn.Parameter]:
+        return {name: self.model.get_parameter(name) for name in self._tied}
 
     @property
     def last(self) -> int:
@@ -102,9 +109,23 @@ class CutModel:
 
     def parts(self, stage: int) -> list[nn.Module | nn.Parameter]:
         """The modules and parameters of a stage."""
-        first = self._ends[0] if stage == 0 else []
-        last = self._ends[1] if stage == self.last else []
+        ends = self._ends()
+        first = ends[0] if stage == 0 else []
+        last = ends[1] if stage == self.last else []
         return [*first, *(self._blocks[block] for block in self.spans[stage]), *last]
+
+    def leave_after_hooks(self) -> None:
+        """From now on a pass leaves the model when the hooks that it has now have seen its end.
+
+        FSDP's have to, for backward.
+        """
+        self._leaves_by_hook = True
+        self.model.register_forward_hook(self._leave)
+
+    def _ends(self) -> tuple[list[nn.Module | nn.Parameter], list[nn.Module | nn.Parameter]]:
+        """What the first and the last stage use beside blocks."""
+        first, last = (_names(self.model, end) for end in ("first_stage", "last_stage"))
+        return _named(self.model, first), _named(self.model, last)
 
     def run(
         self, stage: int, x: Tensor | None, draws: Tensor | None, compute: Callable[[], T]
@@ -149,15 +170,25 @@ class CutModel:
             x = model.embed(*args, **kwargs)
         for block in self.spans[stage]:
             x = model.apply_block(self._blocks[block], x, *args, **kwargs)
-        if stage < self.last:
-            raise _Left(x)
-        return model.output(x, *args, **kwargs)
+        if stage == self.last:
+            return model.output(x, *args, **kwargs)
+        left = _Left(whole(x))  # ranks of a tensor axis may hold parts of it
+        if not self._leaves_by_hook:
+            raise left
+        self._left = left
+        return left.x
+
+    def _leave(self, *_: Any) -> None:
+        left, self._left = self._left, None
+        if left is not None:
+            raise left
 
     def _drop(self) -> None:
         """What no stage of this rank has."""
         kept = [part for stage in self.layout.of_rank(self.rank) for part in self.parts(stage)]
         parameters, modules = _parameters(kept), _modules(kept)
-        parts = [*self._blocks, *self._ends[0], *self._ends[1]]
+        first, last = self._ends()
+        parts = [*self._blocks, *first, *last]
         for module in _modules(parts) - modules | {self.model}:
             for name, parameter in module._parameters.items():
                 if parameter is not None and parameter not in parameters:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.checkpoint.spread import SpreadPart, open_part
 from hvdtrain.errors import UserError
+from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
 from hvdtrain.parallel.pieces import holders_mesh, is_first_holder, piece
 from hvdtrain.runtime.mesh import Mesh
@@ -111,6 +112,18 @@ class SpannedModel:
             part.copy_(saved.whole(name)[box(where, part)])
 
 
+@torch.no_grad()
+def take_over(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
+    """Copies into a model of which this rank holds parts what it holds of whole tensors.
+
+    Args:
+        whole: parameters and saved buffers by name; those of the other ranks' parts too.
+    """
+    for name, tensor in model_tensors(model).items():
+        where, part = piece(tensor)
+        part.copy_(whole[name][box(where, part)])
+
+
 class SpannedOptimizer:
     """The sharded part "optimizer": "parameter name/entry"; empty before the first step."""
 
@@ -158,6 +171,49 @@ class SpannedOptimizer:
             if parameter is not None:  # else it is of another rank's part
                 tensors[key] = _like(parameter, saved.whole(key))
         set_state_tensors(self._optimizer, self._model, tensors)
+
+
+class SpannedEma:
+    """The sharded part "ema": averages by the names of their parameters."""
+
+    scope: Scope = "sharded"
+
+    def __init__(self, ema: Ema, model: nn.Module, saves: Saves) -> None:
+        self.name = ema.name
+        self._ema, self._model, self._saves = ema, model, saves
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those pieces of which this rank is the first holder."""
+        averages = self._ema.tensors()
+        return {n: averages[n] for n in self._saves.pieces(self._ema.parameters) if n in averages}
+
+    def pieces(self) -> dict[str, Piece]:
+        """Where each of `tensors` lies in the whole one."""
+        return self._saves.pieces(self._ema.parameters) if self._ema.started else {}
+
+    def compared(self) -> dict[str, Tensor]:
+        return self._ema.tensors()
+
+    def held(self) -> dict[str, Tensor]:
+        """As SpannedModel.held; empty before the first step."""
+        return self._ema.tensors()
+
+    def take(self, held: Mapping[str, Tensor]) -> None:
+        """As SpannedModel.take; the tensors are this average's own then."""
+        self._ema.load([held] if held else [])
+
+    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        assert not pieces
+        self._ema.load(())
+
+    @torch.no_grad()
+    def read(self, folder: Path, version: int) -> None:
+        """As SpannedModel.read."""
+        saved, found = _opened(folder, self.name, self._model), {}
+        for name, parameter in self._ema.parameters.items() if saved.names() else ():
+            where, part = piece(parameter)
+            found[name] = saved.whole(name)[box(where, part)].clone()
+        self._ema.load([found])
 
 
 def _opened(folder: Path, part: str, model: nn.Module) -> SpreadPart:

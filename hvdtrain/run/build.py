@@ -138,7 +138,7 @@ def build_components(
     on_all_ranks("memory", lambda: arrange_activations(config.memory, task, model, device))
     config = with_micro_size(config, Trial(task, model, datasets, precision, config.seed), topology)
     compiled = on_all_ranks("compile", lambda: compile_blocks(config.compile, task, model, timer))
-    on_all_ranks("parallel.shard", lambda: shard_model(config, task, model, mesh))
+    on_all_ranks("parallel.shard", lambda: shard_model(config, task, model, mesh, cut))
     optimizer = on_all_ranks(
         "optimizer", lambda: build_run_optimizer(config, task, model, precision, elastic)
     )
@@ -154,12 +154,12 @@ def build_components(
         parts.append(precision.loss_scale)
     decay = config.optim.ema_decay
     ema = Ema(optimizer, model, decay) if decay else None
-    if ema is not None:
+    if ema is not None and mesh.model is None:
         parts.append(ema)
     identity = {
         **build_identity(config, datasets, prepared.buckets.train), PRECISION: precision.name
     }  # fmt: skip
-    spanned = spanned_parts(mesh, model, optimizer, cut)
+    spanned = spanned_parts(mesh, model, optimizer, cut, ema)
     state = RunState(model, optimizer, prepared.progress, identity, parts, spanned)
     on_all_ranks("sinks", lambda: check_packages(config.telemetry))
     exporter = on_all_ranks("telemetry", lambda: prepared.export(config, exchange, compiled))

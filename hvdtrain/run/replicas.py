@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from hvdtrain.engine.state import RunState
 from hvdtrain.parallel.regroup import HeldPart, PartLostError, plan, transfer
-from hvdtrain.parallel.spanned_state import SpannedModel, SpannedOptimizer
+from hvdtrain.parallel.spanned_state import SpannedEma, SpannedModel, SpannedOptimizer
 from hvdtrain.parallel.world import Connections, abandon, lost_peers
 from hvdtrain.run.build import RunComponents, build_components
 from hvdtrain.run.held import Held
@@ -156,5 +156,6 @@ def _take(state: RunState, tensors: dict[str, Any]) -> None:
         part.take({k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)})
 
 
-def _parts(state: RunState) -> list[SpannedModel | SpannedOptimizer]:
-    return [p for p in state.spanned if isinstance(p, SpannedModel | SpannedOptimizer)]
+def _parts(state: RunState) -> list[SpannedModel | SpannedOptimizer | SpannedEma]:
+    every = SpannedModel | SpannedOptimizer | SpannedEma
+    return [part for part in state.spanned if isinstance(part, every)]

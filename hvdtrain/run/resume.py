@@ -7,7 +7,6 @@ from pathlib import Path
 
 from hvdtrain.checkpoint.format import Checkpoint
 from hvdtrain.config import Config
-from hvdtrain.engine.state import RunState
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents
 from hvdtrain.run.held import Held
@@ -17,6 +16,7 @@ from hvdtrain.run.model import build_model
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import broadcast_json, on_all_ranks
 from hvdtrain.runtime.mesh import Group, Mesh
+from hvdtrain.runtime.parts import model_tensors
 from hvdtrain.runtime.topology import Topology
 
 _LAST_SAVE_SECONDS = 10.0  # for a save that is under way
@@ -46,14 +46,23 @@ def resume(
     state.broadcast(root=0)
     if state.of_scope("local", "sharded"):
         name = broadcast_json(str(folder.absolute()) if folder else "", "resume.folder")
-        on_all_ranks("resume.local", lambda: _load_own(state, Path(name) if name else None, group))
+        own = Path(name) if name else None
+        on_all_ranks("resume.local", lambda: _load_own(config, components, own, group))
 
 
-def _load_own(state: RunState, folder: Path | None, group: Group) -> None:
+def _load_own(config: Config, components: RunComponents, folder: Path | None, group: Group) -> None:
     """On every rank: what is not replicated."""
+    state = components.state
     state.load_local(folder, group)
     if folder is not None:
         state.read_pieces(folder)
+    elif state.spanned and config.run.init_from is not None:
+        from hvdtrain.parallel.spanned_state import take_over
+
+        # Whole for a moment, as the model was before ranks took their parts of it.
+        whole = build_model(components.task, config, components.device)
+        load_initial_weights(whole, config.run.init_from, config.run.init_strict)
+        take_over(state.model, model_tensors(whole))
 
 
 def _load(
@@ -81,7 +90,7 @@ def _load(
         spans = components.mesh is not None
         model = None if spans else build_model(components.task, config, components.device)
         components.state.start_over(model)
-    if config.run.init_from is not None and group.rank == 0:
+    if config.run.init_from is not None and group.rank == 0 and not components.state.spanned:
         load_initial_weights(components.state.model, config.run.init_from, config.run.init_strict)
     return None
 

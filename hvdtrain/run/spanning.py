@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from hvdtrain.config import Config
 from hvdtrain.engine.update import norm_of_gradients
 from hvdtrain.errors import UserError
+from hvdtrain.optim.ema import Ema
 from hvdtrain.parallel.config import ParallelConfig
 from hvdtrain.runtime.grid import Grid
 from hvdtrain.runtime.mesh import Mesh
@@ -143,8 +144,13 @@ def split_model(
     return CutModel(task, model, layout, mesh.coordinates["pipeline"])
 
 
-def shard_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> None:
+def shard_model(
+    config: Config, task: Task, model: nn.Module, mesh: Mesh, cut: CutModel | None
+) -> None:
     """Leaves this rank its part of each parameter; after all else was done to the model.
+
+    Args:
+        cut: its stages; of blocks of others nothing is left to shard.
 
     Raises:
         UserError: the model has no blocks.
@@ -161,6 +167,8 @@ def shard_model(config: Config, task: Task, model: nn.Module, mesh: Mesh) -> Non
             "the task's blocks(model)"
         )
     apply_shard(model, blocks, mesh.model["shard"], Sharding())
+    if cut is not None:
+        cut.leave_after_hooks()
 
 
 def build_norm(
@@ -183,13 +191,14 @@ def build_norm(
 
 
 def spanned_parts(
-    mesh: Mesh, model: nn.Module, optimizer: Optimizer, cut: CutModel | None
+    mesh: Mesh, model: nn.Module, optimizer: Optimizer, cut: CutModel | None, ema: Ema | None
 ) -> Sequence[ShardedPart]:
-    """The state of a model that spans ranks, and of its optimizer; of another model nothing."""
+    """The state of a model that spans ranks, and what comes with it; of another model nothing."""
     if mesh.model is None:
         return ()
-    from hvdtrain.parallel.spanned_state import Saves, SpannedModel, SpannedOptimizer
+    from hvdtrain.parallel.spanned_state import Saves, SpannedEma, SpannedModel, SpannedOptimizer
 
     twice = set(cut.tied) if cut and cut.rank > 0 else set[str]()
     saves = Saves(mesh, twice)
-    return SpannedModel(model, saves), SpannedOptimizer(optimizer, model, saves)
+    parts = SpannedModel(model, saves), SpannedOptimizer(optimizer, model, saves)
+    return (*parts, SpannedEma(ema, model, saves)) if ema else parts

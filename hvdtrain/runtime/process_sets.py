@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import horovod.torch as hvd
+from horovod.common import process_sets
 from horovod.common.process_sets import ProcessSet as ProcessSet
 
 from hvdtrain.runtime.collectives import RankLostError
@@ -22,7 +23,7 @@ def set_of_part(grid: Grid, rank: int) -> ProcessSet:
         return hvd.global_process_set
     parts = [sorted(grid.same_part(first)) for first in grid.replica_of(grid.ranks[0])]
     with _lost():
-        sets = {tuple(part): hvd.add_process_set(part) for part in parts}
+        sets = {tuple(part): _set_of(part) for part in parts}
     return next(found for part, found in sets.items() if rank in part)
 
 
@@ -50,3 +51,13 @@ def _lost() -> Iterator[None]:
         yield
     except ValueError as error:
         raise RankLostError(str(error)) from None
+
+
+def _set_of(ranks: list[int]) -> ProcessSet:
+    """A new one, or that of an earlier model of this process: Horovod takes no two."""
+    for number, known in process_sets._basics._get_process_set_ids_and_ranks().items():
+        if sorted(known) == ranks:
+            found = ProcessSet(ranks)
+            found.process_set_id = number
+            return found
+    return hvd.add_process_set(ranks)

@@ -15,7 +15,7 @@ MODEL = (
     "--model.layers 2 --model.width 32 --model.heads 2 --model.context 32 --model.mlp swiglu"
     f" --model.norm rms --data.train {CORPUS} --batch.global_size 8 --batch.micro_size 2"
     " --telemetry.port 0 --schedule.name constant --eval.every 10 --train.replica_check_every 5"
-    " --train.log_every 1 --task gpt --optim.name adamw --checkpoint.every 1000"
+    " --train.log_every 1 --task language_model --optim.name adamw --checkpoint.every 1000"
 )
 FOUR, MOST_STEPS = 4, 150
 

@@ -30,6 +30,20 @@ def curve(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return metrics(root / "case")
 
 
+def _assert_no_step_was_lost(
+    running: ElasticJob, curve: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Waits until all ranks train again, and ends the run; its starts."""
+    running.wait_for_world(FOUR, 90)
+    running.wait_for_more(7, 30)
+    running.end()
+    assert_same_curve(running.lines(), curve)
+    starts = running.events("start")
+    assert {start["source"] for start in starts[1:]} == {"memory"}, starts
+    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+    return starts
+
+
 def test_a_killed_rank_or_host_loses_a_part_or_a_step(
     job: Callable[..., ElasticJob],
     curve: list[dict[str, Any]],
@@ -50,13 +64,7 @@ def test_a_killed_rank_or_host_loses_a_part_or_a_step(
         running.wait_for_start(time.time(), 40)
         seconds[fault] = round(pause(running.lines(), since), 2)
     record_property("seconds", seconds)
-    running.wait_for_world(FOUR, 90)
-    running.wait_for_more(7, 30)
-    running.end()
-    assert_same_curve(running.lines(), curve)
-    starts = running.events("start")
-    assert {start["source"] for start in starts[1:]} == {"memory"}, starts
-    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+    _assert_no_step_was_lost(running, curve)
 
 
 def test_a_death_where_ranks_agree_on_a_step_loses_it(
@@ -66,16 +74,10 @@ def test_a_death_where_ranks_agree_on_a_step_loses_it(
     running = job(arguments=f"{ZERO} {task}", env={"HVDTRAIN_TEST_DIE": "3:before:10,0:after:20"})
     running.wait_for_world(FOUR - 1, 90)
     running.wait_for_step(25, 60)
-    running.wait_for_world(FOUR, 90)
-    running.wait_for_more(7, 30)
-    running.end()
-    assert_same_curve(running.lines(), curve)
-    starts = running.events("start")
-    assert {start["source"] for start in starts[1:]} == {"memory"}, starts
+    starts = _assert_no_step_was_lost(running, curve)
     failed_after = [start["step"] for start in starts if start["cause"] == "failure"]
     # Before it nobody has stepped, and step 10 needs two; after it, in step 19, all have.
     assert failed_after == [9, 19], starts
-    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
 
 
 def test_a_part_of_which_there_is_no_copy_is_made_up(

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from hvdtrain import cli
 from hvdtrain.checkpoint.weights import read_weights
 from hvdtrain.parallel.config import ParallelConfig
 from hvdtrain.runtime.grid import Grid
@@ -20,23 +22,31 @@ SIZES = [
     *("--model.layers", "2", "--model.mlp", "swiglu", "--model.norm", "rms"),
     *("--schedule.name", "constant", "--schedule.warmup_steps", "2"),
     *("--checkpoint.every", "4", "--eval.every", "4", "--train.log_every", "1"),
+    *("--optim.ema_decay", "0.8"),
 ]
+# (launcher, degrees, the last step); what is left of the ranks is the data axis.
 CHAIN = [
-    ("tensor", 4),
-    ("shard", 8),
-    ("pipeline", 12),
-    ("", 16),  # one rank
+    ("mpirun:2", {"context": 2}, 4),
+    ("mpirun:4", {}, 6),
+    ("mpirun:4", {"tensor": 2}, 8),
+    ("mpirun:4", {"pipeline": 2, "shard": 2}, 12),
+    ("", {}, 16),
 ]
 
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(a run that continues on another layout every 4 steps, the run on one rank)."""
+    """(a run that continues on another layout every few steps, the run on one rank).
+
+    Both begin with the weights of a third.
+    """
     root = tmp_path_factory.mktemp("runs")
-    for axis, steps in CHAIN:
-        flags = ["--train.steps", str(steps), *([f"--parallel.{axis}", "2"] if axis else [])]
-        train(root, "chain", [*SIZES, *flags], "mpirun:2" if axis else "")
-    one = train(root, "one", [*SIZES, "--train.steps", "16"])
+    begun = train(root, "begun", [*SIZES, "--train.steps", "2", "--seed", "7"])
+    sizes = [*SIZES, "--run.init_from", str(begun / "checkpoints/step_00000002")]
+    for launcher, degrees, steps in CHAIN:
+        axes = [f"--parallel.{axis}={degree}" for axis, degree in degrees.items()]
+        train(root, "chain", [*sizes, *axes, "--train.steps", str(steps)], launcher)
+    one = train(root, "one", [*sizes, "--train.steps", "16"])
     return root / "chain", one
 
 
@@ -46,9 +56,14 @@ def test_a_layout_has_another_curve_or_does_not_continue_the_checkpoint_of_anoth
     found, wanted = (metrics(folder) for folder in chain)
     assert [line["step"] for line in found] == list(range(1, 17))
     for line, expected in zip(found, wanted, strict=True):
-        for key in ("loss", "grad_norm", "validation_loss"):
+        for key in ("loss", "grad_norm", "validation_loss", "ema_validation_loss"):
             if key in expected:
                 assert line[key] == pytest.approx(expected[key], rel=1e-5), (key, line["step"])
+
+
+def test_a_run_does_not_begin_with_the_weights_that_it_is_given(chain: tuple[Path, Path]) -> None:
+    begun = metrics(chain[0].with_name("begun"))
+    assert metrics(chain[0])[0]["loss"] < begun[0]["loss"] - 0.01
 
 
 def test_weights_of_a_checkpoint_in_pieces_are_not_whole(chain: tuple[Path, Path]) -> None:
@@ -61,11 +76,33 @@ def test_weights_of_a_checkpoint_in_pieces_are_not_whole(chain: tuple[Path, Path
         assert (split[name] - tensor).abs().max() < 1e-5, name
 
 
+@pytest.mark.parametrize("more", [[], ["--ema"]])
+def test_pieces_are_not_exported_as_what_they_are_pieces_of(
+    chain: tuple[Path, Path], tmp_path: Path, more: list[str]
+) -> None:
+    found = []
+    for folder in chain:
+        checkpoint, out = folder / "checkpoints" / "step_00000012", tmp_path / folder.name
+        assert cli.main(["ckpt", "export", str(checkpoint), "--out", str(out), *more]) == 0
+        found.append(load_file(out / "model.safetensors"))
+    split, one = found
+    assert split.keys() == one.keys()
+    for name, tensor in one.items():
+        assert (split[name] - tensor).abs().max() < 1e-5, name
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         (["--parallel.tensor", "2"], "1 rank cannot be divided into replicas of 2"),
-        (["--parallel.tensor", "2", "--optim.ema_decay", "0.9"], "excludes optim.ema_decay"),
+        (
+            ["--parallel.tensor", "2", "--optim.name", "muon"],
+            "parallel.tensor 2 excludes optim.name",
+        ),
+        (
+            ["--parallel.shard=2", "--parallel.pipeline=2", "--parallel.schedule=zero-bubble"],
+            "parallel.shard 2 excludes parallel.schedule zero-bubble",
+        ),
         (["--parallel.place", "[tensor, shard]"], "parallel.place must name each of"),
     ],
 )

@@ -1,0 +1,66 @@
+"""Models that span ranks of two hosts: the losses of one rank, whatever goes over the network."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import runs as local
+from tests.support.cluster import REPOSITORY, Cluster
+
+# One of each kind; with 2 ranks a host, the outer one of two axes is across the hosts.
+LAYOUTS = (
+    "data 4",
+    "data 4 x zero 1",
+    "data 2 x tensor 2",
+    "data 2 x pipeline 2",
+    "data 2 x context 2",
+    "data 2 x shard 2",
+    "pipeline 2 x tensor 2",
+    "pipeline 2 x context 2",
+    "pipeline 2 x shard 2",
+    "context 2 x tensor 2",
+    "shard 2 x tensor 2",
+    "shard 2 x context 2",
+    "pipeline 2 x context 2 x tensor 2",
+)
+STEPS = 2
+SMALL = "--model.layers=2 --model.width=16 --model.context=16 --eval.every=2"
+
+
+# Eight ranks at once on the two cores of a small machine.
+@pytest.mark.alone
+@pytest.mark.timeout(400)
+def test_a_model_that_spans_two_hosts_has_other_losses_than_on_one_rank(cluster: Cluster) -> None:
+    command = "hvdtrain bench layouts --np 8 --hosts node1:4,node2:4 --format json"
+    named = [word for layout in LAYOUTS for word in ("--layout", layout)]
+    argv = [*command.split(), "--steps", str(STEPS), *named, "--", *SMALL.split()]
+    done = cluster.run("node1", argv, timeout=360)
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["layout"] for row in rows if not row["met"]] == [], done
+    assert sorted(row["layout"] for row in rows) == sorted(LAYOUTS)
+    assert done.returncode == 0, done
+
+
+@pytest.mark.timeout(500)
+def test_a_run_that_spans_two_hosts_is_not_continued_by_one_rank(
+    cluster: Cluster, runs: Path
+) -> None:
+    sizes = (
+        f"--data.train {REPOSITORY}/LICENSE --model.layers 2 --model.width 16 --model.heads 2"
+        " --model.context 16 --batch.global_size 8 --batch.micro_size 2 --eval.every 0"
+        f" --schedule.name constant --telemetry.port 0 --run.root {runs}"
+    )
+    degrees = "--parallel.pipeline 2 --parallel.shard 2"
+    ranks = "mpirun -np 4 --host node1:2,node2:2 python -m hvdtrain.train"
+    argv = f"{ranks} {sizes} {degrees} --run.id case --train.steps 3 --checkpoint.every 3".split()
+    done = cluster.run("node1", argv, timeout=240)
+    assert done.returncode == 0, done
+    for run_id in ("case", "alone"):
+        own = [*sizes.split(), "--run.id", run_id, "--train.steps", "6", "--checkpoint.every", "0"]
+        done = local.run(runs / "output", own, timeout=200)
+        assert done.returncode == 0, done
+    found, wanted = (local.losses(runs / run_id) for run_id in ("case", "alone"))
+    assert found == pytest.approx(wanted, rel=1e-5)

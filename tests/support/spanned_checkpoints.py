@@ -1,0 +1,119 @@
+"""A model on many layouts of the ranks of one world, each of which saves what the others read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import AdamW
+
+from hvdtrain.checkpoint.format import read, write, write_own_files
+from hvdtrain.config import Config
+from hvdtrain.engine.loop import Progress
+from hvdtrain.engine.state import RunState
+from hvdtrain.models.gpt import GPT
+from hvdtrain.models.gpt_config import GPTConfig
+from hvdtrain.optim.ema import Ema
+from hvdtrain.optim.optimizer import state_tensors
+from hvdtrain.parallel.config import ParallelConfig
+from hvdtrain.parallel.pieces import piece
+from hvdtrain.run.spanning import shard_model, spanned_parts, split_model
+from hvdtrain.runtime.grid import Grid
+from hvdtrain.runtime.mesh import Group, Mesh
+from hvdtrain.runtime.parts import local, model_tensors
+from hvdtrain.runtime.pieces import box
+from hvdtrain.runtime.topology import Topology
+
+# Its vocabulary is odd, so that parts of it are of different sizes.
+SIZES = GPTConfig(layers=2, heads=4, width=16, context=16, vocab_size=37)
+Degrees = Mapping[str, int]
+
+
+def _state(degrees: Degrees) -> RunState:
+    """After steps of AdamW, with gradients that are a function of the parameters alone."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parallel = ParallelConfig(**degrees)
+    grid = Grid.of(["host"] * size, parallel.degrees, parallel.place)
+    used = {axis: degree for axis, degree in grid.degrees.items() if degree > 1}
+    replicas = {"data": grid.replicas} if grid.replicas > 1 else {}
+    everywhere = {**replicas, **used}
+    ranks = init_device_mesh("cpu", (*everywhere.values(),), mesh_dim_names=(*everywhere,))
+    model_axes = ranks[tuple(used)] if used else None
+    mesh = Mesh(Topology(rank, size, rank, size, ("host",) * size), grid, model_axes)
+    config, task = Config(parallel=parallel), object()
+    torch.manual_seed(1)
+    model: nn.Module = GPT(SIZES)
+    cut = split_model(config, task, model, mesh)  # type: ignore[arg-type]
+    shard_model(config, task, model, mesh, cut)  # type: ignore[arg-type]
+    optimizer = AdamW(model.parameters(), lr=0.01, foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach().clone()
+    ema = Ema(optimizer, model, 0.5)
+    optimizer.step()
+    optimizer.step()
+    spanned = spanned_parts(mesh, model, optimizer, cut, ema)
+    return RunState(model, optimizer, Progress(step=1), {}, () if spanned else (ema,), spanned)
+
+
+def _save(state: RunState, root: Path) -> Path:
+    rank, hidden = dist.get_rank(), ".step_00000001.here.1.0.tmp"
+    captured = state.capture(Group(rank, dist.get_world_size()), hidden)
+    folder = [root / "step_00000001"]
+    if rank == 0:
+        folder = [write(root, captured)]
+    elif captured.parts:
+        write_own_files(root, captured)
+    dist.barrier()
+    return folder[0]
+
+
+def _wrong(state: RunState, whole: Mapping[str, Tensor]) -> list[str]:
+    """Names of what this rank holds that is not a piece of `whole`."""
+    found = {**model_tensors(state.model), **state_tensors(state.optimizer, state.model)}
+    wrong = []
+    for name, tensor in found.items():
+        where, part = piece(tensor)
+        if not torch.equal(whole[name][box(where, part)], part):
+            wrong.append(name)
+    for name, average in state.parts[2].compared().items():
+        where, _ = piece(state.model.get_parameter(name))
+        if not torch.equal(whole[f"ema/{name}"][box(where, average)], average):
+            wrong.append(f"ema/{name}")
+    return wrong
+
+
+def _whole(state: RunState) -> dict[str, Tensor]:
+    averages = {f"ema/{name}": t for name, t in state.parts[2].tensors().items()}
+    optimizer = state_tensors(state.optimizer, state.model)
+    return {**model_tensors(state.model), **optimizer, **averages}
+
+
+def _scramble(state: RunState) -> None:
+    """Nothing is what it was, but what an optimizer or an average has at all."""
+    with torch.no_grad():
+        for tensor in (*model_tensors(state.model).values(), *state.parts[2].compared().values()):
+            local(tensor).add_(1.0)
+        for tensor in state_tensors(state.optimizer, state.model).values():
+            local(tensor).add_(1.0)
+
+
+def read_by_others(root: Path, layouts: Mapping[str, Degrees]) -> dict[str, list[str]]:
+    """(who saved, who read) -> names of tensors that are not what was saved, on this rank."""
+    whole = {name: tensor.clone() for name, tensor in _whole(_state({})).items()}
+    states = {name: _state(degrees) for name, degrees in layouts.items()}
+    folders = {name: _save(state, root / name) for name, state in states.items()}
+    found = {}
+    for reader, state in states.items():
+        for writer, folder in folders.items():
+            _scramble(state)
+            assert _wrong(state, whole)
+            if state.spanned:
+                state.read_pieces(folder)
+            else:
+                state.load(read(folder))
+            found[f"{writer} -> {reader}"] = _wrong(state, whole)
+    return found

@@ -76,7 +76,7 @@ def run(
 
     The ranks are forked: see warm.py. Those of `start` begin as people start them.
     """
-    command = warm.command(alone=not launcher)
+    command = [warm.python(int(launcher.partition(":")[2] or 1)), *TRAIN[1:]]
     return start(folder, arguments, launcher, env, command).wait(timeout)
 
 

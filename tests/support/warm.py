@@ -1,11 +1,11 @@
-"""Processes that have imported what a rank imports, and fork the ranks of tests.
+"""A python whose ranks start at once: forked from processes that have imported torch already.
 
 Importing torch is most of what a rank of a tiny run does: seconds of a core, for each rank of
-each run. A rank is started here as by `python -m hvdtrain.train`, with the flags, environment,
-folder and open files of the command in its place (warm_rank.py), which passes signals on to it
-and ends as it ends. Other than there, ranks from one parent have one seed of hashes, so that the
-ranks of even and of odd number have two parents; and a rank's own parent is not its launcher.
-What judges starts, processes or the launchers' signals starts them as people do.
+each run. `python(...) -m hvdtrain.train FLAGS` is `python -m hvdtrain.train FLAGS` with the same
+flags, environment, folder and open files; warm_rank.py stands in its place, passes signals on to
+it and ends as it ends. What differs: a rank's parent is not its launcher, its command line is
+another one, and of the ranks of a job those of even number share one seed of hashes, and those of
+odd number another. What judges starts, processes or signals from outside takes sys.executable.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import runpy
 import select
+import shlex
 import shutil
 import signal
 import socket
@@ -25,38 +26,46 @@ import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-_RANK = [sys.executable, "-I", "-S", str(Path(__file__).with_name("warm_rank.py"))]
-_MODULE = "hvdtrain.train"
+_PARENTS = 2
 _PRELOAD = ["hvdtrain.tasks.language_model", "hvdtrain.run.generation", "tests.support.tasks"]
 
 
-def command(alone: bool, more: tuple[str, ...] = ()) -> list[str]:
-    """The command of a rank, whose flags follow.
+def python(ranks: int) -> str:
+    """A command that is to be followed by -m, the name of a module and its flags.
 
     Args:
-        alone: there is no other rank.
-        more: modules to import beside those that every rank does.
+        ranks: of the job.
     """
-    return [*_RANK, ":".join(_parent(number, more)[0] for number in range(1 if alone else 2))]
+    for number in range(min(_PARENTS, ranks)):
+        _parent(number)
+    return str(_folder() / "python")
 
 
 @functools.cache
-def _parent(number: int, more: tuple[str, ...]) -> tuple[str, subprocess.Popen[bytes]]:
-    """Starts one; where it listens. Who comes before it has imported waits."""
-    path = f"{tempfile.mkdtemp(prefix='warm-')}/{number}"
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    rank = Path(__file__).with_name("warm_rank.py")
+    words = [sys.executable, "-I", "-S", str(rank), str(folder), str(_PARENTS)]
+    (folder / "python").write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    (folder / "python").chmod(0o755)
+    return folder
+
+
+@functools.cache
+def _parent(number: int) -> subprocess.Popen[bytes]:
+    """Starts one, which ends with this process. Who comes before it has imported waits."""
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
+        listener.bind(str(_folder() / str(number)))
         listener.listen()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.warm", path, str(listener.fileno()), *more],
-            stdin=subprocess.PIPE,  # closed when this process ends, however it does
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.support.warm", str(listener.fileno()), str(_folder())],
+            stdin=subprocess.PIPE,  # closed with this process, however it ends
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
             start_new_session=True,
             cwd=REPOSITORY,
             env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )
-    return path, process
 
 
 class Parent:
@@ -126,8 +135,8 @@ class Parent:
             connection.close()
 
 
-def _become(connection: socket.socket) -> None:
-    """Takes over what the command in this one's place was started with."""
+def _become(connection: socket.socket) -> list[str]:
+    """Takes over what the command in this one's place was started with; returns its arguments."""
     head, files, _, _ = socket.recv_fds(connection, 16, 3)
     with connection, connection.makefile("rb") as stream:
         request = json.loads(stream.read(int(head)))
@@ -140,25 +149,25 @@ def _become(connection: socket.socket) -> None:
     os.chdir(request["folder"])
     places = filter(None, request["environment"].get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:1] = [request["folder"], *places]
-    sys.argv[1:] = request["arguments"]
     if "PYTHONUNBUFFERED" in os.environ:
         for output in (sys.stdout, sys.stderr):
             output.reconfigure(write_through=True)  # type: ignore[union-attr]
+    return list(request["arguments"])
 
 
-def main(path: str, descriptor: str, *more: str) -> None:
+def main(descriptor: str, folder: str) -> None:
     from hvdtrain.train import _load_run
 
     _load_run()
-    for module in (*_PRELOAD, *more):
+    for module in _PRELOAD:
         importlib.import_module(module)
     connection = Parent(socket.socket(fileno=int(descriptor))).serve()
     if connection is None:
-        shutil.rmtree(Path(path).parent)
+        shutil.rmtree(folder, ignore_errors=True)  # the other one may have done so
         return
-    _become(connection)
-    del sys.modules[_MODULE]
-    runpy.run_module(_MODULE, run_name="__main__", alter_sys=True)
+    _, module, *sys.argv[1:] = _become(connection)
+    sys.modules.pop(module, None)  # runpy warns of it
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""In the place of a rank that warm.py forks: python -I -S warm_rank.py PARENT[:PARENT] [FLAGS].
+"""In the place of a rank that warm.py forks: warm_rank.py FOLDER PARENTS -m MODULE [FLAGS].
 
 Takes no module but the system's, so that it starts at once.
 """
@@ -14,7 +14,7 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 
 
-def main(parents: str, *arguments: str) -> None:
+def main(folder: str, parents: str, *arguments: str) -> None:
     """Ends as the rank does, by the same signal where one ended it."""
     rank, early = 0, []
 
@@ -27,9 +27,8 @@ def main(parents: str, *arguments: str) -> None:
     for number in _PASSED_ON:
         signal.signal(number, pass_on)
     number = next((int(os.environ[name]) for name in _RANKS if name in os.environ), 0)
-    places = parents.split(":")
     with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(places[number % len(places)])
+        connection.connect(f"{folder}/{number % int(parents)}")
         request = {
             "environment": dict(os.environ),
             "folder": os.getcwd(),

@@ -27,11 +27,14 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _PARENTS = 2
-_PRELOAD = ["hvdtrain.tasks.language_model", "hvdtrain.run.generation", "tests.support.tasks"]
+_PRELOAD = [
+    *("docstring_parser", "numpy.random", "hvdtrain.run.generation", "hvdtrain.data.text"),
+    *("hvdtrain.data.packed", "hvdtrain.models.sampling", "tests.support.tasks"),
+]
 
 
 def python(ranks: int) -> str:
-    """A command that is to be followed by -m, the name of a module and its flags.
+    """The path of a command that is to be followed by -m, the name of a module and its flags.
 
     Args:
         ranks: of the job.

@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -106,7 +107,8 @@ class Parent:
     def _fork(self, connection: socket.socket) -> int:
         pid = os.fork()
         if pid:
-            connection.sendall(f"{pid}\n".encode())
+            with suppress(OSError):  # its command was killed: poll() tells so
+                connection.sendall(f"{pid}\n".encode())
             self._ranks[connection.fileno()] = pid, connection
             self._poll.register(connection.fileno(), 0)  # nothing but that its end is closed
             return pid
@@ -130,11 +132,9 @@ class Parent:
             if not ended:
                 continue
             del self._ranks[descriptor]
-            try:
+            with suppress(KeyError, OSError):  # its command was killed, and it for that
                 self._poll.unregister(descriptor)
                 connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
-            except (KeyError, OSError):
-                pass  # its command was killed, and it for that
             connection.close()
 
 

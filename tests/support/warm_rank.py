@@ -16,7 +16,8 @@ _RANKS = ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
 
 def main(folder: str, parents: str, *arguments: str) -> None:
     """Ends as the rank does, by the same signal where one ended it."""
-    rank, early = 0, []
+    rank = 0
+    early: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         if rank:
@@ -24,8 +25,8 @@ def main(folder: str, parents: str, *arguments: str) -> None:
         else:
             early.append(number)
 
-    for number in _PASSED_ON:
-        signal.signal(number, pass_on)
+    for passed_on in _PASSED_ON:
+        signal.signal(passed_on, pass_on)
     number = next((int(os.environ[name]) for name in _RANKS if name in os.environ), 0)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(f"{folder}/{number % int(parents)}")
@@ -39,8 +40,8 @@ def main(folder: str, parents: str, *arguments: str) -> None:
         connection.sendall(content)
         with connection.makefile("r") as answer:
             rank = int(answer.readline())
-            for number in early:
-                os.kill(rank, number)
+            for came in early:
+                os.kill(rank, came)
             code = int(answer.readline() or 70)
     if code < 0:
         if -code in _PASSED_ON:

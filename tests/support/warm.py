@@ -123,7 +123,8 @@ class Parent:
         for descriptor in descriptors:
             if descriptor in self._ranks:
                 os.kill(self._ranks[descriptor][0], signal.SIGKILL)
-                self._poll.unregister(descriptor)
+                with suppress(KeyError):  # it was killed before
+                    self._poll.unregister(descriptor)
 
     def _bury(self) -> None:
         """Tells the commands of ranks that ended how."""

@@ -101,7 +101,6 @@ def test_a_kill_changes_a_bit_of_what_is_learnt_by_length(
     ("flags", "same_curve"),
     [
         ("--exchange.wire float16 --precision.name fp16", True),
-        ("--exchange.wire bfloat16", True),
         ("--exchange.compression topk --exchange.ratio 0.4", False),
     ],
 )

@@ -79,7 +79,8 @@ def test_error_in_one_rank_ends_all_ranks_on_both_hosts(
     assert done.returncode == 1, done
 
 
-@pytest.mark.parametrize("launcher", THREE)
+# What ranks tell each other does not depend on who starts mpirun.
+@pytest.mark.parametrize("launcher", ["gloo", "mpirun"])
 def test_host_without_the_data_is_reported_once_as_wrong_input(
     cluster: Cluster, runs: Path, launcher: str
 ) -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hvdtrain.bench import benchmarks, processes, scaling
 from hvdtrain.bench.elastic import Recovery, recovered
 from hvdtrain.bench.processes import BenchError
 from hvdtrain.bench.report import Figure, Report
 from hvdtrain.bench.turns import median_range
+from hvdtrain.cli import main
+from tests.support import warm
 
 pytestmark = pytest.mark.slow
+Bench = Callable[..., subprocess.CompletedProcess[str]]
 TINY = ["--model.layers=1", "--model.width=16", "--model.context=16", "--batch.global_size=8"]
 
 
@@ -30,10 +36,27 @@ def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture
+def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured processes are forked, see warm.py."""
+    for module in (benchmarks, scaling):
+        monkeypatch.setattr(
+            module, "worker", lambda *given: [warm.python(2), *processes.worker(*given)[1:]]
+        )
+
+
+def _bench_here(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In this process."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["bench", *arguments])
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
 def _figures(
-    action: str, *arguments: str, more: Sequence[str] = ()
+    action: str, *arguments: str, more: Sequence[str] = (), bench: Bench = _bench
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    done = _bench(action, "--steps", "1", *arguments, "--format", "json", "--", *TINY, *more)
+    done = bench(action, "--steps", "1", *arguments, "--format", "json", "--", *TINY, *more)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["benchmark"] == action
@@ -45,23 +68,26 @@ def _figures(
     return report, {figure["name"]: figure for figure in report["figures"]}
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_weights_differ_from_those_of_the_loop_by_hand() -> None:
-    report, figures = _figures("overhead", "--rounds", "2")
+    report, figures = _figures("overhead", "--rounds", "2", bench=_bench_here)
     assert report["bit_identical"] is True
     assert figures["hvdtrain / plain PyTorch loop"]["aim"] == "<= 1.02"
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_a_loss_with_a_weight_is_not_compared(tmp_path: Path) -> None:
     preset = tmp_path / "weighted.yaml"
     preset.write_text("task: tests.support.unusual:Weighted\nbatch: {global_size: 8}\n")
     arguments = ("--preset", str(preset), "--steps", "1", "--rounds", "2", "--format", "json")
-    done = _bench("overhead", *arguments)
+    done = _bench_here("overhead", *arguments)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["bit_identical"] is True
 
 
+@pytest.mark.usefixtures("warm_workers")
 def test_a_contender_of_scaling_is_missing() -> None:
-    _, figures = _figures("scaling", "--rounds", "1")
+    _, figures = _figures("scaling", "--rounds", "1", bench=_bench_here)
     for name in ("2 ranks, horovodrun --gloo", "2 ranks, mpirun"):
         assert figures[f"{name}: efficiency"]["aim"] == ">= 90"
         assert figures[f"{name} / torch DDP"]["aim"] == ">= 1"

@@ -25,7 +25,7 @@ FLAGS = [
     *("--eval.every", "10", "--eval.batches", "2"),
 ]
 # 4 micro-batches a step: three ranks have 2, 1, 1.
-LAUNCHERS = ["mpirun:2", "mpirun:3", "mpirun:4", "gloo:2"]
+LAUNCHERS = ["mpirun:3", "mpirun:4", "gloo:2"]
 
 
 @pytest.fixture(scope="module", autouse=True)

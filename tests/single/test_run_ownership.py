@@ -45,7 +45,7 @@ class Runs:
         poll(lambda: steps() >= target, timeout, f"step {target}: {job.output()}")
 
     def process(self, job: Job) -> psutil.Process:
-        return psutil.Process(job._process.pid)
+        return psutil.Process(job.pid)
 
     def content(self) -> dict[str, bytes]:
         files = (path for path in self.run.rglob("*") if path.is_file())

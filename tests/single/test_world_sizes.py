@@ -15,7 +15,7 @@ from tests.support.job import Finished
 from tests.support.runs import TINY, losses, metrics, run, start, train, weights
 from tests.support.tasks import INJECTED
 
-STEPS, HALF = 100, 50
+STEPS, HALF = 60, 30
 # 4 micro-batches a step: two ranks have two each, three have 2, 1, 1. Four, with one each, and
 # sixteen, of which some have none: tests/cluster (test_faults.py, test_sixteen_ranks.py).
 CURVE = ["--train.steps", str(STEPS), "--checkpoint.every", str(HALF)]
@@ -55,7 +55,7 @@ def test_the_curve_depends_on_the_launcher_or_the_number_of_ranks(
 
 def test_the_model_learns_nothing_or_dropout_does_nothing(root: Path) -> None:
     without = train(root, "without", CURVE)
-    assert losses(without)[-1] < 0.75 * losses(without)[0]
+    assert losses(without)[-1] < 0.8 * losses(without)[0]
     assert losses(without) != pytest.approx(losses(root / "alone"), rel=1e-4)
 
 

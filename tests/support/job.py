@@ -55,6 +55,10 @@ class Job:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def output(self) -> str:
         """All that was written so far, standard output first."""
         return _read(self._stdout) + _read(self._stderr)

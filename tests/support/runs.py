@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.launch.commands import horovodrun, mpirun
+from tests.support import warm
 from tests.support.job import Finished, Job
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -71,8 +72,12 @@ def run(
     env: Mapping[str, str] | None = None,
     timeout: float = 120,
 ) -> Finished:
-    """Runs to the end; AssertionError with the output after `timeout` seconds."""
-    return start(folder, arguments, launcher, env).wait(timeout)
+    """Runs to the end; AssertionError with the output after `timeout` seconds.
+
+    The ranks are forked: see warm.py. Those of `start` begin as people start them.
+    """
+    command = [warm.python(int(launcher.partition(":")[2] or 1)), *TRAIN[1:]]
+    return start(folder, arguments, launcher, env, command).wait(timeout)
 
 
 def train(

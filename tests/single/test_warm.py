@@ -1,0 +1,50 @@
+"""The ranks of tests that are forked end and are ended like processes that were started."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support import warm
+from tests.support.job import Job, poll
+from tests.support.runs import environment
+
+WAITING = "rank: "
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    command = [warm.python(1), "-m", "tests.support.waiting", "a flag", "-5"]
+    job = Job([], command, environment({"HVDTRAIN_TEST_WORD": "given"}), tmp_path / "job")
+    yield job
+    job.kill()
+
+
+def _rank(job: Job) -> psutil.Process:
+    job.wait_for(WAITING, 60)
+    return psutil.Process(int(job.output().rpartition(WAITING)[2]))
+
+
+def test_flags_environment_or_exit_code_are_others(job: Job) -> None:
+    _rank(job)
+    os.kill(job.pid, signal.SIGUSR1)
+    done = job.wait(30)
+    assert done.returncode == 7
+    assert done.stdout.splitlines()[0] == f"['a flag', '-5'] given {os.getcwd()}"
+
+
+def test_a_rank_that_a_signal_ended_seems_to_have_ended_by_itself(job: Job) -> None:
+    _rank(job).kill()
+    assert job.wait(30).returncode == -signal.SIGKILL
+
+
+def test_a_killed_rank_trains_on(job: Job) -> None:
+    rank = _rank(job)
+    os.kill(job.pid, signal.SIGKILL)
+    assert job.wait(30).returncode == -signal.SIGKILL
+    poll(lambda: not rank.is_running(), 30, "the end of the rank")

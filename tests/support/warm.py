@@ -1,0 +1,178 @@
+"""A python whose ranks start at once: forked from processes that have imported torch already.
+
+Importing torch is most of what a rank of a tiny run does: seconds of a core, for each rank of
+each run. `python(...) -m hvdtrain.train FLAGS` is `python -m hvdtrain.train FLAGS` with the same
+flags, environment, folder and open files; warm_rank.py stands in its place, passes signals on to
+it and ends as it ends. What differs: a rank's parent is not its launcher, its command line is
+another one, and of the ranks of a job those of even number share one seed of hashes, and those of
+odd number another. What judges starts, processes or signals from outside takes sys.executable.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import runpy
+import select
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_PARENTS = 2
+_PRELOAD = [
+    *("docstring_parser", "numpy.random", "hvdtrain.run.generation", "hvdtrain.data.text"),
+    *("hvdtrain.data.packed", "hvdtrain.models.sampling", "tests.support.tasks"),
+]
+
+
+def python(ranks: int) -> str:
+    """The path of a command that is to be followed by -m, the name of a module and its flags.
+
+    Args:
+        ranks: of the job.
+    """
+    for number in range(min(_PARENTS, ranks)):
+        _parent(number)
+    return str(_folder() / "python")
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    rank = Path(__file__).with_name("warm_rank.py")
+    words = [sys.executable, "-I", "-S", str(rank), str(folder), str(_PARENTS)]
+    (folder / "python").write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    (folder / "python").chmod(0o755)
+    return folder
+
+
+@functools.cache
+def _parent(number: int) -> subprocess.Popen[bytes]:
+    """Starts one, which ends with this process. Who comes before it has imported waits."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(_folder() / str(number)))
+        listener.listen()
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.support.warm", str(listener.fileno()), str(_folder())],
+            stdin=subprocess.PIPE,  # closed with this process, however it ends
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+            start_new_session=True,
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        )
+
+
+class Parent:
+    """Forks a rank for each who connects; kills it when they go."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._ranks: dict[int, tuple[int, socket.socket]] = {}  # by connection: its rank
+        self._poll = select.poll()
+        for descriptor in (0, listener.fileno()):
+            self._poll.register(descriptor, select.POLLIN)
+        signals, signalled = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._signals = signals
+        self._poll.register(signals, select.POLLIN)
+        signal.set_wakeup_fd(signalled)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def serve(self) -> socket.socket | None:
+        """None when standard input is closed; in a rank, once for each, its connection."""
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor == 0:
+                    self._kill(*self._ranks)
+                    return None
+                if descriptor == self._signals:
+                    os.read(descriptor, 512)
+                    self._bury()
+                elif descriptor == self._listener.fileno():
+                    connection, _ = self._listener.accept()
+                    if self._fork(connection) == 0:
+                        return connection
+                else:
+                    self._kill(descriptor)
+
+    def _fork(self, connection: socket.socket) -> int:
+        pid = os.fork()
+        if pid:
+            with suppress(OSError):  # its command was killed: poll() tells so
+                connection.sendall(f"{pid}\n".encode())
+            self._ranks[connection.fileno()] = pid, connection
+            self._poll.register(connection.fileno(), 0)  # nothing but that its end is closed
+            return pid
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._listener.close()
+        for _, other in self._ranks.values():
+            other.close()
+        return 0
+
+    def _kill(self, *descriptors: int) -> None:
+        for descriptor in descriptors:
+            if descriptor in self._ranks:
+                os.kill(self._ranks[descriptor][0], signal.SIGKILL)
+                with suppress(KeyError):  # it was killed before
+                    self._poll.unregister(descriptor)
+
+    def _bury(self) -> None:
+        """Tells the commands of ranks that ended how."""
+        for descriptor, (pid, connection) in list(self._ranks.items()):
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended:
+                continue
+            del self._ranks[descriptor]
+            with suppress(KeyError, OSError):  # its command was killed, and it for that
+                self._poll.unregister(descriptor)
+                connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+            connection.close()
+
+
+def _become(connection: socket.socket) -> list[str]:
+    """Takes over what the command in this one's place was started with; returns its arguments."""
+    head, files, _, _ = socket.recv_fds(connection, 16, 3)
+    with connection, connection.makefile("rb") as stream:
+        request = json.loads(stream.read(int(head)))
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    os.setsid()
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    places = filter(None, request["environment"].get("PYTHONPATH", "").split(os.pathsep))
+    sys.path[:1] = [request["folder"], *places]
+    if "PYTHONUNBUFFERED" in os.environ:
+        for output in (sys.stdout, sys.stderr):
+            output.reconfigure(write_through=True)  # type: ignore[union-attr]
+    return list(request["arguments"])
+
+
+def main(descriptor: str, folder: str) -> None:
+    from hvdtrain.train import _load_run
+
+    _load_run()
+    for module in _PRELOAD:
+        importlib.import_module(module)
+    connection = Parent(socket.socket(fileno=int(descriptor))).serve()
+    if connection is None:
+        shutil.rmtree(folder, ignore_errors=True)  # the other one may have done so
+        return
+    _, module, *sys.argv[1:] = _become(connection)
+    sys.modules.pop(module, None)  # runpy warns of it
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -12,9 +12,6 @@ HELP = "find what would fail on these hosts before a run does, or why a run fail
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", type=Path, nargs="?", metavar="RUN", help="folder of a run: why did it fail?"
-    )
     source = parser.add_mutually_exclusive_group()
     source.add_argument(
         "--hosts", metavar="LIST", help="such as node1:8,node2:8 (default: this host alone)"
@@ -26,10 +23,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument(
-        "training",
-        nargs=argparse.REMAINDER,
-        metavar="-- --key value",
-        help="keys of the configuration: its run.root and its data are looked at",
+        "words",
+        nargs="*",
+        metavar="RUN | -- --key value",
+        help="the folder of a run: why did it fail, or is slow? Or keys of the configuration, "
+        "whose run.root and data are looked at",
     )
     parser.usage = (
         f"{parser.prog} [--hosts LIST | --hostfile FILE | --slurm] [--np N] [--format json] "
@@ -45,16 +43,15 @@ def _positive(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.run is not None and str(args.run) == "--":  # argparse takes it for RUN
-        args.run = None
-    if args.run is not None:
-        if args.hosts or args.hostfile or args.slurm or args.np or args.training:
-            raise UserError(
-                f"{args.run} is a run that has ended: --hosts, --np and keys belong to a doctor "
-                "of hosts, without RUN"
-            )
-        return _examine_run(args.run, args.format)
-    return _examine_hosts(args)
+    if not args.words or args.words[0].startswith("-"):
+        return _examine_hosts(args)
+    folder, *more = args.words
+    if more or args.hosts or args.hostfile or args.slurm or args.np:
+        raise UserError(
+            f"{folder} is taken for the folder of a run, which is read alone: --hosts, --np and "
+            "keys belong to a doctor of hosts, and keys stand after `--`"
+        )
+    return _examine_run(Path(folder), args.format)
 
 
 def _examine_hosts(args: argparse.Namespace) -> int:
@@ -66,15 +63,12 @@ def _examine_hosts(args: argparse.Namespace) -> int:
     from hvdtrain.doctor.finding import failed
     from hvdtrain.launch.hostfile import read_hosts, total_slots
 
-    flags = args.training[1:] if args.training[:1] == ["--"] else args.training
-    root = parse(flags).config.run.root
+    root = parse(args.words).config.run.root
     named = args.hosts or args.hostfile or args.slurm
     hosts = read_hosts(args.hosts, args.hostfile, args.slurm) if named else []
     if args.np and hosts and total_slots(hosts) < args.np:
         raise UserError(f"--np {args.np}, but the hosts have {total_slots(hosts)} slots together")
-    found = examine(
-        Request(hosts, args.np or 0, root, flags or None, notice=_notice)
-    )
+    found = examine(Request(hosts, args.np or 0, root, args.words or None, notice=_notice))
     if args.format == "json":
         print(report.examination_json(found))
     else:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.doctor import collectives, here, hosts, network, speed
+from hvdtrain.doctor import collectives, here, hosts, interfaces, network, pairs, speed
 from hvdtrain.doctor.finding import ERROR, WARNING, Finding
 from hvdtrain.doctor.here import Facts, Need
 from hvdtrain.doctor.session import Session, SilentError, together
@@ -163,7 +163,7 @@ def _compare(
 ) -> None:
     found.findings += hosts.compare(facts, own)
     found.findings += hosts.compare_names(facts)
-    found.findings += network.check_interfaces(facts)
+    found.findings += interfaces.check_interfaces(facts)
     found.measured["interfaces"] = {name: theirs["chosen"] for name, theirs in facts.items()}
     if len(sessions) > 1:
         offsets = together(sessions.values(), _clock)
@@ -206,7 +206,11 @@ def _locks(sessions: Sequence[Session], root: str) -> list[Finding]:
         path.unlink(missing_ok=True)
         if made:
             folder.rmdir()
-    return [_lock_finding(host, state, str(folder)) for host, state in seen.items() if state != "refused"]
+    return [
+        _lock_finding(host, state, str(folder))
+        for host, state in seen.items()
+        if state != "refused"
+    ]
 
 
 def _lock_finding(host: str, state: str, folder: str) -> Finding:
@@ -233,9 +237,9 @@ def _lock_finding(host: str, state: str, folder: str) -> Finding:
 def _examine_links(
     found: Examination, sessions: dict[str, Session], facts: dict[str, Facts], slots: dict[str, int]
 ) -> None:
-    peers = network.open_listeners(sessions.values(), facts, slots)
-    links = network.examine_links(peers)
-    network.measure_slow_again(peers, links)
+    peers = pairs.open_listeners(sessions.values(), facts, slots)
+    links = pairs.examine_links(peers)
+    pairs.measure_again(peers, links, network.slow(links, peers))
     found.findings += network.check_links(links, peers)
     found.measured["links"] = [
         {"from": a, "to": b, **asdict(link)} for (a, b), link in links.items()

@@ -64,7 +64,7 @@ class Session:
         self.name, self.here = name, here
         self.login = Login()
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._said = tempfile.TemporaryFile()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the agent
         argv = _AGENT if here else ["ssh", *SSH_OPTIONS, name, _remote_command()]
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._said, text=True
@@ -165,8 +165,6 @@ def together(sessions: Iterable[Session], do: Callable[[Session], T]) -> dict[st
     for thread in threads:
         thread.join()  # each question has a limit of its own
     return found
-
-
 
 
 def _remote_command() -> str:

@@ -37,16 +37,16 @@ CAUSES = (
         r"CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
         "the memory of a GPU is not enough",
         "no step of this size fits",
-        "--memory.checkpoint_activations blocks, or --memory.offload_activations true, or a smaller "
-        "--batch.micro_size (the curve stays), or --memory.fit true",
+        "--memory.checkpoint_activations blocks, or --memory.offload_activations true, or a "
+        "smaller --batch.micro_size (the curve stays), or --memory.fit true",
     ),
     Cause(
         "memory",
         r"DefaultCPUAllocator|MemoryError|Cannot allocate memory|worker .*killed by signal: Killed",
         "the memory of a host is not enough",
         "the kernel or the allocator ends a rank",
-        "--memory.checkpoint_activations blocks, or a smaller --batch.micro_size (the curve stays), "
-        "or fewer loader.workers, or fewer slots on that host",
+        "--memory.checkpoint_activations blocks, or a smaller --batch.micro_size (the curve "
+        "stays), or fewer loader.workers, or fewer slots on that host",
     ),
     Cause(
         "gpu",

@@ -19,8 +19,8 @@ from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.launch.discovery import is_this_host
 from hvdtrain.launch.hostfile import Host, first_slots
 
-NETWORK, ALONE, SUMS = "network", "alone", "all-reduce"
-STAGES = (NETWORK, ALONE, SUMS)
+LIBRARIES, NETWORK, ALONE, SUMS = "libraries", "network", "alone", "all-reduce"
+STAGES = (LIBRARIES, NETWORK, ALONE, SUMS)
 _FACTS_SECONDS, _LIBRARIES_SECONDS, _FOLDER_SECONDS, _DATA_SECONDS = 30.0, 45.0, 30.0, 70.0
 _CLOCK_TRIES = 5
 
@@ -148,7 +148,9 @@ def _ask_facts(
     def ask(session: Session) -> Facts:
         facts = session.ask("facts", _FACTS_SECONDS, hosts=others)
         facts["disk"] = session.ask("folder", _FOLDER_SECONDS, path=root)
-        return dict(facts) | {"libraries": session.ask("libraries", _LIBRARIES_SECONDS)}
+        wanted = LIBRARIES in request.stages
+        libraries = session.ask("libraries", _LIBRARIES_SECONDS) if wanted else {}
+        return dict(facts) | {"libraries": libraries}
 
     found = together(sessions.values(), ask)
     return {name: found[name] for name in sessions if name in found}

@@ -12,7 +12,6 @@ from hvdtrain.doctor.finding import WARNING, Finding
 from hvdtrain.doctor.here import Facts
 from hvdtrain.doctor.session import Login
 
-_SLOW_LOGIN_SECONDS = 6.0
 _CLOCK_SECONDS = 1.0
 _NEEDS_SSH = "launchers start ranks over ssh, and nobody answers a question there"
 
@@ -87,15 +86,6 @@ def check_login(host: str, login: Login) -> Iterable[Finding]:
         )
     elif login.said:
         yield _silent(host, login.said)
-    elif login.seconds > _SLOW_LOGIN_SECONDS:
-        yield Finding(
-            "slow login",
-            host,
-            f"a login took {login.seconds:.0f} s",
-            "every start and restart of the run waits for it",
-            "UseDNS no and GSSAPIAuthentication no in its sshd_config; look at its ~/.bashrc",
-            WARNING,
-        )
     yield from _python(host, login)
 
 

@@ -25,7 +25,7 @@ def check_interfaces(facts: Mapping[str, Facts]) -> list[Finding]:
 
 def _repeated(facts: Mapping[str, Facts]) -> list[Finding]:
     """One address on several hosts, as Docker's bridge has it: MPI takes them for one network."""
-    if os.environ.get("OMPI_MCA_btl_tcp_if_include"):
+    if os.environ.get("OMPI_MCA_btl_tcp_if_include"):  # noqa: SIM112
         return []
     holders: dict[tuple[str, str], list[str]] = {}
     for host, theirs in facts.items():

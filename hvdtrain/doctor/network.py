@@ -90,8 +90,8 @@ def _packets(links: Links, peers: Mapping[str, Peer]) -> list[Finding]:
                 Finding(
                     "mtu",
                     f"{a} -> {b}",
-                    f"a packet of {mtus.get(a, 1500)} bytes, the MTU of {interface} there, vanishes "
-                    "on the way; small ones arrive",
+                    f"a packet of {mtus.get(a, 1500)} bytes, the MTU of {interface} there, "
+                    "vanishes on the way; small ones arrive",
                     "the run starts and then hangs in its first large all-reduce",
                     f"ip link set {interface} mtu 1400   # on both; or the larger MTU in the "
                     "switches between them",

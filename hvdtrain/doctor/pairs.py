@@ -79,7 +79,7 @@ def _ranges(facts: Facts, slots: int) -> dict[str, list[int]]:
         return found  # it only launches
     if facts["mpi"] is not None:
         # Open MPI takes the first that is free from here on.
-        first = int(os.environ.get("OMPI_MCA_btl_tcp_port_min_v4", "1024"))
+        first = int(os.environ.get("OMPI_MCA_btl_tcp_port_min_v4", "1024"))  # noqa: SIM112
         found[MPI] = [first, first + 199, _MPI_SAMPLES]
     metrics = TelemetryConfig().port
     found[METRICS] = [metrics, metrics + max(9, slots - 1), 1]

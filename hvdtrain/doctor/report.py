@@ -68,8 +68,8 @@ def notes(found: Examination) -> Iterator[str]:
     for one in found.measured.get("all_reduce", ()):
         allowed = f"; the network takes {one['allowed'] * 1e3:.0f}" if one["allowed"] else ""
         yield (
-            f"all-reduce of {one['bytes'] >> 20} MiB over {one['controller']}, {one['ranks']} ranks "
-            f"({one['hosts'] or 'here'}): {one['seconds'] * 1e3:.0f} ms{allowed}"
+            f"all-reduce of {one['bytes'] >> 20} MiB over {one['controller']}, {one['ranks']} "
+            f"ranks ({one['hosts'] or 'here'}): {one['seconds'] * 1e3:.0f} ms{allowed}"
         )
     yield from found.left_out
     yield f"{found.seconds:.0f} s"

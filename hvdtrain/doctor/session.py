@@ -35,14 +35,12 @@ class Login:
     """How the first word with a host went.
 
     Args:
-        seconds: until its agent spoke.
         python: what `python` is there for a command over ssh; "" where it is nothing.
         folder: this working folder is there.
         interpreter: this very Python is there, under the same path.
         said: the last lines of ssh or Python, where no agent spoke.
     """
 
-    seconds: float = 0.0
     python: str = ""
     folder: bool = True
     interpreter: bool = True
@@ -74,16 +72,15 @@ class Session:
 
     def start(self) -> bool:
         """Waits until the agent speaks; `login` says why it does not."""
-        began = time.monotonic()
+        deadline = time.monotonic() + LOGIN_SECONDS
         try:
             while True:
-                word = self._next(began + LOGIN_SECONDS - time.monotonic())
+                word = self._next(deadline - time.monotonic())
                 if word.startswith("{"):
                     break
                 self._note(word)
         except SilentError as error:
             self.login.said = self._last_lines() or [str(error)]
-        self.login.seconds = time.monotonic() - began
         return not self.login.said
 
     def ask(self, do: str, seconds: float, **arguments: Any) -> Any:

@@ -58,8 +58,8 @@ def check(speeds: Speeds) -> list[Finding]:
                 host,
                 f"{what}: {speeds[host][what] / scale:.3g} {unit}, {part:.0%} of the median host",
                 "every step waits for the slowest host",
-                f"{look} | head -20   # on {host}: other programs, quotas, clocks; or leave it out, "
-                "or --batch.deal speed gives it fewer micro-batches",
+                f"{look} | head -20   # on {host}: other programs, quotas, clocks; or leave it "
+                "out, or --batch.deal speed gives it fewer micro-batches",
                 WARNING,
             )
         )

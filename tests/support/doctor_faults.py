@@ -1,4 +1,4 @@
-"""Faults of a host, and of the way to it, that tests of the doctor make: one more is an entry here."""
+"""Faults of a host, and of the way to it, that tests of the doctor make: one more is an entry."""
 
 from __future__ import annotations
 

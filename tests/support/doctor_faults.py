@@ -101,8 +101,8 @@ OF_A_HOST = {
     ),
     "another version": Fault(
         "versions",
-        "sed 's/^__version__ = .*/__version__ = \"0.0.7\"/' {package}/__init__.py > /tmp/init.py && "
-        "mount --bind /tmp/init.py {package}/__init__.py",
+        "sed 's/^__version__ = .*/__version__ = \"0.0.7\"/' {package}/__init__.py > /tmp/init.py "
+        "&& mount --bind /tmp/init.py {package}/__init__.py",
         "hvdtrain 0.0.7", "umount -l {package}/__init__.py",
     ),
     "other source files": Fault(

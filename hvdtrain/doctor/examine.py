@@ -91,6 +91,8 @@ def examine(request: Request) -> Examination:
             speeds = speed.measure({n: asked[n] for n in asked if n in slots or not slots})
             found.measured["speeds"] = speeds
             found.findings += speed.check(speeds)
+        for name, session in sessions.items():
+            found.findings += hosts.check_answers(name, session.failures)
     if SUMS in request.stages:
         _examine_sums(found, facts[own], usable, ranks, request)
     found.seconds = time.monotonic() - began

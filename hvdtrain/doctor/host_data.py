@@ -32,13 +32,14 @@ def main(argv: list[str]) -> int:
     from hvdtrain.config import parse
     from hvdtrain.errors import UserError
     from hvdtrain.run.data import build_data
+    from hvdtrain.run.length import dataset_size
 
     try:
-        _, datasets = build_data(parse(argv))
+        datasets = build_data(parse(argv))[1]
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    found = {"samples": len(datasets.train), "fingerprint": datasets.fingerprint}
+    found = {"samples": dataset_size(datasets), "fingerprint": datasets.fingerprint}
     print(_MARK + json.dumps(found), flush=True)
     return 0
 

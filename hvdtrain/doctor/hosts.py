@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from hvdtrain.doctor.finding import WARNING, Finding
@@ -117,6 +117,18 @@ def _python(host: str, login: Login) -> Iterable[Finding]:
             "`horovodrun ... python -m hvdtrain.train` starts another Python there",
             f"export PATH={folder}:$PATH   # first line of ~/.bashrc on {host}, before its "
             "test of an interactive shell, and nothing after it that puts another one in front",
+        )
+
+
+def check_answers(host: str, failures: Sequence[str]) -> Iterable[Finding]:
+    """Questions that a host did not answer: what they would have shown is not known."""
+    if failures:
+        yield Finding(
+            "agent",
+            host,
+            f"it did not answer the doctor ({'; '.join(failures)})",
+            "what would have been found is not known; the host may be overloaded",
+            f"ssh {host} uptime; then the doctor again",
         )
 
 

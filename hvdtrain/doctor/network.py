@@ -28,6 +28,7 @@ def _closed(
 ) -> Finding:
     first, last = other.ranges[name]
     how = statistics.mode(problems.values())
+    tried = len(other.ports.get(name, ())) + (name == RANKS)
     source = own.facts["interfaces"].get(own.facts["chosen"], {}).get("addresses", ["ADDRESS"])[0]
     why = {
         RANKS: "launchers and ranks listen on ports of this range that the kernel picks: the run "
@@ -40,7 +41,7 @@ def _closed(
     return Finding(
         "ports",
         f"{ends[0]} -> {ends[1]}",
-        f"tcp ports of {first}-{last} ({name}): {len(problems)} of {len(other.ports[name])} tried "
+        f"tcp ports of {first}-{last} ({name}): {len(problems)} of {tried} tried "
         f"ones, such as {min(problems)}, cannot be reached ({how}), though a listener is there",
         why[name],
         _opening(other.facts["firewalls"], source, ends[1]),

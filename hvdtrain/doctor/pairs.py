@@ -105,8 +105,8 @@ def examine_links(peers: Mapping[str, Peer]) -> Links:
         both = [*pairs, *((b, a) for a, b in pairs)]
         links |= _at_once(peers, both, _reach)
         # One direction at a time: both together would share a host's processor, if not its link.
-        for direction in (both[: len(pairs)], both[len(pairs) :]):
-            _measure(peers, direction, links)
+        for direction in (pairs, both[len(pairs) :]):
+            _measure(peers, [e for e in direction if RANKS not in links[e].problems], links)
     return links
 
 
@@ -132,12 +132,14 @@ def _at_once(peers: Mapping[str, Peer], pairs: Sequence[tuple[str, str]], do: An
 
 
 def _reach(own: Peer, other: Peer) -> Link:
-    ports = [port for group in other.ports.values() for port in group]
-    ports += [other.stream]
+    groups = dict(other.ports)
+    # The kernel picked that one too.
+    groups[RANKS] = [*groups.get(RANKS, ()), other.stream]
+    ports = [port for group in groups.values() for port in group]
     answer = own.session.ask("reach", _SECONDS, address=_address(own, other), ports=ports)
     problems = {
         name: {port: answer[str(port)] for port in group if answer[str(port)]}
-        for name, group in other.ports.items()
+        for name, group in groups.items()
     }
     return Link({name: found for name, found in problems.items() if found})
 

@@ -56,11 +56,13 @@ class Session:
 
     Attributes:
         login: how it began.
+        failures: questions that were not answered, and why: what was asked is not known then.
     """
 
     def __init__(self, name: str, here: bool) -> None:
         self.name, self.here = name, here
         self.login = Login()
+        self.failures: list[str] = []
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the agent
         argv = _AGENT if here else ["ssh", *SSH_OPTIONS, name, _remote_command()]
@@ -83,12 +85,22 @@ class Session:
             self.login.said = self._last_lines() or [str(error)]
         return not self.login.said
 
-    def ask(self, do: str, seconds: float, **arguments: Any) -> Any:
+    def ask(self, do: str, limit: float, **arguments: Any) -> Any:
         """What the agent answers; see agent.py.
 
+        Args:
+            limit: seconds.
+
         Raises:
-            SilentError: it does not within `seconds`, or says that it cannot.
+            SilentError: it does not within `limit`, or says that it cannot.
         """
+        try:
+            return self._ask(do, limit, arguments)
+        except SilentError as error:
+            self.failures.append(f"{do}: {error}")
+            raise
+
+    def _ask(self, do: str, limit: float, arguments: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
@@ -96,7 +108,7 @@ class Session:
         except OSError as error:
             raise SilentError(f"its agent ended: {self._last_line() or error}") from None
         try:
-            said = json.loads(self._next(seconds))
+            said = json.loads(self._next(limit))
         except SilentError:
             self.close()  # what it answers later would be taken for the next answer
             raise
@@ -149,18 +161,29 @@ class Session:
 
 
 def together(sessions: Iterable[Session], do: Callable[[Session], T]) -> dict[str, T]:
-    """Does something with all hosts at once; those that fall silent are not in the result."""
+    """Does something with all hosts at once; those that fall silent are not in the result.
+
+    Raises:
+        Exception: the first that `do` raised, but SilentError, which the session keeps.
+    """
     found: dict[str, T] = {}
+    errors: list[Exception] = []
 
     def one(session: Session) -> None:
-        with suppress(SilentError):
+        try:
             found[session.name] = do(session)
+        except SilentError:
+            pass
+        except Exception as error:
+            errors.append(error)
 
     threads = [threading.Thread(target=one, args=(session,), daemon=True) for session in sessions]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()  # each question has a limit of its own
+    if errors:
+        raise errors[0]
     return found
 
 

@@ -35,7 +35,7 @@ def slow(speeds: Speeds) -> dict[tuple[str, str], float]:
 
     The higher of two in the middle: of two hosts the slower one is compared with the other.
     """
-    found = {}
+    found: dict[tuple[str, str], float] = {}
     for what in sorted({name for theirs in speeds.values() for name in theirs}):
         known = {host: theirs[what] for host, theirs in speeds.items() if what in theirs}
         usual = statistics.median_high(known.values())

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hvdtrain.doctor.finding import WARNING, Finding
 from hvdtrain.doctor.here import Need
 from hvdtrain.doctor.pairs import rounds
 from hvdtrain.doctor.report import show
+from hvdtrain.doctor.session import Session, together
 from hvdtrain.launch.hostfile import parse_hosts
 
 LIBRARIES = {"built": {"mpi": True, "gloo": True}, "cuda": None, "gpus": 0, "warning": ""}
@@ -104,6 +106,29 @@ def test_a_file_system_without_locks_looks_like_one_with_them(
     found = host_files.folder(str(tmp_path / "new" / "runs"))
     assert not found["locks"] and not found["failed"]
     assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
+
+
+def test_a_host_that_falls_silent_looks_like_a_healthy_one() -> None:
+    session = Session("node2", here=True)
+    try:
+        assert session.start() and abs(session.ask("clock", 20) - time.time()) < 20
+        assert list(hosts.check_answers("node2", session.failures)) == []
+        assert together([session], lambda one: one.ask("reach", 20, address="", port=[])) == {}
+        session.close()
+        assert together([session], lambda one: one.ask("clock", 20)) == {}
+    finally:
+        session.close()
+    (finding,) = hosts.check_answers("node2", session.failures)
+    assert "reach: TypeError" in finding.what and "clock: " in finding.what
+
+
+def test_a_defect_of_the_doctor_looks_like_a_healthy_host() -> None:
+    session = Session("node2", here=True)
+    try:
+        with pytest.raises(ZeroDivisionError):
+            together([session], lambda one: 1 / 0)
+    finally:
+        session.close()
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 16])

@@ -31,8 +31,11 @@ _PACKAGES = ("torch", "horovod", "numpy", "mpi4py")
 _FIREWALLS = ("firewall-cmd", "ufw", "nft", "iptables")
 _GPU_FIELDS = (
     "name,driver_version,ecc.errors.uncorrected.volatile.total,"
-    "clocks_throttle_reasons.hw_slowdown,clocks_throttle_reasons.hw_thermal_slowdown,"
     "pcie.link.width.current,pcie.link.width.max"
+)
+# Drivers that know these by another name only do without.
+_GPU_CLOCK_FIELDS = (
+    "clocks_throttle_reasons.hw_slowdown,clocks_throttle_reasons.hw_thermal_slowdown"
 )
 _LIBRARIES = """\
 import json
@@ -117,8 +120,7 @@ def _interfaces() -> dict[str, Any]:
         name: {
             "addresses": addresses,
             "mtu": state[name].mtu,
-            # Of a board; of a virtual one the figure means nothing.
-            "mbit": state[name].speed if Path(f"/sys/class/net/{name}/device").exists() else 0,
+            "mbit": state[name].speed,  # 0: not known
         }
         for name, addresses in addresses_by_interface().items()
         if not all(address.startswith("127.") for address in addresses)
@@ -196,13 +198,16 @@ def _gpus() -> list[dict[str, str]]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    command = [tool, f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return [{"failed": "nvidia-smi does not answer"}]
-    if done.returncode != 0:
-        said = (done.stdout + done.stderr).strip().splitlines()
-        return [{"failed": said[-1] if said else f"exit code {done.returncode}"}]
-    rows = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
-    return [dict(zip(_GPU_FIELDS.split(","), row, strict=False)) for row in rows]
+    said = "nvidia-smi does not answer"
+    for fields in (f"{_GPU_FIELDS},{_GPU_CLOCK_FIELDS}", _GPU_FIELDS):
+        command = [tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            break
+        if done.returncode == 0:
+            rows = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
+            return [dict(zip(fields.split(","), row, strict=False)) for row in rows]
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        said = lines[-1] if lines else f"exit code {done.returncode}"
+    return [{"failed": said}]

@@ -89,7 +89,7 @@ OF_A_HOST = {
     "a GPU with errors": Fault(
         "gpu",
         "mkdir -p /tmp/gpu && printf '%s\\n' '#!/bin/sh' "
-        "'echo NVIDIA H200, 570.1, 3, Not Active, Not Active, 16, 16' > /tmp/gpu/nvidia-smi && "
+        "'echo NVIDIA H200, 570.1, 3, 16, 16, Not Active, Not Active' > /tmp/gpu/nvidia-smi && "
         "chmod +x /tmp/gpu/nvidia-smi && " + BASHRC.format(line="export PATH=$PATH:/tmp/gpu"),
         "3 memory errors", "umount -l ~/.bashrc", where="node2, GPU 0",
     ),

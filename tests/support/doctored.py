@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +37,14 @@ class Examined:
         flags: tuple[str, ...] = (),
         env: dict[str, str] | None = None,
         cwd: Path = REPOSITORY,
-        cores: str = "",
+        prefix: Sequence[str] = (),
     ) -> Findings:
         """What it finds with these stages.
 
         Args:
-            cores: those that it is bound to; "": all.
+            prefix: a command that starts it in another way.
         """
-        bound = ["taskset", "-c", cores] if cores else []
-        module = [*bound, "python", "-m", "tests.support.doctored", ",".join(stages) or "none"]
+        module = [*prefix, "python", "-m", "tests.support.doctored", ",".join(stages) or "none"]
         variables = {"PYTHONPATH": str(REPOSITORY), **(env or {})}
         argv = [*module, hosts, str(self.root), *flags]
         done = self.cluster.run("node1", argv, variables, cwd, timeout=100)

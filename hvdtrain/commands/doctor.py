@@ -68,7 +68,10 @@ def _examine_hosts(args: argparse.Namespace) -> int:
     hosts = read_hosts(args.hosts, args.hostfile, args.slurm) if named else []
     if args.np and hosts and total_slots(hosts) < args.np:
         raise UserError(f"--np {args.np}, but the hosts have {total_slots(hosts)} slots together")
-    found = examine(Request(hosts, args.np or 0, root, args.words or None, notice=_notice))
+    # Reading it takes a while, and only some keys say which data that is.
+    data = any(word.startswith("--") and not word.startswith("--run.") for word in args.words)
+    flags = args.words if data else None
+    found = examine(Request(hosts, args.np or 0, root, flags, notice=_notice))
     if args.format == "json":
         print(report.examination_json(found))
     else:

@@ -239,15 +239,15 @@ def test_a_slow_host_is_not_named(doctor: Examined) -> None:
         pytest.fail("two processors are needed: hosts that share one are equally slow")
     (sshd,) = [p.pid for p in doctor.cluster.processes("node2") if "sshd" in p.command]
     own = os.sched_getaffinity(sshd)
-    spinning = "while :; do :; done"
-    busy = [
-        subprocess.Popen(["taskset", "-c", str(cores[1]), "sh", "-c", spinning]) for _ in range(2)
-    ]
+    # Each in a session of its own: the kernel shares a processor out among sessions first.
+    spin = ["taskset", "-c", str(cores[1]), "sh", "-c", "while :; do :; done"]
+    busy = [subprocess.Popen(spin, start_new_session=True) for _ in range(3)]
     os.sched_setaffinity(sshd, {cores[1]})
     try:
         # Whatever else this machine does: node1 is not kept from its own.
-        quick = ("taskset", "-c", str(cores[0]), "nice", "-n", "-10")
-        found = doctor.findings("alone", prefix=quick)
+        first = 'echo -15 > /proc/self/autogroup; exec nice -n -15 "$@"'
+        prefix = ["taskset", "-c", str(cores[0]), "sh", "-c", first, "sh"]
+        found = doctor.findings("alone", prefix=prefix)
         slow = [one for one in found if (one["check"], one["where"]) == ("slow host", "node2")]
         assert any("processor" in one["what"] for one in slow), found
         assert {one["where"] for one in found} == {"node2"}, found

@@ -21,7 +21,7 @@ from hvdtrain.launch.commands import SSH_OPTIONS
 
 T = TypeVar("T")
 
-LOGIN_SECONDS = 15.0
+LOGIN_SECONDS = 25.0  # ssh itself gives up after 3
 _PYTHON, _NO_FOLDER, _NO_PYTHON = "python", "no-folder", "no-python"
 _AGENT = [sys.executable, "-m", "hvdtrain.doctor.agent"]
 
@@ -83,6 +83,7 @@ class Session:
                 self._note(word)
         except SilentError as error:
             self.login.said = self._last_lines() or [str(error)]
+            self.close()  # its late word would be taken for an answer
         return not self.login.said
 
     def ask(self, do: str, limit: float, **arguments: Any) -> Any:

@@ -166,7 +166,7 @@ def _compare(
     request: Request,
 ) -> None:
     found.findings += hosts.compare(facts, own)
-    found.findings += hosts.compare_names(facts)
+    found.findings += hosts.compare_names(facts, own)
     found.findings += interfaces.check_interfaces(facts)
     found.measured["interfaces"] = {name: theirs["chosen"] for name, theirs in facts.items()}
     if len(sessions) > 1:
@@ -258,6 +258,9 @@ def _examine_sums(
         return
     built = own["libraries"].get("built", {})
     controllers = [name for name in ("mpi", "gloo") if built.get(name)]
+    if not controllers:
+        found.left_out.append("all-reduce: it is not known what Horovod was built with")
+        return
     request.notice(f"all-reduce over {' and '.join(controllers)}")
     bandwidths = [link["bandwidth"] for link in found.measured.get("links", ())]
     sums = []

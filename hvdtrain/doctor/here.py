@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvdtrain.doctor.finding import ERROR, WARNING, Finding
+from hvdtrain.doctor.gpus import check_gpus
 
 Facts = Mapping[str, Any]
 
@@ -69,6 +70,16 @@ def _libraries(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
             "no rank starts; a wheel fits one torch, one Python and one MPI",
             _BUILD,
         )
+    if "slow" in loaded:
+        yield Finding(
+            "horovod",
+            host,
+            f"importing torch and Horovod takes more than {loaded['slow']} s",
+            "every start and restart of ranks takes as long",
+            "the environment on a local disk, or fewer programs on the host: "
+            f"time {sys.executable} -c 'import torch'",
+            WARNING,
+        )
     if (built := _torch_of(versions["horovod"])) and built != _plain(versions["torch"] or ""):
         yield Finding(
             "horovod",
@@ -78,14 +89,6 @@ def _libraries(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
             _BUILD,
         )
     yield from _mpi(host, facts)
-    if loaded.get("warning"):
-        yield Finding(
-            "gpu",
-            host,
-            f"torch finds no GPU that it can use: {loaded['warning']}",
-            "ranks would train on the processor",
-            f"a driver for CUDA {loaded['cuda']} or newer, or the torch of an older CUDA",
-        )
 
 
 def _mpi(host: str, facts: Facts) -> Iterable[Finding]:
@@ -221,61 +224,7 @@ def _locale(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
 
 
 def _gpus(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
-    for number, gpu in enumerate(facts["gpus"]):
-        yield from _gpu(host, number, gpu)
-    found = facts["libraries"].get("gpus", 0)
-    working = [gpu for gpu in facts["gpus"] if "failed" not in gpu]
-    if working and found and need.slots > found:
-        yield Finding(
-            "gpu",
-            host,
-            f"{need.slots} ranks for {found} GPUs",
-            "two ranks share the memory and the time of one GPU",
-            f"--hosts {host}:{found}",
-            WARNING,
-        )
-
-
-def _gpu(host: str, number: int, gpu: Mapping[str, str]) -> Iterable[Finding]:
-    where = f"{host}, GPU {number}"
-    if "failed" in gpu:
-        why = "the driver or the GPU is gone; ranks there do not start"
-        mend = f"dmesg | grep -i xid   # on {host}; then reboot it"
-        yield Finding("gpu", host, f"nvidia-smi: {gpu['failed']}", why, mend)
-        return
-    errors = gpu.get("ecc.errors.uncorrected.volatile.total", "")
-    if errors.isdigit() and int(errors) > 0:
-        yield Finding(
-            "gpu",
-            where,
-            f"{errors} memory errors that could not be corrected",
-            "results may be wrong, and kernels fail",
-            f"drain {host}; nvidia-smi -i {number} -r, or reboot; if it comes back, replace it",
-        )
-    slow = [n for n in ("hw_slowdown", "hw_thermal_slowdown") if _active(gpu, n)]
-    if slow:
-        yield Finding(
-            "gpu",
-            where,
-            f"its clock is held down ({', '.join(slow)})",
-            "all ranks wait for the slowest one",
-            f"nvidia-smi -i {number} -q -d TEMPERATURE,POWER   # cooling and power of {host}",
-            WARNING,
-        )
-    width, most = gpu.get("pcie.link.width.current", ""), gpu.get("pcie.link.width.max", "")
-    if width.isdigit() and most.isdigit() and int(width) < int(most):
-        yield Finding(
-            "gpu",
-            where,
-            f"its PCIe link has {width} of {most} lanes",
-            "copies to and from it take as many times longer",
-            f"reseat the board of {host}; lspci -vv | grep LnkSta",
-            WARNING,
-        )
-
-
-def _active(gpu: Mapping[str, str], reason: str) -> bool:
-    return gpu.get(f"clocks_throttle_reasons.{reason}") == "Active"
+    return check_gpus(host, facts, need.slots)
 
 
 def _python(host: str, facts: Facts, need: Need) -> Iterable[Finding]:

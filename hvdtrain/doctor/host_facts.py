@@ -37,6 +37,7 @@ _GPU_FIELDS = (
 _GPU_CLOCK_FIELDS = (
     "clocks_throttle_reasons.hw_slowdown,clocks_throttle_reasons.hw_thermal_slowdown"
 )
+_IMPORT_SECONDS = 40
 _LIBRARIES = """\
 import json
 found = {}
@@ -90,13 +91,16 @@ def gather(hosts: list[str]) -> dict[str, Any]:
 def libraries() -> dict[str, Any]:
     """torch and Horovod as they load here: versions, and what Horovod was built with.
 
-    {"failed": the last line of what was said} where they do not load.
+    {"failed": the last line of what was said} where they do not load, {"slow": seconds} where that
+    takes longer.
     """
     command = [sys.executable, "-c", _LIBRARIES]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=40, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False
+        )
     except subprocess.TimeoutExpired:
-        return {"failed": "importing torch and Horovod took more than 40 s"}
+        return {"slow": _IMPORT_SECONDS}
     for line in done.stdout.splitlines():
         if line.startswith("found "):
             return dict(json.loads(line.removeprefix("found ")))

@@ -154,12 +154,15 @@ def compare(facts: Mapping[str, Facts], here: str) -> list[Finding]:
     return found
 
 
-def compare_names(facts: Mapping[str, Facts]) -> list[Finding]:
-    """Every host has to find every other; what it calls itself is another check."""
+def compare_names(facts: Mapping[str, Facts], here: str) -> list[Finding]:
+    """Every host has to find every other; what it calls itself is another check.
+
+    What this one finds is `check_name`'s.
+    """
     found = []
     for host, theirs in facts.items():
         for name, address in theirs["addresses"].items():
-            if name in (host, theirs["hostname"]):
+            if host == here or name in (host, theirs["hostname"]):
                 continue
             if address is None or address.startswith("127."):
                 has = "cannot be resolved there" if address is None else f"is {address} there"

@@ -229,7 +229,6 @@ def test_other_data_on_a_host_is_not_named(doctor: Examined) -> None:
         assert "other training data" in found["what"]
     finally:
         doctor.on("node2", f"umount -l {folder}")
-    assert doctor.findings(flags=flags) == []
 
 
 def test_a_slow_host_is_not_named(doctor: Examined) -> None:

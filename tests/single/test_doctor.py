@@ -64,6 +64,7 @@ def test_a_healthy_host_gets_a_finding(facts: dict[str, Any]) -> None:
         ({"libraries": LIBRARIES | {"warning": "The NVIDIA driver on your system is too old"}},
          "gpu", "driver on your system is too old"),
         ({"libraries": {"failed": "undefined symbol: _ZN2at"}}, "horovod", "undefined symbol"),
+        ({"libraries": {"slow": 40}}, "horovod", "takes more than 40 s"),
         ({"shm": None}, "shm", "is not there"),
         ({"python": "3.9.2"}, "python", "Python 3.9.2"),
         ({"disk": {"free": 10**12, "inodes": 9, "failed": "", "locks": False}}, "locks",

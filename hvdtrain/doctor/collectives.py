@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.launch.hostfile import Host, as_text, first_slots, total_slots
 
 BYTES = 8 << 20
-LIMIT_SECONDS = 40.0
+LIMIT_SECONDS = 60.0
 # Of what the wire allows; ranks that share processors, and small messages, cost some.
 _SLOW, _SPARE_SECONDS = 4.0, 0.1
 _WORKER = [sys.executable, "-m", "hvdtrain.bench.allreduce_worker", "horovod", str(BYTES)]
@@ -96,7 +97,7 @@ def _failed(controller: str, command: Sequence[str], error: Exception) -> Findin
         where,
         f"ranks over {controller} fail: {(causes or said or ['no output'])[0]}",
         "a run would fail in the same way",
-        " ".join(command) + "   # by hand, to see all that it says",
+        f"{shlex.join(command)}   # by hand, to see all that it says",
     )
 
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "launch": "start training on hosts that answer, and start it again after a failure",
     "discover": "print the hosts that answer, as host:slots",
     "deploy": "write what starts a job: slurm, pbs, lsf, mpirun, compose, kubernetes",
+    "doctor": "find what would fail on these hosts before a run does, or why a run failed",
     "horovod": "build Horovod's wheel for this environment, or check the one installed",
     "data": "prepare data: tokenize text, index large files, learn what a table's columns hold",
     "audit": "prove from a run's files that each step was applied exactly once",

@@ -140,6 +140,10 @@ class Cluster:
         """Cuts a host off, or joins it again: packets vanish, nothing is refused."""
         self._switch("ip", "link", "set", self._port(host), "up" if up else "down")
 
+    def path_mtu(self, host: str, size: int) -> None:
+        """The largest packet that reaches a host: larger ones vanish, and nobody is told."""
+        self._switch("ip", "link", "set", self._port(host), "mtu", str(size))
+
     def datagrams(self, host: str, leave: bool) -> None:
         """Keeps a host from sending UDP to others, as a firewall would, or lets it again."""
         self._firewall(host, leave, "ipproto", "udp")

@@ -1,0 +1,98 @@
+"""`hvdtrain doctor`: what would fail on these hosts, or why a run failed."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from hvdtrain.errors import EXIT_CRASH, UserError
+
+HELP = "find what would fail on these hosts before a run does, or why a run failed"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument(
+        "--hosts", metavar="LIST", help="such as node1:8,node2:8 (default: this host alone)"
+    )
+    source.add_argument("--hostfile", metavar="FILE", help="lines such as 'node1 slots=8'")
+    source.add_argument("--slurm", action="store_true", help="the nodes of this Slurm job")
+    parser.add_argument(
+        "--np", type=_positive, metavar="N", help="ranks (default: all slots of the hosts)"
+    )
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="RUN | -- --key value",
+        help="the folder of a run: why did it fail, or is slow? Or keys of the configuration, "
+        "whose run.root and data are looked at",
+    )
+    parser.usage = (
+        f"{parser.prog} [--hosts LIST | --hostfile FILE | --slurm] [--np N] [--format json] "
+        f"[-- --key value ...]\n       {parser.prog} RUN [--format json]"
+    )
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not >= 1")
+    return number
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.words or args.words[0].startswith("-"):
+        return _examine_hosts(args)
+    folder, *more = args.words
+    if more or args.hosts or args.hostfile or args.slurm or args.np:
+        raise UserError(
+            f"{folder} is taken for the folder of a run, which is read alone: --hosts, --np and "
+            "keys belong to a doctor of hosts, and keys stand after `--`"
+        )
+    return _examine_run(Path(folder), args.format)
+
+
+def _examine_hosts(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from hvdtrain.config import parse
+    from hvdtrain.doctor import report
+    from hvdtrain.doctor.examine import Request, examine
+    from hvdtrain.doctor.finding import failed
+    from hvdtrain.launch.hostfile import read_hosts, total_slots
+
+    root = parse(args.words).config.run.root
+    named = args.hosts or args.hostfile or args.slurm
+    hosts = read_hosts(args.hosts, args.hostfile, args.slurm) if named else []
+    if args.np and hosts and total_slots(hosts) < args.np:
+        raise UserError(f"--np {args.np}, but the hosts have {total_slots(hosts)} slots together")
+    # Reading it takes a while, and only some keys say which data that is.
+    data = any(word.startswith("--") and not word.startswith("--run.") for word in args.words)
+    flags = args.words if data else None
+    found = examine(Request(hosts, args.np or 0, root, flags, notice=_notice))
+    if args.format == "json":
+        print(report.examination_json(found))
+    else:
+        report.show(found.findings, list(report.notes(found)), Console())
+    return EXIT_CRASH if failed(found.findings) else 0
+
+
+def _notice(text: str) -> None:
+    print(f"hvdtrain: {text}", file=sys.stderr, flush=True)
+
+
+def _examine_run(folder: Path, form: str) -> int:
+    from rich.console import Console
+
+    from hvdtrain.doctor import report
+    from hvdtrain.doctor.finding import failed
+    from hvdtrain.doctor.runs import diagnose
+
+    findings, how = diagnose(folder)
+    if form == "json":
+        print(report.as_json(findings, run=str(folder), ended=how))
+    else:
+        report.show(findings, [how], Console())
+    return EXIT_CRASH if failed(findings) else 0

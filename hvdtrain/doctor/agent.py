@@ -1,0 +1,62 @@
+"""What runs on each host: `python -m hvdtrain.doctor.agent`, started once, over ssh.
+
+It reads requests from stdin, a line of JSON each, `{"do": NAME, ...arguments}`, and answers each
+with one line: `MARK` and JSON, `{"answer": ...}` or `{"error": ...}`. It ends with its stdin, and
+after LIFE_SECONDS in any case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from hvdtrain.doctor import host_data, host_facts, host_files, host_links, host_speed
+
+MARK = "hvdtrain-doctor: "
+LIFE_SECONDS = 600
+
+DO: dict[str, Callable[..., Any]] = {
+    "clock": time.time,
+    "facts": host_facts.gather,
+    "folder": host_files.folder,
+    "hold": host_files.hold,
+    "attempt": host_files.attempt,
+    "libraries": host_facts.libraries,
+    "data": host_data.fingerprint,
+    "listen": host_links.listen,
+    "reach": host_links.reach,
+    "packet": host_links.packet,
+    "stream": host_links.stream,
+    "load": host_speed.load,
+    "speed": host_speed.measure,
+}
+
+
+def main() -> None:
+    """Answers until nobody asks any more."""
+    signal.alarm(LIFE_SECONDS)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    _send(answers, "here")
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            answer = DO[request.pop("do")](**request)
+        except Exception as error:  # it is told; the next request may be answered
+            _send(answers, f"{type(error).__name__}: {error}", "error")
+        else:
+            _send(answers, answer)
+
+
+def _send(answers: Any, content: Any, kind: str = "answer") -> None:
+    answers.write(MARK + json.dumps({kind: content}) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

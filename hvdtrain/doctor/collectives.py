@@ -1,0 +1,119 @@
+"""A real all-reduce between the hosts, with each controller: what a run does each step."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from hvdtrain.bench.allreduce_report import bus_bandwidth
+from hvdtrain.bench.processes import MARK, BenchError, finish, launch
+from hvdtrain.doctor.finding import WARNING, Finding
+from hvdtrain.errors import UserError
+from hvdtrain.launch.hostfile import Host, as_text, first_slots, total_slots
+
+BYTES = 8 << 20
+LIMIT_SECONDS = 60.0
+# Of what the wire allows; ranks that share processors, and small messages, cost some.
+_SLOW, _SPARE_SECONDS = 4.0, 0.1
+_WORKER = [sys.executable, "-m", "hvdtrain.bench.allreduce_worker", "horovod", str(BYTES)]
+
+
+@dataclass(frozen=True)
+class Sum:
+    """One all-reduce that was measured.
+
+    Args:
+        controller: "mpi" or "gloo".
+        hosts: "name:slots,name:slots", or "" for this host.
+        seconds: median of an all-reduce of `BYTES`.
+        allowed: seconds that the slowest link between the hosts takes for it; 0: not known.
+    """
+
+    controller: str
+    ranks: int
+    hosts: str
+    seconds: float
+    allowed: float
+
+    def as_dict(self) -> dict[str, object]:
+        return {"bytes": BYTES, **asdict(self)}
+
+
+def plan(hosts: Sequence[Host], ranks: int) -> list[tuple[int, str]]:
+    """(ranks, hosts) of what is tried: 2 ranks, on two hosts where there are, then all."""
+    if not hosts:
+        return [(2, "")]
+    pair = [Host(host.name, 1) for host in hosts[:2]] if len(hosts) > 1 else list(hosts)
+    found = [(total_slots(pair), as_text(pair))]
+    whole = first_slots(hosts, ranks)
+    if total_slots(whole) > total_slots(pair):
+        found.append((total_slots(whole), as_text(whole)))
+    return [(count, text) for count, text in found if count > 1]
+
+
+def measure(
+    controllers: Sequence[str], hosts: Sequence[Host], ranks: int, bandwidth: float
+) -> Iterator[Sum | Finding]:
+    """One after the other: what was measured, or why it failed.
+
+    Args:
+        bandwidth: of the slowest link, bytes a second; 0: not known.
+    """
+    for count, text in plan(hosts, ranks):
+        for controller in controllers:
+            command = launch(controller, count, _WORKER, text or None)
+            allowed = 0.0
+            if bandwidth and "," in text:
+                # As each host sends at least: bus_bandwidth is what a wire would have to do.
+                allowed = bus_bandwidth(BYTES, 1.0, count) / bandwidth
+            try:
+                lines = finish(command, threads=1, limit=LIMIT_SECONDS)
+                seconds = _seconds(lines)
+            except (UserError, ValueError) as error:
+                yield _failed(controller, command, error)
+            else:
+                yield Sum(controller, count, text, seconds, allowed)
+
+
+def _seconds(lines: Sequence[str]) -> float:
+    for line in lines:
+        if MARK in line:
+            return float(json.loads(line[line.index(MARK) :])["seconds"][str(BYTES)])
+    raise ValueError("no rank told a time")
+
+
+def _failed(controller: str, command: Sequence[str], error: Exception) -> Finding:
+    lines = [line.strip(" -") for line in str(error).splitlines()]
+    if isinstance(error, BenchError):
+        lines = lines[1:] or lines  # the first one is the command
+    said = [line for line in lines if line]
+    causes = [line for line in said if "rror" in line or "ailed" in line or "unable" in line]
+    where = command[command.index("-H") + 1] if "-H" in command else "here"
+    return Finding(
+        "all-reduce",
+        where,
+        f"ranks over {controller} fail: {(causes or said or ['no output'])[0]}",
+        "a run would fail in the same way",
+        f"{shlex.join(command)}   # by hand, to see all that it says",
+    )
+
+
+def check(sums: Sequence[Sum]) -> list[Finding]:
+    """Those that take far longer than the network does."""
+    return [
+        Finding(
+            "all-reduce",
+            one.hosts,
+            f"{BYTES >> 20} MiB over {one.controller} take {one.seconds * 1e3:.0f} ms on "
+            f"{one.ranks} ranks; the slowest link does it in {one.allowed * 1e3:.0f}",
+            "each step waits for it: another interface may carry it, or ranks wait for processors",
+            "hvdtrain bench allreduce --np "
+            f"{one.ranks} --hosts {one.hosts}   # each library, by size",
+            WARNING,
+        )
+        for one in sums
+        if one.allowed and one.seconds > _SLOW * one.allowed + _SPARE_SECONDS
+    ]

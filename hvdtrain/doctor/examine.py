@@ -1,0 +1,280 @@
+"""The order of the checks: each host is asked once, those between hosts follow."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.doctor import collectives, here, hosts, interfaces, network, pairs, speed
+from hvdtrain.doctor.finding import ERROR, WARNING, Finding
+from hvdtrain.doctor.here import Facts, Need
+from hvdtrain.doctor.session import Session, SilentError, together
+from hvdtrain.errors import EXIT_CRASH, UserError
+from hvdtrain.launch.discovery import is_this_host
+from hvdtrain.launch.hostfile import Host, first_slots
+
+LIBRARIES, NETWORK, ALONE, SUMS = "libraries", "network", "alone", "all-reduce"
+STAGES = (LIBRARIES, NETWORK, ALONE, SUMS)
+_FACTS_SECONDS, _LIBRARIES_SECONDS, _FOLDER_SECONDS, _DATA_SECONDS = 30.0, 45.0, 30.0, 70.0
+_CLOCK_TRIES = 5
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be examined.
+
+    Args:
+        hosts: where ranks would run; empty: this host alone.
+        ranks: how many; 0: as many as there are slots.
+        root: run.root.
+        flags: of the configuration whose data is compared; None: none is.
+        stages: of `STAGES`, those that are done.
+        notice: is told what comes next.
+    """
+
+    hosts: Sequence[Host] = ()
+    ranks: int = 0
+    root: str = "runs"
+    flags: Sequence[str] | None = None
+    stages: Collection[str] = STAGES
+    notice: Callable[[str], None] = lambda text: None
+
+
+@dataclass
+class Examination:
+    """What was found.
+
+    Args:
+        measured: what -> values, for people and scripts: links, speeds, all-reduces, clocks.
+        left_out: sentences on what was not done, and why.
+        seconds: that it took.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    measured: dict[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def examine(request: Request) -> Examination:
+    """Runs all checks.
+
+    Raises:
+        UserError: not even this host can be asked.
+    """
+    began, found = time.monotonic(), Examination()
+    usable = first_slots(request.hosts, request.ranks or 10**9)
+    slots = {host.name: host.slots for host in usable}
+    own = _own_name([host.name for host in usable])
+    with _sessions(own, list(slots), found, request.notice) as sessions:
+        facts = _ask_facts(sessions, request, list(slots))
+        if own not in facts:
+            raise _crash(f"this host does not answer its own doctor: {sessions[own].login.said}")
+        ranks = sum(slots.values()) or max(1, request.ranks)
+        root = str(Path(request.root).absolute())
+        for name, theirs in facts.items():
+            of_host = slots.get(name, 0) if slots else ranks
+            found.findings += here.check_host(name, theirs, Need(of_host, ranks, root))
+        asked = {name: sessions[name] for name in facts}
+        _compare(found, facts, own, asked, request)
+        if NETWORK in request.stages and len(asked) > 1:
+            request.notice("ports, packets and bandwidth between the hosts")
+            _examine_links(found, asked, facts, slots)
+        if ALONE in request.stages:
+            request.notice("how fast each host computes")
+            speeds = speed.measure({n: asked[n] for n in asked if n in slots or not slots})
+            found.measured["speeds"] = speeds
+            found.findings += speed.check(speeds)
+        for name, session in sessions.items():
+            found.findings += hosts.check_answers(name, session.failures)
+    if SUMS in request.stages:
+        _examine_sums(found, facts[own], usable, ranks, request)
+    found.seconds = time.monotonic() - began
+    found.findings.sort(key=lambda finding: finding.severity != ERROR)
+    return found
+
+
+def _own_name(names: Sequence[str]) -> str:
+    """This host's, as the list has it; a launcher need not be in it."""
+    for name in names:
+        try:
+            if is_this_host(name):
+                return name
+        except (OSError, UnicodeError):
+            continue
+    return socket.gethostname()
+
+
+@contextmanager
+def _sessions(
+    own: str, names: Sequence[str], found: Examination, notice: Callable[[str], None]
+) -> Iterator[dict[str, Session]]:
+    """Those of the hosts that answer, this one first; of the others there are findings."""
+    notice(f"asking {', '.join(names) or own}")
+    addresses = {name: _address(name) for name in names if name != own}
+    for name, address in addresses.items():
+        found.findings += hosts.check_name(name, address)
+    known = [name for name, address in addresses.items() if address is not None]
+    sessions = {name: Session(name, here=name == own) for name in [own, *known]}
+    try:
+        answering = together(sessions.values(), Session.start)
+        for name, session in sessions.items():
+            if name != own:
+                found.findings += hosts.check_login(name, session.login)
+        yield {n: session for n, session in sessions.items() if answering.get(n) or n == own}
+    finally:
+        for session in sessions.values():
+            session.close()
+
+
+def _address(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except (OSError, UnicodeError):
+        return None
+
+
+def _ask_facts(
+    sessions: dict[str, Session], request: Request, names: Sequence[str]
+) -> dict[str, Facts]:
+    """Of each host that answers, in the order of the sessions."""
+    root = str(Path(request.root).absolute())
+    others = list(dict.fromkeys([*names, *sessions]))
+
+    def ask(session: Session) -> Facts:
+        facts = session.ask("facts", _FACTS_SECONDS, hosts=others)
+        facts["disk"] = session.ask("folder", _FOLDER_SECONDS, path=root)
+        wanted = LIBRARIES in request.stages
+        libraries = session.ask("libraries", _LIBRARIES_SECONDS) if wanted else {}
+        return dict(facts) | {"libraries": libraries}
+
+    found = together(sessions.values(), ask)
+    return {name: found[name] for name in sessions if name in found}
+
+
+def _compare(
+    found: Examination,
+    facts: dict[str, Facts],
+    own: str,
+    sessions: dict[str, Session],
+    request: Request,
+) -> None:
+    found.findings += hosts.compare(facts, own)
+    found.findings += hosts.compare_names(facts, own)
+    found.findings += interfaces.check_interfaces(facts)
+    found.measured["interfaces"] = {name: theirs["chosen"] for name, theirs in facts.items()}
+    if len(sessions) > 1:
+        offsets = together(sessions.values(), _clock)
+        found.measured["clocks"] = {name: ahead for name, (ahead, _) in offsets.items()}
+        found.findings += hosts.compare_clocks(offsets)
+        found.findings += _locks(list(sessions.values()), request.root)
+    if request.flags is not None:
+        request.notice("the training data of each host")
+        flags = list(request.flags)
+        data = together(sessions.values(), lambda s: s.ask("data", _DATA_SECONDS, flags=flags))
+        found.measured["data"] = data
+        found.findings += hosts.compare_data(data, own)
+
+
+def _clock(session: Session) -> tuple[float, float]:
+    """(seconds ahead of here, by how much that may be wrong), of the quickest of some answers."""
+    best = (0.0, float("inf"))
+    for _ in range(_CLOCK_TRIES):
+        before = time.time()
+        theirs = session.ask("clock", 5.0)
+        after = time.time()
+        if (after - before) / 2 < best[1]:
+            best = (theirs - (before + after) / 2, (after - before) / 2)
+    return best
+
+
+def _locks(sessions: Sequence[Session], root: str) -> list[Finding]:
+    """Whether the hosts share run.root, and a lock that one takes is there for the others."""
+    folder = Path(root).absolute()
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".doctor-lock-{socket.gethostname()}-{os.getpid()}"
+    try:
+        if not sessions[0].ask("hold", 10.0, path=str(path)):
+            return []  # that it has no locks was found on each host
+        seen = together(sessions[1:], lambda session: session.ask("attempt", 10.0, path=str(path)))
+    except SilentError:
+        return []
+    finally:
+        path.unlink(missing_ok=True)
+        if made:
+            folder.rmdir()
+    return [
+        _lock_finding(host, state, str(folder))
+        for host, state in seen.items()
+        if state != "refused"
+    ]
+
+
+def _lock_finding(host: str, state: str, folder: str) -> Finding:
+    if state == "absent":
+        return Finding(
+            "shared folder",
+            host,
+            f"{folder} is another folder there",
+            "checkpoints lie on the host of rank 0 alone: a run that moves begins anew",
+            f"mount a file system that all hosts share, and name it with --run.root; {folder} "
+            f"on {host}: findmnt -T {folder}",
+            WARNING,
+        )
+    return Finding(
+        "locks",
+        host,
+        f"a lock on a file in {folder} does not hold between the hosts",
+        "that one process alone writes a run is then known by its token, 12 s later",
+        "mount it with locks that the server keeps (NFS: without nolock and local_lock)",
+        WARNING,
+    )
+
+
+def _examine_links(
+    found: Examination, sessions: dict[str, Session], facts: dict[str, Facts], slots: dict[str, int]
+) -> None:
+    peers = pairs.open_listeners(sessions.values(), facts, slots)
+    links = pairs.examine_links(peers)
+    pairs.measure_again(peers, links, network.slow(links, peers))
+    found.findings += network.check_links(links, peers)
+    found.measured["links"] = [
+        {"from": a, "to": b, **asdict(link)} for (a, b), link in links.items()
+    ]
+
+
+def _examine_sums(
+    found: Examination, own: Facts, usable: Sequence[Host], ranks: int, request: Request
+) -> None:
+    if any(finding.severity == ERROR for finding in found.findings):
+        found.left_out.append("all-reduce: not tried before the errors are mended")
+        return
+    built = own["libraries"].get("built", {})
+    controllers = [name for name in ("mpi", "gloo") if built.get(name)]
+    if not controllers:
+        found.left_out.append("all-reduce: it is not known what Horovod was built with")
+        return
+    request.notice(f"all-reduce over {' and '.join(controllers)}")
+    bandwidths = [link["bandwidth"] for link in found.measured.get("links", ())]
+    sums = []
+    slowest = min(bandwidths, default=0.0)
+    for one in collectives.measure(controllers, usable, ranks, slowest):
+        if isinstance(one, Finding):
+            found.findings.append(one)
+        else:
+            sums.append(one)
+    found.measured["all_reduce"] = [one.as_dict() for one in sums]
+    found.findings += collectives.check(sums)
+
+
+def _crash(message: str) -> UserError:
+    error = UserError(message)
+    error.exit_code = EXIT_CRASH
+    return error

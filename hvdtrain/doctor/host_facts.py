@@ -1,0 +1,217 @@
+"""On a host: what it is, and what is installed there. Numbers and names; nothing is judged.
+
+Run by the agent, which answers within a second: only `libraries` imports torch, in a process of
+its own, for an import may end the process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import locale
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import hvdtrain
+from hvdtrain.horovod_wheel.recipe import parse_mpi
+from hvdtrain.runtime import machine
+from hvdtrain.runtime.network import addresses_by_interface, source_towards
+
+_PACKAGES = ("torch", "horovod", "numpy", "mpi4py")
+_FIREWALLS = ("firewall-cmd", "ufw", "nft", "iptables")
+_GPU_FIELDS = (
+    "name,driver_version,ecc.errors.uncorrected.volatile.total,"
+    "pcie.link.width.current,pcie.link.width.max"
+)
+# Drivers that know these by another name only do without.
+_GPU_CLOCK_FIELDS = (
+    "clocks_throttle_reasons.hw_slowdown,clocks_throttle_reasons.hw_thermal_slowdown"
+)
+_IMPORT_SECONDS = 40
+_LIBRARIES = """\
+import json
+found = {}
+import torch
+found["cuda"] = torch.version.cuda
+found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if torch.version.cuda else None
+import warnings
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    found["gpus"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found["warning"] = str(said[0].message) if said else ""
+import horovod.torch as hvd
+found["built"] = {name: bool(getattr(hvd, name + "_built")()) for name in ("mpi", "gloo", "nccl")}
+print("found", json.dumps(found))
+"""
+
+
+def gather(hosts: list[str]) -> dict[str, Any]:
+    """All that is known without torch.
+
+    Args:
+        hosts: names that launchers and ranks on this host will look up.
+    """
+    own = socket.gethostname()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    addresses = {name: _address(name) for name in hosts}
+    memory = psutil.virtual_memory()
+    return {
+        "hostname": own,
+        "own_address": _address(own),
+        "addresses": addresses,
+        "interfaces": _interfaces(),
+        "chosen": _chosen([a for a in addresses.values() if a]),
+        "ports": _ephemeral_ports(),
+        "firewalls": [name for name in _FIREWALLS if shutil.which(name, path=_with_sbin())],
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "code": _digest(),
+        "versions": {"hvdtrain": hvdtrain.__version__} | {n: _version(n) for n in _PACKAGES},
+        "mpi": _mpi(),
+        "cores": machine.cores(),
+        "processors": os.cpu_count(),
+        "memory": memory.total,
+        "free_memory": machine.free_memory(),
+        "shm": _shared_memory(),
+        "open_files": [soft, hard],
+        "locale": _locale(),
+        "gpus": _gpus(),
+    }
+
+
+def libraries() -> dict[str, Any]:
+    """torch and Horovod as they load here: versions, and what Horovod was built with.
+
+    {"failed": the last line of what was said} where they do not load, {"slow": seconds} where that
+    takes longer.
+    """
+    command = [sys.executable, "-c", _LIBRARIES]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"slow": _IMPORT_SECONDS}
+    for line in done.stdout.splitlines():
+        if line.startswith("found "):
+            return dict(json.loads(line.removeprefix("found ")))
+    said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    ended = f"the process ended with {done.returncode}"
+    errors = [line for line in said if "Error" in line or "undefined symbol" in line]
+    return {"failed": (errors or said or [ended])[-1]}
+
+
+def _address(name: str) -> str | None:
+    try:
+        return socket.gethostbyname(name)
+    except (OSError, UnicodeError):
+        return None
+
+
+def _interfaces() -> dict[str, Any]:
+    """Of each that is up and has an IPv4 address, but loopback: what ranks could use."""
+    state = psutil.net_if_stats()
+    return {
+        name: {
+            "addresses": addresses,
+            "mtu": state[name].mtu,
+            "mbit": state[name].speed,  # 0: not known
+        }
+        for name, addresses in addresses_by_interface().items()
+        if not all(address.startswith("127.") for address in addresses)
+    }
+
+
+def _chosen(others: list[str]) -> str:
+    """The interface that leads to the first of the others; "" where none does."""
+    for address in others:
+        source = source_towards(address)
+        for name, own in addresses_by_interface().items():
+            if source in own and source != address and not address.startswith("127."):
+                return name
+    return ""
+
+
+def _ephemeral_ports() -> list[int]:
+    with suppress(OSError, ValueError):
+        text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text()
+        return [int(word) for word in text.split()]
+    return [32768, 60999]
+
+
+def _with_sbin() -> str:
+    return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+
+
+def _digest() -> str:
+    """Of hvdtrain's own source files."""
+    folder, content = Path(hvdtrain.__file__).parent, hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+    return content.hexdigest()[:12]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _mpi() -> str | None:
+    """Such as openmpi4.1.4; None where no mpirun is on PATH."""
+    try:
+        done = subprocess.run(
+            ["mpirun", "--version"], capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return parse_mpi(done.stdout + done.stderr)
+
+
+def _shared_memory() -> dict[str, int] | None:
+    try:
+        state = os.statvfs("/dev/shm")
+    except OSError:
+        return None
+    return {"total": state.f_blocks * state.f_frsize, "free": state.f_bavail * state.f_frsize}
+
+
+def _locale() -> dict[str, str]:
+    """The encoding of files and output, and why the locale cannot be set ("" where it can)."""
+    problem = ""
+    try:
+        locale.setlocale(locale.LC_ALL, "")
+    except locale.Error:
+        names = ("LC_ALL", "LC_CTYPE", "LANG")
+        problem = next((f"{n}={os.environ[n]}" for n in names if os.environ.get(n)), "LANG")
+    return {"problem": problem, "encoding": locale.getpreferredencoding(False)}
+
+
+def _gpus() -> list[dict[str, str]]:
+    """What nvidia-smi says of each GPU, by the names of `nvidia-smi --help-query-gpu`."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    said = "nvidia-smi does not answer"
+    for fields in (f"{_GPU_FIELDS},{_GPU_CLOCK_FIELDS}", _GPU_FIELDS):
+        command = [tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            break
+        if done.returncode == 0:
+            rows = [line.split(", ") for line in done.stdout.splitlines() if line.strip()]
+            return [dict(zip(fields.split(","), row, strict=False)) for row in rows]
+        lines = (done.stdout + done.stderr).strip().splitlines()
+        said = lines[-1] if lines else f"exit code {done.returncode}"
+    return [{"failed": said}]

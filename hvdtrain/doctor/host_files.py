@@ -1,0 +1,81 @@
+"""On a host: the folder of runs, its room and its locks."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.run_files.file_lock import FileLock
+
+_TRIAL_BYTES = 1 << 20
+# Held until the agent ends: another host tries to take it meanwhile.
+_held: list[FileLock] = []
+
+
+def folder(path: str) -> dict[str, Any]:
+    """Room, locks and a trial of writing there; what fails, as the system says it.
+
+    A folder that is not there yet is made, as a run would make it, and removed again.
+
+    Returns:
+        free: bytes; inodes: free ones; failed: "" where 1 MiB could be written; locks: flock works.
+    """
+    root = Path(path)
+    made = _missing(root)
+    trial = root / f".doctor-{os.uname().nodename}-{os.getpid()}"
+    found: dict[str, Any] = {"free": 0, "inodes": 0, "failed": "", "locks": True}
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        state = os.statvfs(root)
+        found |= {"free": state.f_bavail * state.f_frsize, "inodes": state.f_favail}
+        with open(trial, "wb") as file:
+            file.write(bytes(_TRIAL_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        lock = FileLock(trial)
+        lock.open()
+        found["locks"] = lock.attempt()
+        lock.close()
+    except OSError as error:
+        found["failed"] = error.strerror or str(error)
+    finally:
+        with suppress(OSError):
+            trial.unlink(missing_ok=True)
+        for one in made:
+            with suppress(OSError):
+                one.rmdir()
+    return found
+
+
+def _missing(root: Path) -> list[Path]:
+    """The folder and those above it that are not there, from the innermost on."""
+    return [one for one in (root, *root.parents) if not one.exists()]
+
+
+def hold(path: str) -> bool:
+    """Takes a lock on a file of a folder that all hosts may share; whether that worked."""
+    lock = FileLock(Path(path))
+    try:
+        lock.open()
+        lock.attempt()
+    except OSError:
+        return False
+    _held.append(lock)
+    return lock.held
+
+
+def attempt(path: str) -> str:
+    """What another host makes of that lock: "absent" (no such file), "refused" or "taken"."""
+    if not Path(path).exists():
+        return "absent"
+    lock = FileLock(Path(path))
+    try:
+        lock.open()
+        lock.attempt()
+        return "taken" if lock.held else "refused"
+    except OSError:
+        return "absent"
+    finally:
+        lock.close()

@@ -1,0 +1,177 @@
+"""On a host: real listeners, and attempts to reach those of other hosts.
+
+TCP is what ranks and launchers use. UDP is used for one thing only: a packet of a known size that
+the network must not cut into pieces.
+"""
+
+from __future__ import annotations
+
+import errno
+import selectors
+import socket
+import statistics
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+_CONNECT_SECONDS = 2.0
+_IDLE_SECONDS = 20.0
+_BLOCK = bytes(1 << 18)
+_PINGS = 50
+_PING, _SINK = b"p", b"s"
+_DATAGRAM_SECONDS, _DATAGRAMS = 0.3, 3
+_UDP_HEADERS = 28  # of IPv4 and UDP
+# linux/in.h: never in pieces, whatever the kernel believes of the path.
+_IP_MTU_DISCOVER, _PROBE = 10, 3
+
+
+def listen(ranges: dict[str, list[int]]) -> dict[str, Any]:
+    """Opens listeners on all addresses, until the agent ends.
+
+    Args:
+        ranges: name -> [first port, last port, how many of them].
+
+    Returns:
+        ports: name -> those that listen; stream, udp: the ports of `stream` and `packet`.
+    """
+    waiting = selectors.DefaultSelector()
+    ports: dict[str, list[int]] = {}
+    for name, (first, last, count) in ranges.items():
+        opened = [_open(first, last, n, count) for n in range(count)]
+        for listener in filter(None, opened):
+            waiting.register(listener, selectors.EVENT_READ)
+            ports.setdefault(name, []).append(listener.getsockname()[1])
+    stream = socket.create_server(("", 0), backlog=64)
+    echo = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    echo.bind(("", 0))
+    for serve, what in ((_accept, waiting), (_serve_streams, stream), (_echo, echo)):
+        threading.Thread(target=serve, args=(what,), daemon=True).start()
+    return {"ports": ports, "stream": stream.getsockname()[1], "udp": echo.getsockname()[1]}
+
+
+def _open(first: int, last: int, number: int, count: int) -> socket.socket | None:
+    """A listener in the `number`-th of `count` equal parts of a range; its first free port."""
+    size = (last - first + 1) / count
+    for port in range(first + int(number * size), first + int((number + 1) * size)):
+        with suppress(OSError):
+            return socket.create_server(("", port), backlog=64)
+    return None
+
+
+def _accept(waiting: selectors.BaseSelector) -> None:
+    while waiting.get_map():
+        for key, _ in waiting.select():
+            with suppress(OSError):
+                key.fileobj.accept()[0].close()  # type: ignore[union-attr]
+
+
+def reach(address: str, ports: list[int]) -> dict[str, str]:
+    """Port -> "" where its listener accepts, else what happened; all at once."""
+    found: dict[str, str] = {}
+
+    def attempt(port: int) -> None:
+        try:
+            socket.create_connection((address, port), _CONNECT_SECONDS).close()
+        except TimeoutError:
+            found[str(port)] = "no answer"
+        except ConnectionRefusedError:
+            found[str(port)] = "refused"
+        except OSError as error:
+            found[str(port)] = error.strerror or str(error)
+        else:
+            found[str(port)] = ""
+
+    threads = [threading.Thread(target=attempt, args=(port,), daemon=True) for port in ports]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def packet(address: str, port: int, mtu: int) -> str:
+    """Whether a packet of `mtu` bytes arrives whole.
+
+    Returns:
+        "arrives"; "told": a router says that it is too large, which TCP hears as well; "vanishes";
+        "unknown": a small one does not arrive either.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+        own.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _PROBE)
+        own.settimeout(_DATAGRAM_SECONDS)
+        own.connect((address, port))
+        if _echoed(own, 64) != "arrives":
+            return "unknown"
+        return _echoed(own, mtu - _UDP_HEADERS)
+
+
+def _echoed(own: socket.socket, size: int) -> str:
+    for _ in range(_DATAGRAMS):
+        try:
+            own.send(bytes(size))
+            while int(own.recv(16)) != size:
+                pass  # of one before, which was late
+        except TimeoutError:
+            continue
+        except OSError as error:
+            if error.errno == errno.EMSGSIZE:
+                return "told"
+            return "unknown"
+        return "arrives"
+    return "vanishes"
+
+
+def _echo(server: socket.socket) -> None:
+    """Answers each datagram with its size."""
+    while True:
+        with suppress(OSError):
+            content, sender = server.recvfrom(1 << 16)
+            server.sendto(str(len(content)).encode(), sender)
+
+
+def stream(address: str, port: int, seconds: float) -> dict[str, float]:
+    """latency: median seconds of a byte there and back; bandwidth: bytes a second, there."""
+    with socket.create_connection((address, port), _CONNECT_SECONDS) as own:
+        own.settimeout(_IDLE_SECONDS)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        own.sendall(_PING)
+        times = []
+        for _ in range(_PINGS):
+            began = time.perf_counter()
+            own.sendall(b".")
+            own.recv(1)
+            times.append(time.perf_counter() - began)
+    with socket.create_connection((address, port), _CONNECT_SECONDS) as own:
+        own.settimeout(_IDLE_SECONDS)
+        own.sendall(_SINK)
+        began = time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            own.sendall(_BLOCK)
+        own.shutdown(socket.SHUT_WR)
+        received = int(own.recv(32))
+        return {
+            "latency": statistics.median(times),
+            "bandwidth": received / (time.perf_counter() - began),
+        }
+
+
+def _serve_streams(server: socket.socket) -> None:
+    while True:
+        with suppress(OSError):
+            own, _ = server.accept()
+            threading.Thread(target=_serve, args=(own,), daemon=True).start()
+
+
+def _serve(own: socket.socket) -> None:
+    with suppress(OSError), own:
+        own.settimeout(_IDLE_SECONDS)
+        own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if own.recv(1) == _PING:
+            while byte := own.recv(1):
+                own.sendall(byte)
+            return
+        received, buffer = 0, bytearray(len(_BLOCK))
+        while count := own.recv_into(buffer):
+            received += count
+        own.sendall(str(received).encode())

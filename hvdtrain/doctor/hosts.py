@@ -1,0 +1,216 @@
+"""Checks of every host as this one sees it: its name, ssh, paths, versions, what `python` is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from hvdtrain.doctor.finding import WARNING, Finding
+from hvdtrain.doctor.here import Facts
+from hvdtrain.doctor.session import Login
+
+_CLOCK_SECONDS = 1.0
+_NEEDS_SSH = "launchers start ranks over ssh, and nobody answers a question there"
+
+
+def check_name(host: str, address: str | None) -> Iterable[Finding]:
+    """Whether the launcher's host knows the name at all."""
+    if address is None:
+        yield Finding(
+            "name",
+            host,
+            "its name cannot be resolved here",
+            "no launcher finds it",
+            f"echo 'ADDRESS {host}' >> /etc/hosts   # on every host; or mend the list, or DNS",
+        )
+
+
+# What ssh or Python says -> what is wrong, and what mends it.
+_SAYINGS = (
+    (
+        "IDENTIFICATION HAS CHANGED",
+        "its host key is not the one that is known here",
+        "ssh-keygen -R {host}; ssh-keyscan {host} >> ~/.ssh/known_hosts   "
+        "# if {host} was set up anew; else find out who answers",
+    ),
+    (
+        "Host key verification failed",
+        "its host key is not known here",
+        "ssh-keyscan {host} >> ~/.ssh/known_hosts",
+    ),
+    ("Permission denied", "it asks for a password", "ssh-copy-id {host}"),
+    (
+        "Connection refused",
+        "nothing listens on its port 22",
+        "systemctl enable --now ssh   # on {host} (sshd on other distributions)",
+    ),
+    (
+        "timed out",
+        "its port 22 does not answer",
+        "switch {host} on, or let port 22 through its firewall",
+    ),
+    (
+        "No module named 'hvdtrain",
+        "hvdtrain is not in the Python there",
+        "{python} -m pip install hvdtrain   # on {host}, the same version as here",
+    ),
+    (
+        "No module named hvdtrain",
+        "hvdtrain is not in the Python there",
+        "{python} -m pip install hvdtrain   # on {host}, the same version as here",
+    ),
+)
+
+
+def check_login(host: str, login: Login) -> Iterable[Finding]:
+    """ssh without a question, the same folder, the same Python."""
+    folder, python = os.getcwd(), sys.executable
+    if not login.folder:
+        yield Finding(
+            "folder",
+            host,
+            f"this working folder, {folder}, is not there",
+            "launchers change to it on every host; relative paths of the configuration start there",
+            f"mount it on {host}, or start from a folder that all hosts have",
+        )
+    if not login.interpreter:
+        yield Finding(
+            "python path",
+            host,
+            f"{python} is not there",
+            "launchers start this very path on every host",
+            f"rsync -a {sys.prefix}/ {host}:{sys.prefix}/   # or an environment that all share",
+        )
+    elif login.said:
+        yield _silent(host, login.said)
+    yield from _python(host, login)
+
+
+def _silent(host: str, said: list[str]) -> Finding:
+    text = "\n".join(said)
+    for sign, what, mend in _SAYINGS:
+        if sign in text:
+            mend = mend.format(host=host, python=sys.executable)
+            return Finding("ssh", host, f"{what} (“{_line_with(sign, said)}”)", _NEEDS_SSH, mend)
+    what = f"a command over ssh fails (“{said[-1]}”)"
+    return Finding("ssh", host, what, _NEEDS_SSH, f"ssh -v {host} true")
+
+
+def _line_with(sign: str, lines: list[str]) -> str:
+    return next(line for line in lines if sign in line)
+
+
+def _python(host: str, login: Login) -> Iterable[Finding]:
+    """`python`, as one types it here, has to be the same over ssh."""
+    own = shutil.which("python")
+    if own is None or Path(own).parent != Path(sys.executable).parent or login.said:
+        return  # here they are called by their path
+    if not login.python or Path(login.python).parent != Path(own).parent:
+        folder = Path(sys.executable).parent
+        yield Finding(
+            "python",
+            host,
+            f"`python` is {login.python or 'nothing'} for a command over ssh, and {own} here",
+            "`horovodrun ... python -m hvdtrain.train` starts another Python there",
+            f"export PATH={folder}:$PATH   # first line of ~/.bashrc on {host}, before its "
+            "test of an interactive shell, and nothing after it that puts another one in front",
+        )
+
+
+def check_answers(host: str, failures: Sequence[str]) -> Iterable[Finding]:
+    """Questions that a host did not answer: what they would have shown is not known."""
+    if failures:
+        yield Finding(
+            "agent",
+            host,
+            f"it did not answer the doctor ({'; '.join(failures)})",
+            "what would have been found is not known; the host may be overloaded",
+            f"ssh {host} uptime; then the doctor again",
+        )
+
+
+def compare(facts: Mapping[str, Facts], here: str) -> list[Finding]:
+    """The same program everywhere; `here` is the one that the others are compared with."""
+    own, found = facts[here], []
+    for host, theirs in facts.items():
+        others = {"python": theirs["python"], "mpi": theirs["mpi"], **theirs["versions"]}
+        ours = {"python": own["python"], "mpi": own["mpi"], **own["versions"]}
+        differ = [f"{n} {others[n]} (here {ours[n]})" for n in ours if others[n] != ours[n]]
+        if not differ and theirs["code"] != own["code"]:
+            differ = [f"hvdtrain's own files are others (digest {theirs['code']})"]
+        if differ:
+            found.append(
+                Finding(
+                    "versions",
+                    host,
+                    "; ".join(differ),
+                    "ranks of two versions do not understand each other, or compute other values",
+                    f"rsync -a --delete {sys.prefix}/ {host}:{sys.prefix}/",
+                )
+            )
+    return found
+
+
+def compare_names(facts: Mapping[str, Facts], here: str) -> list[Finding]:
+    """Every host has to find every other; what it calls itself is another check.
+
+    What this one finds is `check_name`'s.
+    """
+    found = []
+    for host, theirs in facts.items():
+        for name, address in theirs["addresses"].items():
+            if host == here or name in (host, theirs["hostname"]):
+                continue
+            if address is None or address.startswith("127."):
+                has = "cannot be resolved there" if address is None else f"is {address} there"
+                found.append(
+                    Finding(
+                        "name",
+                        f"{name} on {host}",
+                        f"the name {name} {has}",
+                        "a rank there cannot connect to those of that host, or to the launcher",
+                        f"echo 'ADDRESS {name}' >> /etc/hosts   # on {host}",
+                    )
+                )
+    return found
+
+
+def compare_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
+    """Clocks that differ.
+
+    Args:
+        offsets: host -> (seconds that it is ahead of here, seconds by which that may be wrong).
+    """
+    return [
+        Finding(
+            "clock",
+            host,
+            f"its clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} this one",
+            "the order of events of a run becomes wrong: restarts, goodput and stragglers are "
+            "reckoned with times of several hosts",
+            f"systemctl restart chrony   # on {host} (or systemd-timesyncd); chronyc makestep",
+            WARNING,
+        )
+        for host, (ahead, doubt) in offsets.items()
+        if abs(ahead) - doubt > _CLOCK_SECONDS
+    ]
+
+
+def compare_data(found: Mapping[str, Mapping[str, object]], here: str) -> list[Finding]:
+    """The same training data on all hosts."""
+    findings = []
+    for host, theirs in found.items():
+        what = ""
+        if "failed" in theirs:
+            what = f"the training data cannot be read: {theirs['failed']}"
+        elif "failed" not in found[here] and theirs != found[here]:
+            samples, own = theirs["samples"], found[here]["samples"]
+            what = f"other training data: {samples} samples, here {own}, or other content"
+        if what:
+            why = "the run would end at its start: all ranks deal out the same samples"
+            mend = f"rsync -a the files of the configuration's data to {host}"
+            findings.append(Finding("data", host, what, why, mend))
+    return findings

@@ -1,0 +1,165 @@
+"""What goes between hosts: each pair of them in rounds that do not disturb each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvdtrain.doctor.here import Facts
+from hvdtrain.doctor.session import Session, together
+
+STREAM_SECONDS = 0.3
+_SECONDS = 30.0  # for one question, which has limits of its own
+_EPHEMERAL_SAMPLES, _MPI_SAMPLES = 6, 2
+RANKS, MPI, METRICS = "ranks and launchers", "MPI", "metrics"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A host that listens.
+
+    Args:
+        ports: of each range, those that listen.
+        ranges: name -> first and last port of it.
+    """
+
+    session: Session
+    facts: Facts
+    ports: Mapping[str, Sequence[int]]
+    ranges: Mapping[str, Sequence[int]]
+    stream: int
+    udp: int
+
+
+@dataclass
+class Link:
+    """What one host found about the way to another.
+
+    Args:
+        problems: range -> port -> what happened, of the ports that did not accept.
+        packet: see host_links.packet.
+        latency: seconds; 0: not measured.
+        bandwidth: bytes a second; 0: not measured.
+    """
+
+    problems: dict[str, dict[int, str]]
+    packet: str = "unknown"
+    latency: float = 0.0
+    bandwidth: float = 0.0
+
+
+Links = dict[tuple[str, str], Link]
+
+
+def open_listeners(
+    sessions: Iterable[Session], facts: Mapping[str, Facts], slots: Mapping[str, int]
+) -> dict[str, Peer]:
+    """Real listeners on each host, in every range that a run uses."""
+    ranges = {name: _ranges(facts[name], slots.get(name, 0)) for name in facts}
+
+    def listen(session: Session) -> Peer:
+        own = ranges[session.name]
+        answer = session.ask("listen", _SECONDS, ranges=own)
+        bounds = {name: bounds[:2] for name, bounds in own.items()}
+        return Peer(
+            session, facts[session.name], answer["ports"], bounds, answer["stream"], answer["udp"]
+        )
+
+    return together(sessions, listen)
+
+
+def _ranges(facts: Facts, slots: int) -> dict[str, list[int]]:
+    """name -> first port, last port, how many of them are tried."""
+    from hvdtrain.telemetry.config import TelemetryConfig
+
+    found = {RANKS: [*facts["ports"], _EPHEMERAL_SAMPLES]}
+    if slots == 0:
+        return found  # it only launches
+    if facts["mpi"] is not None:
+        # Open MPI takes the first that is free from here on.
+        first = int(os.environ.get("OMPI_MCA_btl_tcp_port_min_v4", "1024"))  # noqa: SIM112
+        found[MPI] = [first, first + 199, _MPI_SAMPLES]
+    metrics = TelemetryConfig().port
+    found[METRICS] = [metrics, metrics + max(9, slots - 1), 1]
+    return found
+
+
+def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Each pair once, in rounds in which no host is in two pairs (the circle method)."""
+    places: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
+    found = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+        found.append([(a, b) for a, b in pairs if a is not None and b is not None])
+        places = [places[0], places[-1], *places[1:-1]]
+    return [pairs for pairs in found if pairs]
+
+
+def examine_links(peers: Mapping[str, Peer]) -> Links:
+    """Every way between two hosts, in both directions: ports first, then packets, then speed."""
+    links: Links = {}
+    for pairs in rounds(list(peers)):
+        both = [*pairs, *((b, a) for a, b in pairs)]
+        links |= _at_once(peers, both, _reach)
+        # One direction at a time: both together would share a host's processor, if not its link.
+        for direction in (pairs, both[len(pairs) :]):
+            _measure(peers, [e for e in direction if RANKS not in links[e].problems], links)
+    return links
+
+
+def _measure(peers: Mapping[str, Peer], direction: Sequence[tuple[str, str]], links: Links) -> None:
+    """Packets and speed of pairs that do not disturb each other; the better of two stays."""
+    for ends, answer in _at_once(peers, direction, _stream).items():
+        link = links[ends]
+        link.packet = answer["packet"]
+        if answer.get("bandwidth", 0.0) > link.bandwidth:
+            link.latency, link.bandwidth = answer["latency"], answer["bandwidth"]
+
+
+def _at_once(peers: Mapping[str, Peer], pairs: Sequence[tuple[str, str]], do: Any) -> Any:
+    """`do(from, to)` of pairs, each host in one at most; pairs of silent hosts are left out."""
+    if len({a for a, _ in pairs}) < len(pairs):
+        raise ValueError("a host can answer one question at a time")
+    to = dict(pairs)
+    found = together(
+        [peers[a].session for a in to],
+        lambda session: do(peers[session.name], peers[to[session.name]]),
+    )
+    return {(a, to[a]): answer for a, answer in found.items()}
+
+
+def _reach(own: Peer, other: Peer) -> Link:
+    groups = dict(other.ports)
+    # The kernel picked that one too.
+    groups[RANKS] = [*groups.get(RANKS, ()), other.stream]
+    ports = [port for group in groups.values() for port in group]
+    answer = own.session.ask("reach", _SECONDS, address=_address(own, other), ports=ports)
+    problems = {
+        name: {port: answer[str(port)] for port in group if answer[str(port)]}
+        for name, group in groups.items()
+    }
+    return Link({name: found for name, found in problems.items() if found})
+
+
+def _stream(own: Peer, other: Peer) -> dict[str, Any]:
+    address = _address(own, other)
+    mtu = own.facts["interfaces"].get(own.facts["chosen"], {}).get("mtu", 1500)
+    packet = own.session.ask("packet", _SECONDS, address=address, port=other.udp, mtu=mtu)
+    if packet == "vanishes":
+        return {"packet": packet}  # a stream would hang
+    question = {"address": address, "port": other.stream, "seconds": STREAM_SECONDS}
+    return {"packet": packet} | own.session.ask("stream", _SECONDS, **question)
+
+
+def _address(own: Peer, other: Peer) -> str:
+    """Of the other, as this one looks it up."""
+    return str(own.facts["addresses"].get(other.session.name) or other.session.name)
+
+
+def measure_again(peers: Mapping[str, Peer], links: Links, ends: Iterable[tuple[str, str]]) -> None:
+    """A host may have been busy for a moment: some directions get a second chance, one by one."""
+    for direction in ends:
+        _measure(peers, [direction], links)

@@ -1,0 +1,79 @@
+"""Findings as a table for people, or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hvdtrain.doctor.examine import Examination
+from hvdtrain.doctor.finding import ERROR, Finding
+
+_COLOURS = {ERROR: "bold red"}
+
+
+def as_json(findings: Sequence[Finding], **more: Any) -> str:
+    return json.dumps({"findings": [asdict(one) for one in findings], **more}, indent=1)
+
+
+def examination_json(found: Examination) -> str:
+    rest = {"measured": found.measured, "left_out": found.left_out, "seconds": found.seconds}
+    return as_json(found.findings, **rest)
+
+
+def show(findings: Sequence[Finding], notes: Sequence[str], console: Console) -> None:
+    """A table, then what mends each, in lines that can be copied."""
+    if findings:
+        console.print(_table(findings))
+        console.print("\nTo mend:")
+        for number, finding in enumerate(findings, start=1):
+            console.print(Text(f"{number:3d}  {finding.mend}"), soft_wrap=True)
+    for note in notes:
+        console.print(Text(note), soft_wrap=True)
+    errors = sum(finding.severity == ERROR for finding in findings)
+    warnings = len(findings) - errors
+    counts = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
+    console.print("no finding" if not findings else counts)
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_lines=False, pad_edge=False)
+    for name in ("", "", "check", "where", "what, and why it matters"):
+        table.add_column(name, no_wrap=name in ("", "check"), overflow="fold")
+    for number, finding in enumerate(findings, start=1):
+        severity = Text(finding.severity, _COLOURS.get(finding.severity, "yellow"))
+        what = Text(f"{finding.what}\n").append(finding.why, "dim")
+        table.add_row(str(number), severity, finding.check, Text(finding.where), what)
+    return table
+
+
+def notes(found: Examination) -> Iterator[str]:
+    """What was measured and what was left out, a line each."""
+    for link in found.measured.get("links", ()):
+        if link["bandwidth"]:
+            yield (
+                f"{link['from']} -> {link['to']}: {link['bandwidth'] * 8e-6:,.0f} Mbit/s, "
+                f"{link['latency'] * 1e6:.0f} us there and back"
+            )
+    for host, theirs in found.measured.get("speeds", {}).items():
+        gpus = ", ".join(f"{n} {v / 1e12:.0f} TFLOP/s" for n, v in theirs.items() if _is_gpu(n))
+        cpu = f"{theirs['processor'] / 1e9:.0f} GFLOP/s, memory {theirs['memory'] / 1e9:.1f} GB/s"
+        yield f"{host}: {cpu}" + (f", {gpus}" if gpus else "")
+    for one in found.measured.get("all_reduce", ()):
+        allowed = f"; the network takes {one['allowed'] * 1e3:.0f}" if one["allowed"] else ""
+        yield (
+            f"all-reduce of {one['bytes'] >> 20} MiB over {one['controller']}, {one['ranks']} "
+            f"ranks ({one['hosts'] or 'here'}): {one['seconds'] * 1e3:.0f} ms{allowed}"
+        )
+    yield from found.left_out
+    yield f"{found.seconds:.0f} s"
+
+
+def _is_gpu(name: str) -> bool:
+    return name.startswith("gpu") and not name.endswith("memory")

@@ -1,0 +1,233 @@
+"""Why a run failed, or is slow: from its logs, the stacks of hung ranks, its events and figures.
+
+A rank that fails takes the others with it, and these say only that they lost it: what a line means
+is therefore tried in the order of `CAUSES`, causes before consequences.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hvdtrain.doctor.causes import CAUSES
+from hvdtrain.doctor.finding import WARNING, Finding
+from hvdtrain.errors import UserError
+from hvdtrain.report.figures import Figures, figures
+from hvdtrain.report.run import Run, read
+from hvdtrain.run_files.events_file import each_line
+
+_LONGEST = 240  # characters of a line that are shown
+_MUCH = 0.3  # of the ranks' time
+_LEVELS = ("warning", "error", "critical")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a file of the run.
+
+    Args:
+        text: of the message, and the last line of a traceback.
+    """
+
+    where: str
+    text: str
+    time: float = 0.0
+
+
+def diagnose(folder: Path) -> tuple[list[Finding], str]:
+    """The findings of a run, the likeliest cause first, and a sentence on how it ended.
+
+    Those of a run that finished, or trains on, are warnings.
+
+    Raises:
+        UserError: it is no folder of a run, or cannot be read.
+    """
+    run = read(folder)
+    found = figures(run)
+    try:
+        lines = sorted(_log_lines(folder), key=lambda line: line.time)
+        findings = [*_hung(folder), *_from_lines(lines)]
+    except OSError as error:
+        raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
+    findings += _from_events(run, {finding.check for finding in findings})
+    if found["exit_code"] in (0, 75):
+        findings = [replace(finding, severity=WARNING) for finding in findings]
+    elif not findings and found["exit_code"] is None:
+        findings += _killed(run, lines)
+    elif not findings:
+        findings.append(_unexplained(folder, lines, found["exit_code"]))
+    return [*findings, *_slow(found)], f"how it ended: {found['state'] or 'not known'}"
+
+
+def _log_lines(folder: Path) -> Iterator[Line]:
+    """What ranks logged, from warnings on."""
+    for path in sorted((folder / "logs").glob("rank_*.jsonl")):
+        for number, line in enumerate(each_line(path), start=1):
+            if line is None or line.get("level") not in _LEVELS:
+                continue
+            where = f"{path}:{number} (rank {line.get('rank')} on {line.get('host')})"
+            trace = str(line.get("traceback", "")).strip().splitlines()
+            last = trace[-1] if trace else ""
+            message = str(line.get("message", ""))
+            text = message if last in message or message in last else f"{message}: {last}"
+            yield Line(where, text, float(line.get("time", 0.0)))
+
+
+def _from_lines(lines: Iterable[Line]) -> list[Finding]:
+    """One finding for each cause, with the first line that shows it."""
+    lines, found = list(lines), []
+    taken: set[str] = set()
+    for cause in CAUSES:
+        shown = next((li for li in lines if re.search(cause.pattern, li.text, re.I)), None)
+        if shown is None or shown.where in taken:
+            continue
+        taken.add(shown.where)
+        what = f"{cause.what}: “{_short(shown.text)}”"
+        found.append(Finding(cause.check, shown.where, what, cause.why, cause.mend, cause.severity))
+    return found
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
+
+
+def _hung(folder: Path) -> Iterator[Finding]:
+    """Ranks that their watchdog killed, with where the first of them was."""
+    for path in sorted((folder / "logs").glob("hang_*.txt")):
+        lines = path.read_text(errors="replace").splitlines()
+        for number, line in enumerate(lines, start=1):
+            if "killed by its watchdog" not in line:
+                continue
+            where = next((text for text in lines[number:] if _is_frame(text)), "")
+            at = f"; its stack: “{_short(where)}”" if where else ""
+            yield Finding(
+                "hang",
+                f"{path}:{number}",
+                f"“{_short(line)}”{at}",
+                "a rank made no progress: a lock, a driver or a dead disk held it",
+                "what the stack names; elastic.hang_seconds where that may take so long",
+            )
+            return
+
+
+def _is_frame(text: str) -> bool:
+    """A line of Python's own fault handler, or of py-spy."""
+    return text.lstrip().startswith('File "') or re.match(r"\s+\w.* \(\S+:\d+\)$", text) is not None
+
+
+def _from_events(run: Run, known: set[str]) -> Iterator[Finding]:
+    """What events and figures say, and no line of a log did."""
+    path = run.path / "events.jsonl"
+    for number, event in enumerate(each_line(path) if path.exists() else (), start=1):
+        if event is None:
+            continue
+        where, line = f"{path}:{number}", _short(json.dumps(event))
+        if event.get("event") == "checkpoint_failed" and "disk" not in known:
+            known.add("disk")
+            yield _of_event("disk", where, line)
+        elif event.get("event") == "healed" and "replicas" not in known:
+            known.add("replicas")
+            yield _of_event("replicas", where, line)
+    ended = run.ledger.generations[-1].end if run.ledger else None
+    if ended is not None and ended[1] == 3 and "not finite" not in known:
+        yield _of_event("not finite", f"{path} (the last line)", f"exit code 3 at step {ended[0]}")
+
+
+def _of_event(check: str, where: str, line: str) -> Finding:
+    cause = next(cause for cause in CAUSES if cause.check == check)
+    return Finding(check, where, f"{cause.what}: “{line}”", cause.why, cause.mend, cause.severity)
+
+
+def _killed(run: Run, lines: list[Line]) -> Iterator[Finding]:
+    """No end, no line that says why: from outside. Memory that only grew points to the kernel."""
+    if run.ledger is None or not len(run.steps["step"]):
+        return
+    last = f"the last step on record is {int(run.steps['step'][-1])}"
+    grown = _growth(run)
+    if grown:
+        yield Finding(
+            "memory",
+            f"{run.path / 'ranks.jsonl'} (the last lines)",
+            f"no end was recorded, and {grown}; {last}",
+            "the kernel kills a rank where memory ends, with no word of its own",
+            "dmesg -T | grep -i 'killed process'; fewer loader.workers, or a task that keeps less",
+        )
+        return
+    yield Finding(
+        "killed",
+        str(run.path / "events.jsonl"),
+        f"no end was recorded, and no rank logged why; {last}",
+        "it was killed from outside (SIGKILL, a time limit, a power cut), or it still trains",
+        "the scheduler's and the kernel's log (sacct -j JOB; dmesg -T); then start it again with "
+        "the same --run.id",
+        WARNING,
+    )
+
+
+def _growth(run: Run) -> str:
+    """Such as "rank 3 grew from 0.5 to 7.9 GiB"; "" where none grew to twice its first size."""
+    if run.ranks is None:
+        return ""
+    memory = run.ranks.figures["host_memory_bytes"]
+    for rank in range(memory.shape[1]):
+        of_rank = memory[:, rank][memory[:, rank] > 0]
+        if len(of_rank) > 2 and of_rank[-1] > 2 * of_rank[1]:
+            return (
+                f"rank {rank} grew from {of_rank[1] / 2**30:.1f} to {of_rank[-1] / 2**30:.1f} GiB"
+            )
+    return ""
+
+
+def _unexplained(folder: Path, lines: list[Line], code: int) -> Finding:
+    """The last that was logged, for want of something better."""
+    errors = [line for line in lines if "Traceback" not in line.text]
+    shown = errors[-1] if errors else Line(str(folder / "logs"), "no warning and no error")
+    return Finding(
+        "error",
+        shown.where,
+        f"it ended with exit code {code}: “{_short(shown.text)}”",
+        "exit code 2 is a mistake in the configuration or the input; 1 is a crash, whose traceback "
+        "is in the log",
+        "docs/troubleshooting.md lists messages and exit codes",
+    )
+
+
+def _slow(found: Figures) -> Iterator[Finding]:
+    """What took the time of a run, also of one that finished."""
+    where = f"{found['run']}/ranks.jsonl"
+    shares = found["phase_shares"] or {}
+    for straggler in found["stragglers"][:1]:
+        phase = straggler["phase"]
+        yield Finding(
+            "straggler",
+            f"{found['run']}/events.jsonl",
+            f"rank {straggler['rank']} on {straggler['host']} was slow for {straggler['steps']} "
+            f"steps (score {straggler['lowest_score']:.2f}), most in: {phase}",
+            "every step waits for the slowest rank",
+            f"hvdtrain doctor --hosts LIST   # is {straggler['host']} slow alone? Else "
+            + ("loader.workers" if phase == "data" else "--batch.deal speed"),
+            WARNING,
+        )
+    if shares.get("data", 0.0) > _MUCH:
+        yield Finding(
+            "data-bound",
+            where,
+            f"{shares['data']:.0%} of the ranks' time went into waiting for data",
+            "steps wait for their samples",
+            "--loader.workers 2 (or more), or samples that are prepared once",
+            WARNING,
+        )
+    if (exposed := found["exposed_share"] or 0.0) > _MUCH and not found["stragglers"]:
+        yield Finding(
+            "communication-bound",
+            where,
+            f"{exposed:.0%} of the ranks' time went into waiting for the exchange of gradients",
+            "the network does not keep up with the ranks",
+            "--exchange.wire bfloat16, --exchange.hierarchical true, --exchange.compression "
+            "powersgd or a larger --batch.global_size; hvdtrain doctor --hosts LIST",
+            WARNING,
+        )

@@ -1,0 +1,285 @@
+"""`hvdtrain doctor` between two hosts: each fault is made, named, mended, and then not found.
+
+What cannot be made on one machine: a clock (hosts in namespaces share that of the kernel), a file
+system without flock, a faulty GPU. tests/single/test_doctor.py has these from facts as hosts tell
+them.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.cluster import REPOSITORY, Cluster
+from tests.support.doctor_faults import BOTH, OF_A_HOST, OF_A_LOGIN, OWN, Fault
+from tests.support.doctored import Examined, named
+
+# What slows hosts down, such as another test, is a finding too.
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(150)]
+
+
+@pytest.fixture
+def doctor(cluster: Cluster, runs: Path) -> Examined:
+    return Examined(cluster, runs)
+
+
+@contextmanager
+def _made(doctor: Examined, fault: Fault) -> Iterator[None]:
+    shared = doctor.cluster.shared
+    places = {
+        "root": doctor.root,
+        "package": REPOSITORY / "hvdtrain",
+        "bin": Path(sys.prefix, "bin"),
+        "shared": shared,
+        "folder": shared.parent,
+    }
+
+    def do(command: str) -> None:
+        for name, path in places.items():
+            command = command.replace(f"{{{name}}}", str(path))
+        for host in fault.on.split():
+            doctor.on(host, command)
+
+    do(fault.make)
+    try:
+        yield
+    finally:
+        do(fault.undo)
+
+
+def _check(doctor: Examined, fault: Fault, *stages: str, cwd: Path = REPOSITORY) -> None:
+    """Made, named, mended, gone."""
+    with _made(doctor, fault):
+        findings = doctor.findings(*stages, hosts=fault.hosts, cwd=cwd)
+        found = named(findings, fault.check, fault.where)
+        assert fault.says in found["what"] and found["severity"] == fault.severity, found
+        assert found["why"] and found["mend"], found
+        if fault.mend == OWN:
+            for host in fault.on.split():
+                doctor.on(host, found["mend"])
+            assert doctor.findings(*stages, cwd=cwd) == []
+
+
+@pytest.mark.parametrize("name", OF_A_HOST)
+def test_a_fault_of_a_host_is_not_named(doctor: Examined, name: str) -> None:
+    _check(doctor, OF_A_HOST[name])
+
+
+@pytest.fixture
+def strict(doctor: Examined) -> Iterator[Examined]:
+    """node1 asks for host keys, as ssh does by itself, and has a ~/.ssh of its own."""
+    config = "grep -v -e StrictHost -e UserKnown -e LogLevel /etc/ssh/ssh_config > /tmp/strict"
+    doctor.on(
+        "node1",
+        "mkdir -p ~/.ssh && mount -t tmpfs tmpfs ~/.ssh",
+        f"{config} && mount --bind /tmp/strict /etc/ssh/ssh_config",
+    )
+    yield doctor
+    doctor.on("node1", "umount -l /etc/ssh/ssh_config; umount -l ~/.ssh")
+
+
+@pytest.mark.parametrize("name", OF_A_LOGIN)
+def test_a_fault_of_a_login_is_not_named(
+    doctor: Examined, request: pytest.FixtureRequest, name: str
+) -> None:
+    if "host key" in name:
+        request.getfixturevalue("strict")
+    cwd = doctor.root if name == "no such folder" else REPOSITORY
+    _check(doctor, OF_A_LOGIN[name], cwd=cwd)
+
+
+# nft's own words, of a firewall as distributions set it up.
+FIREWALL = (
+    "nft add table inet filter; nft 'add chain inet filter input "
+    "{ type filter hook input priority 0; policy accept; }'; "
+    "nft add rule inet filter input ip saddr 10.207.0.1 tcp dport "
+)
+
+
+@contextmanager
+def _firewall(doctor: Examined, rule: str) -> Iterator[None]:
+    """Of node2, against node1."""
+    doctor.on("node2", FIREWALL + rule)
+    try:
+        yield
+    finally:
+        doctor.on("node2", "nft delete table inet filter")
+
+
+@pytest.mark.parametrize(
+    ("ports", "verdict", "name", "how", "severity"),
+    [
+        ("40000-60999", "drop", "ranks and launchers", "no answer", "error"),
+        ("1024-2000", "reject with tcp reset", "MPI", "refused", "error"),
+        ("9855-9900", "reject with tcp reset", "metrics", "refused", "warning"),
+    ],
+)
+def test_a_closed_port_is_not_named(
+    doctor: Examined, ports: str, verdict: str, name: str, how: str, severity: str
+) -> None:
+    with _firewall(doctor, f"{ports} {verdict}"):
+        found = named(doctor.findings("network"), "ports", "node1 -> node2")
+        assert f"({name})" in found["what"] and f"({how})" in found["what"], found
+        assert found["severity"] == severity
+        doctor.on("node2", found["mend"])
+        assert doctor.findings("network") == []
+
+
+def test_a_port_22_that_does_not_answer_is_not_named(doctor: Examined) -> None:
+    for verdict, says in (
+        ("drop", "does not answer"),
+        ("reject with tcp reset", "nothing listens"),
+    ):
+        with _firewall(doctor, f"22 {verdict}"):
+            assert says in named(doctor.findings(), "ssh", "node2")["what"]
+
+
+def test_another_mtu_is_not_named(doctor: Examined) -> None:
+    doctor.on("node2", "ip link set eth0 mtu 1400")
+    try:
+        findings = doctor.findings("network")
+        # Of two values the larger one is taken for the right one.
+        found = named(findings, "mtu", "node2")
+        assert "an MTU of 1400" in found["what"] and found["severity"] == "warning"
+        doctor.on("node2", found["mend"])
+        assert doctor.findings("network") == []
+    finally:
+        doctor.on("node2", "ip link set eth0 mtu 1500")
+
+
+def test_large_packets_that_vanish_on_the_way_are_not_named(doctor: Examined) -> None:
+    doctor.cluster.path_mtu("node2", 1400)
+    try:
+        findings = doctor.findings("network")
+        found = named(findings, "mtu", "node1 -> node2")
+        assert {one["check"] for one in findings} == {"mtu"}, findings
+        assert "a packet of 1500 bytes" in found["what"] and found["severity"] == "error"
+    finally:
+        doctor.cluster.path_mtu("node2", 1500)
+
+
+def test_a_slow_direction_is_not_named(doctor: Examined) -> None:
+    limit = "tbf rate 100mbit burst 256kb latency 100ms"
+    doctor.on("node2", f"tc qdisc replace dev eth0 root {limit}")
+    try:
+        found = named(doctor.findings("network"), "bandwidth", "node2 -> node1")
+        assert found["severity"] == "warning"
+        assert 20 < int(found["what"].split()[0]) < 110  # Mbit/s
+    finally:
+        doctor.on("node2", "tc qdisc del dev eth0 root")
+
+
+def test_an_interface_that_a_variable_names_and_a_host_lacks_is_not_named(doctor: Examined) -> None:
+    findings = doctor.findings(env={"HOROVOD_GLOO_IFACE": "ib0"})
+    found = named(findings, "interfaces", "node2")
+    name, _, value = found["mend"].split()[1].partition("=")
+    assert (name, value) == ("HOROVOD_GLOO_IFACE", "eth0")
+    assert doctor.findings(env={name: value}) == []
+
+
+def test_a_wheel_of_another_torch_or_one_that_does_not_load_is_not_named(doctor: Examined) -> None:
+    (metadata,) = [
+        Path(str(file.locate()))
+        for file in importlib.metadata.files("horovod") or ()
+        if file.name == "METADATA"
+    ]
+    package = importlib.util.find_spec("horovod")
+    assert package is not None and package.origin is not None
+    (library,) = (Path(package.origin).parent / "torch").glob("mpi_lib_v2*.so")
+    other = "0.28.1+torch2.6.0.cpu.openmpi5.0.1.gloo.mpi.p0"
+    doctor.on(
+        "node2",
+        f"sed 's/^Version: .*/Version: {other}/' {metadata} > /tmp/metadata",
+        f"mount --bind /tmp/metadata {metadata}; mount --bind /dev/null {library}",
+    )
+    try:
+        findings = doctor.findings("libraries")
+    finally:
+        doctor.on("node2", f"umount -l {metadata} {library}")
+    said = [one["what"] for one in findings if one["where"] == "node2"]
+    for text in (
+        "Horovod was built for torch 2.6.0.cpu",
+        "Horovod was built for openmpi 5.0.1",
+        "torch and Horovod cannot be loaded",
+        f"horovod {other}",
+    ):
+        assert [text in one for one in said].count(True) == 1, (text, findings)
+
+
+def test_other_data_on_a_host_is_not_named(doctor: Examined) -> None:
+    folder = doctor.root / "data"
+    folder.mkdir()
+    (folder / "a.txt").write_text("the same on both hosts " * 200)
+    flags = ("--data.train", str(folder), "--data.validation_fraction", "0.2")
+    doctor.on(
+        "node2", f"mount -t tmpfs tmpfs {folder} && yes other | head -c 9000 > {folder}/a.txt"
+    )
+    try:
+        found = named(doctor.findings(flags=flags), "data", "node2")
+        assert "other training data" in found["what"]
+    finally:
+        doctor.on("node2", f"umount -l {folder}")
+
+
+def test_a_slow_host_is_not_named(doctor: Examined) -> None:
+    """Each host has a processor of its own; on node2's others compute, too."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        pytest.fail("two processors are needed: hosts that share one are equally slow")
+    (sshd,) = [p.pid for p in doctor.cluster.processes("node2") if "sshd" in p.command]
+    own = os.sched_getaffinity(sshd)
+    # Each in a session of its own: the kernel shares a processor out among sessions first.
+    spin = ["taskset", "-c", str(cores[1]), "sh", "-c", "while :; do :; done"]
+    busy = [subprocess.Popen(spin, start_new_session=True) for _ in range(3)]
+    os.sched_setaffinity(sshd, {cores[1]})
+    try:
+        # Whatever else this machine does: node1 is not kept from its own.
+        first = 'echo -15 > /proc/self/autogroup; exec nice -n -15 "$@"'
+        prefix = ["taskset", "-c", str(cores[0]), "sh", "-c", first, "sh"]
+        found = doctor.findings("alone", prefix=prefix)
+        slow = [one for one in found if (one["check"], one["where"]) == ("slow host", "node2")]
+        assert any("processor" in one["what"] for one in slow), found
+        assert {one["where"] for one in found} == {"node2"}, found
+    finally:
+        os.sched_setaffinity(sshd, own)
+        for one in busy:
+            one.kill()
+            one.wait(10)
+
+
+def test_an_all_reduce_that_fails_is_not_named(doctor: Examined) -> None:
+    """Open MPI's daemon cannot be started on node2, which nothing shows but a real start."""
+    daemon = "$(readlink -f $(command -v orted))"
+    doctor.on("node2", f"mount --bind /dev/null {daemon}")
+    try:
+        found = named(doctor.findings("libraries", "all-reduce"), "all-reduce", BOTH)
+        assert "ranks over mpi fail" in found["what"], found
+    finally:
+        doctor.on("node2", f"umount -l {daemon}")
+
+
+def test_healthy_hosts_get_a_finding(doctor: Examined) -> None:
+    began = time.monotonic()
+    command = ["hvdtrain", "doctor", "--hosts", BOTH, "--format", "json"]
+    done = doctor.cluster.run(
+        "node1", [*command, "--", "--run.root", str(doctor.root)], timeout=100
+    )
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["findings"], found["left_out"]) == (0, [], []), done
+    assert time.monotonic() - began < 60
+    links = {(link["from"], link["to"]): link for link in found["measured"]["links"]}
+    assert set(links) == {("node1", "node2"), ("node2", "node1")}
+    assert all(link["packet"] == "arrives" and link["bandwidth"] > 1e7 for link in links.values())
+    sums = {one["controller"]: one for one in found["measured"]["all_reduce"]}
+    assert set(sums) == {"mpi", "gloo"} and all(one["seconds"] > 0 for one in sums.values())
+    assert set(found["measured"]["speeds"]) == {"node1", "node2"}

@@ -1,0 +1,190 @@
+"""`hvdtrain doctor RUN`: the likeliest cause of a failed run, the line that shows it, the key."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from hvdtrain import cli, log
+from hvdtrain.doctor.finding import Finding
+from hvdtrain.doctor.runs import diagnose
+from tests.support import runs
+from tests.support.job import poll
+from tests.support.recorded import LongRun
+
+TASK = "--batch.global_size 8 --batch.micro_size 2 --eval.every 0 --telemetry.port 0 --run.id case"
+
+
+def _start(root: Path, task: str, *flags: str, env: dict[str, str] | None = None) -> runs.Job:
+    arguments = ["--task", f"tests.support.tasks:{task}", *TASK.split()]
+    return runs.start(root / "output", [*arguments, "--run.root", str(root), *flags], env=env)
+
+
+def _check(finding: Finding, check: str, says: str, mend: str) -> None:
+    """Also that the line it names shows it."""
+    assert finding.check == check and says in finding.what and mend in finding.mend, finding
+    path, _, rest = finding.where.partition(":")
+    if number := re.match(r"\d+", rest):
+        shown = Path(path).read_text().splitlines()[int(number[0]) - 1]
+        assert says in shown, (finding, shown)
+
+
+@pytest.mark.slow
+def test_a_run_that_had_too_little_memory_is_not_explained(tmp_path: Path) -> None:
+    assert _start(tmp_path, "Large").wait(60).returncode == 1
+    findings, _ = diagnose(tmp_path / "case")
+    _check(findings[0], "memory", "DefaultCPUAllocator", "--batch.micro_size")
+    assert findings[0].severity == "error"
+
+
+@pytest.mark.slow
+def test_a_run_that_diverged_is_not_explained(tmp_path: Path) -> None:
+    job = _start(
+        tmp_path, "NotFinite", "--train.max_nonfinite", "3", env={"HVDTRAIN_TEST_NAN": "3-"}
+    )
+    assert job.wait(60).returncode == 3
+    findings, how = diagnose(tmp_path / "case")
+    _check(findings[0], "not finite", "the gradient is not finite", "--optim.lr")
+    assert how == "how it ended: ended with exit code 3"
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_from_outside_is_not_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = _start(tmp_path, "Slow", "--train.steps", "1000")
+    metrics = tmp_path / "case" / "metrics.jsonl"
+    poll(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, 60, "steps")
+    job.kill()
+    assert cli.main(["doctor", str(tmp_path / "case")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "no end was recorded" in shown and "dmesg" in shown, shown
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """A long run that never was: 2 hosts, a slow rank in its second quarter."""
+    LongRun(tmp_path / "run", 200, 24, ())
+    return tmp_path / "run"
+
+
+def _ended(folder: Path, code: int | None) -> None:
+    """Ends the run otherwise; None: it has no end."""
+    path = folder / "events.jsonl"
+    lines = path.read_text().splitlines()[:-1]
+    if code is not None:
+        lines.append(json.dumps({"event": "end", "time": 2e9, "step": 200, "exit_code": code}))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _log(folder: Path, rank: int, *errors: str) -> None:
+    """As a rank logs its end."""
+    log.close()
+    log.to_file(folder / "logs", rank, f"node{rank}")
+    for error in errors:
+        log.logger.error(error)
+    log.close()
+
+
+LOST = "HorovodInternalError: Connection closed by peer"
+# What ranks have logged, and what to change.
+MESSAGES = {
+    "gpu memory": (
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
+        "micro_size",
+    ),
+    "memory": ("RuntimeError: DataLoader worker (pid 7) is killed by signal: Killed.", "workers"),
+    "shared memory": ("RuntimeError: DataLoader worker is killed by signal: Bus error", "/dev/shm"),
+    "nccl": ("RuntimeError: NCCL error: ncclUnhandledCudaError: Call to CUDA failed", "NCCL_DEBUG"),
+    "gpu": ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "--hosts"),
+    "disk": ("checkpoint of step 9 could not be written: No space left on device", "--run.root"),
+    "network": ("UserError: the rendezvous failed 20 times in a row", "doctor --hosts"),
+    "owner": ("UserError: runs/a was taken over by process 7 on node2", "--run.id"),
+    "rank lost": (LOST, "dmesg"),
+}
+
+
+@pytest.mark.parametrize("check", MESSAGES)
+def test_a_line_of_a_log_is_taken_for_another_cause_or_for_its_consequence(
+    finished: Path, check: str
+) -> None:
+    message, mend = MESSAGES[check]
+    _ended(finished, 1)
+    _log(finished, 0, LOST)
+    _log(finished, 3, "another thing", message)
+    findings, _ = diagnose(finished)
+    _check(findings[0], check, message, mend)
+
+
+def test_a_hung_rank_is_not_explained_by_its_stack(finished: Path) -> None:
+    _ended(finished, 1)
+    _log(finished, 0, LOST)
+    (finished / "logs" / "hang_node1_2.txt").write_text(
+        "\n2026-01-02 03:04:05 killed by its watchdog: no progress for 60 s, while TRAINING\n"
+        "thread 7: python, kernel futex_wait, call 202\n"
+        'Thread 0x00007f (most recent call first):\n  File "/data/lock.py", line 7 in acquire\n'
+    )
+    findings, _ = diagnose(finished)
+    assert findings[0].check == "hang" and 'File "/data/lock.py", line 7' in findings[0].what
+    assert findings[0].where.endswith("hang_node1_2.txt:2")
+
+
+def test_a_failed_checkpoint_is_not_told_from_its_event(finished: Path) -> None:
+    path = finished / "events.jsonl"
+    event = {"event": "checkpoint_failed", "time": 2e9, "step": 3, "error": "OSError: [Errno 28]"}
+    path.write_text(path.read_text() + json.dumps(event) + "\n")
+    findings, _ = diagnose(finished)
+    _check(findings[0], "disk", "checkpoint_failed", "--run.root")
+    assert findings[0].severity == "warning"  # the run finished
+
+
+def test_memory_that_grew_until_the_end_is_not_told_from_any_other_kill(finished: Path) -> None:
+    _ended(finished, None)
+    path = finished / "ranks.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line["host_memory_bytes"][5] = int(2e9 * (1 + number))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    findings, _ = diagnose(finished)
+    assert findings[0].check == "memory" and "rank 5 grew from" in findings[0].what
+
+
+def test_a_slow_rank_is_not_named(finished: Path) -> None:
+    findings, how = diagnose(finished)
+    assert how == "how it ended: finished"
+    (finding,) = [one for one in findings if one.check == "straggler"]
+    assert "rank 17 on node2 was slow for 50 steps" in finding.what
+    assert "most in: data" in finding.what and "loader.workers" in finding.mend
+
+
+@pytest.mark.parametrize(
+    ("phase", "check", "key"),
+    [
+        ("data", "data-bound", "--loader.workers"),
+        ("comm_exposed", "communication-bound", "--exchange.wire"),
+    ],
+)
+def test_what_took_the_time_of_a_run_is_not_named(
+    finished: Path, phase: str, check: str, key: str
+) -> None:
+    path = finished / "ranks.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        line["phases"][phase] = [2.0] * 24
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    events = finished / "events.jsonl"
+    kept = [line for line in events.read_text().splitlines() if "straggler" not in line]
+    events.write_text("\n".join(kept) + "\n")
+    findings, _ = diagnose(finished)
+    (finding,) = [one for one in findings if one.check == check]
+    assert key in finding.mend and finding.severity == "warning"
+
+
+def test_an_end_that_nothing_explains_is_told_as_healthy(finished: Path) -> None:
+    _ended(finished, 2)
+    _log(finished, 0, "ValueError: the task's own")
+    findings, _ = diagnose(finished)
+    assert findings[0].check == "error" and "the task's own" in findings[0].what

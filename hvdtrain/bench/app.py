@@ -67,6 +67,13 @@ class AppLoop:
         interruptions = Interruptions(StopFlag(), membership_changed=lambda: False)
         self._loop = build.build_loop(config, components, self._callbacks, interruptions, context)
 
+    @property
+    def loss(self) -> float:
+        """Of the last step, the mean over the global batch."""
+        record = self._loop.progress.record
+        assert record is not None
+        return float(record["loss"])
+
     def run(self, steps: int, telemetry: bool = True) -> float:
         """Trains; returns the seconds it took.
 

@@ -22,10 +22,10 @@ SIZES = [
     *("--checkpoint.every", "4", "--eval.every", "4", "--train.log_every", "1"),
 ]
 CHAIN = [
-    ("tensor", 4),
-    ("shard", 8),
-    ("pipeline", 12),
-    ("", 16),  # one rank
+    (["--parallel.tensor", "2"], 4),
+    (["--parallel.shard", "2", "--parallel.reshard_after_forward", "false"], 8),
+    (["--parallel.pipeline", "2"], 12),
+    ([], 16),  # one rank
 ]
 
 
@@ -33,9 +33,9 @@ CHAIN = [
 def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(a run that continues on another layout every 4 steps, the run on one rank)."""
     root = tmp_path_factory.mktemp("runs")
-    for axis, steps in CHAIN:
-        flags = ["--train.steps", str(steps), *([f"--parallel.{axis}", "2"] if axis else [])]
-        train(root, "chain", [*SIZES, *flags], "mpirun:2" if axis else "")
+    for layout, steps in CHAIN:
+        flags = ["--train.steps", str(steps), *layout]
+        train(root, "chain", [*SIZES, *flags], "mpirun:2" if layout else "")
     one = train(root, "one", [*SIZES, "--train.steps", "16"])
     return root / "chain", one
 
@@ -67,6 +67,7 @@ def test_weights_of_a_checkpoint_in_pieces_are_not_whole(chain: tuple[Path, Path
         (["--parallel.tensor", "2"], "1 rank cannot be divided into replicas of 2"),
         (["--parallel.tensor", "2", "--optim.ema_decay", "0.9"], "excludes optim.ema_decay"),
         (["--parallel.place", "[tensor, shard]"], "parallel.place must name each of"),
+        (["--parallel.offload", "cpu"], "parallel.offload cpu is about parameters that ranks"),
     ],
 )
 def test_an_impossible_layout_is_no_sentence(tmp_path: Path, flags: list[str], said: str) -> None:

@@ -27,6 +27,9 @@ class LocalOptimizer(Optimizer):
     """
 
     def __init__(self, inner: Optimizer) -> None:
+        for group in inner.param_groups:
+            if "foreach" in group and not group.get("fused"):
+                group["foreach"] = True  # the same bits; on CPUs it is not torch's own choice
         super().__init__([{**group} for group in inner.param_groups], defaults={})
         self._inner = inner
         for group in inner.param_groups:

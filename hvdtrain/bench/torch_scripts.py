@@ -100,7 +100,8 @@ def tensor(task: Task, model: GPT, mesh: DeviceMesh) -> Script:
         for batch in batches:
             with loss_parallel():
                 logits = model(batch[:, :-1])
-                loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()) / len(batches)
+                mean: Any = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+                loss = mean / len(batches)
                 loss.backward()
             total += loss.detach().to_local()
         return total

@@ -91,6 +91,13 @@ class AppLoop:
         if self._spans_ranks:
             leave_mesh()
 
+    @property
+    def loss(self) -> float:
+        """Of the last step, the mean over the global batch."""
+        record = self._loop.progress.record
+        assert record is not None
+        return float(record["loss"])
+
     def run(self, steps: int, telemetry: bool = True) -> float:
         """Trains; returns the seconds it took.
 

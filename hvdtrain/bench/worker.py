@@ -220,6 +220,12 @@ def _telemetry(settings: Settings, steps: int, rounds: int, folder: Path) -> dic
     return {"seconds": seconds} if app.rank == 0 else {}
 
 
+def _layout_speed(settings: Settings, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
+    from hvdtrain.bench.layout_speed import take_turns
+
+    return take_turns(settings, steps, rounds, folder)
+
+
 def _memory_of_plain(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:
     from hvdtrain.bench.plain import PlainLoop
     from hvdtrain.run.data import build_task
@@ -255,6 +261,7 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
     "checkpoint": _checkpoint,
     "scrape": _scrape,
     "telemetry": _telemetry,
+    "layout-speed": _layout_speed,
     "memory-plain": _memory_of_plain,
 }
 

@@ -29,6 +29,7 @@ _ACTIONS = {
     "telemetry": ("2 ranks with all telemetry and without, by turns", "gpt-nano", 10, 40),
     "scrape": ("ranks that are scraped every second against unscraped", "gpt-nano", 20, 10),
     "rendezvous": ("the requests of a rendezvous of many ranks, without ranks", "gpt-nano", 1, 3),
+    "layout-speed": ("2 ranks that share a model against torch's own scripts", "gpt-nano", 2, 20),
     "recovery": ("kill -9 of a rank of an elastic job", "gpt-nano", 10, 3),
 }
 _SIZES = "1K,4K,16K,64K,256K,1M,4M,16M,32M,64M,256M"
@@ -282,7 +283,8 @@ def _of_a_run(args: argparse.Namespace) -> Report:
     if args.action == "recovery":
         hosts, root = args.hosts or f"localhost:{args.np}", Path(config.run.root).absolute()
         return elastic.recovery(flags, args.steps, args.rounds, args.np, hosts, root)
-    found: Report = getattr(benchmarks, args.action)(flags, args.steps, args.rounds)
+    name = args.action.replace("-", "_")
+    found: Report = getattr(benchmarks, name)(flags, args.steps, args.rounds)
     return found
 
 

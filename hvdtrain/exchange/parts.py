@@ -68,13 +68,12 @@ class PartsExchange:
             self.bytes += self._bytes
 
     def _sum_over_context(self, gradients: Sequence[Sequence[Tensor]]) -> None:
-        works = [
-            dist.all_reduce(gradient, group=self._context, async_op=True)
-            for bucket in gradients
-            for gradient in bucket
-        ]
-        for work in works:
-            work.wait()
+        for bucket in gradients:
+            row = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(row, group=self._context)
+            parts = row.split([gradient.numel() for gradient in bucket])
+            for gradient, part in zip(bucket, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
 
     def _sum_over_replicas(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         handles = [

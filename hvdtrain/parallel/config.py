@@ -21,6 +21,10 @@ class ParallelConfig:
         context: ranks that split a sequence between them
         shard: ranks that hold a part of each parameter, its gradient and its optimizer state
             (ZeRO-3, arXiv:1910.02054), and train on micro-batches of their own
+        reshard_after_forward: with `shard`, whether a block's parameters are gathered once more for
+            its backward pass; false: they stay whole in between (ZeRO-2)
+        offload: `cpu`: with `shard`, on GPUs, parameters, gradients and optimizer state lie in the
+            host's memory, and the optimizer steps there
         schedule: in which order a stage computes forwards and backwards: `gpipe`, `1f1b` (less
             memory), or with two stages a rank `interleaved1f1b` or `zero-bubble` (less waiting)
         place: these axes in the order in which they are kept inside of a host
@@ -34,6 +38,8 @@ class ParallelConfig:
     pipeline: int = 1
     context: int = 1
     shard: int = 1
+    reshard_after_forward: bool = True
+    offload: Literal["none", "cpu"] = "none"
     schedule: Literal["gpipe", "1f1b", "interleaved1f1b", "zero-bubble"] = "1f1b"
     place: list[str] = field(default_factory=lambda: list(AXES))
     zero: int = 0
@@ -47,6 +53,15 @@ class ParallelConfig:
             sorted(self.place) == sorted(AXES),
             f"parallel.place must name each of {', '.join(AXES)} once, not {self.place}",
         )
+        for name, on in (
+            ("reshard_after_forward false", not self.reshard_after_forward),
+            (f"offload {self.offload}", self.offload != "none"),
+        ):
+            require(
+                self.shard > 1 or not on,
+                f"parallel.{name} is about parameters that ranks hold in parts: it needs "
+                "parallel.shard 2 or more",
+            )
         require(self.zero in (0, 1), f"parallel.zero must be 0 or 1, not {self.zero}")
 
     @property

@@ -26,7 +26,7 @@ def total_norm(
         holders: how many ranks of `group` hold the part of a parameter that this rank holds, with
             the same bits; such as `pieces.holders` with the replica's mesh.
         group: the ranks of one replica; None: torch's default group.
-        device: of the gradients.
+        device: this rank computes on it; with CPU offload gradients are on another.
 
     Returns:
         A scalar, float64, on `device`.
@@ -38,7 +38,7 @@ def total_norm(
         # In 16 bits a norm has two or three digits.
         norms = torch.stack([torch.linalg.vector_norm(p, dtype=_wide(p.dtype)) for p in parts])
         counts = torch.tensor([holders(p) for p in parameters], dtype=torch.float64)
-        squares = (norms.double().square() / counts.to(device)).sum()
+        squares = (norms.to(device).double().square() / counts.to(device)).sum()
     dist.all_reduce(squares, group=group)
     return squares.sqrt()
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -44,7 +46,8 @@ def apply_shard(
     model that `apply_tensor` has split is sharded further, of which the two meshes are dimensions
     of one. Gradients are summed over the ranks, not averaged, and over backward passes. Every rank
     has to make as many forward and as many backward passes as the others, in the same order. A
-    forward pass is a call of `model`, not of another of its methods.
+    forward pass is a call of `model`, not of another of its methods; after one without gradients
+    nothing stays whole.
 
     Args:
         blocks: modules of `model` that are gathered one at a time; what lies in none of them is
@@ -65,3 +68,13 @@ def apply_shard(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+    model.register_forward_hook(_reshard_without_backward)
+
+
+def _reshard_without_backward(model: nn.Module, inputs: Any, output: Any) -> None:
+    """What stays whole from forward to backward would stay so, where there is no backward."""
+    if torch.is_grad_enabled():
+        return
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hvdtrain.checkpoint.spread import SpreadPart, open_part
@@ -35,27 +34,15 @@ class Saves:
         self._same_layers = holders_mesh(mesh.model)
         self._elsewhere = elsewhere
 
-    def _of(self, tensors: Mapping[str, Tensor], entries: bool) -> dict[str, Tensor]:
-        if not self._first_replica:
-            return {}
-        return {
-            key: t
-            for key, t in tensors.items()
-            if (key.rpartition("/")[0] if entries else key) not in self._elsewhere
-            and (self._same_layers is None or is_first_holder(t, self._same_layers))
-        }
-
-    def tensors(self, tensors: Mapping[str, Tensor], entries: bool = False) -> dict[str, Tensor]:
-        """Of `tensors` what this rank saves; its parts, in the same memory.
+    def has(self, name: str, tensor: Tensor) -> bool:
+        """This rank saves its part of a tensor, or of another one that is split as it is.
 
         Args:
-            entries: they are an optimizer's, by "parameter name/entry".
+            name: of the parameter or buffer that it belongs to.
         """
-        return {name: local(t) for name, t in self._of(tensors, entries).items()}
-
-    def pieces(self, tensors: Mapping[str, Tensor], entries: bool = False) -> dict[str, Piece]:
-        """Where these lie."""
-        return {name: piece(t)[0] for name, t in self._of(tensors, entries).items()}
+        if not self._first_replica or name in self._elsewhere:
+            return False
+        return self._same_layers is None or is_first_holder(tensor, self._same_layers)
 
 
 class SpannedModel:
@@ -70,11 +57,15 @@ class SpannedModel:
 
     def tensors(self) -> dict[str, Tensor]:
         """Those pieces of which this rank is the first holder."""
-        return self._saves.tensors(model_tensors(self._model))
+        return {name: part for name, (_, part) in self._own().items()}
 
     def pieces(self) -> dict[str, Piece]:
         """Where each of `tensors` lies in the whole one."""
-        return self._saves.pieces(model_tensors(self._model))
+        return {name: where for name, (where, _) in self._own().items()}
+
+    def _own(self) -> dict[str, tuple[Piece, Tensor]]:
+        tensors = model_tensors(self._model).items()
+        return {name: piece(t) for name, t in tensors if self._saves.has(name, t)}
 
     def compared(self) -> dict[str, Tensor]:
         """Buffers are not: a task may keep some that are a rank's own."""
@@ -125,7 +116,11 @@ def take_over(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
 
 
 class SpannedOptimizer:
-    """The sharded part "optimizer": "parameter name/entry"; empty before the first step."""
+    """The sharded part "optimizer": "parameter name/entry"; empty before the first step.
+
+    An entry is a count, or it is split as its parameter is: the optimizer steps on plain tensors,
+    see LocalOptimizer, which do not say it themselves.
+    """
 
     name = "optimizer"
     scope: Scope = "sharded"
@@ -137,25 +132,35 @@ class SpannedOptimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Those pieces of which this rank is the first holder."""
-        return self._saves.tensors(state_tensors(self._optimizer, self._model), entries=True)
+        return {key: entry for key, (_, entry) in self._own().items()}
 
     def pieces(self) -> dict[str, Piece]:
         """Where each of `tensors` lies in the whole one."""
-        return self._saves.pieces(state_tensors(self._optimizer, self._model), entries=True)
+        return {key: piece(split)[0] for key, (split, _) in self._own().items()}
+
+    def _own(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """(what is split as the entry is, the entry)."""
+        found, parameters = {}, self._parameters()
+        for key, entry in state_tensors(self._optimizer, self._model).items():
+            name = key.rpartition("/")[0]
+            split = parameters[name] if entry.dim() else entry
+            if self._saves.has(name, split):
+                found[key] = split, entry
+        return found
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return {name: p for p, name in parameter_names(self._optimizer, self._model).items()}
 
     def compared(self) -> dict[str, Tensor]:
-        return {key: local(t) for key, t in state_tensors(self._optimizer, self._model).items()}
+        return state_tensors(self._optimizer, self._model)
 
     def held(self) -> dict[str, Tensor]:
         """As SpannedModel.held; empty before the first step."""
-        return {key: local(t) for key, t in state_tensors(self._optimizer, self._model).items()}
+        return state_tensors(self._optimizer, self._model)
 
-    @torch.no_grad()
     def take(self, held: Mapping[str, Tensor]) -> None:
         """As SpannedModel.take; the tensors are this optimizer's own then."""
-        parameters = {n: p for p, n in parameter_names(self._optimizer, self._model).items()}
-        tensors = {key: _part(parameters[key.rpartition("/")[0]], t) for key, t in held.items()}
-        set_state_tensors(self._optimizer, self._model, tensors)
+        set_state_tensors(self._optimizer, self._model, {**held})
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         assert not pieces
@@ -165,7 +170,7 @@ class SpannedOptimizer:
     def read(self, folder: Path, version: int) -> None:
         """As SpannedModel.read."""
         saved, tensors = _opened(folder, self.name, self._model), {}
-        parameters = {n: p for p, n in parameter_names(self._optimizer, self._model).items()}
+        parameters = self._parameters()
         for key in saved.names():
             parameter = parameters.get(key.rpartition("/")[0])
             if parameter is not None:  # else it is of another rank's part
@@ -184,12 +189,15 @@ class SpannedEma:
 
     def tensors(self) -> dict[str, Tensor]:
         """Those pieces of which this rank is the first holder."""
-        averages = self._ema.tensors()
-        return {n: averages[n] for n in self._saves.pieces(self._ema.parameters) if n in averages}
+        return {n: t for n, t in self._ema.tensors().items() if self._saved(n)}
 
     def pieces(self) -> dict[str, Piece]:
         """Where each of `tensors` lies in the whole one."""
-        return self._saves.pieces(self._ema.parameters) if self._ema.started else {}
+        parameters = self._ema.parameters
+        return {n: piece(parameters[n])[0] for n in self._ema.tensors() if self._saved(n)}
+
+    def _saved(self, name: str) -> bool:
+        return self._saves.has(name, self._ema.parameters[name])
 
     def compared(self) -> dict[str, Tensor]:
         return self._ema.tensors()
@@ -228,17 +236,4 @@ def _like(parameter: Tensor, whole: Tensor) -> Tensor:
     if whole.shape != parameter.shape:
         return whole.clone()
     where, part = piece(parameter)
-    return _part(parameter, whole[box(where, part)].clone())
-
-
-def _part(parameter: Tensor, own: Tensor) -> Tensor:
-    """An optimizer's entry of a parameter, of which this rank holds `own`."""
-    if own.shape != local(parameter).shape:
-        return own
-    own = own.to(parameter.device)
-    if not isinstance(parameter, DTensor):
-        return own
-    return DTensor.from_local(
-        own, parameter.device_mesh, parameter.placements, run_check=False,
-        shape=parameter.shape, stride=parameter.stride(),
-    )  # fmt: skip
+    return whole[box(where, part)].clone()

@@ -192,6 +192,8 @@ def _complete_as(parameter: DTensor) -> Callable[[Tensor], Tensor]:
 
     def complete(gradient: Tensor) -> Tensor:
         assert isinstance(gradient, DTensor)
+        if gradient.placements == placements:
+            return gradient
         return gradient.redistribute(placements=placements)
 
     return complete

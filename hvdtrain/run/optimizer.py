@@ -11,6 +11,7 @@ from hvdtrain.config import Config
 from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.precision import BF16_PARAMS, Precision
+from hvdtrain.parallel.local_optimizer import LocalOptimizer
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.tasks import Task, optional
@@ -29,6 +30,8 @@ def build_run_optimizer(
     wrap = MasterWeights if precision.name == BF16_PARAMS else None
     if config.parallel.zero:
         return ShardedOptimizer(optimizer, config.parallel.zero_copies, elastic, wrap)
+    if config.parallel.spans_ranks:
+        return LocalOptimizer(optimizer)
     return wrap(optimizer) if wrap else optimizer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -153,20 +153,31 @@ def shard_model(
         cut: its stages; of blocks of others nothing is left to shard.
 
     Raises:
-        UserError: the model has no blocks.
+        UserError: the model has no blocks, or there is no device to offload from.
     """
-    if mesh.model is None or config.parallel.shard == 1:
+    parallel = config.parallel
+    if mesh.model is None or parallel.shard == 1:
         return
+    offloads, device = parallel.offload == "cpu", mesh.model.device_type
+    if offloads and device == "cpu":
+        raise UserError(
+            "parallel.offload cpu: this rank computes on the CPU, in whose memory parameters lie "
+            "already: it is for GPUs"
+        )
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
     from hvdtrain.parallel.shard import Sharding, apply_shard
 
     blocks = blocks_of(task, model)
     if not blocks:
         raise UserError(
-            f"parallel.shard {config.parallel.shard}: the model of task {config.task} has no "
+            f"parallel.shard {parallel.shard}: the model of task {config.task} has no "
             "nn.ModuleList of blocks, one of which at a time is whole on a rank: name them with "
             "the task's blocks(model)"
         )
-    apply_shard(model, blocks, mesh.model["shard"], Sharding())
+    offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
+    sharding = Sharding(parallel.reshard_after_forward, offload=offload)
+    apply_shard(model, blocks, mesh.model["shard"], sharding)
     if cut is not None:
         cut.leave_after_hooks()
 
@@ -183,6 +194,7 @@ def build_norm(
     same_layers = holders_mesh(mesh.model)
     tied = set(cut.tied.values()) if cut else set()  # both ends have the whole gradient
 
+    @cache
     def copies(parameter: Tensor) -> int:
         own = holders(parameter, same_layers) if same_layers else 1
         return 2 * own if parameter in tied else own

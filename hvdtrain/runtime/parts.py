@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 
@@ -10,9 +11,10 @@ def local(tensor: Tensor) -> Tensor:
 
     Told from its method: importing DTensor takes longer than most runs want to wait.
     """
-    tensor = tensor.detach()
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    if hasattr(tensor, "to_local"):
+        with torch.no_grad():  # else it would be an operation on a DTensor, which is slow
+            tensor = tensor.to_local()
+    return tensor.detach()
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

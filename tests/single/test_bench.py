@@ -94,6 +94,13 @@ def test_a_contender_of_scaling_is_missing() -> None:
     assert figures["2 ranks, no exchange"]["unit"] == "samples/s"
 
 
+def test_a_layout_is_not_beside_torchs_own_script_or_trains_on_other_samples() -> None:
+    report, figures = _figures("layout-speed", "--rounds", "2", more=["--model.layers=2"])
+    assert all(float(apart) < 1e-5 for apart in report["losses_apart"].values())
+    for axis in ("shard", "pipeline", "tensor"):
+        assert figures[f"{axis} 2: hvdtrain / torch"]["aim"] == "<= 1.05"
+
+
 def test_memory_is_not_measured() -> None:
     _, figures = _figures("memory", "--rounds", "1")
     assert figures["hvdtrain"]["median"] > 50  # MiB: torch alone has more

@@ -98,6 +98,16 @@ def test_a_tied_parameter_differs_between_the_ends(
     assert not any(rank.tied for rank in ranks[1:-1])
 
 
+def test_one_of_two_stages_holds_more_than_half_of_a_models_parameters() -> None:
+    task = Words(layers=4, tied_embeddings=False)
+    for rank in (0, 1):
+        model = task.model()
+        whole = sum(p.numel() for p in model.parameters())
+        CutModel(task, model, Layout(2), rank)
+        own = sum(p.numel() for p in model.parameters())
+        assert own == pytest.approx(whole / 2, rel=0.05), rank
+
+
 def test_the_bubble_is_not_measured() -> None:
     found = _SEEN.get(2) or on_torch_ranks(2, compare, {"gpipe": CASES[2]["gpipe"]})
     whole, waited, formula, steps = found[1]["gpipe"].bubble

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+from hvdtrain.config import parse
+from hvdtrain.errors import UserError
 from hvdtrain.parallel.shard import Sharding
-from tests.support.split_models import Variant, compared
+from hvdtrain.run.spanning import shard_model
+from tests.support.split_models import Variant, compared, whole_blocks
 from tests.support.torch_ranks import on_torch_ranks
 
 SHARDED = {
@@ -32,6 +38,26 @@ def test_two_ranks_that_shard_a_model_train_otherwise_than_one_or_hold_more_than
         for name, found in rank.items():
             assert found.loss < 1e-5 and found.gradient < 1e-5, name
             assert found.fraction == pytest.approx(0.5, rel=0.05), name
+            assert not found.dtensors, name
+
+
+def test_other_blocks_than_the_one_that_computes_are_whole_or_zero_2_gathers_twice() -> None:
+    kinds = {"zero 3": Sharding(), "zero 2": Sharding(reshard_after_forward=False)}
+    for rank in on_torch_ranks(2, whole_blocks, kinds):
+        for number in range(3):
+            assert rank["zero 3"][f"forward {number}"] == [number]
+            assert rank["zero 3"][f"backward {number}"] == [number]
+            assert rank["zero 2"][f"forward {number}"] == [*range(number + 1)]
+            assert rank["zero 2"][f"backward {number}"] == [*range(number + 1)]
+        assert rank["zero 3"]["between"] == [] and rank["zero 2"]["between"] == [0, 1, 2]
+        assert rank["zero 3"]["after evaluation"] == rank["zero 2"]["after evaluation"] == []
+
+
+def test_offloading_from_the_cpu_is_no_sentence() -> None:
+    config = parse(["--parallel.shard=2", "--parallel.offload=cpu"]).config
+    mesh: Any = SimpleNamespace(model=SimpleNamespace(device_type="cpu"))
+    with pytest.raises(UserError, match="it is for GPUs"):
+        shard_model(config, SimpleNamespace(), torch.nn.Linear(1, 1), mesh)
 
 
 def test_four_ranks_that_split_and_shard_a_model_train_otherwise_than_one() -> None:

@@ -29,7 +29,7 @@ CHAIN = [
     ("mpirun:2", {"context": 2}, 4),
     ("mpirun:4", {}, 6),
     ("mpirun:4", {"tensor": 2}, 8),
-    ("mpirun:4", {"pipeline": 2, "shard": 2}, 12),
+    ("mpirun:4", {"pipeline": 2, "shard": 2, "reshard_after_forward": "false"}, 12),
     ("", {}, 16),
 ]
 
@@ -104,6 +104,7 @@ def test_pieces_are_not_exported_as_what_they_are_pieces_of(
             "parallel.shard 2 excludes parallel.schedule zero-bubble",
         ),
         (["--parallel.place", "[tensor, shard]"], "parallel.place must name each of"),
+        (["--parallel.offload", "cpu"], "parallel.offload cpu is about parameters that ranks"),
     ],
 )
 def test_an_impossible_layout_is_no_sentence(tmp_path: Path, flags: list[str], said: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim import AdamW, Optimizer
 
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.sampling import Sampling, continue_tokens
 from hvdtrain.models.vocabulary import whole
+from hvdtrain.parallel.local_optimizer import LocalOptimizer
 from hvdtrain.parallel.norm import total_norm
 from hvdtrain.parallel.pieces import holders, is_first_holder, piece
 from hvdtrain.parallel.shard import Sharding, apply_shard
@@ -71,26 +73,26 @@ class Difference:
     Args:
         loss, gradient: largest absolute difference over all steps
         copies: names of gradients of which ranks that hold the same part hold other bits
-        fraction: of the parameters' memory that this rank has
+        fraction: of the memory of parameters, gradients and optimizer state that this rank has
+        dtensors: entries of the optimizer's state that are split tensors
     """
 
     loss: float
     gradient: float
     copies: list[str]
     fraction: float
+    dtensors: int
 
 
 def trained(
-    model: GPT, steps: Sequence[Sequence[int]], packed: bool
+    model: GPT, optimizer: Optimizer, steps: Sequence[Sequence[int]], packed: bool
 ) -> Iterator[tuple[float, Gradients]]:
-    """Loss and gradients, summed over micro-batches, of each step of AdamW.
+    """Loss and gradients, summed over micro-batches, of each step.
 
     Args:
         steps: numbers of the micro-batches of each; data and random numbers follow from them.
     """
     parameters = dict(model.named_parameters())
-    parts = {name: nn.Parameter(local(p)) for name, p in parameters.items()}
-    optimizer = torch.optim.AdamW(parts.values(), lr=1e-2)
     for numbers in steps:
         model.zero_grad()
         total = 0.0
@@ -99,8 +101,6 @@ def trained(
             loss = loss_of(model, tokens_of(model.config, number), packed)
             loss.backward()
             total += loss.item()
-        for name, part in parts.items():
-            part.grad = local(parameters[name].grad)
         yield total, {name: p.grad for name, p in parameters.items()}
         optimizer.step()
 
@@ -124,7 +124,10 @@ def _compared(mesh: DeviceMesh, variant: Variant) -> Difference:
     steps = [range(4 * step, 4 * step + 4) for step in range(3)]
     own = [numbers[shard::shards] for numbers in steps]
     loss_error, error, copies = 0.0, 0.0, set()
-    of_whole, of_split = trained(dense, steps, variant.packed), trained(split, own, variant.packed)
+    optimizers = AdamW(dense.parameters(), lr=1e-2), AdamW(split.parameters(), lr=1e-2)
+    whole, local_ones = optimizers[0], LocalOptimizer(optimizers[1])
+    of_whole = trained(dense, whole, steps, variant.packed)
+    of_split = trained(split, local_ones, own, variant.packed)
     for (loss, gradients), (part_of_loss, parts) in zip(of_whole, of_split, strict=True):
         total = torch.tensor(part_of_loss, dtype=torch.float64)
         if "shard" in names:
@@ -133,9 +136,55 @@ def _compared(mesh: DeviceMesh, variant: Variant) -> Difference:
         for name, gradient in parts.items():
             error = max(error, _error(*piece(gradient), gradients[name]))
         copies |= _unequal_copies(parts, mesh)
-    memory = [local(p).untyped_storage().nbytes() for p in split.parameters()]
-    whole_memory = sum(p.untyped_storage().nbytes() for p in dense.parameters())
-    return Difference(loss_error, error, sorted(copies), sum(memory) / whole_memory)
+    fraction = _bytes(split, local_ones) / _bytes(dense, whole)
+    dtensors = sum(isinstance(t, DTensor) for t in _entries(local_ones))
+    return Difference(loss_error, error, sorted(copies), fraction, dtensors)
+
+
+def _entries(optimizer: Optimizer) -> list[Tensor]:
+    return [tensor for entries in optimizer.state.values() for tensor in entries.values()]
+
+
+def _bytes(model: nn.Module, optimizer: Optimizer) -> int:
+    """Of parameters, gradients and optimizer state; parts of one buffer count once."""
+    parameters = [*model.parameters()]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    storages = [local(t).untyped_storage() for t in (*parameters, *gradients, *_entries(optimizer))]
+    return sum({s.data_ptr(): s.nbytes() for s in storages}.values())
+
+
+def whole_blocks(shardings: Mapping[str, Sharding]) -> dict[str, dict[str, list[int]]]:
+    """Of a model of 3 blocks on two ranks, which of them are whole, and when."""
+    mesh = mesh_of(shard=2)
+    return {name: _whole_blocks(mesh, sharding) for name, sharding in shardings.items()}
+
+
+def _whole_blocks(mesh: DeviceMesh, sharding: Sharding) -> dict[str, list[int]]:
+    model = gpt(sizes(layers=3))
+    blocks, seen = [*model.blocks], dict[str, list[int]]()
+    apply_shard(model, blocks, mesh["shard"], sharding)
+
+    def now() -> list[int]:
+        return [n for n, block in enumerate(blocks) if _any_whole(block.parameters())]
+
+    for number, block in enumerate(blocks):
+        block.up.register_forward_hook(lambda *_, n=number: seen.update({f"forward {n}": now()}))
+        block.up.register_full_backward_hook(
+            lambda *_, n=number: seen.update({f"backward {n}": now()})
+        )
+    tokens = tokens_of(model.config, 0)
+    loss = loss_of(model, tokens, packed=False)
+    seen["between"] = now()
+    loss.backward()
+    with torch.no_grad():
+        loss_of(model, tokens, packed=False)
+    seen["after evaluation"] = now()
+    assert not _any_whole(model.parameters())
+    return seen
+
+
+def _any_whole(parameters: Iterable[Tensor]) -> bool:
+    return any(not isinstance(p, DTensor) for p in parameters)
 
 
 def _error(where: Piece, part: Tensor, expected: Tensor) -> float:

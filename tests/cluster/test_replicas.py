@@ -61,3 +61,25 @@ def test_a_killed_rank_or_host_loses_a_step_or_breaks_the_other_replica(
     starts = running.events("start")
     assert {start["source"] for start in starts[1:]} == {"memory"}, starts
     assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+
+
+def test_a_death_where_ranks_agree_on_a_step_loses_it(
+    job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
+) -> None:
+    task = "--task tests.support.handover:DyingReplica"
+    die = {"HVDTRAIN_TEST_DIE": "3:before:5,4:after:3"}
+    running = job(arguments=f"{MODEL} {task} --parallel.tensor 2", min_np=2, env=die)
+    running.wait_until(lambda: len(_failed_after(running)) == 2, 90, "two failures")
+    running.wait_for_more(2, 30)
+    running.end()
+    assert_same_curve(running.lines(), curve)
+    starts = running.events("start")
+    assert {start["source"] for start in starts[1:]} == {"memory"}, starts
+    joined = next(start["step"] for start in starts if start["cause"] == "hosts")
+    # Before it nobody has stepped; after it, in the third step of process 4, all can.
+    assert _failed_after(running) == [4, joined + 3], starts
+    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+
+
+def _failed_after(job: ElasticJob) -> list[int]:
+    return [start["step"] for start in job.events("start") if start["cause"] == "failure"]

@@ -12,7 +12,8 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.parallel import zero
+from hvdtrain.parallel import agreement, zero
+from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
 from tests.support.tasks import Paced
 
 
@@ -53,24 +54,37 @@ class DyingInStep(Paced):
 
     def __init__(self) -> None:
         super().__init__()
-        own = psutil.Process().environ()  # as it was at the start
-        for entry in filter(None, own.get("HVDTRAIN_TEST_DIE", "").split(",")):
-            number, place, at = entry.split(":")
-            if number == own.get("HOROVOD_RANK"):
-                self._die(place, int(at))
+        _die_where_ranks_agree(zero)
 
-    def _die(self, place: str, at: int) -> None:
-        agree, calls = zero.sum_, 0
 
-        def dying(values: Tensor, name: str) -> Tensor:
-            nonlocal calls
-            calls += 1
-            if place == "before" and calls == at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = agree(values, name)
-            if calls == at:
-                time.sleep(0.5)  # the others hear it, step, and wait for this one's part
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
+class DyingReplica(LanguageModel):
+    """A language model; as DyingInStep, where ranks that hold parts of a model agree on a step."""
 
-        zero.sum_ = dying
+    def __init__(self, config: LanguageModelConfig) -> None:
+        super().__init__(config)
+        _die_where_ranks_agree(agreement)
+
+
+def _die_where_ranks_agree(module: Any) -> None:
+    own = psutil.Process().environ()  # as it was at the start
+    for entry in filter(None, own.get("HVDTRAIN_TEST_DIE", "").split(",")):
+        number, place, at = entry.split(":")
+        if number == own.get("HOROVOD_RANK"):
+            _die(module, place, int(at))
+
+
+def _die(module: Any, place: str, at: int) -> None:
+    agree, calls = module.sum_, 0
+
+    def dying(values: Tensor, name: str) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if place == "before" and calls == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = agree(values, name)
+        if calls == at:
+            time.sleep(0.5)  # the others hear it, step, and wait for this one's part
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    module.sum_ = dying

@@ -59,6 +59,11 @@ class Ema:
         averages = [self._averages[name] for name in now]
         torch._foreach_lerp_(averages, list(now.values()), 1 - self._decay)
 
+    @property
+    def started(self) -> bool:
+        """There was a step."""
+        return bool(self._averages)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """The model has the averages as its weights meanwhile."""

@@ -49,7 +49,7 @@ def leave() -> None:
 
 
 def abandon() -> None:
-    """Without the others, some of whom may be gone; those that still talk get an error."""
+    """Without the others, some of whom may be gone."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

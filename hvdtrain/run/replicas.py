@@ -21,7 +21,8 @@ from hvdtrain.run.build import RunComponents, build_components
 from hvdtrain.run.held import Held
 from hvdtrain.run.prepare import Prepared
 from hvdtrain.run.spanning import form_mesh
-from hvdtrain.runtime.collectives import broadcast_json, gather_json
+from hvdtrain.run.start_checks import crash
+from hvdtrain.runtime.collectives import RankLostError, broadcast_json, gather_json
 from hvdtrain.runtime.grid import Grid
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.topology import Topology
@@ -34,11 +35,13 @@ class PartStatus(NamedTuple):
         part: that it holds, or None.
         step: optimizer steps done.
         reaches: the step that it can do alone, if another rank has: this or the next one.
+        before: the part that this process had last, whether it holds anything of it or not.
     """
 
     part: int | None = None
     step: int = -1
     reaches: int = -1
+    before: int | None = None
 
 
 class Replicas:
@@ -54,21 +57,26 @@ class Replicas:
         # Of the last generation, if it got as far as to make some; else from before them.
         self._components: RunComponents | None = None
         self._part: HeldPart | None = None
+        # torch caches what DTensors do by the mesh, and not by this process's place in it: so a
+        # process keeps its part.
+        self._before: int | None = None
         self.connections = Connections()
 
     def status(self) -> PartStatus:
         """What this process holds."""
         components = self._components
         if components is not None and components.mesh is not None and self._held.trained:
-            mesh, step = components.mesh, self._prepared.progress.step
+            step = self._prepared.progress.step
             pending = components.agreement is not None and components.agreement.pending is not None
-            return PartStatus(mesh.grid.part(mesh.topology.rank), step, step + pending)
+            return PartStatus(self._before, step, step + pending, self._before)
         if self._part is not None:
-            return PartStatus(self._part.number, self._part.step, self._part.step)
-        return PartStatus()
+            step = self._part.step
+            return PartStatus(self._part.number, step, step, self._before)
+        return PartStatus(before=self._before)
 
     def leave_world(self) -> None:
-        """After a generation: its other ranks may be gone."""
+        """After a generation; those that wait for this rank in a collective get an error."""
+        self.connections.abort()
         abandon()
 
     def lost_peers(self) -> AbstractContextManager[None]:
@@ -82,6 +90,7 @@ class Replicas:
 
         Raises:
             RankLostError: another rank is gone; this process still holds what it held.
+            UserError: this process would have another part than before: it is to be started anew.
         """
         own = self.status()
         statuses = [PartStatus(*theirs) for theirs in gather_json([*own], "parts")]
@@ -91,43 +100,60 @@ class Replicas:
                 _roll_forward(self._components)
             self._part = _held_part(self._components, own, top)
         self._components = None  # its memory is needed
-        held = [s.part if top in (s.step, s.reaches) else None for s in statuses]
+        before = [status.before for status in statuses]
+        grid = self._arrange(topology, before)
         if top >= 0:
-            self._hand_over(topology, held, top, source=[s.step for s in statuses].index(top))
+            held = [s.part if top in (s.step, s.reaches) else None for s in statuses]
+            self._hand_over(grid, held, (top, [s.step for s in statuses].index(top)), topology.rank)
+        self._before = grid.part(topology.rank)
         with lost_peers():
-            made = self._build(topology, held)
+            made = self._build(topology, before)
         if self._part is not None:
             _take(made.state, self._part.tensors)
             self._part, self._held.trained, self._held.initial = None, True, False
         self._components = made
         return made
 
-    def _hand_over(self, topology: Topology, held: list[int | None], top: int, source: int) -> None:
+    def _arrange(self, topology: Topology, before: list[int | None]) -> Grid:
+        parallel = self._prepared.config.parallel
+        grid = Grid.of(topology.hosts, parallel.degrees, parallel.place, before)
+        moved = [r for r in grid.ranks if before[r] not in (None, grid.part(r))]
+        if topology.rank in moved:
+            raise crash(
+                f"this process had part {before[topology.rank]} of the model, of which there are "
+                f"enough; one that begins anew can have part {grid.part(topology.rank)}"
+            )
+        if moved:
+            raise RankLostError(f"rank {moved[0]} begins anew, with another part of the model")
+        return grid
+
+    def _hand_over(
+        self, grid: Grid, held: list[int | None], reached: tuple[int, int], rank: int
+    ) -> None:
         """Every rank holds its part, or none does where one was lost.
 
         Args:
-            top: the most advanced step.
-            source: a rank that has done it.
+            reached: the most advanced step, and a rank that has done it.
+            rank: this one.
         """
-        parallel = self._prepared.config.parallel
-        grid = Grid.of(topology.hosts, parallel.degrees, parallel.place, held)
+        step, source = reached
         try:
             transfers = plan(held, grid)
         except PartLostError:
             self._held.parts_lost, self._part = True, None
             return
         own = self._part.tensors if self._part else {}
-        received = transfer(transfers, topology.rank, own)
+        received = transfer(transfers, rank, own)
         progress = broadcast_json(asdict(self._prepared.progress), "parts.progress", source)
         vars(self._prepared.progress).update(progress)
-        self._part = HeldPart(grid.part(topology.rank), top, received or own)
+        self._part = HeldPart(grid.part(rank), step, received or own)
 
-    def _build(self, topology: Topology, held: list[int | None]) -> RunComponents:
+    def _build(self, topology: Topology, before: list[int | None]) -> RunComponents:
         prepared = self._prepared
 
         def form() -> Mesh:
             with self.connections.opened():
-                return form_mesh(prepared.config.parallel, topology, prepared.device, held)
+                return form_mesh(prepared.config.parallel, topology, prepared.device, before)
 
         return build_components(prepared, topology, form)
 

@@ -34,7 +34,7 @@ class Grid:
         hosts: Sequence[str],
         degrees: Mapping[str, int],
         place: Sequence[str],
-        held: Sequence[int | None] = (),
+        before: Sequence[int | None] = (),
     ) -> Grid:
         """The grid in which neighbours are on one host, as far as there are enough ranks.
 
@@ -42,8 +42,8 @@ class Grid:
             hosts: of each rank.
             degrees: of each axis of a replica.
             place: these, the one that is to stay inside a host first.
-            held: the part that each rank holds already, as `part` numbers them, or None: on its
-                host it is put where that part is wanted, if it can be.
+            before: the part that each rank had before, as `part` numbers them, or None. It gets
+                the same one, unless too many have it; neighbours are then where they can be.
 
         Raises:
             UserError: the ranks are not a whole number of replicas.
@@ -54,12 +54,9 @@ class Grid:
         by_host: dict[str, list[int]] = {}
         for rank, host in enumerate(hosts):
             by_host.setdefault(host, []).append(rank)
-        ranks: list[int] = []
-        for left in by_host.values():
-            while left:
-                part = len(ranks) % size
-                ranks.append(min(left, key=lambda rank: _fits(held[rank], part) if held else 0))
-                left.remove(ranks[-1])
+        ranks = [rank for ranks in by_host.values() for rank in ranks]
+        if any(part is not None for part in before):
+            ranks = _keeping(ranks, hosts, before, size)
         return cls((*ranks,), {axis: degrees[axis] for axis in reversed([*place])})
 
     @classmethod
@@ -141,9 +138,33 @@ class Grid:
         return f"rank {rank}" + (f" ({', '.join(used)})" if used else "")
 
 
-def _fits(held: int | None, part: int) -> int:
-    """0: the rank holds this part; 1: it holds none; 2: another one."""
-    return 1 if held is None else 2 * (held != part)
+def _keeping(
+    ranks: Sequence[int], hosts: Sequence[str], before: Sequence[int | None], size: int
+) -> list[int]:
+    """`ranks`, host by host, in an order in which they keep their parts."""
+    replicas = len(ranks) // size
+    of_part: list[list[int]] = [[] for _ in range(size)]
+    free = []
+    for rank in ranks:
+        part = before[rank]
+        if part is None or len(of_part[part]) == replicas:
+            free.append(rank)
+        else:
+            of_part[part].append(rank)
+    for rank in free:  # to the part that its host has least of
+        there = [
+            (sum(hosts[other] == hosts[rank] for other in own), part)
+            for part, own in enumerate(of_part)
+            if len(own) < replicas
+        ]
+        of_part[min(there)[1]].append(rank)
+    found: list[int] = []
+    for first in sorted(of_part[0], key=ranks.index):
+        found.append(first)
+        for own in of_part[1:]:
+            own.sort(key=lambda rank: (hosts[rank] != hosts[first], ranks.index(rank)))
+            found.append(own.pop(0))
+    return found
 
 
 def _does_not_divide(ranks: int, size: int, degrees: Mapping[str, int]) -> str:

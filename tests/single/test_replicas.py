@@ -78,25 +78,20 @@ def test_more_than_whole_replicas_take_part_or_a_part_is_lost(
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.none() | st.integers(0, 1)), min_size=1))
-def test_a_rank_gives_up_its_part_though_its_host_wants_it(
-    found: list[tuple[int, int | None]],
-) -> None:
+def test_a_rank_gets_another_part_than_it_had(found: list[tuple[int, int | None]]) -> None:
     found = found[: len(found) // 2 * 2] or [(0, None), (0, None)]
-    hosts = [f"host {host}" for host, _ in found]
-    held = [part for _, part in found]
-    grid = Grid.of(hosts, AXES, PLACE, held)
-    plain = Grid.of(hosts, AXES, PLACE)
-    assert sorted(grid.ranks) == sorted(plain.ranks)
-    assert [hosts[r] for r in grid.ranks] == [hosts[r] for r in plain.ranks]
-    for host in {*hosts}:
-        own = [rank for rank in grid.ranks if hosts[rank] == host]
-        wanted = Counter(grid.part(rank) for rank in own)
-        there = Counter(held[rank] for rank in own)
-        kept = Counter(held[rank] for rank in own if held[rank] == grid.part(rank))
-        # As many keep their part as there are of it and as are wanted, but for one that an
-        # earlier place has used up.
-        for part in (0, 1):
-            assert kept[part] >= min(wanted[part], there[part]) - there[1 - part]
+    before = [part for _, part in found]
+    grid = Grid.of([f"host {host}" for host, _ in found], AXES, PLACE, before)
+    assert sorted(grid.ranks) == [*range(len(found))]
+    kept = Counter(before[rank] for rank in grid.ranks if before[rank] == grid.part(rank))
+    for part in (0, 1):
+        assert kept[part] == min(before.count(part), grid.replicas)
+
+
+def test_a_new_process_goes_where_a_neighbour_lacks_it() -> None:
+    hosts = ["a", "a", "b", "b"]
+    grid = Grid.of(hosts, AXES, PLACE, [1, None, 0, 1])
+    assert grid.replica_of(0) == (1, 0) and grid.replica_of(2) == (2, 3)
 
 
 def test_a_part_is_given_by_one_that_is_behind_or_to_one_that_has_it() -> None:

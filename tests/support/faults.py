@@ -101,7 +101,9 @@ class TrainingJob:
             return self.events("start")[-1]
 
         self.wait_until(
-            lambda: self.last()["time"] > newest()["time"] > after, seconds, "step of a new round"
+            lambda: self.last().get("time", 0.0) > newest()["time"] > after,
+            seconds,
+            "step of a new round",
         )
         return newest()
 

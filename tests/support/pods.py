@@ -68,6 +68,7 @@ class Pods:
         assert done.returncode == 0, done
         given = {entry["name"]: entry["value"] for entry in self._container["env"]}
         own = {"JOB_COMPLETION_INDEX": str(index), "HOME": "/home/hvdtrain"}
+        own["PYTHONPATH"] = str(REPOSITORY)  # the task of the test
         return self._cluster.start(self.host(index), self._argv(), {**self._env, **given, **own})
 
     def terminate(self, index: int) -> None:

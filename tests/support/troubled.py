@@ -11,7 +11,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor, nn
 
-import hvdtrain.run.session
+import hvdtrain.run.prepare
 from hvdtrain.engine.state import RunState
 from hvdtrain.runtime.environment import launched_rank
 from hvdtrain.tasks import Datasets
@@ -63,4 +63,4 @@ def _fail(*_: Any, **__: Any) -> None:
 
 
 if _trouble() == "device":
-    hvdtrain.run.build.choose_device = lambda *_: torch.device("meta")
+    hvdtrain.run.prepare.choose_device = lambda *_: torch.device("meta")

@@ -71,6 +71,8 @@ def _layout(ranks: Sequence[Rank]) -> list[str]:
     if not ranks or not all(rank.target.place for rank in ranks):
         return []
     grid = Grid.at([dict(rank.target.place) for rank in ranks])
+    if grid.replica_size == 1:
+        return []
     return grid.describe([rank.target.host for rank in ranks]).splitlines()
 
 

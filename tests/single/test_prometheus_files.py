@@ -18,7 +18,7 @@ from prometheus_client import generate_latest
 
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.config import Config
-from hvdtrain.run.exporting import build_exporter
+from hvdtrain.run.exporting import Exported, build_exporter
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.run_files.owner_token import Claim
@@ -50,7 +50,8 @@ def figures(tmp_path: Path) -> Iterator[bytes]:
     exchange: Any = SimpleNamespace(
         inflight_seconds=1.0, bytes=1, parameters=[], state_parts=lambda: []
     )
-    exporter = build_exporter(config, 0, torch.device("cpu"), PhaseTimer(0.0), exchange)
+    exported = Exported(exchange, PhaseTimer(0.0))
+    exporter = build_exporter(config, 0, torch.device("cpu"), exported)
     assert exporter is not None
     exporter.describe({"run": "mine"})
     folder = RunFolder(tmp_path)

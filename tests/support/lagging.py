@@ -35,13 +35,6 @@ def _lagging(found: Datasets) -> Datasets:
     return found._replace(train=_SlowToLoad(found.train, float(seconds), Path(path)))
 
 
-class LaggingWords(LanguageModel):
-    """The language model; HVDTRAIN_TEST_LAG as of Lagging."""
-
-    def datasets(self) -> Datasets:
-        return _lagging(super().datasets())
-
-
 class SlowToCompute(LanguageModel):
     """The language model; one rank takes longer for each micro-batch, before its model is called.
 

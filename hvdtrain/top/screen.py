@@ -42,7 +42,8 @@ def once(file: Path, scraper: Scraper, interval: float) -> int:
     with console.capture() as captured:
         console.print(*header(ranks), sep="\n", markup=False, highlight=False)
         console.print(table(ranks))
-        console.print(*picture(ranks), sep="\n", markup=False, highlight=False)
+        for line in picture(ranks):
+            console.print(line, markup=False, highlight=False)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0 if any(not rank.problem for rank in ranks) else EXIT_CRASH

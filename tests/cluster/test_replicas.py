@@ -45,18 +45,17 @@ def test_a_killed_rank_or_host_loses_a_step_or_breaks_the_other_replica(
         "rank 0": lambda: running.kill(running.numbers("node1")[0]),
         "host": lambda: running.kill_processes_of("node2"),
     }
-    seconds = {}
+    since: dict[str, float] = {}
     for fault, kill in faults.items() if axis == "tensor" else [*faults.items()][:1]:
         running.wait_for_world(FOUR, 90)
         running.wait_for_more(3, 30)
-        since = time.time()
+        since[fault] = time.time()
         kill()
         running.wait_for_start(time.time(), 40)
-        seconds[fault] = round(pause(running.lines(), since), 2)
-    record_property("seconds", seconds)
     running.wait_for_world(FOUR, 90)
     running.wait_for_more(3, 30)
     running.end()
+    record_property("seconds", {f: round(pause(running.lines(), t), 2) for f, t in since.items()})
     assert_same_curve(running.lines(), curve)
     starts = running.events("start")
     assert {start["source"] for start in starts[1:]} == {"memory"}, starts
@@ -69,6 +68,7 @@ def test_a_death_where_ranks_agree_on_a_step_loses_it(
     task = "--task tests.support.handover:DyingReplica"
     die = {"HVDTRAIN_TEST_DIE": "3:before:5,4:after:3"}
     running = job(arguments=f"{MODEL} {task} --parallel.tensor 2", min_np=2, env=die)
+    running.wait_for_step(1)
     running.wait_until(lambda: len(_failed_after(running)) == 2, 90, "two failures")
     running.wait_for_more(2, 30)
     running.end()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint.layout import EMA, MODEL, STATE, verify
+from hvdtrain.checkpoint.layout import MODEL, STATE, TENSORS, verify
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_folder
 
@@ -52,7 +52,7 @@ def averaged_weights(checkpoint: Path) -> dict[str, Any]:
     """
     from hvdtrain.checkpoint.spread import read_part
 
-    if not (checkpoint / EMA).exists():
+    if not any(checkpoint.glob(f"ema*{TENSORS}")):  # whole, or in pieces
         raise UserError(f"{checkpoint} has no averaged weights: its run had no optim.ema_decay")
     model, averages = (read_part(checkpoint, part) for part in ("model", "ema"))
     return model | {name: tensor.to(model[name].dtype) for name, tensor in averages.items()}

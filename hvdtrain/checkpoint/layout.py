@@ -37,7 +37,6 @@ SUMS = "files.json"
 STATE = "state.json"
 TENSORS = ".safetensors"
 MODEL = "model" + TENSORS
-EMA = "ema" + TENSORS
 # A hidden folder of another host, of whose process nothing can be known, is a leftover when
 # nothing was written into it for this long. A writer that wakes up later fails at its rename.
 _STALE_SECONDS = 3600.0

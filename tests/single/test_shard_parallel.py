@@ -57,7 +57,7 @@ def test_offloading_from_the_cpu_is_no_sentence() -> None:
     config = parse(["--parallel.shard=2", "--parallel.offload=cpu"]).config
     mesh: Any = SimpleNamespace(model=SimpleNamespace(device_type="cpu"))
     with pytest.raises(UserError, match="it is for GPUs"):
-        shard_model(config, SimpleNamespace(), torch.nn.Linear(1, 1), mesh)
+        shard_model(config, SimpleNamespace(), torch.nn.Linear(1, 1), mesh, None)
 
 
 def test_four_ranks_that_split_and_shard_a_model_train_otherwise_than_one() -> None:

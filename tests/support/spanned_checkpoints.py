@@ -47,7 +47,7 @@ def _state(degrees: Degrees) -> RunState:
     config, task = Config(parallel=parallel), object()
     torch.manual_seed(1)
     model: nn.Module = GPT(SIZES)
-    cut = split_model(config, task, model, mesh)  # type: ignore[arg-type]
+    cut = split_model(config, task, model, mesh, False)  # type: ignore[arg-type]
     shard_model(config, task, model, mesh, cut)  # type: ignore[arg-type]
     optimizer = AdamW(model.parameters(), lr=0.01, foreach=False)
     for parameter in model.parameters():

@@ -20,6 +20,7 @@ from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.optimizer import state_tensors
 from hvdtrain.parallel.config import ParallelConfig
+from hvdtrain.parallel.local_optimizer import LocalOptimizer
 from hvdtrain.parallel.pieces import piece
 from hvdtrain.run.spanning import shard_model, spanned_parts, split_model
 from hvdtrain.runtime.grid import Grid
@@ -49,7 +50,8 @@ def _state(degrees: Degrees) -> RunState:
     model: nn.Module = GPT(SIZES)
     cut = split_model(config, task, model, mesh, False)  # type: ignore[arg-type]
     shard_model(config, task, model, mesh, cut)  # type: ignore[arg-type]
-    optimizer = AdamW(model.parameters(), lr=0.01, foreach=False)
+    inner = AdamW(model.parameters(), lr=0.01, foreach=False)
+    optimizer = LocalOptimizer(inner) if used else inner
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
     ema = Ema(optimizer, model, 0.5)
@@ -73,11 +75,15 @@ def _save(state: RunState, root: Path) -> Path:
 
 def _wrong(state: RunState, whole: Mapping[str, Tensor]) -> list[str]:
     """Names of what this rank holds that is not a piece of `whole`."""
-    found = {**model_tensors(state.model), **state_tensors(state.optimizer, state.model)}
     wrong = []
-    for name, tensor in found.items():
+    for name, tensor in model_tensors(state.model).items():
         where, part = piece(tensor)
         if not torch.equal(whole[name][box(where, part)], part):
+            wrong.append(name)
+    for name, entry in state_tensors(state.optimizer, state.model).items():
+        parameter = state.model.get_parameter(name.rpartition("/")[0])
+        where, _ = piece(parameter if entry.dim() else entry)
+        if not torch.equal(whole[name][box(where, entry)], entry):
             wrong.append(name)
     for name, average in state.parts[2].compared().items():
         where, _ = piece(state.model.get_parameter(name))

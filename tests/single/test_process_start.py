@@ -90,7 +90,8 @@ def test_a_process_that_ignores_the_wish_to_end_is_waited_for_without_limit(
     event, ready = threading.Event(), tmp_path / "ready"
 
     def wish() -> None:
-        while not ready.exists():
+        deadline = time.monotonic() + 10
+        while not ready.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         event.set()
 

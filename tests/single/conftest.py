@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import functools
+import os
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.support import runs
 
+_MPI_FOLDER = "OMPI_MCA_orte_tmpdir_base"
 _STARTERS = (runs.start, runs.run, runs.train)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _folder_of_mpirun() -> Iterator[None]:
+    """Each mpirun removes /tmp/ompi.HOST.UID if it is empty, while that of another worker starts.
+
+    That one then ends with 1, sometimes without a word.
+    """
+    with tempfile.TemporaryDirectory(prefix="mpi", dir="/tmp") as folder:
+        os.environ[_MPI_FOLDER] = folder
+        yield
+        del os.environ[_MPI_FOLDER]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -268,7 +268,7 @@ ROWS: dict[str, list[Panel]] = {
             "were all stages as fast: where it is far above that, one stage has more to do.",
             "percentunit",
             {
-                "measured": f"sum({PIPELINE_WAITS}) / (sum({SCHEDULES}) > 0)",
+                "measured": f"sum({PIPELINE_WAITS}) / sum({SCHEDULES})",
                 "formula": f"max(hvdtrain_pipeline_bubble_formula{{{RUN}}})",
             },
             width=12,

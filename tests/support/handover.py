@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from typing import Any
 
@@ -58,7 +59,10 @@ class DyingInStep(Paced):
 
 
 class DyingReplica(LanguageModel):
-    """A language model; as DyingInStep, where ranks that hold parts of a model agree on a step."""
+    """A language model; as DyingInStep, where ranks that hold parts of a model agree on a step.
+
+    3:stuck:10: process 3 waits for ever there.
+    """
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__(config)
@@ -79,7 +83,9 @@ def _die(module: Any, place: str, at: int) -> None:
     def dying(values: Tensor, name: str) -> Tensor:
         nonlocal calls
         calls += 1
-        if place == "before" and calls == at:
+        if calls == at and place == "stuck":
+            threading.Event().wait()
+        if calls == at and place == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         result = agree(values, name)
         if calls == at:

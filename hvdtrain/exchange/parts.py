@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from hvdtrain import comm
 from hvdtrain.exchange.buckets import buckets
 from hvdtrain.exchange.parameters import TrainedParameters
-from hvdtrain.runtime.collectives import gather_json
+from hvdtrain.runtime.collectives import gather_json, lost_ranks
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.parts import local
 from hvdtrain.runtime.process_sets import set_of_part
@@ -63,7 +63,8 @@ class PartsExchange:
                 self._sum_over_context(gradients)
         if self._replicas > 1:
             began = time.perf_counter()
-            self._sum_over_replicas(gradients)
+            with lost_ranks():
+                self._sum_over_replicas(gradients)
             self.inflight_seconds += time.perf_counter() - began
             self.bytes += self._bytes
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,6 +21,9 @@ from hvdtrain.runtime import heartbeat
 # Another rank is gone, or cannot be reached: no rank starts a collective in this generation.
 RankLostError = HorovodInternalError
 
+# What Horovod says with a ValueError when it was shut down: of itself, and of a process set.
+_GONE = ("has not been initialized", "has not been registered", "is shutting down")
+
 _OPS = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max}
 
 P = ParamSpec("P")
@@ -32,12 +36,27 @@ _LARGEST_PIECE = 64 << 20
 _SMALLEST_PIECE = 64 << 10
 
 
+@contextmanager
+def lost_ranks() -> Iterator[None]:
+    """Around what uses process sets, which are gone as soon as Horovod has lost a rank.
+
+    Raises:
+        RankLostError: Horovod was shut down.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not any(said in str(error) for said in _GONE):
+            raise
+        raise RankLostError(str(error)) from None
+
+
 def _waits(collective: Callable[P, R]) -> Callable[P, R]:
     """This rank's watchdog is told that it waits for the others."""
 
     @wraps(collective)
     def waiting(*args: P.args, **kwargs: P.kwargs) -> R:
-        with heartbeat.OWN.waiting():
+        with heartbeat.OWN.waiting(), lost_ranks():
             return collective(*args, **kwargs)
 
     return waiting

@@ -9,7 +9,7 @@ import horovod.torch as hvd
 from horovod.common import process_sets
 from horovod.common.process_sets import ProcessSet as ProcessSet
 
-from hvdtrain.runtime.collectives import RankLostError
+from hvdtrain.runtime.collectives import lost_ranks
 from hvdtrain.runtime.grid import Grid
 
 
@@ -22,7 +22,7 @@ def set_of_part(grid: Grid, rank: int) -> ProcessSet:
     if grid.replica_size == 1 or grid.replicas == 1:
         return hvd.global_process_set
     parts = [sorted(grid.same_part(first)) for first in grid.replica_of(grid.ranks[0])]
-    with _lost():
+    with lost_ranks():
         sets = {tuple(part): _set_of(part) for part in parts}
     return next(found for part, found in sets.items() if rank in part)
 
@@ -37,20 +37,11 @@ def passing_set(ranks: Sequence[int]) -> Iterator[ProcessSet]:
     if len(ranks) == hvd.size():
         yield hvd.global_process_set
         return
-    with _lost():
+    with lost_ranks():
         made = hvd.add_process_set([*ranks])
     yield made
-    with _lost():
+    with lost_ranks():
         hvd.remove_process_set(made)
-
-
-@contextmanager
-def _lost() -> Iterator[None]:
-    """Horovod says with a ValueError that it was shut down."""
-    try:
-        yield
-    except ValueError as error:
-        raise RankLostError(str(error)) from None
 
 
 def _set_of(ranks: list[int]) -> ProcessSet:

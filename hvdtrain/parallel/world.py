@@ -57,7 +57,9 @@ def abandon() -> None:
 class Connections:
     """The connections of this process's world, which can be cut from any thread.
 
-    Gloo has no call that fails what is under way: they are shut down under it.
+    Gloo has no call that fails what is under way: they are shut down under it, and only to be
+    read from. It closes them at their end then; where a write fails before it has read that end,
+    it forgets who waits for that write.
     """
 
     def __init__(self) -> None:
@@ -78,7 +80,7 @@ class Connections:
                 continue
             with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 connection.getpeername()  # one that listens must not be shut down
-                connection.shutdown(socket.SHUT_RDWR)
+                connection.shutdown(socket.SHUT_RD)
         if torch.cuda.is_available() and dist.is_initialized():
             dist.group.WORLD.abort()  # type: ignore[union-attr]
 

@@ -42,7 +42,12 @@ def join(ranks: Sequence[int], topology: Topology, device: torch.device) -> None
 
 
 def leave() -> None:
-    """Together with the others: gloo aborts a rank that still talks when its peer leaves."""
+    """Together with the others: gloo aborts a rank that still talks when its peer leaves.
+
+    A process that is in no world, such as a spare one, does nothing.
+    """
+    if not dist.is_initialized():
+        return
     with OWN.waiting(), lost_peers():
         dist.barrier()
     abandon()

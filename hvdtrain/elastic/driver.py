@@ -260,6 +260,27 @@ class ElasticDriver:
             if process is not None:
                 process.failure, process.failed_step = message, step
 
+    def leave(self, number: int, message: str) -> None:
+        """A process's host is about to be taken away: it leaves as one does that discovery has
+        lost. Where no other has the state of the run, all ranks stop with a checkpoint."""
+        with self._changed:
+            process = self._heard_of(number)
+            if process is None or process.leaving or self._stop_requested:
+                return
+            alive = self._alive()
+            taking_part = [
+                p for p in alive if p.state in ("running", "waiting") and p.first_round is not None
+            ]
+            if any(p.host != process.host and not p.leaving for p in taking_part):
+                _say(f"{process.host} leaves: {message}")
+                self._hosts.retire(process.host)
+                for other in alive:
+                    other.leaving |= other.host == process.host
+            else:
+                _say(f"the ranks write a checkpoint and stop: {process.host}: {message}")
+                self._stop_requested = True
+            self._changed.notify_all()
+
     def stuck(self, number: int, message: str) -> None:
         """A process hangs, and its watchdog cannot end it."""
         with self._changed:

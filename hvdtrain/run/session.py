@@ -146,7 +146,7 @@ class Session:
         """From another thread: this host is about to be taken away."""
         logger.warning("%s", message)
         if self._membership is None:
-            self._stop.raise_()
+            self._stop.raise_before_signals()
         else:
             self._membership.leave(message)
 

@@ -291,6 +291,12 @@ def test_a_host_with_a_notice_trains_on_or_is_used_again(job: Callable[..., Job]
     _until(lambda: [p.number for p in running.driver._alive()] == [0, 3])
 
 
+def test_a_host_with_a_notice_at_the_start_ends_the_job(job: Callable[..., Job]) -> None:
+    running = job({"a": 1, "b": 1}, np=2)
+    running.driver.leave(1, "notice")
+    assert running.ranks(0, 1) == [0, -1] and not running.news()["stop"]
+
+
 def test_the_last_hosts_with_a_notice_leave_without_a_checkpoint(job: Callable[..., Job]) -> None:
     running = job({"a": 1, "b": 1}, np=2)
     running.join(0, 1)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from hvdtrain.runtime import notices
+from hvdtrain.runtime import notices, signals
 from tests.support import runs
 from tests.support.job import poll
 from tests.support.metadata import MACHINE, metadata
@@ -97,6 +98,20 @@ def test_a_server_that_hangs_or_fails_ends_the_watch_or_fills_the_log(
     assert told == ["notice from aws: this host is about to be taken away"] * 2
     lines = [line for line in caplog.messages if "timed out" in line]
     assert len(lines) == 1 and lines[0].endswith("; it is asked again")
+
+
+def test_the_first_signal_after_a_notice_ends_the_process_without_a_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends: list[int] = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    monkeypatch.setattr(signals, "_PAIR_SECONDS", -1.0)  # of two, each counts
+    stop = signals.StopFlag()
+    stop.raise_before_signals()
+    stop._handle(signal.SIGTERM, None)  # the host is shut down
+    assert stop.raised and ends == []
+    stop._handle(signal.SIGTERM, None)
+    assert ends == [128 + signal.SIGTERM]
 
 
 @pytest.mark.slow

@@ -1,3 +1,32 @@
-"""Training for PyTorch on clusters that run Horovod and MPI."""
+"""Training for PyTorch on clusters that run Horovod and MPI.
+
+In a notebook or a script: `hvdtrain.run(...)` starts a run and waits for its end,
+`hvdtrain.Run(folder)` reads one. Nothing is imported before it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvdtrain.api.run import Run as Run
+    from hvdtrain.api.start import RunResult as RunResult
+    from hvdtrain.api.start import run as run
 
 __version__ = "0.1.0"
+__all__ = ["Run", "RunResult", "run"]
+
+_CLASSES = {"Run": "hvdtrain.api.run", "RunResult": "hvdtrain.api.start"}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "run":
+        return importlib.import_module("hvdtrain.run")  # a package that can be called, see there
+    if name in _CLASSES:
+        return getattr(importlib.import_module(_CLASSES[name]), name)
+    raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,24 +13,35 @@ from typing import Any, NoReturn
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError
 from hvdtrain.runtime.environment import process_start
 
-# name -> the line of --help. The module is hvdtrain.commands.NAME with HELP,
+# Group of --help -> name -> its line. The module is hvdtrain.commands.NAME with HELP,
 # add_arguments(parser) and run(args) -> exit code.
-COMMANDS = {
-    "train": "train a model (the same as `python -m hvdtrain.train`)",
-    "launch": "start training on hosts that answer, and start it again after a failure",
-    "discover": "print the hosts that answer, as host:slots",
-    "deploy": "write what starts a job: slurm, pbs, lsf, mpirun, compose, kubernetes",
-    "doctor": "find what would fail on these hosts before a run does, or why a run failed",
-    "horovod": "build Horovod's wheel for this environment, or check the one installed",
-    "data": "prepare data: tokenize text, index large files, learn what a table's columns hold",
-    "audit": "prove from a run's files that each step was applied exactly once",
-    "report": "show a run, or two side by side, as an HTML file",
-    "top": "show the ranks of a running job in the terminal",
-    "generate": "write text with the model of a run's newest checkpoint",
-    "ckpt": "list, verify or export the checkpoints of a run",
-    "profile": "say where the time of the profiled steps went, and which rank was late",
-    "bench": "measure a training step and its scaling",
+GROUPS = {
+    "training": {
+        "train": "train a model (the same as `python -m hvdtrain.train`)",
+        "launch": "start training on hosts that answer, and start it again after a failure",
+        "discover": "print the hosts that answer, as host:slots",
+    },
+    "before a run": {
+        "doctor": "find what would fail on these hosts before a run does, or why a run failed",
+        "deploy": "write what starts a job: slurm, pbs, lsf, mpirun, compose, kubernetes",
+        "horovod": "build Horovod's wheel for this environment, or check the one installed",
+        "data": "prepare data: tokenize text, index large files, learn what a table's columns hold",
+        "bench": "measure a training step and its scaling",
+    },
+    "runs": {
+        "ls": "list the runs of a folder: state, step, loss, ranks, age",
+        "top": "show the ranks of a running job in the terminal",
+        "report": "show a run, or two side by side, as an HTML file",
+        "audit": "prove from a run's files that each step was applied exactly once",
+        "profile": "say where the time of the profiled steps went, and which rank was late",
+    },
+    "trained models": {
+        "ckpt": "list, verify or export the checkpoints of a run",
+        "generate": "write text with the model of a run's newest checkpoint",
+    },
+    "shell": {"completion": "print a script that completes commands and keys: bash, zsh"},
 }
+COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,9 +93,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str], is_process: bool) -> int:
     parser = _Parser(
-        prog="hvdtrain", description="Training for PyTorch on clusters that run Horovod and MPI."
+        prog="hvdtrain",
+        usage="hvdtrain COMMAND ...",
+        description="Training for PyTorch on clusters that run Horovod and MPI.",
+        epilog=_listed(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    subparsers = parser.add_subparsers(
+        prog="hvdtrain", dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS
+    )
     named = arguments[0] if arguments else ""
     if named == "train":
         # It has a command line of its own, made from the configuration.
@@ -92,12 +109,23 @@ def _dispatch(arguments: list[str], is_process: bool) -> int:
         began = process_start() if is_process else None
         return int(train.main(arguments[1:], began) or 0)
     for name, line in COMMANDS.items():
-        subparser = subparsers.add_parser(name, help=line, description=line)
-        if name == named:
+        subparser = subparsers.add_parser(name, description=line)
+        if name == named or (named == "completion" and name != "train"):
             module = importlib.import_module(f"hvdtrain.commands.{name}")
             module.add_arguments(subparser)
     args = parser.parse_args(arguments)
+    args.parser = parser  # for `completion`, which writes down what there is
     return int(importlib.import_module(f"hvdtrain.commands.{args.command}").run(args))
+
+
+def _listed() -> str:
+    """The table of subcommands by group."""
+    width = max(map(len, COMMANDS))
+    parts = [
+        "\n".join([f"{title}:", *(f"  {name:{width}}  {line}" for name, line in group.items())])
+        for title, group in GROUPS.items()
+    ]
+    return "\n\n".join([*parts, "hvdtrain COMMAND --help says more of one."])
 
 
 if __name__ == "__main__":

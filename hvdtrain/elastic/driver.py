@@ -131,6 +131,7 @@ class ElasticDriver:
         self._most_ranks = 0  # that ran at once so far
         self._short_since: float | None = None  # fewer than min_num_proc since then
         self._stop_requested = False
+        self._signalled = False
         self._ending: float | None = None  # since the ranks ended as agreed
         self._told_to_end: float | None = None
         self._beats: Beats | None = None
@@ -260,6 +261,27 @@ class ElasticDriver:
             if process is not None:
                 process.failure, process.failed_step = message, step
 
+    def leave(self, number: int, message: str) -> None:
+        """A process's host is about to be taken away: it leaves as one does that discovery has
+        lost. Where no other has the state of the run, all ranks stop with a checkpoint."""
+        with self._changed:
+            process = self._heard_of(number)
+            if process is None or process.leaving or self._stop_requested:
+                return
+            alive = self._alive()
+            able = [p for p in alive if p.state != "removed"]
+            # Before the first generation nobody has a state to lose.
+            holders = [p for p in able if p.first_round is not None] or able
+            if any(p.host != process.host and not p.leaving for p in holders):
+                _say(f"{process.host} leaves: {message}")
+                self._hosts.retire(process.host)
+                for other in alive:
+                    other.leaving |= other.host == process.host
+            else:
+                _say(f"the ranks write a checkpoint and stop: {process.host}: {message}")
+                self._stop_requested = True
+            self._changed.notify_all()
+
     def stuck(self, number: int, message: str) -> None:
         """A process hangs, and its watchdog cannot end it."""
         with self._changed:
@@ -288,10 +310,10 @@ class ElasticDriver:
     # --- the driver's own threads ------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT or self._stop_requested:
+        if number == signal.SIGINT or self._signalled:
             self._exit_code = self._exit_code or 128 + number
             self._shutdown.set()
-        self._stop_requested = True
+        self._stop_requested = self._signalled = True
 
     def _discover(self) -> None:
         first = True

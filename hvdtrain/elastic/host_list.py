@@ -20,6 +20,7 @@ class HostList:
     def __init__(self, discovery: Any) -> None:
         self._discovery = discovery
         self._missing: dict[str, int] = {}  # host -> discoveries in a row without it
+        self._retired: set[str] = set()
         self.slots: dict[str, int] = {}
 
     @property
@@ -53,8 +54,15 @@ class HostList:
             hosts[host] = int(slots or self._discovery._default_slots)
         return hosts
 
+    def retire(self, host: str) -> None:
+        """Takes a host away, until discovery has not found it for once: it is another one then."""
+        self.slots.pop(host, None)
+        self._retired.add(host)
+
     def take_over(self, found: dict[str, int]) -> list[str]:
         """Makes it the list; returns for people what has changed."""
+        self._retired &= found.keys()
+        found = {host: slots for host, slots in found.items() if host not in self._retired}
         changes = []
         for host in [h for h in self.slots if h not in found]:
             self._missing[host] = self._missing.get(host, 0) + 1

@@ -148,6 +148,14 @@ class Membership:
         with suppress(OSError):
             ask(self.address, self.port, "failed", self._number, {"message": message, "step": step})
 
+    def leave(self, message: str) -> None:
+        """Tells the launcher that this host is about to be taken away: its ranks leave.
+
+        Raises:
+            OSError: it does not hear it now.
+        """
+        ask(self.address, self.port, "leave", self._number, {"message": message})
+
     def _listen(self) -> None:
         while True:
             time.sleep(_NEWS_SECONDS)

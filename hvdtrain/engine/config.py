@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from hvdtrain.errors import require
+from hvdtrain.runtime.notices import parse_source
 
 
 @dataclass
@@ -155,12 +156,19 @@ class PreemptConfig:
 
     Args:
         grace_seconds: seconds from SIGTERM or SIGUSR1 until the ranks are killed; 0 = not known
+        notice: where a host learns that it is about to be taken away: `aws`, `gcp` or `azure`
+            (their metadata), `file:PATH` (it appears), `command:COMMAND` (it exits with 0), or an
+            http address (it answers 200). Of an elastic run that host leaves, any other run stops
+            with a checkpoint; null = nowhere
     """
 
     grace_seconds: float = 0.0
+    notice: str | None = None
 
     def __post_init__(self) -> None:
         require(
             self.grace_seconds >= 0,
             f"preempt.grace_seconds must be >= 0 (0 = not known), not {self.grace_seconds}",
         )
+        if self.notice is not None:
+            parse_source(self.notice)

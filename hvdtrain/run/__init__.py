@@ -1,1 +1,30 @@
-"""The life of one training process: assembled, through its generations, to its exit code."""
+"""The life of one training process: assembled, through its generations, to its exit code.
+
+This package has the name of the function `hvdtrain.run`, and Python binds it to that name as soon
+as one of its files is imported. So it can be called, and is that function.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+
+class _CallablePackage(ModuleType):
+    def __call__(
+        self,
+        task: str | type,
+        np: int = 1,
+        hosts: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        max_restarts: int = 0,
+    ) -> Any:
+        """Starts a run and waits for its end: see hvdtrain.api.start.run and docs/python.md."""
+        start = importlib.import_module("hvdtrain.api.start")
+        return start.run(task, np, hosts, config, max_restarts)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -45,7 +45,7 @@ from hvdtrain.run.start_checks import (
     check_zero,
     crash,
 )
-from hvdtrain.runtime import environment, heartbeat
+from hvdtrain.runtime import environment, heartbeat, notices
 from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json, on_all_ranks
 from hvdtrain.runtime.failure import abort_all_ranks, force_exit
 from hvdtrain.runtime.heartbeat import Activity
@@ -112,6 +112,9 @@ class Session:
         self._number = environment.launched_rank()
         self._local_rank = environment.launched_local_rank()
         self._membership = Membership.of_this_process(stop)
+        notice = settings.config.preempt.notice
+        if notice is not None:
+            notices.watch(notice, notices.parse_source(notice), self._on_notice)
         self._launched = Launched(
             settings,
             sha256(settings.resolved.encode()).hexdigest(),
@@ -138,6 +141,14 @@ class Session:
         if line is not None:
             line.listen(self._abort)
         return kept
+
+    def _on_notice(self, message: str) -> None:
+        """From another thread: this host is about to be taken away."""
+        logger.warning("%s", message)
+        if self._membership is None:
+            self._stop.raise_before_signals()
+        else:
+            self._membership.leave(message)
 
     def _abort(self) -> None:
         """From another thread: this generation is over."""

@@ -40,6 +40,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.raised_at: float | None = None
+        self._counted_from: float | None = None  # from now on a signal is a later one
 
     @property
     def raised(self) -> bool:
@@ -67,10 +68,16 @@ class StopFlag:
 
     def raise_(self) -> None:
         """As if a signal had come; a second time changes nothing."""
-        if self.raised_at is None:
-            self.raised_at = time.monotonic()
+        self.raise_before_signals()
+        self._counted_from = self._counted_from or self.raised_at
+
+    def raise_before_signals(self) -> None:
+        """The same, where the host's own SIGTERM will follow, which is not yet a second one."""
+        self.raised_at = self.raised_at or time.monotonic()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.raised_at is not None and time.monotonic() - self.raised_at > _PAIR_SECONDS:
+        now = time.monotonic()
+        if self._counted_from is not None and now - self._counted_from > _PAIR_SECONDS:
             os._exit(128 + number)
+        self._counted_from = self._counted_from or now
         self.raise_()

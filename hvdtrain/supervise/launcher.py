@@ -101,5 +101,8 @@ class Launcher:
         if target is sys.stderr:
             self._tail = (self._tail + output)[-_TAIL_BYTES:]
         with contextlib.suppress(OSError):  # our own reader is gone: training continues
+            if not hasattr(target, "buffer"):  # a notebook's
+                target.write(output.decode(errors="replace"))
+                return
             target.buffer.write(output)
             target.buffer.flush()

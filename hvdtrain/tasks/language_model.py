@@ -132,8 +132,6 @@ class LanguageModel:
             UserError: it is not known which tokenizer made the tokens, or that is another one, or
                 the weights are not of this configuration.
         """
-        from hvdtrain.models.gpt import GPT
-
         rows = weights["embedding.weight"].shape[0]
         self._tokenizer = self._tokenizer_of_data(tokenizer)
         self._vocab_size = self._tokenizer.vocab_size
@@ -143,6 +141,17 @@ class LanguageModel:
                 f"the tokenizer {self._tokenizer.name} has {self._vocab_size} tokens, but the "
                 f"model knows {rows}: it was trained with another one"
             )
+        return self.model_of(weights)
+
+    def model_of(self, weights: Mapping[str, Tensor]) -> GPT:
+        """The model that weights of a checkpoint belong to: no data, no tokenizer.
+
+        Raises:
+            UserError: the weights are not of this configuration.
+        """
+        from hvdtrain.models.gpt import GPT
+
+        rows = weights["embedding.weight"].shape[0]
         model = GPT(replace(self.config.model, vocab_size=rows))
         try:
             model.load_state_dict(GPT.upgrade_checkpoint(weights))

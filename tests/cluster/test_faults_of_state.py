@@ -120,6 +120,33 @@ def test_a_preempted_run_does_not_end_with_75_or_loses_a_step(
     assert_same_curve(running.lines(), local.metrics(undisturbed))
 
 
+def test_a_spot_host_with_a_notice_costs_a_step_or_stops_the_others(
+    start: Start, cluster: Cluster, runs: Path, undisturbed: Path
+) -> None:
+    notice = runs / "notice"
+    added = cluster.run("node2", ["ip", "addr", "add", "169.254.169.254/32", "dev", "lo"])
+    assert added.returncode == 0, added
+    # node1 has no such address at all: its questions fail, or wait for an answer.
+    service = f"python -m tests.support.metadata 169.254.169.254 80 {notice}".split()
+    metadata = cluster.start("node2", service)
+    try:
+        metadata.wait_for("listening", 30)
+        running = start(ElasticJob, f"{HELD} --preempt.notice aws")
+        running.wait_for_step(10)
+        notice.touch()
+        running.wait_for_world(2, 30)
+        running.wait_until(lambda: running.numbers("node2") == [], 30, "the end of node2's ranks")
+        done = running.ended(0)
+    finally:
+        metadata.kill()
+    assert "node2 leaves: notice from aws" in done.stderr, done
+    left = next(event for event in running.events("start") if event["world_size"] == 2)
+    seen = (left["cause"], left["lost_steps"], left["hosts"])
+    assert seen == ("hosts", 0, {"node1": [0, 1]}), (running.events("start"), done)
+    assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
+    assert_same_curve(running.lines(), local.metrics(undisturbed))
+
+
 def _stop(running: TrainingJob, place: str, number: signal.Signals, hold: Path) -> str:
     """Asks a job to stop just there; it must end with 75. Returns the figures of it."""
     if place == "start-up":

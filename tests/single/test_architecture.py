@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 ROWS = [
     {"train", "cli", "commands"},
     {"doctor"},
-    {"report", "bench", "top", "deploy"},
+    {"report", "bench", "top", "deploy", "api"},
     {"audit"},
     {"run", "supervise"},
     {"config"},

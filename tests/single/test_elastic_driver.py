@@ -275,6 +275,40 @@ def test_a_host_that_is_taken_away_trains_on(job: Callable[..., Job]) -> None:
     assert not running.driver._finished.is_set(), "the end of one that left is no end of the job"
 
 
+def test_a_host_with_a_notice_trains_on_or_is_used_again(job: Callable[..., Job]) -> None:
+    running = job({"a": 1, "b": 2}, np=3)
+    running.join(0, 1, 2)
+    running.driver.leave(1, "notice")
+    running.driver.leave(2, "notice")  # the other rank there has seen it too
+    assert running.news() == {"stop": False, "hosts": True}
+    assert running.ranks(0, 1, 2) == [0, -1, -1]
+    running.exits |= {1: 0, 2: 0}
+    time.sleep(1.5)  # discovery finds it all the while, and its slots have had their pause
+    assert [p.number for p in running.driver._alive()] == [0]
+    del running.hosts["b"]
+    time.sleep(1.0)
+    running.hosts["b"] = 1  # another machine of this name
+    _until(lambda: [p.number for p in running.driver._alive()] == [0, 3])
+
+
+def test_a_host_with_a_notice_at_the_start_ends_the_job(job: Callable[..., Job]) -> None:
+    running = job({"a": 1, "b": 1}, np=2)
+    running.driver.leave(1, "notice")
+    assert running.ranks(0, 1) == [0, -1] and not running.news()["stop"]
+
+
+def test_the_last_hosts_with_a_notice_leave_without_a_checkpoint(job: Callable[..., Job]) -> None:
+    running = job({"a": 1, "b": 1}, np=2)
+    running.join(0, 1)
+    running.driver.leave(1, "notice")
+    assert not running.news()["stop"]
+    running.driver.leave(0, "notice")
+    assert running.news()["stop"]
+    running.exits |= {0: 75, 1: 75}
+    results = running.driver.get_results().worker_results
+    assert [result[0] for result in results.values()] == [75]
+
+
 @pytest.mark.parametrize("code", [0, 2, 3, 75])
 def test_an_end_that_the_ranks_agreed_on_is_restarted(job: Callable[..., Job], code: int) -> None:
     running = job({"a": 2}, np=2)

@@ -1,0 +1,99 @@
+"""What `hvdtrain.run` is given, as flags of the command line: these reach every host."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.config import presets
+from hvdtrain.config_files import read_yaml
+from hvdtrain.engine.config import RunConfig
+from hvdtrain.errors import UserError
+from hvdtrain.run_files.folder import default_id
+from hvdtrain.tasks import BUILT_IN
+
+
+def task_flag(task: str | type) -> str:
+    """`--config=...` of a preset or a file, or `--task=...`.
+
+    Raises:
+        UserError: there is no such task, or the ranks cannot import the class.
+    """
+    if isinstance(task, type):
+        return f"--task={_importable(task)}"
+    if not isinstance(task, str):
+        raise UserError(f"task: a name or a class is expected, not {task!r}")
+    if task in presets():
+        return f"--config={task}"
+    if Path(task).is_file():
+        return f"--config={Path(task).absolute()}"
+    if task in BUILT_IN or ":" in task:
+        return f"--task={task}"
+    known = [*presets(), *BUILT_IN]
+    near = difflib.get_close_matches(task, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+    raise UserError(
+        f"task: no preset, task or file is called {task!r}; {hint} (your own: package.module:Class)"
+    )
+
+
+def _importable(task: type) -> str:
+    name, module = task.__qualname__, task.__module__
+    if module != "__main__" and "." not in name:
+        return f"{module}:{name}"
+    where = "inside a function or class" if module != "__main__" else "in this notebook or script"
+    name = name.rpartition(".")[2]
+    raise UserError(
+        f"task: {name} is defined {where}, which the ranks cannot import: put it into a file of "
+        f"its own, such as {name.lower()}.py, and give task='{name.lower()}:{name}'"
+    )
+
+
+def config_flags(config: Mapping[str, Any]) -> Iterator[str]:
+    """Of {"optim.lr": 0.1}, or {"optim": {"lr": 0.1}}: `--optim.lr=0.1`."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and "." not in key:
+            yield from (f"--{key}.{name}={_word(inner)}" for name, inner in value.items())
+        else:
+            yield f"--{key}={_word(value)}"
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, (str, os.PathLike)):
+        return os.fspath(value)
+    return json.dumps(value, default=str)
+
+
+def run_folder(task: str, config: Mapping[str, Any]) -> Path:
+    """RUN/, absolute: from the keys, else from the file of `task`, a flag of `task_flag`."""
+    option, _, name = task.partition("=")
+    is_file = option == "--config" and name not in presets()
+    of_file = read_yaml(Path(name)) if is_file else {}
+    keys: dict[str, Any] = {}
+    for layer in (of_file, config):
+        section = layer.get("run")
+        keys |= section if isinstance(section, Mapping) else {}
+        keys |= {key[4:]: value for key, value in layer.items() if key.startswith("run.")}
+    run_id = keys.get("id") or default_id(Path(name).stem if is_file else name)
+    return Path(keys.get("root", RunConfig.root)).absolute() / str(run_id)
+
+
+def import_folder(task: str) -> Path | None:
+    """Where the ranks find the module of a task of one's own: the folder it is imported from here.
+
+    None of a built-in one, or where there is none of this name.
+    """
+    module, colon, _ = task.removeprefix("--task=").partition(":")
+    if not (colon and task.startswith("--task=")):
+        return None
+    spec = importlib.util.find_spec(module.partition(".")[0])
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations))).absolute().parent
+    return Path(spec.origin).absolute().parent if spec.has_location and spec.origin else None

@@ -1,0 +1,139 @@
+"""`hvdtrain.run`: `hvdtrain launch` as a child of a notebook or a script.
+
+A child, because the launcher takes over a process's signals, and because what a notebook has
+imported, and its threads, must not reach the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.api.flags import config_flags, import_folder, run_folder, task_flag
+from hvdtrain.api.run import Run
+from hvdtrain.errors import EXIT_USER, UserError
+from hvdtrain.runtime.environment import launched_size
+from hvdtrain.supervise.launcher import Launcher
+
+# In the environment of whatever is started from here.
+_STARTED = "HVDTRAIN_STARTED_BY"
+_TICK_SECONDS = 0.05
+# The launcher ends its ranks on all hosts in about half of it.
+_END_SECONDS = 30.0
+_ERROR = "hvdtrain: error: "
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Args:
+        folder: RUN/, absolute; `hvdtrain.Run` reads it
+        metrics: the newest value of each figure of metrics.jsonl by name, such as "loss" and
+            "validation_loss"; empty where no step was logged
+        exit_code: 0 finished, 1 crashed, 3 the loss stayed not finite, 75 asked to stop
+    """
+
+    folder: Path
+    metrics: dict[str, Any]
+    exit_code: int
+
+
+def run(
+    task: str | type,
+    np: int = 1,
+    hosts: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    max_restarts: int = 0,
+) -> RunResult:
+    """Trains on `np` ranks and waits for the end; what the run says goes to the screen.
+
+    Ctrl-C (in a notebook: interrupt) ends the job on all hosts, then raises KeyboardInterrupt.
+
+    Args:
+        task: a preset ("gpt-nano"), a task ("image", "package.module:Class"), a YAML file, or a
+            class that the ranks can import.
+        np: ranks.
+        hosts: "node1:2,node2:2", which need ssh among each other; None: this machine.
+        config: keys of the configuration, {"optim.lr": 0.1} or {"optim": {"lr": 0.1}}. With the
+            "run.id" of an earlier run that one resumes; default: a new one of date and time.
+        max_restarts: of a run that failed, from its newest checkpoint, without progress.
+
+    Raises:
+        UserError: an argument, a key or the data is wrong (exit code 2).
+    """
+    _check_place()
+    _require(isinstance(np, int) and np >= 1, f"np is the number of ranks, >= 1, not {np!r}")
+    _require(max_restarts >= 0, f"max_restarts must be >= 0, not {max_restarts}")
+    named, keys = task_flag(task), config or {}
+    folder = run_folder(named, keys)
+    flags = [named, *config_flags(keys), f"--run.root={folder.parent}", f"--run.id={folder.name}"]
+    where = ["--hosts", hosts or f"localhost:{np}", "--min-np", str(np), "--max-np", str(np)]
+    launch = ["launch", *where, "--max-restarts", str(max_restarts), "--"]
+    more = _environment(import_folder(named))
+    # Ranks on other hosts get their environment from the command.
+    train = ["env", *more, sys.executable, "-m", "hvdtrain.train", *flags]
+    env = os.environ | dict(word.split("=", 1) for word in more)
+    launcher = Launcher([sys.executable, "-m", "hvdtrain.cli", *launch, *train], env)
+    code = _wait(launcher)
+    last_lines = launcher.last_lines()
+    if code == EXIT_USER:
+        raise UserError(_reason(last_lines))
+    newest = Run(folder).newest() if (folder / "config.yaml").exists() else {}
+    return RunResult(folder, newest, code)
+
+
+def _check_place() -> None:
+    """A task's own file that calls `run` as it is imported would start runs without end."""
+    _require(
+        _STARTED not in os.environ and (launched_size() or 1) == 1,
+        "hvdtrain.run is called by a process that a run consists of: in a file that ranks import, "
+        "put the call under `if __name__ == '__main__':`",
+    )
+
+
+def _environment(folder: Path | None) -> list[str]:
+    """NAME=VALUE words: what the launcher and the ranks get beside this process's environment."""
+    words = [f"{_STARTED}=hvdtrain.run"]
+    if folder is not None:
+        path = filter(None, (str(folder), os.environ.get("PYTHONPATH")))
+        words.append(f"PYTHONPATH={os.pathsep.join(path)}")
+    return words
+
+
+def _wait(launcher: Launcher) -> int:
+    try:
+        while (code := launcher.poll()) is None:
+            time.sleep(_TICK_SECONDS)
+        return code
+    except BaseException:
+        _end(launcher)
+        raise
+
+
+def _end(launcher: Launcher) -> None:
+    """As Ctrl-C ends `hvdtrain launch`; a second one does not wait."""
+    try:
+        launcher.send(signal.SIGINT)
+        deadline = time.monotonic() + _END_SECONDS
+        while launcher.poll() is None and time.monotonic() < deadline:
+            time.sleep(_TICK_SECONDS)
+    finally:
+        if launcher.poll() is None:
+            launcher.kill()  # the kernel ends mpirun with it, and that its ranks
+
+
+def _reason(lines: Sequence[str]) -> str:
+    errors = [line.partition(_ERROR)[2] for line in lines if _ERROR in line]
+    return errors[-1] if errors else "the run ended with exit code 2; what it said stands above"
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)

@@ -1,0 +1,93 @@
+"""`hvdtrain ls [ROOT]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.run_files.listing import ListedRun, runs_under
+
+HELP = "list the runs of a folder: state, step, loss, ranks, age"
+_UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "root",
+        type=Path,
+        nargs="?",
+        default=Path("runs"),
+        metavar="ROOT",
+        help="folder that holds the runs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--sort",
+        choices=[*_COLUMNS],
+        default="age",
+        help="column; the newest, largest or first comes last (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--format",
+        choices=("table", "json"),
+        default="table",
+        help="json: a list of objects; age in seconds (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    runs = sorted(runs_under(args.root), key=_key(args.sort))
+    if args.format == "json":
+        print(json.dumps([_finite(asdict(run)) for run in runs], indent=1))
+        return 0
+    rows = [[*_COLUMNS], *([show(run) for show in _COLUMNS.values()] for run in runs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        first, *others = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        print("  ".join([first, *others]).rstrip())
+    return 0
+
+
+def _key(column: str) -> Callable[[ListedRun], tuple[Any, ...]]:
+    """What is not known comes first; of two alike, the name decides."""
+    sign = -1 if column == "age" else 1
+
+    def key(run: ListedRun) -> tuple[Any, ...]:
+        value = _finite(asdict(run))[column]
+        ordered = value if isinstance(value, str) or value is None else sign * value
+        return value is not None, ordered if value is not None else 0, run.id
+
+    return key
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no number for a loss that is not finite."""
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
+    }
+
+
+def _step(run: ListedRun) -> str:
+    of = f"/{run.steps}" if run.steps else ""
+    return "-" if run.step is None else f"{run.step}{of}"
+
+
+def _age(run: ListedRun) -> str:
+    if run.age is None:
+        return "-"
+    size, unit = next((unit for unit in _UNITS if run.age >= unit[0]), (1, "s"))
+    return f"{run.age / size:.0f} {unit}"
+
+
+_COLUMNS: dict[str, Callable[[ListedRun], str]] = {
+    "id": lambda run: run.id,
+    "state": lambda run: run.state,
+    "step": _step,
+    "loss": lambda run: "-" if run.loss is None else f"{run.loss:.4f}",
+    "ranks": lambda run: "-" if run.ranks is None else str(run.ranks),
+    "age": _age,
+}

@@ -1,0 +1,125 @@
+"""The runs below a folder, each told from the ends of its files: a run of weeks is as quick."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.errors import EXIT_NOT_FINITE, EXIT_PREEMPTED, UserError
+from hvdtrain.run_files.owner_token import read
+
+# The newest start has the names of all hosts, so it may be long.
+_TAIL_BYTES = 1 << 16
+# So many of the newest events are looked at for a start or an end.
+_EVENTS = 200
+# An owner's token is written every 2 s; clocks of file servers differ a little.
+_ALIVE_SECONDS = 20.0
+_ENDS = {0: "finished", EXIT_PREEMPTED: "stopped", EXIT_NOT_FINITE: "not finite"}
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """One run.
+
+    Args:
+        id: its folder's name
+        state: running; restarting (between two starts of `hvdtrain launch`); finished; stopped (it
+            was asked to, exit code 75); not finite (3); failed (another code); killed (it has no
+            end, and no process shows life); unknown (it has no events)
+        step: of the newest line of metrics.jsonl; None: there is none
+        steps: of the whole run, where its newest start is known
+        loss: of that line
+        ranks: of that line, else of the newest start
+        age: seconds since the newest line of metrics.jsonl or events.jsonl; None: there is none
+    """
+
+    id: str
+    state: str
+    step: int | None
+    steps: int | None
+    loss: float | None
+    ranks: int | None
+    age: float | None
+
+
+def runs_under(root: Path) -> Iterator[ListedRun]:
+    """The runs of `run.root`, in no order.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    now = time.time()
+    try:
+        with os.scandir(root) as entries:
+            folders = [e.path for e in entries if not e.name.startswith(".") and e.is_dir()]
+    except OSError as error:
+        raise UserError(f"{root}: {error.strerror}; name the folder that holds the runs") from None
+    for folder in folders:
+        with suppress(OSError):  # it was deleted just now, or is another user's
+            run = _listed(Path(folder), {entry.name for entry in os.scandir(folder)}, now)
+            if run is not None:
+                yield run
+
+
+def _listed(run: Path, files: set[str], now: float) -> ListedRun | None:
+    """None: it is no run."""
+    if not files & {"config.yaml", "metrics.jsonl", "events.jsonl", ".owner"}:
+        return None
+    line = next((m for m in _newest_first(run / "metrics.jsonl") if "step" in m), {})
+    events = list(islice(_newest_first(run / "events.jsonl"), _EVENTS))
+    start = next((e for e in events if e.get("event") == "start"), {})
+    times = [found["time"] for found in (line, *events[:1]) if "time" in found]
+    return ListedRun(
+        id=run.name,
+        state=_state(run, events),
+        step=line.get("step"),
+        steps=start.get("total_steps"),
+        loss=line.get("loss"),
+        ranks=line.get("world_size", start.get("world_size")),
+        age=max(0.0, now - max(times)) if times else None,
+    )
+
+
+def _state(run: Path, events: list[dict[str, Any]]) -> str:
+    if _alive(run / ".owner"):
+        return "running"
+    if _alive(run / ".launch.owner"):
+        return "restarting"
+    last = next((e for e in events if e.get("event") in ("start", "end")), None)
+    if last is None or last["event"] == "start":
+        return "unknown" if last is None else "killed"
+    return _ENDS.get(last.get("exit_code", 1), "failed")
+
+
+def _alive(token: Path) -> bool:
+    """Whether a process owns what this token is of."""
+    try:
+        if abs(time.time() - token.stat().st_mtime) > _ALIVE_SECONDS:
+            return False
+        owner = read(token)
+    except OSError:
+        return False
+    return owner is not None and not owner.ended
+
+
+def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects in a file's last lines, none where it is not there; torn ones are passed
+    over."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return
+    for line in reversed(lines):
+        with suppress(ValueError):
+            content = json.loads(line)
+            if isinstance(content, dict):
+                yield content

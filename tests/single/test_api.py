@@ -1,0 +1,200 @@
+"""`hvdtrain.run` and `hvdtrain.Run`: what notebooks and scripts start and read."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import hvdtrain
+from hvdtrain.api import start
+from hvdtrain.checkpoint.spread import read_part
+from hvdtrain.errors import UserError
+from tests.support import runs, tasks
+from tests.support.job import poll
+from tests.support.runs import REPOSITORY
+
+FORMAT_1 = REPOSITORY / "tests/data/format-1"
+SCRIPT = """\
+import sys
+import hvdtrain
+root = sys.argv[1]
+hvdtrain.run("tests.support.tasks:Paced", np=2, config={
+    "run.root": root, "run.id": "mine", "telemetry.port": 0, "train": {"log_every": 1}})
+"""
+
+
+class Inherited(tasks.Regression):
+    class Inner(tasks.Regression):
+        pass
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
+    """The argv and the environment of launchers that this test begins; each ends with 0."""
+    calls: list[tuple[list[str], dict[str, str]]] = []
+
+    class Launcher:
+        def __init__(self, argv: list[str], env: dict[str, str]) -> None:
+            calls.append((argv, env))
+
+        def poll(self) -> int:
+            return 0
+
+        def last_lines(self) -> list[str]:
+            return []
+
+    monkeypatch.setattr(start, "Launcher", Launcher)
+    return calls
+
+
+def test_importing_hvdtrain_takes_what_a_notebook_would_wait_for() -> None:
+    code = "import sys, hvdtrain; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    loaded = set(done.stdout.split())
+    assert "hvdtrain" in loaded
+    assert not loaded & {"torch", "numpy", "pandas", "yaml", "jsonargparse", "hvdtrain.api"}
+
+
+def test_the_name_of_the_function_is_lost_once_the_package_of_that_name_is_imported() -> None:
+    code = """\
+import hvdtrain
+first = hvdtrain.run
+import hvdtrain.run.source
+from hvdtrain import run
+assert first is hvdtrain.run is run
+try:
+    run("gpt-nan")
+except Exception as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "did you mean gpt-nano?" in done.stdout, done
+
+
+def test_what_is_asked_for_does_not_reach_the_launcher(
+    started: list[tuple[list[str], dict[str, str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {"run": {"id": "mine"}, "optim": {"lr": 0.1}, "train.steps": 3, "run.init_from": None}
+    result = hvdtrain.run(tasks.Regression, np=3, hosts="a:2,b:1", config=config, max_restarts=2)
+    assert result == hvdtrain.RunResult(tmp_path / "runs/mine", {}, 0)
+    ((argv, env),) = started
+    launch, train = (" ".join(part) for part in (argv[: argv.index("--")], argv))
+    assert launch.endswith("launch --hosts a:2,b:1 --min-np 3 --max-np 3 --max-restarts 2")
+    assert "-m hvdtrain.train --task=tests.support.tasks:Regression --run.id=mine" in train
+    assert "--optim.lr=0.1 --train.steps=3 --run.init_from=null" in train
+    assert train.endswith(f"--run.root={tmp_path}/runs --run.id=mine")
+    assert env["PYTHONPATH"].split(os.pathsep)[0] == str(REPOSITORY)
+
+
+def test_two_runs_without_an_id_become_one_or_a_files_folder_is_not_seen(
+    started: list[tuple[list[str], dict[str, str]]], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.yaml").write_text("run:\n  root: /somewhere\n")
+    result = hvdtrain.run(str(tmp_path / "mine.yaml"))
+    assert result.folder.parent == Path("/somewhere") and result.folder.name.endswith("-mine")
+    assert "--hosts localhost:1" in " ".join(started[0][0])
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: hvdtrain.run(type("Own", (), {"__module__": "__main__"})), "put it into a file"),
+        (lambda: hvdtrain.run(Inherited.Inner), "Inner is defined inside a function or class"),
+        (lambda: hvdtrain.run("gpt-nan"), "did you mean gpt-nano?"),
+        (lambda: hvdtrain.run("xyzzy"), "there are digits, gpt-1b3"),
+        (lambda: hvdtrain.run(3), "a name or a class is expected, not 3"),  # type: ignore[arg-type]
+        (lambda: hvdtrain.run("image", np=0), "np is the number of ranks"),
+        (lambda: hvdtrain.Run("nowhere"), "nowhere is no folder of a run: it has no config.yaml"),
+    ],
+)
+def test_a_mistake_is_not_told_in_one_sentence(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(UserError, match=words.replace("?", r"\?")) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_task_whose_file_calls_run_starts_runs_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (word,) = start._environment(None)  # what a rank gets
+    monkeypatch.setenv(*word.split("="))
+    with pytest.raises(UserError, match="__name__ == '__main__'"):
+        hvdtrain.run("gpt-nano")
+
+
+def test_a_runs_files_are_not_read_or_not_without_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = hvdtrain.Run(FORMAT_1)
+    assert list(run.checkpoints) == [6, 12] and run.checkpoints[12].name == "step_00000012"
+    assert run.events[-1]["exit_code"] == 0 and run.manifest["world_size"] == 2
+    assert run.config["task"] == "language_model"
+    with_pandas = run.metrics
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    without = run.metrics
+    assert with_pandas["loss"].to_list() == without["loss"] and len(without["loss"]) == 12
+    assert without["validation_loss"][:2] == [None, None] and without["validation_loss"][2] > 5
+    assert run.newest()["validation_loss"] == without["validation_loss"][-1]
+
+
+def test_the_model_of_a_run_is_not_that_of_its_newest_complete_checkpoint(tmp_path: Path) -> None:
+    folder = tmp_path / "copy"  # without the data it was trained on
+    shutil.copytree(FORMAT_1, folder)
+    (folder / "checkpoints/step_00000012/complete").unlink()
+    model = hvdtrain.Run(folder).model()
+    saved = type(model).upgrade_checkpoint(  # type: ignore[operator]
+        read_part(folder / "checkpoints/step_00000006", "model")
+    )
+    assert not model.training
+    for name, tensor in model.state_dict().items():
+        if name in saved:
+            torch.testing.assert_close(tensor, saved[name], rtol=0, atol=0)
+    for checkpoint in folder.glob("checkpoints/*"):
+        shutil.rmtree(checkpoint)
+    with pytest.raises(UserError, match="no finished checkpoint"):
+        hvdtrain.Run(folder).model()
+
+
+@pytest.mark.slow
+def test_a_key_that_there_is_not_comes_back_as_a_result_of_a_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"unknown key train\.stepz .* did you mean train\.steps\?"):
+        hvdtrain.run("image", config={"train.stepz": 3, "run.root": tmp_path})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_notebook_leaves_ranks_behind(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(tmp_path)]
+    job = runs.start(tmp_path, [], command=command)
+    metrics = tmp_path / "mine/metrics.jsonl"
+    poll(metrics.exists, 120, "the first step")
+    job.send(number)
+    done = job.wait(60)
+    if number == signal.SIGINT:
+        assert "KeyboardInterrupt" in done.stderr
+        assert not _processes_of(tmp_path)  # the script has waited for their end
+    poll(lambda: not _processes_of(tmp_path), 60, "the end of all ranks")
+
+
+def _processes_of(root: Path) -> list[list[str]]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.cmdline())
+    return [command for command in found if any(str(root) in word for word in command)]

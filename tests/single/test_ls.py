@@ -1,0 +1,148 @@
+"""`hvdtrain ls`: what became of the runs of a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.run_files import owner_token
+from hvdtrain.run_files.listing import runs_under
+
+START = {"event": "start", "total_steps": 60, "world_size": 4}
+
+
+def _made(
+    root: Path, name: str, events: list[dict[str, Any]], metrics: list[dict[str, Any]], age: float
+) -> Path:
+    """A run whose newest line is so many seconds old."""
+    folder = root / name
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").touch()
+    for file, lines in (("events.jsonl", events), ("metrics.jsonl", metrics)):
+        lines = [{"time": time.time() - age, **line} for line in lines]
+        (folder / file).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def _line(step: int, loss: float = 0.5) -> dict[str, Any]:
+    return {"step": step, "loss": loss, "world_size": 3}
+
+
+def _own(folder: Path, name: str = ".owner", ended: bool = False) -> Path:
+    token = owner_token.Token("me", 1, 0, "host", 1, "boot", False, ended=ended)
+    owner_token.write(folder / name, token)
+    return folder / name
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A run of each state."""
+    root = tmp_path / "runs"
+    end = {"event": "end", "exit_code": 0}
+    saved = {"event": "checkpoint", "step": 5}
+    _own(_made(root, "going", [START, saved], [_line(7, 0.25)], 3))
+    _own(_made(root, "between", [START, end | {"exit_code": 1}], [_line(8)], 4), ".launch.owner")
+    _own(_made(root, "done", [START, saved, end], [_line(60, 0.125)], 7200), ended=True)
+    _made(root, "asked", [START, end | {"exit_code": 75}], [_line(30)], 200)
+    _made(root, "diverged", [START, end | {"exit_code": 3}], [_line(9, float("nan"))], 300)
+    _made(root, "crashed", [START, end | {"exit_code": 1}], [_line(10)], 400)
+    token = _own(_made(root, "shot", [START, end, START, saved], [_line(11)], 500))
+    os.utime(token, (time.time() - 500, time.time() - 500))
+    old = _made(root, "old", [], [_line(12)], 600)
+    (old / "events.jsonl").unlink()
+    _own(_made(root, "young", [], [], 0))
+    (root / "young/metrics.jsonl").write_text('{"step": 1, "lo')  # torn
+    (root / "no-run").mkdir()
+    (root / ".targets").mkdir()
+    return root
+
+
+def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    assert cli.main(["ls", *arguments, "--format", "json"]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_the_state_of_a_run_is_another(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {run["id"]: run for run in _json(capsys, str(root))}
+    assert {name: run["state"] for name, run in found.items()} == {
+        "going": "running",
+        "between": "restarting",
+        "done": "finished",
+        "asked": "stopped",
+        "diverged": "not finite",
+        "crashed": "failed",
+        "shot": "killed",
+        "old": "unknown",
+        "young": "running",
+    }
+    going, young = found["going"], found["young"]
+    assert [going[name] for name in ("step", "steps", "loss", "ranks")] == [7, 60, 0.25, 3]
+    assert 2 < going["age"] < 30
+    assert young["step"] is young["age"] is None
+    assert found["diverged"]["loss"] is None  # JSON has no NaN
+    assert found["old"]["steps"] is None and found["old"]["ranks"] == 3
+
+
+@pytest.mark.parametrize(
+    ("column", "first", "last"),
+    [("age", "young", "going"), ("step", "young", "done"), ("loss", "diverged", "crashed")],
+)
+def test_runs_are_in_another_order(
+    root: Path, capsys: pytest.CaptureFixture[str], column: str, first: str, last: str
+) -> None:
+    names = [run["id"] for run in _json(capsys, str(root), "--sort", column)]
+    if column == "loss":
+        names.remove("young")  # as unknown as the other
+        names = names[: names.index("crashed") + 1]
+    assert (names[0], names[-1]) == (first, last)
+
+
+def test_the_table_lacks_a_run_or_a_column(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(root.parent)
+    assert cli.main(["ls"]) == 0  # run.root is runs by default
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split() == ["id", "state", "step", "loss", "ranks", "age"] and len(lines) == 9
+    (done,) = [line.split() for line in lines if line.startswith("done")]
+    assert done == ["done", "finished", "60/60", "0.1250", "3", "2", "h"]
+    (young,) = [line.split() for line in lines if line.startswith("young")]
+    assert young == ["young", "running", "-", "-", "-", "-"]
+
+
+def test_a_folder_that_is_not_there_is_not_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["ls", "nowhere"]) == 2
+    assert "nowhere: No such file or directory" in capsys.readouterr().err
+
+
+def test_a_long_run_is_read_from_its_beginning(tmp_path: Path) -> None:
+    folder = _made(tmp_path, "long", [START], [], 0)
+    with open(folder / "metrics.jsonl", "r+b") as file:
+        file.seek(1 << 30)  # takes no room
+        file.write(b"\n" + json.dumps(_line(9)).encode() + b"\n")
+    tracemalloc.start()
+    try:
+        (run,) = runs_under(tmp_path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert replace(run, age=None).step == 9
+    assert peak < 4 << 20
+
+
+def test_ls_imports_torch_or_parses_the_configuration(root: Path) -> None:
+    argv = [sys.executable, "-X", "importtime", "-m", "hvdtrain.cli", "ls", str(root)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert not imported & {"torch", "numpy", "jsonargparse", "yaml"}

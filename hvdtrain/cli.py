@@ -24,7 +24,7 @@ COMMANDS = {
     "horovod": "build Horovod's wheel for this environment, or check the one installed",
     "data": "prepare data: tokenize text, index large files, learn what a table's columns hold",
     "audit": "prove from a run's files that each step was applied exactly once",
-    "report": "show a run, or two side by side, as an HTML file",
+    "report": "show a run, or two side by side, as an HTML file; or runs in a browser, live",
     "top": "show the ranks of a running job in the terminal",
     "generate": "write text with the model of a run's newest checkpoint",
     "ckpt": "list, verify or export the checkpoints of a run",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -106,7 +107,7 @@ class Tab:
     def wait(self, expression: str, timeout: float, what: str) -> None:
         """Until it is true; AssertionError with the page's text after so many seconds."""
         deadline = time.monotonic() + timeout
-        while not self.value(expression):
+        while not self.value(f"Boolean({expression})"):
             text = "document.body.innerText"
             assert time.monotonic() < deadline, f"no {what}: {self.value(text)} {self.complaints}"
             time.sleep(0.1)
@@ -151,13 +152,12 @@ def tab(folder: Path, height: int, dark: bool = False) -> Iterator[Tab]:
     command = [*_command(folder, height, dark), "--remote-debugging-pipe"]
     reads, to = os.pipe()
     back, writes = os.pipe()
-    # Chromium reads from descriptor 3 and writes to 4.
-    script = f"exec {shlex.join(command)} 3<&{reads} 4>&{writes}"
+    # Chromium reads from descriptor 3 and writes to 4: the ends it gets must be neither before.
+    given = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (reads, writes)]
+    script = f"exec {shlex.join(command)} 3<&{given[0]} 4>&{given[1]}"
     with (folder / "chromium.log").open("wb") as log:
-        process = subprocess.Popen(
-            ["sh", "-c", script], pass_fds=(reads, writes), stdout=log, stderr=log
-        )
-    for end in (reads, writes):
+        process = subprocess.Popen(["bash", "-c", script], pass_fds=given, stdout=log, stderr=log)
+    for end in (reads, writes, *given):
         os.close(end)
     try:
         yield Tab(process, to, back)

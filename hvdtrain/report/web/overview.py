@@ -116,8 +116,8 @@ class Overview:
             self.restarts.append(
                 {
                     "number": self._starts - 1,
-                    "cause": str(found["cause"]),
-                    "source": str(found["source"]),
+                    "cause": str(found["cause"] or "not known"),
+                    "source": str(found["source"] or "?"),
                     "step": whole(found["step"]),
                     "ranks_before": whole(before.get("world_size")),
                     "ranks_after": whole(found["world_size"]),

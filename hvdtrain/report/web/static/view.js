@@ -76,7 +76,7 @@ function table(head, rows, words = 1) {
 
 // --- charts -------------------------------------------------------------------
 
-const WIDTH = 1048, LEFT = 70, RIGHT = 12, TOP = 20, BOTTOM = 36;
+const WIDTH = 1048, LEFT = 70, RIGHT = 30, TOP = 20, BOTTOM = 36;
 
 function ticks(low, high, wanted) {
   const rough = (high - low) / wanted || 1;
@@ -250,7 +250,7 @@ function phaseBars() {
           sum += ms;
         });
         const memory = rank.device_memory_bytes || rank.host_memory_bytes;
-        draw(svg, "text", { x: WIDTH - right + 12, y: y + 17 }, `score ${number(rank.score, 2)}   ${memory ? bytes(memory) : ""}`);
+        draw(svg, "text", { x: WIDTH - right + 12, y: y + 17 }, `score ${rank.score.toFixed(2)}   ${memory ? bytes(memory) : ""}`);
       });
     },
   };
@@ -389,7 +389,8 @@ function runView(name) {
 
   function show([run]) {
     if (run.problem) return;
-    headline.replaceChildren(el("strong", { class: stateClass(run.state) }, run.state), run.task ? `, ${run.task}` : "");
+    headline.replaceChildren(el("strong", { class: stateClass(run.state) }, run.state), run.task ? `, ${run.task}` : "",
+      run.state === "no end" ? ": it was killed, or its host is gone." : "");
     showTiles(run);
     showNotes(run);
     showRestarts(run);
@@ -410,7 +411,7 @@ function compareView(names) {
     loss: chart("Training loss", "loss", false, 300), validation_loss: chart("Validation loss", "loss", false),
     samples_per_second: chart("Throughput", "samples per second", true),
   };
-  const figures = el("section");
+  const figures = el("section", { class: "compare" });
   const node = el("div", {}, el("nav", {}, el("a", { href: "./" }, "all runs")), el("h1", {}, `${names.length} runs`),
     figures, ...Object.values(charts).map((one) => one.node));
   const last = new Map();

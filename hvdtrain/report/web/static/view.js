@@ -384,7 +384,7 @@ function runView(name) {
       count(r.step), `${number(r.ranks_before)} → ${number(r.ranks_after)}`, seconds(r.seconds),
       known(r.time) ? new Date(r.time * 1e3).toISOString().slice(0, 19).replace("T", " ") : UNKNOWN]).reverse();
     restarts.replaceChildren(...(rows.length ? [el("h2", {}, "Restarts"),
-      table(["restart", "cause", "after step", "ranks", "took", "at (UTC)"], rows, 2)] : []));
+      table(["restart", "cause", "after step", "ranks", "start took", "at (UTC)"], rows, 2)] : []));
   }
 
   function show([run]) {

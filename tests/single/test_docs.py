@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -140,6 +141,12 @@ def test_the_docs_name_a_key_that_there_is_not(page: Path) -> None:
     words = re.findall(r"`([a-z_]+\.[a-z_]+)`", text)
     named = [word for word in words if word.partition(".")[0] in groups]
     assert {*flags, *named} - EVERY_KEY == set()
+
+
+def test_the_site_lacks_a_page() -> None:
+    site = runpy.run_path(str(DOCS / "site/build.py"))
+    found = {REPOSITORY / path for _, path in site["pages"]()}
+    assert found | {README, DOCS / "README.md"} == set(PAGES)
 
 
 def _ours() -> Iterator[str]:

@@ -99,4 +99,4 @@ def _problem(status: HTTPStatus, why: str) -> _Answer:
 
 
 def _static(name: str) -> bytes:
-    return files("hvdtrain.report.web").joinpath("static", name).read_bytes()
+    return files("hvdtrain.report.web").joinpath("static").joinpath(name).read_bytes()

@@ -61,6 +61,9 @@ class Overview:
         self._manifest_path = folder.manifest
         self._owner, self._launcher = Pulse(path / ".owner"), Pulse(path / ".launch.owner")
         self.reading = 0
+        self._line: dict[str, Any] = {}
+        self._manifest: dict[str, Any] = {}
+        self._alive = self._launched = False
         self._forget()
 
     def _forget(self) -> None:
@@ -68,7 +71,8 @@ class Overview:
         self.slow: dict[tuple[Any, Any], dict[str, Any]] = {}
         self._start: dict[str, Any] = {}
         self._starts = 0
-        self._checkpoints, self._saved = 0, None
+        self._checkpoints = 0
+        self._saved: int | None = None
         self._end: int | None = None
         self._early = False
 

@@ -61,7 +61,8 @@ class Runs:
         """
         path = self.path(name)
         with self._live_lock:
-            lock, live = self._live.pop(name, None) or (Lock(), LiveRun(path))
+            new = Lock(), LiveRun(path)
+            lock, live = self._live.pop(name, new)
             self._live[name] = lock, live
             if len(self._live) > _LOOKED_AT:
                 self._live.popitem(last=False)

@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 from collections.abc import Mapping
-from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from hvdtrain.audit.report import audit
 from tests.support.job import Finished, Job
 from tests.support.runs import REPOSITORY, environment, losses
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 PAGE = REPOSITORY / "docs/tutorial.md"
 SERVE = "hvdtrain report --serve"
@@ -41,10 +40,13 @@ def _environment() -> Mapping[str, str]:
 def _run(script: str, folder: Path) -> Finished:
     argv = ["bash", "-e", "-o", "pipefail", "-c", f"cd {folder}\n{script}"]
     job = Job([], argv, _environment(), folder / "job")
-    if SERVE in script:
-        job.wait_for("until Ctrl-C", 60)
-        os.killpg(job.pid, signal.SIGINT)
-    done = job.wait(240)
+    try:
+        if SERVE in script:
+            job.wait_for("until Ctrl-C", 60)
+            os.killpg(job.pid, signal.SIGINT)
+        done = job.wait(240)
+    finally:
+        job.kill()
     assert done.returncode == 0, done
     return done
 
@@ -73,11 +75,10 @@ def _check(runs: Path, folder: Path) -> None:
     assert two == pytest.approx(first, rel=1e-4) and three == pytest.approx(first, rel=1e-4)
     assert len(losses(runs / "first")) == 80 and len(losses(runs / "supervised")) == 60
     elastic = audit(runs / "elastic")
-    assert elastic.clean and len(losses(runs / "elastic")) == 600
+    assert elastic.clean and len(losses(runs / "elastic")) == 200
     events = (runs / "elastic/events.jsonl").read_text().splitlines()
     starts = [event for event in map(json.loads, events) if event["event"] == "start"]
     assert "failure" in [start["cause"] for start in starts]
     for made in ("first/report.html", "two/compare.html", "../model/model.safetensors"):
         assert (runs / made).stat().st_size > 1000, made
     assert "#SBATCH" in (folder / "train.sbatch").read_text()
-    assert list(takewhile(lambda start: start["cause"] == "launch", starts)) == starts[:1]

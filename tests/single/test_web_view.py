@@ -34,6 +34,7 @@ from tests.support.history import History
 from tests.support.job import Job, poll
 from tests.support.runs import TRAIN, environment
 
+BLUE, PURPLE, DARK = "#3b82c4", "#a06bd0", "#14181c"
 ODD = '<img src=x onerror="document.title=1">&%2e '
 SERVE = [sys.executable, "-m", "hvdtrain.cli", "report", "--serve"]
 
@@ -401,6 +402,16 @@ def test_the_list_does_not_sort_filter_or_compare_in_a_browser(
         assert not page.complaints
 
 
+def test_the_page_of_a_run_cannot_be_read_in_the_dark(served: Served, tmp_path: Path) -> None:
+    with tab(tmp_path, 900, dark=True) as page:
+        page.open(served.url + "?run=whole")
+        page.wait("document.querySelectorAll('figure:not([hidden]) path').length > 4", 60, "curves")
+        shown = page.shown(tmp_path / "dark.png")
+    assert not shown.complaints and shown.count(DARK) > 500_000
+    assert shown.count("#e6e9ec") > 1000 and shown.count(BLUE) > 300  # the ink, a curve
+    assert shown.count("#000000", near=3) < 500
+
+
 @pytest.fixture
 def elastic(tmp_path: Path) -> Iterator[Job]:
     """Two ranks that train until they are killed, under horovodrun's elastic launcher."""
@@ -447,7 +458,8 @@ def test_a_restart_of_a_live_run_needs_a_reload(elastic: Job, tmp_path: Path) ->
         page.wait(f"{step} > {after}", 60, "step after it")
         assert page.value("document.querySelectorAll('line.mark').length") > 0
         assert page.value("window.kept") == "since it was opened"
-        page.picture(Path(os.environ.get("HVDTRAIN_TEST_PICTURES", tmp_path)) / "live.png")
+        shown = page.shown(tmp_path / "live.png")
+        assert shown.count(BLUE) > 1000 and shown.count(PURPLE) > 50 and not shown.complaints
         served.job.kill()
         page.wait("!document.querySelector('#problem').hidden", 30, "word of the lost server")
         assert page.value(step) > after

@@ -71,8 +71,11 @@ def show(page: Path, folder: Path, height: int, dark: bool = False) -> Shown:
         for how in ("--dump-dom", f"--screenshot={picture}")
     ]
     complaints = [line for done in ran for line in done.stderr.splitlines() if "CONSOLE" in line]
-    pixels = np.round(imread(picture)[:, :, :3] * 255).astype(np.int16)
-    return Shown(ran[0].stdout, complaints, pixels)
+    return Shown(ran[0].stdout, complaints, _pixels(picture))
+
+
+def _pixels(picture: Path) -> np.ndarray:
+    return np.round(imread(picture)[:, :, :3] * 255).astype(np.int16)
 
 
 class Tab:
@@ -112,12 +115,14 @@ class Tab:
             assert time.monotonic() < deadline, f"no {what}: {self.value(text)} {self.complaints}"
             time.sleep(0.1)
 
-    def picture(self, path: Path) -> None:
-        """The whole page, as PNG."""
+    def shown(self, picture: Path) -> Shown:
+        """The whole page as it is now; a PNG of it is written."""
         found = self._call(
             "Page.captureScreenshot", self._session, format="png", captureBeyondViewport=True
         )
-        path.write_bytes(base64.b64decode(found["data"]))
+        picture.write_bytes(base64.b64decode(found["data"]))
+        dom = self.value("document.documentElement.outerHTML")
+        return Shown(dom, self.complaints, _pixels(picture))
 
     def _call(self, method: str, session: str, **params: Any) -> dict[str, Any]:
         self._number += 1

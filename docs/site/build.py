@@ -63,9 +63,9 @@ def main() -> int:
     text = yaml.safe_dump(configuration(source, site), sort_keys=False)
     # YAML of plain values cannot name a function; mkdocs reads the tag.
     file.write_text(re.sub(r"'(!!python/name:[\w.]+)'", r"\1 ''", text))
-    return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "-f", file]
-    ).returncode
+    # Not --quiet: a warning that is not shown does not end a strict build either.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(file)]
+    return subprocess.run(command).returncode
 
 
 if __name__ == "__main__":

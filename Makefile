@@ -7,6 +7,7 @@
 # make gpu-check   what this machine's GPUs do with hvdtrain, as a table: not part of make test
 # make gpu-kit     what gpu-check needs on a machine without network: build/gpu-check/kit
 # make docs    the configuration reference, from the configuration's dataclasses
+# make docs-site   the documentation as a site: build/site/index.html
 # make lint    ruff and mypy alone
 # make clean   remove what was built here (the cached Horovod wheel stays)
 #
@@ -28,7 +29,7 @@ THREE := -n 3 --dist loadfile
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c .ci/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
-.PHONY: train test test-fast test-single test-gloo test-mpi test-cluster soak chaos images gpu-check gpu-kit docs lint clean
+.PHONY: train test test-fast test-single test-gloo test-mpi test-cluster soak chaos images gpu-check gpu-kit docs docs-site lint clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -88,6 +89,9 @@ docs: $(STAMPS)/train
 	$(BIN)/python docs/generate_configuration.py > docs/configuration.md.new
 	mv docs/configuration.md.new docs/configuration.md
 
+docs-site: docs $(STAMPS)/docs
+	$(BIN)/python docs/site/build.py
+
 lint: $(STAMPS)/test
 	$(BIN)/python -m pytest -q --color=no tests/single/test_code_style.py
 
@@ -110,6 +114,11 @@ $(STAMPS)/test: $(STAMPS)/train
 	@.ci/set-up build test
 	@echo "hvdtrain: installing what the tests need into .venv (pip's output: build/set-up.log)"
 	@$(PIP_INSTALL) -e '.[horovod,test]'
+	@touch $@
+
+$(STAMPS)/docs: $(STAMPS)/train
+	@echo "hvdtrain: installing what the site needs into .venv (pip's output: build/set-up.log)"
+	@$(PIP_INSTALL) -e '.[docs]'
 	@touch $@
 
 # The wheel is cached by its name; this only reads the name where it is there.

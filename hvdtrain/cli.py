@@ -31,7 +31,7 @@ GROUPS = {
     "runs": {
         "ls": "list the runs of a folder: state, step, loss, ranks, age",
         "top": "show the ranks of a running job in the terminal",
-        "report": "show a run, or two side by side, as an HTML file",
+        "report": "show a run, or two side by side, as an HTML file; or runs in a browser, live",
         "audit": "prove from a run's files that each step was applied exactly once",
         "profile": "say where the time of the profiled steps went, and which rank was late",
     },

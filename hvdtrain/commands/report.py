@@ -1,4 +1,4 @@
-"""`hvdtrain report RUN [OTHER]`."""
+"""`hvdtrain report RUN [OTHER]`, `hvdtrain report --serve [RUN | ROOT]`."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
 
-HELP = "show a run, or two side by side, as an HTML file"
+HELP = "show a run, or two side by side, as an HTML file; or runs in a browser, live"
+_HOST, _PORT, _ROOT = "127.0.0.1", 8642, Path("runs")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument(
+        "run", type=Path, nargs="?", metavar="RUN", help="folder of the run; see --serve"
+    )
     parser.add_argument("other", type=Path, nargs="?", metavar="B", help="a run to compare it with")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="default: RUN/report.html, of two B/compare.html"
@@ -22,14 +25,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=("html", "json"), default="html", help="json: the figures, to stdout"
     )
+    parser.add_argument(
+        "--serve",
+        action="store_true",
+        help="show RUN, or all runs of a folder (default: runs), in a browser while they go on",
+    )
+    parser.add_argument(
+        "--host",
+        help=f"with --serve: address to listen on (default: {_HOST}); of one that other hosts "
+        "reach the URL has a token",
+    )
+    parser.add_argument("--port", type=int, help=f"with --serve (default: {_PORT})")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.serve:
+        return _serve(args)
+    if args.host is not None or args.port is not None:
+        raise UserError("--host and --port are those of --serve: add it, or leave them away")
+    if args.run is None:
+        raise UserError("name the folder of a run: hvdtrain report RUN")
+    if args.format == "json" and args.out is not None:
+        raise UserError("--out names the HTML file; --format json is printed: leave one away")
+    return _report(args)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    if args.other is not None or args.out is not None or args.format != "html":
+        raise UserError("--serve takes one folder, and neither --out nor --format")
+    if args.port is not None and not 0 <= args.port <= 65535:
+        raise UserError(f"--port {args.port}: a port is from 0 (any that is free) to 65535")
+    from hvdtrain.report.web.server import serve
+
+    return serve(args.run or _ROOT, args.host or _HOST, _PORT if args.port is None else args.port)
+
+
+def _report(args: argparse.Namespace) -> int:
     from hvdtrain.report.figures import figures
     from hvdtrain.report.run import read
 
-    if args.format == "json" and args.out is not None:
-        raise UserError("--out names the HTML file; --format json is printed: leave one away")
     paths = [args.run] if args.other is None else [args.run, args.other]
     runs = [read(path) for path in paths]
     found = [figures(run) for run in runs]

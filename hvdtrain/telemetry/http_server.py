@@ -1,83 +1,21 @@
-"""The HTTP server behind a rank's exporter: threads of its own, TLS and a password if wanted.
-
-Slow clients, however many, cost it a few connections and no scrape (see connections.py).
-"""
+"""The HTTP server behind a rank's exporter: TLS and a password if wanted."""
 
 from __future__ import annotations
 
 import base64
 import binascii
-import errno
 import hmac
-import socket
 import ssl
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
-from socketserver import ThreadingMixIn
 from threading import Thread
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from hvdtrain.errors import UserError
+from hvdtrain.telemetry.bounded_server import TRUST, App, listen
 from hvdtrain.telemetry.config import TelemetryConfig
-from hvdtrain.telemetry.connections import REQUEST_SECONDS, Connections
-
-App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
-_TRUST = "hvdtrain.trust"  # in a request's environ: called once it is known to be a friend's
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = REQUEST_SECONDS
-
-    def get_environ(self) -> dict[str, Any]:
-        assert isinstance(self.server, _Server)
-        return {
-            **super().get_environ(),
-            _TRUST: partial(self.server.connections.trust, self.connection),
-        }
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    request_queue_size = 64
-
-    def __init__(self, *args: Any) -> None:
-        self.connections = Connections()
-        super().__init__(*args)
-
-    def server_bind(self) -> None:
-        # Not HTTPServer's: it asks DNS for this host's name, which may take seconds.
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-        self.setup_environ()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        if self.connections.admit(request, client_address[0]):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
-
-    def shutdown_request(self, request: Any) -> None:
-        super().shutdown_request(request)
-        self.connections.closed(request)
-
-    def service_actions(self) -> None:
-        self.connections.cut_late()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # a client that went away, or speaks no TLS
-
-
-class _ServerV6(_Server):
-    address_family = socket.AF_INET6
 
 
 class MetricsServer:
@@ -102,7 +40,7 @@ class MetricsServer:
             app = _asks_for(read_password(config.auth_file, "telemetry.auth_file"), app)
         context = _tls(config)
         try:
-            self._server = _listen(config.host, port)
+            self._server = listen(config.host, port)
         except (OSError, OverflowError) as error:
             raise UserError(
                 f"telemetry: {config.host}:{port} cannot be listened on "
@@ -122,7 +60,7 @@ class MetricsServer:
 
     def _count(self, app: App) -> App:
         def counted(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
-            environ[_TRUST]()
+            environ[TRUST]()
             answer = app(environ, start)
             self.scrapes += 1
             return answer
@@ -130,23 +68,8 @@ class MetricsServer:
         return counted
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._server.connections.cut_all()
+        self._server.end()
         self._thread.join(timeout=5)
-
-
-def _listen(host: str, port: int) -> _Server:
-    if port > 65535:
-        raise OverflowError("a port is at most 65535")
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
-    kind = _ServerV6 if family == socket.AF_INET6 else _Server
-    try:
-        return kind((host, port), _Handler)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return kind((host, 0), _Handler)
 
 
 def _tls(config: TelemetryConfig) -> ssl.SSLContext | None:

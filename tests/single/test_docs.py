@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +17,7 @@ import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from hvdtrain.cli import _Parser
 from hvdtrain.config import parse
 from hvdtrain.tasks import BUILT_IN, load_class, optional
 from tests.support.runs import REPOSITORY, metrics
@@ -137,3 +141,41 @@ def test_the_docs_name_a_key_that_there_is_not(page: Path) -> None:
     words = re.findall(r"`([a-z_]+\.[a-z_]+)`", text)
     named = [word for word in words if word.partition(".")[0] in groups]
     assert {*flags, *named} - EVERY_KEY == set()
+
+
+def test_the_site_lacks_a_page() -> None:
+    site = runpy.run_path(str(DOCS / "site/build.py"))
+    found = {REPOSITORY / path for _, path in site["pages"]()}
+    assert found | {README, DOCS / "README.md"} == set(PAGES)
+
+
+def _ours() -> Iterator[str]:
+    """What stands for the flags of other tools: code in the last cells of the page's tables."""
+    for row in re.findall(r"^\|.*\|$", (DOCS / "coming-from.md").read_text(), re.MULTILINE):
+        yield from re.findall(r"`([^`]+)`", row.split(" | ")[-1])
+
+
+KEYS = sorted({code for code in _ours() if re.match(r"--[a-z_.]+ ", code) and "-np" not in code})
+COMMANDS = sorted({code for code in _ours() if code.startswith("hvdtrain ")})
+
+
+@pytest.mark.parametrize("flags", KEYS)
+def test_flags_that_stand_for_those_of_another_tool_are_refused(flags: str) -> None:
+    task = "image" if "--image." in flags else "language_model"
+    parse(["--task", task, *shlex.split(flags)])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_that_stands_for_another_tools_is_refused(command: str) -> None:
+    _, name, *arguments = shlex.split(command)
+    parser = _Parser()
+    importlib.import_module(f"hvdtrain.commands.{name}").add_arguments(parser)
+    known = {option for action in parser._actions for option in action.option_strings}
+    assert {argument for argument in arguments if argument.startswith("--")} <= known
+    choices = [action.choices for action in parser._actions if action.choices]
+    words = [argument for argument in arguments[:1] if not argument.startswith("-")]
+    assert all(any(word in chosen for chosen in choices) for word in words)
+
+
+def test_the_page_for_those_who_come_from_elsewhere_has_lost_its_tables() -> None:
+    assert len(KEYS) > 50 and len(COMMANDS) >= 5

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import fcntl
+import json
 import os
+import select
+import shlex
 import shutil
 import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,20 +58,8 @@ class Shown:
 
 def show(page: Path, folder: Path, height: int, dark: bool = False) -> Shown:
     """Opens a page in a window of WIDTH x `height`; skips without Chromium, but not in CI."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        if os.environ.get("CI") == "true":
-            pytest.fail("the tests of pages need Chromium in CI")
-        pytest.skip("there is no chromium")
     picture = folder / "page.png"
-    command = [
-        *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
-        *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
-        f"--user-data-dir={folder / 'profile'}",
-        "--enable-logging=stderr",
-        f"--window-size={WIDTH},{height}",
-        *(["--blink-settings=preferredColorScheme=0"] if dark else []),
-    ]
+    command = _command(folder, height, dark)
     ran = [
         subprocess.run(
             [*command, how, page.resolve().as_uri()],
@@ -74,5 +71,124 @@ def show(page: Path, folder: Path, height: int, dark: bool = False) -> Shown:
         for how in ("--dump-dom", f"--screenshot={picture}")
     ]
     complaints = [line for done in ran for line in done.stderr.splitlines() if "CONSOLE" in line]
-    pixels = np.round(imread(picture)[:, :, :3] * 255).astype(np.int16)
-    return Shown(ran[0].stdout, complaints, pixels)
+    return Shown(ran[0].stdout, complaints, _pixels(picture))
+
+
+def _pixels(picture: Path) -> np.ndarray:
+    return np.round(imread(picture)[:, :, :3] * 255).astype(np.int16)
+
+
+class Tab:
+    """A page that stays open: the DevTools protocol over Chromium's pipe.
+
+    Attributes:
+        complaints: what the page wrote to the console, and what it could not load.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], to: int, back: int) -> None:
+        self._process, self._to, self._back = process, to, back
+        self._received = b""
+        self._number = 0
+        self.complaints: list[str] = []
+        target = self._call("Target.createTarget", "", url="about:blank")["targetId"]
+        attached = self._call("Target.attachToTarget", "", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
+        for domain in ("Page", "Runtime", "Log"):
+            self._call(f"{domain}.enable", self._session)
+
+    def open(self, url: str) -> None:
+        self._call("Page.navigate", self._session, url=url)
+
+    def value(self, expression: str) -> Any:
+        """Of JavaScript in the page; AssertionError where it throws."""
+        found = self._call(
+            "Runtime.evaluate", self._session, expression=expression, returnByValue=True
+        )
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def wait(self, expression: str, timeout: float, what: str) -> None:
+        """Until it is true; AssertionError with the page's text after so many seconds."""
+        deadline = time.monotonic() + timeout
+        while not self.value(f"Boolean({expression})"):
+            text = "document.body.innerText"
+            assert time.monotonic() < deadline, f"no {what}: {self.value(text)} {self.complaints}"
+            time.sleep(0.1)
+
+    def shown(self, picture: Path) -> Shown:
+        """The whole page as it is now; a PNG of it is written."""
+        found = self._call(
+            "Page.captureScreenshot", self._session, format="png", captureBeyondViewport=True
+        )
+        picture.write_bytes(base64.b64decode(found["data"]))
+        dom = self.value("document.documentElement.outerHTML")
+        return Shown(dom, self.complaints, _pixels(picture))
+
+    def _call(self, method: str, session: str, **params: Any) -> dict[str, Any]:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        message |= {"sessionId": session} if session else {}
+        os.write(self._to, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + 60
+        while True:
+            answer = self._message(deadline)
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return dict(answer["result"])
+            if answer.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled"):
+                self.complaints.append(json.dumps(answer["params"]))
+            elif answer.get("method") == "Log.entryAdded":
+                self.complaints.append(answer["params"]["entry"]["text"])
+
+    def _message(self, deadline: float) -> dict[str, Any]:
+        while b"\0" not in self._received:
+            ready, _, _ = select.select([self._back], [], [], deadline - time.monotonic())
+            assert ready, "Chromium does not answer"
+            received = os.read(self._back, 2**20)
+            assert received, "Chromium has ended"
+            self._received += received
+        message, _, self._received = self._received.partition(b"\0")
+        return dict(json.loads(message))
+
+
+@contextmanager
+def tab(folder: Path, height: int, dark: bool = False) -> Iterator[Tab]:
+    """A window of WIDTH x `height` that stays open; skips without Chromium, but not in CI."""
+    command = [*_command(folder, height, dark), "--remote-debugging-pipe"]
+    reads, to = os.pipe()
+    back, writes = os.pipe()
+    # Chromium reads from descriptor 3 and writes to 4: the ends it gets must be neither before.
+    given = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (reads, writes)]
+    script = f"exec {shlex.join(command)} 3<&{given[0]} 4>&{given[1]}"
+    with (folder / "chromium.log").open("wb") as log:
+        process = subprocess.Popen(["bash", "-c", script], pass_fds=given, stdout=log, stderr=log)
+    for end in (reads, writes, *given):
+        os.close(end)
+    try:
+        yield Tab(process, to, back)
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(10)
+        os.close(to)
+        os.close(back)
+
+
+def _command(folder: Path, height: int, dark: bool) -> list[str]:
+    """Chromium's; the test is skipped without it, but fails in CI."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        if os.environ.get("CI") == "true":
+            pytest.fail("the tests of pages need Chromium in CI")
+        pytest.skip("there is no chromium")
+    return [
+        *(chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"),
+        *("--no-first-run", "--disable-background-networking", "--disable-component-update"),
+        f"--user-data-dir={folder / 'profile'}",
+        "--enable-logging=stderr",
+        f"--window-size={WIDTH},{height}",
+        *(["--blink-settings=preferredColorScheme=0"] if dark else []),
+    ]

@@ -1,0 +1,100 @@
+"""Who may see the runs: browsers that came by a name of this host, and brought the token."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Callable, Iterable
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import parse_qsl, urlencode, urlsplit
+
+from hvdtrain.telemetry.bounded_server import TRUST, App
+
+_COOKIE = "hvdtrain-token-"  # and the port: cookies know hosts only
+
+
+def guarded(app: App, names: Iterable[str], token: str, port: int) -> App:
+    """An application behind the two checks.
+
+    A page of elsewhere can make a browser ask this server by a name of its own that leads here
+    (DNS rebinding); by an address it cannot.
+
+    Args:
+        names: of this host; addresses and localhost may stand in an URL anyway.
+        token: a browser brings it once in the URL, and then as a cookie; others in the header
+            "Authorization: Bearer". "": none is asked for.
+    """
+    known = {"localhost", *(name.lower() for name in names)}
+    cookie = f"{_COOKIE}{port}"
+
+    def checked(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if not _is_known(environ.get("HTTP_HOST", ""), known):
+            return refuse(start, HTTPStatus.FORBIDDEN, "this server is not known by this name")
+        if token:
+            if _same(_query(environ).get("token", ""), token):
+                return _welcome(environ, start, f"{cookie}={token}")
+            if not any(_same(given, token) for given in _brought(environ, cookie)):
+                return refuse(start, HTTPStatus.UNAUTHORIZED, "the URL lacks the token: ?token=...")
+        environ[TRUST]()
+        return app(environ, start)
+
+    return checked
+
+
+def refuse(start: Callable[..., Any], status: HTTPStatus, why: str) -> list[bytes]:
+    """An answer that says why not."""
+    headers = [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store")]
+    start(f"{status.value} {status.phrase}", [*headers, ("X-Content-Type-Options", "nosniff")])
+    return [f"{why}\n".encode()]
+
+
+def _is_known(host: str, known: set[str]) -> bool:
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    if name.rstrip(".") in known:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _query(environ: dict[str, Any]) -> dict[str, str]:
+    try:
+        return dict(parse_qsl(environ.get("QUERY_STRING", ""), max_num_fields=64))
+    except ValueError:
+        return {}
+
+
+def _brought(environ: dict[str, Any], cookie: str) -> Iterable[str]:
+    kind, _, given = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
+    if kind.lower() == "bearer":
+        yield given.strip()
+    for part in environ.get("HTTP_COOKIE", "").split(";"):
+        name, _, value = part.strip().partition("=")
+        if name == cookie:
+            yield value
+
+
+def _same(given: str, token: str) -> bool:
+    """In a time that does not tell where they differ."""
+    return hmac.compare_digest(given.encode(errors="replace"), token.encode())
+
+
+def _welcome(environ: dict[str, Any], start: Callable[..., Any], cookie: str) -> list[bytes]:
+    """The same address without the token, which shall not stay in histories."""
+    environ[TRUST]()
+    rest = parse_qsl(environ.get("QUERY_STRING", ""), max_num_fields=64)
+    query = urlencode([(name, value) for name, value in rest if name != "token"])
+    headers = [
+        ("Location", f"?{query}" if query else "/"),
+        ("Set-Cookie", f"{cookie}; HttpOnly; SameSite=Strict; Path=/"),
+        ("Cache-Control", "no-store"),
+        ("Referrer-Policy", "no-referrer"),
+    ]
+    start(f"{HTTPStatus.SEE_OTHER.value} {HTTPStatus.SEE_OTHER.phrase}", headers)
+    return [b""]

@@ -1,0 +1,181 @@
+"""A run in a line: what it is, how far it is and whether it lives, from the ends of its files."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.report.web.tail import LastLine, Tail, number, open_regular, parsed, whole
+from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.owner_token import Token, read
+from hvdtrain.run_files.ownership import REST_SECONDS
+
+SHOWN = 50  # restarts, the last ones
+_STATES = {0: "finished", 75: "preempted"}
+_START = ("cause", "source", "step", "world_size", "seconds", "time")
+
+
+class Pulse:
+    """Whether the process that owns a run, or its launcher, lives: its count moves.
+
+    Args:
+        path: of the token.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._token: Token | None = None
+        self._moved = 0.0
+
+    def beats(self) -> bool:
+        """Raises OSError where the token cannot be read."""
+        token, now = read(self._path), time.monotonic()
+        if token is None or token.ended:
+            self._token = token
+            return False
+        if self._token is None:
+            # Of the first look the file's time has to do; after it no clocks are compared.
+            self._moved = now - max(0.0, time.time() - self._path.stat().st_mtime)
+        elif token != self._token:
+            self._moved = now
+        self._token = token
+        return now - self._moved < REST_SECONDS
+
+
+class Overview:
+    """Of one run; `refresh` reads what its files have in addition.
+
+    Attributes:
+        restarts: each start after the first (the last SHOWN), as the events have it.
+        slow: ranks that are named as slow now.
+        reading: bytes of the events that were not read yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        folder = RunFolder(path)
+        self._name = path.name
+        self._events = Tail(folder.events)
+        self._last = LastLine(folder.metrics)
+        self._manifest_path = folder.manifest
+        self._owner, self._launcher = Pulse(path / ".owner"), Pulse(path / ".launch.owner")
+        self.reading = 0
+        self._line: dict[str, Any] = {}
+        self._manifest: dict[str, Any] = {}
+        self._alive = self._launched = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self.restarts: deque[dict[str, Any]] = deque(maxlen=SHOWN)
+        self.slow: dict[tuple[Any, Any], dict[str, Any]] = {}
+        self._start: dict[str, Any] = {}
+        self._starts = 0
+        self._checkpoints = 0
+        self._saved: int | None = None
+        self._end: int | None = None
+        self._early = False
+
+    def refresh(self) -> None:
+        """Raises OSError where a file cannot be read."""
+        news = self._events.read()
+        if news.restarted:
+            self._forget()
+        for event in news.lines:
+            self._take(event)
+        self.reading = news.left
+        self._line = self._last.read()
+        self._manifest = _content(self._manifest_path)
+        self._alive, self._launched = self._owner.beats(), self._launcher.beats()
+
+    def _take(self, event: dict[str, Any]) -> None:
+        kind = event.get("event")
+        if kind == "start":
+            self._took_start(event)
+        elif kind == "end":
+            self._end = whole(event.get("exit_code"))
+        elif kind == "early_stop":
+            self._early = True
+        elif kind == "checkpoint":
+            self._checkpoints += 1
+            self._saved = whole(event.get("step"))
+        elif kind in ("straggler", "straggler_ended"):
+            whose = str(event.get("rank")), str(event.get("stage"))
+            self.slow.pop(whose, None)
+            if kind == "straggler":
+                self.slow[whose] = {
+                    "rank": whole(event.get("rank")),
+                    "host": str(event.get("host", "?")),
+                    "phase": str(event.get("phase", "?")),
+                    "step": whole(event.get("step")),
+                }
+
+    def _took_start(self, event: dict[str, Any]) -> None:
+        before, self._start = self._start, event
+        self._starts += 1
+        self._end, self._early = None, False
+        self.slow.clear()
+        if self._starts > 1:
+            found = {name: event.get(name) for name in _START}
+            self.restarts.append(
+                {
+                    "number": self._starts - 1,
+                    "cause": str(found["cause"] or "not known"),
+                    "source": str(found["source"] or "?"),
+                    "step": whole(found["step"]),
+                    "ranks_before": whole(before.get("world_size")),
+                    "ranks_after": whole(found["world_size"]),
+                    "seconds": number(found["seconds"]),
+                    "time": number(found["time"]),
+                }
+            )
+
+    def row(self) -> dict[str, Any]:
+        """What the list shows; None is: not known."""
+        line = self._line
+        when = number(line.get("time")) or number(self._start.get("time"))
+        task = self._manifest.get("task")
+        return {
+            "name": self._name,
+            "state": self._state(),
+            "task": str(task) if task else None,
+            "step": whole(line.get("step")),
+            "total_steps": whole(self._start.get("total_steps")),
+            "loss": number(line.get("loss")),
+            "samples_per_second": number(line.get("samples_per_second")),
+            "ranks": whole(self._start.get("world_size") or self._manifest.get("world_size")),
+            "hosts": len(self._hosts()) or None,
+            "restarts": max(0, self._starts - 1),
+            "checkpoints": self._checkpoints,
+            "saved_step": self._saved,
+            "slow": len(self.slow),
+            "age_seconds": None if when is None else max(0, round(time.time() - when)),
+        }
+
+    def host(self, rank: int) -> str:
+        """Where a rank of the last start is."""
+        hosts = self._hosts().items()
+        return next((h for h, ranks in hosts if isinstance(ranks, list) and rank in ranks), "?")
+
+    def _hosts(self) -> dict[str, Any]:
+        hosts = self._start.get("hosts") or self._manifest.get("hosts")
+        return hosts if isinstance(hosts, dict) else {}
+
+    def _state(self) -> str:
+        if self._end is not None:
+            # A finished process keeps the run for a moment more.
+            if self._end == 0 and self._early:
+                return "stopped early"
+            return _STATES.get(self._end, f"failed (exit code {self._end})")
+        if self._alive:
+            return "running"
+        return "restarting" if self._launched else "no end"
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """Of a small JSON file; {} where it is damaged or gone."""
+    try:
+        with open_regular(path) as file:
+            return parsed(file.read()) or {}
+    except FileNotFoundError:
+        return {}

@@ -1,0 +1,84 @@
+"""docs/tutorial.md: all its commands, in their order, in one folder, and what it says of them."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.audit.report import audit
+from tests.support.job import Finished, Job
+from tests.support.runs import REPOSITORY, environment, losses
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+PAGE = REPOSITORY / "docs/tutorial.md"
+SERVE = "hvdtrain report --serve"
+
+
+def _blocks() -> list[tuple[str, str]]:
+    """(language, content) of each block of the page."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert {language for language, _ in found} == {"bash", "yaml", "text"}
+    return found
+
+
+def _environment() -> Mapping[str, str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    slots = {"OMPI_MCA_rmaps_base_oversubscribe": "1", "OMPI_MCA_hwloc_base_binding_policy": "none"}
+    return environment({"PATH": path, **root, **slots})
+
+
+def _run(script: str, folder: Path) -> Finished:
+    argv = ["bash", "-e", "-o", "pipefail", "-c", f"cd {folder}\n{script}"]
+    job = Job([], argv, _environment(), folder / "job")
+    try:
+        if SERVE in script:
+            job.wait_for("until Ctrl-C", 60)
+            os.killpg(job.pid, signal.SIGINT)
+        done = job.wait(300)
+    finally:
+        job.kill()
+    assert done.returncode == 0, done
+    return done
+
+
+def test_a_command_of_the_tutorial_fails_or_says_something_else(tmp_path: Path) -> None:
+    blocks = [content for language, content in _blocks() if language == "yaml"]
+    (tmp_path / "tutorial.yaml").write_text("".join(blocks))
+    said = ""
+    pending = ""
+    for language, content in _blocks():
+        if language == "text":
+            for line in content.splitlines():
+                pattern = line.replace("...", "*")
+                assert fnmatch.filter(said.splitlines(), pattern), f"{line!r} not in {said}"
+        elif content.rstrip().endswith("&"):
+            pending = content  # of one shell with the block that waits for it
+        elif language == "bash":
+            done = _run(pending + content, tmp_path)
+            said, pending = done.stdout + done.stderr, ""
+    _check(tmp_path / "runs", tmp_path)
+
+
+def _check(runs: Path, folder: Path) -> None:
+    """What the page promises."""
+    first, two, three = (losses(runs / name)[:60] for name in ("first", "two", "three"))
+    assert two == pytest.approx(first, rel=1e-4) and three == pytest.approx(first, rel=1e-4)
+    assert len(losses(runs / "first")) == 80 and len(losses(runs / "supervised")) == 60
+    elastic = audit(runs / "elastic")
+    assert elastic.clean and len(losses(runs / "elastic")) == 120
+    events = (runs / "elastic/events.jsonl").read_text().splitlines()
+    starts = [event for event in map(json.loads, events) if event["event"] == "start"]
+    assert "failure" in [start["cause"] for start in starts]
+    for made in ("first/report.html", "two/compare.html", "../model/model.safetensors"):
+        assert (runs / made).stat().st_size > 1000, made
+    assert "#SBATCH" in (folder / "train.sbatch").read_text()

@@ -1,0 +1,465 @@
+"""`hvdtrain report --serve`: what it reads, whom it answers, and what a browser shows."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import psutil
+import pytest
+
+from hvdtrain import cli
+from hvdtrain.report.web import tail
+from hvdtrain.report.web.live import LiveRun
+from hvdtrain.report.web.overview import Overview
+from hvdtrain.report.web.runs import Runs
+from hvdtrain.report.web.series import BINS, Series
+from hvdtrain.report.web.tail import Tail
+from hvdtrain.run_files.owner_token import Claim
+from hvdtrain.run_files.ownership import Ownership
+from tests.support.browser import Tab, tab
+from tests.support.history import History
+from tests.support.job import Job, poll
+from tests.support.runs import TRAIN, environment
+
+BLUE, PURPLE, DARK = "#3b82c4", "#a06bd0", "#14181c"
+ODD = '<img src=x onerror="document.title=1">&%2e '
+SERVE = [sys.executable, "-m", "hvdtrain.cli", "report", "--serve"]
+
+
+def _append(path: Path, text: str) -> None:
+    with open(path, "a") as file:
+        file.write(text)
+
+
+# --- reading files that are being written ---------------------------------------
+
+
+def test_a_look_reads_again_what_was_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)))
+    file = Tail(path)
+    assert len(file.read().lines) == 1000
+    with open(path, "r+") as written:
+        written.write("x" * 5000)  # it would find this
+    _append(path, '{"step": 1000}\n')
+    news = file.read()
+    assert (news.lines, news.torn, news.restarted) == ([{"step": 1000}], 0, False)
+    assert file.read() == tail.News()
+
+
+def test_half_a_line_is_taken_for_a_torn_one(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    file = Tail(path)
+    news = file.read()
+    assert (news.lines, news.torn, news.left) == ([{"step": 1}], 0, 0)
+    _append(path, 'ep": 2}\n\n[3]\n')
+    news = file.read()
+    assert (news.lines, news.torn) == ([{"step": 2}], 1)
+
+
+def test_lines_that_a_run_took_back_stay(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "time": 1}\n')
+    file = Tail(path)
+    file.read()
+    path.write_text('{"step": 1}\n{"step": 2, "time": 9}\n{"step": 3}\n')
+    news = file.read()
+    assert news.restarted and [line["step"] for line in news.lines] == [1, 2, 3]
+    path.unlink()
+    assert file.read().restarted and file.read() == tail.News()
+    os.mkfifo(path)
+    assert file.read() == tail.News()
+
+
+def test_one_look_takes_all_of_a_long_file(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(tail, "CHUNK", 100)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n' * 20 + "x" * 250 + '\n{"step": 2}\n')
+    file = Tail(path)
+    news = [file.read() for _ in range(8)]
+    assert news[0].left == 503 - 96 and news[-1].left == 0
+    found = [line["step"] for one in news for line in one.lines]
+    assert found == [1] * 20 + [2]
+
+
+def test_a_long_run_needs_ever_more_points_or_loses_a_peak() -> None:
+    series = Series()
+    for step in range(1, 100_001):
+        series.add(step, 9.0 if step == 777 else 1.0)
+    points = series.points()
+    assert BINS < len(points["x"]) <= 2 * BINS and max(points["high"]) == 9
+    assert min(points["mean"]) == min(points["low"]) == 1
+    width = points["width"]
+    assert abs(points["x"][points["high"].index(9)] - 777) <= width / 2
+    few = Series()
+    few.add(3, 1.5)
+    assert few.points() == {"width": 1, "x": [3], "mean": [1.5]}
+
+
+def _state(path: Path) -> str:
+    overview = Overview(path)
+    overview.refresh()
+    return str(overview.row()["state"])
+
+
+def test_the_state_of_a_run_is_wrong(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    history = History(run)
+    history.launch(2)
+    assert _state(run) == "no end"
+    owner = Ownership(run)
+    owner.acquire(Claim(1))
+    assert _state(run) == "running"
+    owner.release()
+    launcher = Ownership(run, ".launch.")
+    launcher.acquire(Claim(1))
+    assert _state(run) == "restarting"
+    launcher.release()
+    os.utime(run / ".owner", (1, 1))
+    assert _state(run) == "no end"
+    for code, state in ((75, "preempted"), (3, "failed (exit code 3)"), (0, "finished")):
+        history.end(code)
+        assert _state(run) == state
+
+
+def test_a_process_that_died_is_said_to_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    History(run).launch(1)
+    owner = Ownership(run)
+    owner.acquire(Claim(1))
+    left = (run / ".owner").read_bytes()
+    owner.release()
+    (run / ".owner").write_bytes(left)  # as a kill leaves it
+    os.utime(run / ".owner", (1, 1))
+    assert _state(run) == "no end"
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Path:
+    run = tmp_path / "damaged"
+    run.mkdir()
+    (run / "manifest.json").write_text('{"ta')
+    (run / "metrics.jsonl").write_bytes(
+        b'\xff\x00{\n{"step": 1e999}\n{"step": "x"}\n{"step": 3, "loss": 1e999, "time": "u"}\n{"st'
+    )
+    (run / "events.jsonl").write_text(
+        '{"event": "start", "world_size": {}, "hosts": [1]}\n{"event": "start", "step": []}\n'
+        '{"event": "straggler", "rank": {}}\n{"event": ["end"], "exit_code": []}\n'
+    )
+    (run / "ranks.jsonl").write_text(
+        '{"step": 1, "phases": [1]}\n{"step": 1, "phases": {"data": ["x"]}}\n'
+        '{"step": 1, "steps": -1, "phases": {"data": [1]}, "score": 7}\n'
+    )
+    (run / ".owner").write_text("[1]")
+    return run
+
+
+def test_damaged_files_stop_the_view(damaged: Path) -> None:
+    shown = LiveRun(damaged).refresh()
+    json.dumps(shown, allow_nan=False)
+    assert (shown["step"], shown["loss"], shown["torn"]) == (3, None, 1)
+    assert shown["restarts"] == 1 and shown["series"]["loss"]["x"] == []
+
+
+def test_a_restart_in_a_run_is_missed_or_its_old_steps_stay(tmp_path: Path) -> None:
+    history = History(tmp_path / "run", eval_every=6)
+    history.launch(2)
+    history.steps(13)
+    live = LiveRun(history.folder)
+    assert live.refresh()["series"]["loss"]["x"][-1] == 13
+    history.crash(torn=True)
+    history.launch(3)
+    shown = live.refresh()
+    assert shown["series"]["loss"]["x"][-1] == 10
+    (restart,) = shown["restarted"]
+    assert (restart["cause"], restart["step"]) == ("launch", 10)
+    assert (restart["ranks_before"], restart["ranks_after"]) == (2, 3)
+    history.steps(10)
+    shown = live.refresh()
+    assert shown["step"] == 20 and shown["series"]["loss"]["x"] == list(range(1, 21))
+    assert shown["validation"]["loss"] > 0 and shown["ranks"] == 3
+
+
+def test_a_folder_outside_of_the_root_can_be_seen(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    History(root / "inside")
+    History(tmp_path / "outside")
+    (root / "link").symlink_to(tmp_path / "outside")
+    (root / "circle").symlink_to(root / "circle")
+    (root / "no run").mkdir()
+    runs = Runs(root)
+    assert [row["name"] for row in runs.rows()] == ["inside"]
+    for name in ("../outside", "..", ".", "", "link", "no run", str(tmp_path / "outside"), "a\0"):
+        with pytest.raises(KeyError):
+            runs.path(name)
+    assert [row["name"] for row in Runs(root, "inside").rows()] == ["inside"]
+    assert Runs(root, "other").rows() == []
+
+
+# --- the server -------------------------------------------------------------------
+
+
+class Served:
+    """The command, and what it answers."""
+
+    def __init__(self, output: Path, *arguments: str) -> None:
+        self.job = Job([], [*SERVE, *arguments, "--port", "0"], environment(), output)
+        self.job.wait_for("until Ctrl-C", 60)
+        (self.url,) = re.findall(r"http://\S+", self.job.output())
+        self.port = int(re.findall(r":(\d+)/", self.url)[0])
+
+    def get(self, path: str, **headers: str) -> tuple[int, str, Any]:
+        """Status, body and headers; of "Cookie_" the name ends before the underscore."""
+        named = {name.rstrip("_").replace("_", "-"): value for name, value in headers.items()}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=named)
+        opener = urllib.request.build_opener(_NoRedirect)
+        try:
+            with opener.open(request, timeout=30) as answer:
+                return answer.status, answer.read().decode(), answer.headers
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode(), error.headers
+
+
+@contextmanager
+def serving(output: Path, *arguments: str) -> Iterator[Served]:
+    served = Served(output, *arguments)
+    try:
+        yield served
+    finally:
+        served.job.kill()
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *args: Any) -> None:
+        return None
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three runs: two that ended, and one with an odd name that did not."""
+    root = tmp_path_factory.mktemp("view") / "runs"
+    for name, steps in (("short", 30), ("whole", 60), (ODD, 20)):
+        history = History(root / name, eval_every=6)
+        history.launch(2)
+        history.steps(steps)
+        if name != ODD:
+            history.end(0)
+    return root
+
+
+@pytest.fixture(scope="module")
+def served(root: Path) -> Iterator[Served]:
+    with serving(root.parent / "serve", str(root)) as served:
+        yield served
+
+
+def test_the_server_answers_a_foreign_name_or_shows_what_is_no_run(served: Served) -> None:
+    assert json.loads(served.get("/api/runs")[1])["runs"][0]["name"] == ODD
+    for host in ("localhost", "127.0.0.1:1", "[::1]:80", socket.gethostname()):
+        assert served.get("/api/runs", Host=host)[0] == 200, host
+    for host in ("evil.example", "127.0.0.1.evil.example", "", "[", "a:b:c"):
+        assert served.get("/api/runs", Host=host)[0] == 403, host
+    for path in ("/..%2f..%2fetc/passwd", "/view.py", "/static/view.js"):
+        assert served.get(path)[0] == 404, path
+    for name in ("..", "%2e%2e%2f", "../view", "whole/checkpoints", "%00", "%ff"):
+        assert served.get(f"/api/run?name={name}")[0] == 404, name
+        assert served.get(f"/report?name={name}")[0] == 404, name
+    assert served.get("/api/run?" + "a=1&" * 100)[0] == 400
+    status, _, headers = served.get("/")
+    assert status == 200 and "script-src 'self';" in headers["Content-Security-Policy"]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_many_silent_clients_keep_a_browser_out(served: Served) -> None:
+    silent = [socket.create_connection(("127.0.0.1", served.port), 10) for _ in range(64)]
+    try:
+        assert served.get("/api/runs")[0] == 200
+    finally:
+        for client in silent:
+            client.close()
+
+
+def test_the_whole_report_is_not_made(served: Served) -> None:
+    path = f"/report?name={quote(ODD)}"
+    poll(lambda: "<svg" in served.get(path)[1], 120, "the report")
+    status, page, headers = served.get(path)
+    assert status == 200 and ("20 of 60 steps" in page or "is being made" in page)
+    assert "script-src" not in headers["Content-Security-Policy"]
+
+
+def test_a_removed_run_ends_the_server(root: Path, served: Served) -> None:
+    history = History(root / "gone")
+    history.launch(1)
+    assert served.get("/api/run?name=gone")[0] == 200
+    for path in sorted(history.folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    history.folder.rmdir()
+    status, answer, _ = served.get("/api/run?name=gone")
+    assert status == 404 and "no longer" in json.loads(answer)["problem"]
+    poll(lambda: '"gone"' not in served.get("/api/runs")[1], 10, "the list without it")
+
+
+def test_others_see_runs_without_the_token(root: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "serve", str(root / "whole"), "--host", "0.0.0.0") as served:
+        query = served.url.partition("?")[2]
+        (token,) = re.findall(r"token=([\w-]{40,})", query)
+        assert query.endswith("run=whole")
+        for path in (
+            "/",
+            "/api/runs",
+            "/report?name=whole",
+            f"/?token={token[:-1]}",
+            "/?token=%ff",
+        ):
+            assert served.get(path)[0] == 401, path
+        status, _, headers = served.get(f"/?{query}")
+        assert status == 303 and headers["Location"] == "?run=whole"
+        cookie = headers["Set-Cookie"]
+        assert "HttpOnly" in cookie and "SameSite=Strict" in cookie
+        pair = cookie.partition(";")[0]
+        assert served.get("/api/runs", Cookie=f"a=b; {pair}")[0] == 200
+        assert served.get("/api/runs", Cookie=f"{pair}x")[0] == 401
+        assert served.get("/api/runs", Authorization=f"Bearer {token}")[0] == 200
+        rows = json.loads(served.get("/api/runs", Cookie=pair)[1])["runs"]
+        assert [row["name"] for row in rows] == ["whole"], "only this one was asked for"
+        assert served.get("/api/run?name=short", Cookie=pair)[0] == 404
+        served.job.send(signal.SIGINT)
+        done = served.job.wait(20)
+        assert done.returncode == 0 and done.stderr == "", done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--serve", "nowhere"], "is no folder"),
+        (["--serve", ".", "--host", "192.0.2.1"], "cannot be listened on"),
+        (["--serve", ".", "--port", "70000"], "a port is from 0"),
+        (["--serve", ".", "other"], "takes one folder"),
+        (["--serve", "--out", "x.html"], "neither --out"),
+        ([".", "--port", "1"], "those of --serve"),
+        ([], "name the folder of a run"),
+    ],
+)
+def test_a_mistake_of_the_user_is_no_sentence(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["report", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+# --- in a browser -------------------------------------------------------------------
+
+
+def _rows(page: Tab) -> list[str]:
+    found: list[str] = page.value(
+        "[...document.querySelectorAll('tbody a')].map(a => a.textContent)"
+    )
+    return found
+
+
+def test_the_list_does_not_sort_filter_or_compare_in_a_browser(
+    served: Served, tmp_path: Path
+) -> None:
+    with tab(tmp_path, 900) as page:
+        page.open(served.url)
+        page.wait("document.querySelectorAll('tbody tr').length == 3", 60, "list")
+        assert page.value("document.querySelector('tbody img')") is None
+        page.value("document.querySelectorAll('th button')[3].click()")  # step
+        assert _rows(page) == [ODD, "short", "whole"]
+        page.value("document.querySelectorAll('th button')[3].click()")
+        assert _rows(page) == ["whole", "short", ODD]
+        filtered = "{const i = document.querySelector('input'); i.value = '%s';"
+        filtered += " i.dispatchEvent(new Event('input'))}"
+        page.value(filtered % "Finished wh")
+        assert _rows(page) == ["whole"]
+        page.value(filtered % "")
+        for name in (0, 2):
+            page.value(f"document.querySelectorAll('tbody input')[{name}].click()")
+        assert page.value("document.querySelector('.tools a').textContent") == "compare 2 runs"
+        page.value("document.querySelector('.tools a').click()")
+        page.wait("document.querySelectorAll('figure:not([hidden])').length == 3", 60, "curves")
+        curves = "document.querySelector('figure').querySelectorAll('path[stroke-width=\"1.8\"]')"
+        assert page.value(f"[...{curves}].map(path => path.getAttribute('stroke'))") == [
+            "#3b82c4",
+            "#e0812b",
+        ]
+        assert ODD.strip() in page.value("document.querySelector('table').innerText")
+        assert not page.complaints
+
+
+def test_the_page_of_a_run_cannot_be_read_in_the_dark(served: Served, tmp_path: Path) -> None:
+    with tab(tmp_path, 900, dark=True) as page:
+        page.open(served.url + "?run=whole")
+        page.wait("document.querySelectorAll('figure:not([hidden]) path').length > 4", 60, "curves")
+        shown = page.shown(tmp_path / "dark.png")
+    assert not shown.complaints and shown.count(DARK) > 500_000
+    assert shown.count("#e6e9ec") > 1000 and shown.count(BLUE) > 300  # the ink, a curve
+    assert shown.count("#000000", near=3) < 500
+
+
+@pytest.fixture
+def elastic(tmp_path: Path) -> Iterator[Job]:
+    """Two ranks that train until they are killed, under horovodrun's elastic launcher."""
+    (tmp_path / "hosts").write_text("localhost:2\n")
+    launcher = shlex.split(
+        "horovodrun --gloo -np 2 --min-np 1 --max-np 2 --network-interfaces lo"
+        f" --host-discovery-script 'cat {tmp_path}/hosts'"
+    )
+    flags = (
+        "--task tests.support.tasks:Slow --train.steps 99999 --eval.every 0 --telemetry.port 0"
+        f" --batch.global_size 4 --batch.micro_size 2 --run.id live --run.root {tmp_path}/runs"
+    )
+    job = Job([], [*launcher, *TRAIN, *flags.split()], environment(), tmp_path / "job")
+    yield job
+    job.kill()
+
+
+def _rank(job: Job, rank: int) -> psutil.Process:
+    found = [
+        process
+        for process in psutil.Process(job.pid).children(recursive=True)
+        if process.cmdline()[1:3] == ["-m", "hvdtrain.train"]
+        and process.environ().get("HOROVOD_RANK") == str(rank)
+    ]
+    return found[0]
+
+
+@pytest.mark.slow
+def test_a_restart_of_a_live_run_needs_a_reload(elastic: Job, tmp_path: Path) -> None:
+    metrics = tmp_path / "runs/live/metrics.jsonl"
+    poll(lambda: metrics.exists() and metrics.read_text().count("\n") > 12, 120, "steps")
+    step = "Number(document.querySelector('.value').textContent.split(' ')[0].replace(',', ''))"
+    live = str(tmp_path / "runs/live")
+    with serving(tmp_path / "serve", live) as served, tab(tmp_path, 900) as page:
+        page.open(served.url)
+        page.wait("document.querySelector('.headline strong.good')", 60, "run")
+        page.value("window.kept = 'since it was opened'")
+        before = page.value(step)
+        page.wait(f"{step} > {before}", 30, "new step")
+        _rank(elastic, 1).kill()
+        page.wait("document.body.innerText.includes('a rank failed')", 90, "restart")
+        assert "2 → 1" in page.value("document.body.innerText")
+        after = page.value(step)
+        page.wait(f"{step} > {after}", 60, "step after it")
+        assert page.value("document.querySelectorAll('line.mark').length") > 0
+        assert page.value("window.kept") == "since it was opened"
+        shown = page.shown(tmp_path / "live.png")
+        assert shown.count(BLUE) > 1000 and shown.count(PURPLE) > 50 and not shown.complaints
+        served.job.kill()
+        page.wait("!document.querySelector('#problem').hidden", 30, "word of the lost server")
+        assert page.value(step) > after

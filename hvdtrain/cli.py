@@ -21,6 +21,7 @@ COMMANDS = {
     "discover": "print the hosts that answer, as host:slots",
     "deploy": "write what starts a job: slurm, pbs, lsf, mpirun, compose, kubernetes",
     "doctor": "find what would fail on these hosts before a run does, or why a run failed",
+    "plan": "predict step time, scaling, memory and price on a cluster",
     "horovod": "build Horovod's wheel for this environment, or check the one installed",
     "data": "prepare data: tokenize text, index large files, learn what a table's columns hold",
     "audit": "prove from a run's files that each step was applied exactly once",

@@ -1,0 +1,65 @@
+"""A job that nobody has measured: from its model's FLOPs and a GPU's peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvdtrain.config import parse
+from hvdtrain.engine.flops import META, count
+from hvdtrain.errors import UserError
+from hvdtrain.optim.precision import Precision
+from hvdtrain.plan.job import Job, StrategyCost, buckets_of
+from hvdtrain.run.data import build_data
+from hvdtrain.tasks.blocks import blocks_of
+from hvdtrain.telemetry.peaks import PEAKS, peak_flops
+
+_BACKWARD = 2 / 3  # two of a pass's three matrix products
+
+
+def described_job(flags: Sequence[str], gpu: str, mfu: float) -> Job:
+    """A job of float32 parameters with AdamW's state.
+
+    Args:
+        flags: of a run; `precision.name` decides which peak counts.
+        gpu: part of the name of one of telemetry.peaks.PEAKS.
+        mfu: of its peak.
+
+    Raises:
+        UserError: the GPU is not known, or the FLOPs cannot be counted.
+    """
+    settings = parse(flags)
+    config = settings.config
+    task, datasets = build_data(settings)
+    with META:
+        model = task.model()
+    name = config.precision.name
+    half = name in ("bf16", "fp16", "bf16-params")
+    dtype = torch.bfloat16 if half else Precision("float32").dtype(model)
+    peak = peak_flops(gpu, dtype, tf32=False)
+    if peak is None:
+        raise UserError(f"--gpu {gpu}: no peak is known; known are {', '.join(PEAKS)}")
+    flops = count(task, model, datasets.train, config.batch.micro_size)
+    if flops is None:
+        raise UserError("--gpu: the model's FLOPs cannot be counted; --measure on such a GPU")
+    seconds = flops / (peak * mfu)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    ready, done, whole = {}, 0, sum(p.numel() for p in parameters)
+    for parameter in reversed(parameters):
+        done += parameter.numel()
+        ready[parameter] = done / whole
+    free = {name: StrategyCost() for name in ("dense", "float16", "bfloat16")}
+    return Job(
+        forward_seconds=seconds * (1 - _BACKWARD),
+        backward_seconds=seconds * _BACKWARD,
+        optimizer_seconds=0.0,
+        other_seconds=0.0,
+        micro_batches=config.batch.micro_batches,
+        micro_size=config.batch.micro_size,
+        buckets=buckets_of(parameters, ready),
+        costs=free,
+        element_bytes=parameters[0].element_size(),
+        optimizer_bytes=2.0 * sum(p.numel() * p.element_size() for p in parameters),
+        blocks=len(blocks_of(task, model)),
+    )

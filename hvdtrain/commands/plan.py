@@ -167,6 +167,7 @@ def _job(args: argparse.Namespace, found: list[Found]) -> tuple[Job | None, list
         return described_job(args.flags, args.gpu, args.mfu), [
             f"what of the peak this model reaches: {args.mfu:g} is assumed (--mfu)",
             "when each gradient is ready: taken as even over the backward pass",
+            "activations in 16 bits: they are counted as float32",
         ]
     if args.flags:
         raise UserError("keys of the configuration belong to --measure or --gpu")
@@ -194,7 +195,7 @@ def _cluster(args: argparse.Namespace, found: list[Found], assumed: list[str]) -
         if measured.several and args.bandwidth is None:
             bits, payload = measured.bits_per_second, 1.0
         elif not measured.several:
-            busy = measured.seconds_per_byte
+            busy = measured.seconds_per_byte * measured.ranks / (2 * (measured.ranks - 1))
     elif args.measure and _on_cpus():
         from hvdtrain.plan.measure import measure_costs
 

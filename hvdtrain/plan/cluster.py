@@ -8,7 +8,7 @@ from typing import Literal
 
 from hvdtrain.errors import UserError, require
 
-# Of a full Ethernet frame with its preamble and gap (1538 bytes), what TCP with time stamps carries.
+# What TCP with time stamps carries in a full Ethernet frame, of its bytes with preamble and gap.
 TCP_PAYLOAD = 1448 / 1538
 
 Algorithm = Literal["ring", "hierarchical", "best"]
@@ -80,7 +80,9 @@ def parse_bandwidth(text: str) -> float:
     Raises:
         UserError: it is no bandwidth.
     """
-    match = re.fullmatch(r"([\d.]+(?:e\d+)?)\s*([kmgt]?)(?:bit|bps|b)?(?:/s)?", text.strip().lower())
+    match = re.fullmatch(
+        r"([\d.]+(?:e\d+)?)\s*([kmgt]?)(?:bit|bps|b)?(?:/s)?", text.strip().lower()
+    )
     value = _number(match[1]) * _BITS[match[2]] if match else 0.0
     if value <= 0:
         raise UserError(f"{text} is no bandwidth: bits a second are expected, such as 25gbit")

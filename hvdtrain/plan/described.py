@@ -6,20 +6,23 @@ from collections.abc import Sequence
 
 import torch
 
+from hvdtrain import comm
 from hvdtrain.config import parse
+from hvdtrain.data.loader import to_device
 from hvdtrain.engine.flops import META, count
 from hvdtrain.errors import UserError
 from hvdtrain.optim.precision import Precision
+from hvdtrain.plan.forward import forward
 from hvdtrain.plan.job import Job, StrategyCost, buckets_of
 from hvdtrain.run.data import build_data
-from hvdtrain.tasks.blocks import blocks_of
+from hvdtrain.tasks.batch import first_batch
 from hvdtrain.telemetry.peaks import PEAKS, peak_flops
 
 _BACKWARD = 2 / 3  # two of a pass's three matrix products
 
 
 def described_job(flags: Sequence[str], gpu: str, mfu: float) -> Job:
-    """A job of float32 parameters with AdamW's state.
+    """A job of float32 parameters with AdamW's state; activations count as float32 too.
 
     Args:
         flags: of a run; `precision.name` decides which peak counts.
@@ -44,6 +47,9 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> Job:
     if flops is None:
         raise UserError("--gpu: the model's FLOPs cannot be counted; --measure on such a GPU")
     seconds = flops / (peak * mfu)
+    batch = to_device(first_batch(task, datasets.train, config.batch.micro_size), META)
+    for shapes in comm.OWN.micro_batches(iter([batch]), in_common=0):
+        kept = forward(task, model, shapes)[1]
     parameters = [p for p in model.parameters() if p.requires_grad]
     ready, done, whole = {}, 0, sum(p.numel() for p in parameters)
     for parameter in reversed(parameters):
@@ -61,5 +67,7 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> Job:
         costs=free,
         element_bytes=parameters[0].element_size(),
         optimizer_bytes=2.0 * sum(p.numel() * p.element_size() for p in parameters),
-        blocks=len(blocks_of(task, model)),
+        activation_bytes=kept.activation_bytes,
+        blocks=kept.blocks,
+        block_bytes=kept.block_bytes,
     )

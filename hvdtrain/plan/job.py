@@ -82,6 +82,10 @@ class Job:
     def __post_init__(self) -> None:
         require(self.micro_batches >= 1, "a step has 1 micro-batch or more")
         require(bool(self.buckets), "a model without a parameter has nothing to exchange")
+        require(
+            "powersgd" not in self.costs or all(b.matrices is not None for b in self.buckets),
+            "powersgd is known only where the shapes of the parameters are",
+        )
 
     @property
     def parameters(self) -> int:

@@ -64,7 +64,7 @@ def layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
     if cluster.ranks > 2:
         yield Layout(zero_copies=2)
     degrees = [d for d in _DEGREES if cluster.ranks % d == 0]
-    if not job.blocks:
+    if not job.blocks or not job.block_bytes:
         return
     yield from (Layout(shard=d) for d in degrees)
     tensors = [1, *(d for d in degrees if cluster.ranks_per_host % d == 0)]

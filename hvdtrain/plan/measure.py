@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from statistics import fmean
@@ -72,12 +72,14 @@ def measure_costs(launcher: str = "gloo") -> Costs:
     command = [sys.executable, "-m", "hvdtrain.bench.allreduce_worker", "horovod"]
     command += [str(_SMALL), str(_LARGE)]
     seconds = measure(launch(launcher, 2, command), threads=1)["seconds"]
-    return costs_from(seconds[str(_SMALL)], seconds[str(_LARGE)], _LARGE)
+    return costs_from({int(size): value for size, value in seconds.items()}, ranks=2)
 
 
-def costs_from(small: float, large: float, size: int) -> Costs:
-    """From the seconds of a short all-reduce of two ranks and of one of `size` bytes."""
-    return Costs(small, max(0.0, large - small) / size)
+def costs_from(seconds: Mapping[int, float], ranks: int) -> Costs:
+    """From the seconds of all-reduces by bytes, of so many ranks on a network without a limit."""
+    small, large = min(seconds), max(seconds)
+    grown = max(0.0, seconds[large] - seconds[small])
+    return Costs(seconds[small], grown / (large - small) / (2 * (ranks - 1) / ranks))
 
 
 def job_from(content: dict[str, Any]) -> Job:

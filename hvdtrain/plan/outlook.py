@@ -16,6 +16,7 @@ from hvdtrain.plan.predict import Prediction, predict
 
 _SAVE_BYTES_PER_SECOND = 1e9  # by which a checkpoint is copied while steps wait, if not measured
 _MILLION = 1e6
+_SUMS = ("dense", "float16", "bfloat16")  # that send all of a gradient
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Outlook:
         job, cluster, terms: what it is made from.
         scaling: of every number of hosts and strategy.
         placed: layouts on all hosts, the fastest first.
-        best: the fastest that fits, on equal hosts the cheapest; None: none fits.
+        best: the recommended one, see _best; on equal hosts the fastest is the cheapest.
         saving: None: no failures are planned for.
         unknown: sentences on what it does not know.
     """
@@ -133,7 +134,7 @@ def look(job: Job, cluster: Cluster, terms: Terms, assumed: Sequence[str] = ()) 
     useful = goodput(failures, interval)
     placed = [_place(known, cluster, terms, one, useful) for one in layouts(known, cluster)]
     placed.sort(key=lambda one: one.step_seconds)
-    best = next((one for one in placed if one.fits is not False), None)
+    best = _best(placed)
     saving = None
     if terms.mtbf != inf:
         elastic = replace(failures, restart_seconds=ELASTIC_SECONDS, redone=False)
@@ -143,6 +144,14 @@ def look(job: Job, cluster: Cluster, terms: Terms, assumed: Sequence[str] = ()) 
         )
     unknown = [*assumed, *_unknown(job, terms)]
     return Outlook(whole, cluster, terms, scaling, placed, best, saving, unknown)
+
+
+def _best(placed: Sequence[Placed]) -> Placed | None:
+    """The fastest that fits. Ranks that hold the whole model come first, as do sums of all of each
+    gradient: the others are slower than their arithmetic says, or train another curve."""
+    fitting = [one for one in placed if one.fits is not False and one.layout.strategy in _SUMS]
+    whole = [one for one in fitting if one.layout.replica == 1]
+    return next(iter([*whole, *fitting]), None)
 
 
 def host_numbers(hosts: int) -> list[int]:
@@ -163,9 +172,7 @@ def _failures(job: Job, cluster: Cluster, terms: Terms) -> Failures:
     return Failures(terms.mtbf / cluster.hosts, save, RESTART_SECONDS)
 
 
-def _place(
-    job: Job, cluster: Cluster, terms: Terms, layout: Layout, useful: float
-) -> Placed:
+def _place(job: Job, cluster: Cluster, terms: Terms, layout: Layout, useful: float) -> Placed:
     needed = memory(job, layout, cluster.ranks)
     fits = None if terms.memory_bytes is None else needed <= terms.memory_bytes
     step = step_seconds(job, cluster, layout, terms.exchange)
@@ -182,7 +189,7 @@ def _unknown(job: Job, terms: Terms) -> list[str]:
     ]
     if job.activation_bytes is None:
         found.append("activations: memory is that of parameters, gradients and optimizer alone")
-    if not job.blocks:
+    if not job.blocks or not job.block_bytes:
         found.append("blocks of the model: layouts on which ranks share it are left out")
     else:
         found.append(

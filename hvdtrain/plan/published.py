@@ -110,13 +110,9 @@ def _ddp() -> list[System]:
     ]
     found = []
     for name, hosts, efficiency, source, assumed, seconds, buckets in rows:
-        cluster = Cluster(
-            hosts, 8, Link(100e9, _NET), Link(400e9, _NVLINK), "best", _NCCL_LAUNCH
-        )
+        cluster = Cluster(hosts, 8, Link(100e9, _NET), Link(400e9, _NVLINK), "best", _NCCL_LAUNCH)
         job = _job(seconds, 32, hosts * 8, buckets)
-        found.append(
-            System(f"DDP, {name}", hosts, 8, efficiency, source, assumed, job, cluster)
-        )
+        found.append(System(f"DDP, {name}", hosts, 8, efficiency, source, assumed, job, cluster))
     return found
 
 

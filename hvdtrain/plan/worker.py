@@ -26,6 +26,7 @@ from hvdtrain.config import Settings, parse
 from hvdtrain.data.loader import to_device
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.wire import WIRES
+from hvdtrain.plan.forward import Kept, forward
 from hvdtrain.plan.job import Job, StrategyCost, buckets_of
 from hvdtrain.plan.strategies import STRATEGIES
 from hvdtrain.run.data import build_data
@@ -34,7 +35,6 @@ from hvdtrain.runtime.init import initialise
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task
 from hvdtrain.tasks.batch import first_batch
-from hvdtrain.tasks.blocks import blocks_of
 
 _WARM_UP_STEPS = 3
 _BLOCKS = 5  # of steps; figures are their medians
@@ -79,16 +79,17 @@ def measured(flags: Sequence[str], topology: Topology) -> Job:
             given = parse([*one, "--exchange.start_step=0", *more])
             app = AppLoop(given, Path(folder), data, topology)
             phases[name] = _phases(app)
-            if looked is None:
-                looked = _look(app, settings, data)
+            looked = looked or _look(app, settings, data)
             app.close()
     assert looked is not None
     dense = phases["dense"]
     costs = {"dense": StrategyCost(), **looked.wires}
     for name in ("powersgd", "topk"):
         own_seconds = phases[name]
-        before = own_seconds["backward"] - dense["backward"]
-        after = own_seconds["comm_exposed"] - dense["comm_exposed"]
+        before, after = (
+            sum(own_seconds[phase] - dense[phase] for phase in phases_of)
+            for phases_of in (("forward", "backward"), ("comm_exposed", "other"))
+        )
         costs[name] = StrategyCost(max(0.0, before), max(0.0, after))
     return Job(
         forward_seconds=dense["data"] + dense["forward"],
@@ -101,9 +102,9 @@ def measured(flags: Sequence[str], topology: Topology) -> Job:
         costs=costs,
         element_bytes=looked.parameters[0].element_size(),
         optimizer_bytes=looked.optimizer_bytes,
-        activation_bytes=looked.activation_bytes,
-        blocks=looked.blocks,
-        block_bytes=looked.block_bytes,
+        activation_bytes=looked.kept.activation_bytes,
+        blocks=looked.kept.blocks,
+        block_bytes=looked.kept.block_bytes,
     )
 
 
@@ -135,9 +136,7 @@ class _Looked:
     ready: Mapping[Tensor, float]
     wires: Mapping[str, StrategyCost]
     optimizer_bytes: float
-    activation_bytes: float
-    blocks: int
-    block_bytes: float
+    kept: Kept
 
 
 def _look(app: AppLoop, settings: Settings, data: tuple[Task, Datasets]) -> _Looked:
@@ -146,31 +145,13 @@ def _look(app: AppLoop, settings: Settings, data: tuple[Task, Datasets]) -> _Loo
     batch = first_batch(task, datasets.train, settings.config.batch.micro_size)
     on_device = to_device(batch, parameters[0].device)
     seen: dict[Tensor, list[float]] = {p: [] for p in parameters}
-    held: dict[int, int] = {}
-    given: list[int] = []
-    blocks = blocks_of(task, app.model)
     hooks = [p.register_post_accumulate_grad_hook(_stamp(seen)) for p in parameters]
-    hooks += [block.register_forward_hook(_noting(given)) for block in blocks[:1]]
-    own = {p.untyped_storage().data_ptr() for p in app.model.parameters()}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
     for number in range(_PASSES):
         for batches in comm.OWN.micro_batches(iter([on_device]), in_common=0):
-            # A tensor that is kept for the backward pass is there until then: storages of one
-            # pass have places of their own.
-            held.clear()
-            with (
-                torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-                app.precision.autocast(parameters[0].device),
-            ):
-                loss = task.loss(app.model, batches)["loss"]
+            with app.precision.autocast(parameters[0].device):
+                loss, kept = forward(task, app.model, batches)
             begin = _now(parameters[0])
-            (loss[0] if isinstance(loss, tuple) else loss).backward()
+            loss.backward()
             whole = _now(parameters[0]) - begin
             for p in parameters:
                 stamps = seen[p]
@@ -185,9 +166,7 @@ def _look(app: AppLoop, settings: Settings, data: tuple[Task, Datasets]) -> _Loo
         {p: min(1.0, median(fractions)) for p, fractions in seen.items()},
         {name: _wire_cost(name, parameters) for name in ("float16", "bfloat16")},
         _optimizer_bytes(app.optimizer),
-        float(sum(held.values())),
-        len(blocks),
-        float(given[0]) if given else 0.0,
+        kept,
     )
 
 
@@ -205,15 +184,6 @@ def _now(parameter: Tensor) -> float:
 def _stamp(seen: dict[Tensor, list[float]]) -> Any:
     def hook(parameter: Tensor) -> None:
         seen[parameter].append(_now(parameter))
-
-    return hook
-
-
-def _noting(given: list[int]) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
-        if isinstance(first, Tensor):
-            given.append(first.nbytes)
 
     return hook
 

@@ -15,11 +15,11 @@ from hvdtrain.plan.cluster import Cluster
 from hvdtrain.plan.collectives import all_gather, all_reduce, reduce_scatter
 from hvdtrain.plan.job import Job
 from hvdtrain.plan.predict import predict
-from hvdtrain.plan.strategies import STRATEGIES
+from hvdtrain.plan.strategies import COMPRESSIONS, STRATEGIES
 
 _ALL_REDUCES_OF_A_BLOCK = 4  # two forward, two backward, along `tensor`
 # Whole copies of the gradient that a compression keeps: its sum, its residual, what comes back.
-_COPIES = {"topk": 3, "powersgd": 3}
+_COPIES = dict.fromkeys(COMPRESSIONS, 3)
 _DEGREES = (2, 4, 8, 16, 32, 64)
 
 

@@ -13,10 +13,10 @@ from hvdtrain.plan.goodput import ELASTIC_SECONDS, RESTART_SECONDS, Failures, da
 from hvdtrain.plan.job import Job
 from hvdtrain.plan.layouts import Layout, layouts, memory, step_seconds
 from hvdtrain.plan.predict import Prediction, predict
+from hvdtrain.plan.strategies import COMPRESSIONS
 
 _SAVE_BYTES_PER_SECOND = 1e9  # by which a checkpoint is copied while steps wait, if not measured
 _MILLION = 1e6
-_SUMS = ("dense", "float16", "bfloat16")  # that send all of a gradient
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,9 @@ def look(job: Job, cluster: Cluster, terms: Terms, assumed: Sequence[str] = ()) 
 def _best(placed: Sequence[Placed]) -> Placed | None:
     """The fastest that fits. Ranks that hold the whole model come first, as do sums of all of each
     gradient: the others are slower than their arithmetic says, or train another curve."""
-    fitting = [one for one in placed if one.fits is not False and one.layout.strategy in _SUMS]
+    fitting = [
+        one for one in placed if one.fits is not False and one.layout.strategy not in COMPRESSIONS
+    ]
     whole = [one for one in fitting if one.layout.replica == 1]
     return next(iter([*whole, *fitting]), None)
 

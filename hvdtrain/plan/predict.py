@@ -11,7 +11,7 @@ from hvdtrain.plan.cluster import Cluster
 from hvdtrain.plan.collectives import all_reduce
 from hvdtrain.plan.job import Job, StrategyCost
 from hvdtrain.plan.overlap import Overlapped, Transfer, overlap
-from hvdtrain.plan.strategies import handled, seconds, sent
+from hvdtrain.plan.strategies import COMPRESSIONS, handled, seconds, sent
 
 _NEGLIGIBLE = 0.02  # of a step
 
@@ -53,12 +53,13 @@ def predict(job: Job, cluster: Cluster, strategy: str, config: ExchangeConfig) -
         config: has the rank of powersgd and the ratio of topk.
     """
     passes = ceil(job.micro_batches / cluster.ranks)
-    cost = job.costs[strategy] if cluster.ranks > 1 else StrategyCost()
+    idle = cluster.ranks == 1 and strategy not in COMPRESSIONS
+    cost = StrategyCost() if idle else job.costs[strategy]
     backward = job.backward_seconds + cost.before
     if cluster.ranks > 1:
         last = overlap(_transfers(job, cluster, strategy, config), backward)
     else:
-        last = Overlapped(backward, backward, 0.0)
+        last = Overlapped(backward, backward + cost.after, 0.0)
     rest = passes * job.forward_seconds + (passes - 1) * job.backward_seconds
     rest += job.optimizer_seconds + job.other_seconds
     step = rest + last.done

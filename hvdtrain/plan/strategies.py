@@ -18,6 +18,8 @@ STRATEGIES: Mapping[str, Mapping[str, str]] = {
     "topk": {"compression": "topk"},
     "powersgd": {"compression": "powersgd"},
 }
+# Their arithmetic is done on one rank too, where nothing travels.
+COMPRESSIONS = ("topk", "powersgd")
 _INDEX_BYTES = 4  # beside each value of topk
 
 

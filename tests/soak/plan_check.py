@@ -64,8 +64,12 @@ def main(argv: Sequence[str]) -> int:
     with Hosts(NAMES) as hosts:
         _pin(hosts)
         flags.append(f"--run.root={hosts.shared}/runs")
+        jobs: dict[int, Job] = {}
         for ranks in args.ranks:
-            cells += _cells(hosts, flags, ranks, args)
+            per_host = -(-ranks // len(NAMES))
+            if per_host not in jobs:
+                jobs[per_host] = _job(hosts, flags, per_host)
+            cells += _cells(hosts, flags, ranks, jobs[per_host], args)
     _show(cells)
     if args.out:
         args.out.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
@@ -85,11 +89,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cells(hosts: Hosts, flags: Sequence[str], ranks: int, args: argparse.Namespace) -> list[Cell]:
+def _cells(
+    hosts: Hosts, flags: Sequence[str], ranks: int, job: Job, args: argparse.Namespace
+) -> list[Cell]:
     used = min(ranks, len(NAMES))
     per_host = ranks // used
     where = ",".join(f"{name}:{per_host}" for name in NAMES[:used])
-    job = _job(hosts, flags, per_host)
     costs = _costs(hosts, ranks, where) if ranks > 1 else Costs(0.0, 0.0)
     wanted = [(mbit, strategy) for mbit in args.mbit for strategy in args.strategies]
     text = json.dumps({"flags": flags, "cells": wanted})

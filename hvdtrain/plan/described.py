@@ -35,8 +35,8 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> Job:
     settings = parse(flags)
     config = settings.config
     task, datasets = build_data(settings)
-    with META:
-        model = task.model()
+    # Made for real: some models look at values (tables of positions) when they are made.
+    model = task.model()
     name = config.precision.name
     half = name in ("bf16", "fp16", "bf16-params")
     dtype = torch.bfloat16 if half else Precision("float32").dtype(model)
@@ -47,6 +47,7 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> Job:
     if flops is None:
         raise UserError("--gpu: the model's FLOPs cannot be counted; --measure on such a GPU")
     seconds = flops / (peak * mfu)
+    model = model.to(META)
     batch = to_device(first_batch(task, datasets.train, config.batch.micro_size), META)
     for shapes in comm.OWN.micro_batches(iter([batch]), in_common=0):
         kept = forward(task, model, shapes)[1]

@@ -96,10 +96,13 @@ def _of_allreduce(content: dict[str, Any]) -> Found:
     for row in content["rows"]:
         sides.setdefault(row["side"], {})[int(row["bytes"])] = float(row["seconds"])
     own = {name: by_size for name, by_size in sides.items() if name.startswith("Horovod")}
-    sizes = sorted(next(iter(own.values())))
-    best = min(own.values(), key=lambda by_size: by_size[sizes[-1]])
+    sizes = sorted({size for by_size in own.values() for size in by_size})
     if len(sizes) < 2:
-        raise UserError("an all-reduce of two sizes or more is needed, one of them of 1M or more")
+        raise UserError(
+            "--from: all-reduces of Horovod of two sizes or more are needed, one of them of 1M or "
+            "more; measure again: hvdtrain bench allreduce --sizes 1K,8M --format json"
+        )
+    best = min(own.values(), key=lambda by_size: by_size[sizes[-1]])
     slope = (best[sizes[-1]] - best[sizes[0]]) / (sizes[-1] - sizes[0])
     link = MeasuredLink(
         ranks=int(content["ranks"]),

@@ -8,7 +8,7 @@ import os
 import sys
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
-    count = {"type": _count, "metavar": "N", "default": 1}
+    count: dict[str, Any] = {"type": _count, "metavar": "N", "default": 1}
     group.add_argument("--hosts", **count, help="at most (default: %(default)s)")
     group.add_argument("--ranks", **count, help="of each host (default: %(default)s)")
     group.add_argument(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from hvdtrain import comm
 from hvdtrain.config import parse
@@ -52,7 +53,8 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> Job:
     for shapes in comm.OWN.micro_batches(iter([batch]), in_common=0):
         kept = forward(task, model, shapes)[1]
     parameters = [p for p in model.parameters() if p.requires_grad]
-    ready, done, whole = {}, 0, sum(p.numel() for p in parameters)
+    ready: dict[Tensor, float] = {}
+    done, whole = 0, sum(p.numel() for p in parameters)
     for parameter in reversed(parameters):
         done += parameter.numel()
         ready[parameter] = done / whole

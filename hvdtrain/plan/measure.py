@@ -50,7 +50,7 @@ def measure_job(flags: Sequence[str], at_once: int = 1) -> Job:
 def mean_of(jobs: Sequence[Job]) -> Job:
     """Of what several processes measured of one job."""
     first = jobs[0]
-    seconds = {name: fmean(getattr(job, name) for job in jobs) for name in _SECONDS}
+    seconds: dict[str, Any] = {name: fmean(getattr(job, name) for job in jobs) for name in _SECONDS}
     costs = {
         name: StrategyCost(
             fmean(job.costs[name].before for job in jobs),
@@ -60,7 +60,7 @@ def mean_of(jobs: Sequence[Job]) -> Job:
     }
     ready = [fmean(job.buckets[i].ready for job in jobs) for i in range(len(first.buckets))]
     buckets = tuple(replace(b, ready=r) for b, r in zip(first.buckets, ready, strict=True))
-    return replace(first, **seconds, costs=costs, buckets=buckets)
+    return replace(first, **(seconds | {"costs": costs, "buckets": buckets}))
 
 
 def measure_costs(launcher: str = "gloo") -> Costs:

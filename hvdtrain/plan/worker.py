@@ -189,7 +189,7 @@ def _stamp(seen: dict[Tensor, list[float]]) -> Any:
 
 
 def _wire_cost(name: str, parameters: Sequence[Tensor]) -> StrategyCost:
-    wire = WIRES[name]()
+    wire: Any = WIRES[name]()
     gradients = [torch.full_like(p, 1e-4) for p in parameters]
     before, after = [], []
     for _ in range(_PASSES):

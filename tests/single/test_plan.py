@@ -27,6 +27,7 @@ from hvdtrain.plan.overlap import Transfer, overlap
 from hvdtrain.plan.predict import predict
 from hvdtrain.plan.published import systems
 from hvdtrain.plan.strategies import STRATEGIES, sent
+from tests.support.runs import train
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ExchangeConfig()
@@ -413,6 +414,46 @@ def test_the_measured_network_is_not_used(
     between = json.loads(out)["cluster"]["between"]
     # 8 MiB in 195 ms among 4 ranks, each byte 1.5 times over the link.
     assert between["bits_per_second"] == pytest.approx(8 * 1.5 * (8 << 20) / 0.195, rel=0.01)
+
+
+def test_a_run_is_planned_with_other_figures_than_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--train.steps=20", "--telemetry.exchange_every=5", "--eval.every=0"]
+    train(tmp_path, "run", [*flags, "--checkpoint.every=0"])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "ranks.jsonl").open()]
+    code, out, _ = _plan(capsys, "--from", str(tmp_path / "run"), "--format", "json")
+    plan = json.loads(out)
+    assert code == 0
+    held = sum(bucket["elements"] for bucket in plan["job"]["buckets"]) * 4
+    assert held == lines[-1]["parameter_bytes"][0]
+    batch = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["batch"]
+    assert plan["job"]["micro_batches"] == batch["global_size"] // batch["micro_size"]
+    # On one rank it predicts what it read: the mean step of the run's windows.
+    wall = sum(line["wall_seconds"][0] for line in lines) / sum(line["steps"] for line in lines)
+    step = plan["scaling"][0]["step_seconds"]
+    assert 0.4 * wall < step <= 1.05 * wall
+    assert any("AdamW" in sentence for sentence in plan["unknown"])
+
+
+def test_exchanges_that_were_measured_are_not_planned_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"side": "no exchange", "step_seconds": 0.3, "sent_bytes": None},
+        {"side": "dense", "step_seconds": 0.6, "sent_bytes": 4e7},
+    ]
+    path = tmp_path / "exchange.json"
+    path.write_text(json.dumps({"benchmark": "exchange", "ranks": 2, "rows": rows}))
+    given_ = ["--from", str(path), "--hosts", "2", "--bandwidth", "1gbit", "--latency", "0us"]
+    code, out, _ = _plan(capsys, *given_, "--format", "json")
+    dense = next(
+        r for r in json.loads(out)["scaling"] if (r["ranks"], r["strategy"]) == (2, "dense")
+    )
+    # 40 MB take 0.34 s of 1 Gbit/s; 0.2 s of backward hide some of it.
+    assert code == 0
+    assert 0.44 < dense["step_seconds"] < 0.5
+    assert dense["limit"] == "bandwidth"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from hvdtrain import comm
 from hvdtrain.config import parse
@@ -14,7 +13,7 @@ from hvdtrain.engine.flops import META, count
 from hvdtrain.errors import UserError
 from hvdtrain.optim.precision import Precision
 from hvdtrain.plan.forward import forward
-from hvdtrain.plan.job import Job, StrategyCost, buckets_of
+from hvdtrain.plan.job import Job, StrategyCost, evenly_ready
 from hvdtrain.run.data import build_data
 from hvdtrain.tasks.batch import first_batch
 from hvdtrain.telemetry.peaks import PEAKS, peak_flops
@@ -53,11 +52,6 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> Job:
     for shapes in comm.OWN.micro_batches(iter([batch]), in_common=0):
         kept = forward(task, model, shapes)[1]
     parameters = [p for p in model.parameters() if p.requires_grad]
-    ready: dict[Tensor, float] = {}
-    done, whole = 0, sum(p.numel() for p in parameters)
-    for parameter in reversed(parameters):
-        done += parameter.numel()
-        ready[parameter] = done / whole
     free = {name: StrategyCost() for name in ("dense", "float16", "bfloat16")}
     return Job(
         forward_seconds=seconds * (1 - _BACKWARD),
@@ -66,7 +60,7 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> Job:
         other_seconds=0.0,
         micro_batches=config.batch.micro_batches,
         micro_size=config.batch.micro_size,
-        buckets=buckets_of(parameters, ready),
+        buckets=evenly_ready(parameters),
         costs=free,
         element_bytes=parameters[0].element_size(),
         optimizer_bytes=2.0 * sum(p.numel() * p.element_size() for p in parameters),

@@ -115,6 +115,16 @@ def buckets_of(parameters: Sequence[Tensor], ready: Mapping[Tensor, float]) -> t
     return tuple(found)
 
 
+def evenly_ready(parameters: Sequence[Tensor]) -> tuple[Bucket, ...]:
+    """As `buckets_of`, of gradients that come last first, each in proportion to its size."""
+    ready: dict[Tensor, float] = {}
+    done, whole = 0, sum(p.numel() for p in parameters)
+    for parameter in reversed(parameters):
+        done += parameter.numel()
+        ready[parameter] = done / whole
+    return buckets_of(parameters, ready)
+
+
 def even_buckets(elements: int, element_bytes: int = 4) -> tuple[Bucket, ...]:
     """Buckets of a model of which the size alone is known.
 

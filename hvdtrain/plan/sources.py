@@ -9,9 +9,11 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.config import parse
 from hvdtrain.errors import UserError
-from hvdtrain.plan.job import Job, StrategyCost, even_buckets
+from hvdtrain.plan.job import Job, StrategyCost, even_buckets, evenly_ready
 from hvdtrain.plan.measure import job_from
+from hvdtrain.run_files.folder import RunFolder
 
 _BACKWARD = 2 / 3  # of a pass, where it was not measured
 
@@ -141,6 +143,7 @@ def _of_exchange(content: dict[str, Any]) -> Found:
 def _of_run(path: Path) -> Found:
     from hvdtrain.report.figures import figures
     from hvdtrain.report.run import read as read_run
+    from hvdtrain.run.data import build_task
 
     run = read_run(path)
     found, ranks = figures(run), run.ranks
@@ -158,7 +161,8 @@ def _of_run(path: Path) -> Found:
     micro_batches = max(1, batch["global_size"] // batch["micro_size"])
     world = int(ranks.world_size[-1])
     passes = ceil(micro_batches / world)
-    held = float(ranks.figures["parameter_bytes"][-1, 0])
+    model = build_task(parse(["--config", str(RunFolder(path).config)])).model()
+    parameters = [p for p in model.parameters() if p.requires_grad]
     alone = world == 1
     job = Job(
         forward_seconds=(seconds["data"] + seconds["forward"]) / passes,
@@ -167,9 +171,10 @@ def _of_run(path: Path) -> Found:
         other_seconds=seconds["other"] + (seconds["comm_exposed"] if alone else 0.0),
         micro_batches=micro_batches,
         micro_size=batch["micro_size"],
-        buckets=even_buckets(int(held) // 4),
+        buckets=evenly_ready(parameters),
         costs=_free_wires(),
-        optimizer_bytes=2.0 * held,
+        element_bytes=parameters[0].element_size(),
+        optimizer_bytes=2.0 * sum(p.nbytes for p in parameters),
     )
     unknown = [
         "when each gradient is ready: taken as even over the backward pass",

@@ -3,6 +3,7 @@
 # make test-fast   of these, those that start no whole runs: under 3 minutes
 # make soak    kills for 5 minutes, and 16 ranks on two hosts for as long: not part of make test
 # make chaos   faults of all kinds at random for 5 minutes: not part of make test
+# make plan-check   steps beside what `hvdtrain plan` predicts, 10 minutes alone on the machine: not part of make test
 # make images  build the CPU image, train on two containers of it: not part of make test
 # make gpu-check   what this machine's GPUs do with hvdtrain, as a table: not part of make test
 # make gpu-kit     what gpu-check needs on a machine without network: build/gpu-check/kit
@@ -29,7 +30,7 @@ THREE := -n 3 --dist loadfile
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c .ci/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
-.PHONY: train test test-fast test-single test-gloo test-mpi test-cluster soak chaos images gpu-check gpu-kit docs docs-site lint clean
+.PHONY: train test test-fast test-single test-gloo test-mpi test-cluster soak chaos plan-check images gpu-check gpu-kit docs docs-site lint clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -42,7 +43,7 @@ test: test-single test-gloo test-mpi test-cluster
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests of the launchers look for `python`, `hvdtrain` and `horovodrun` on PATH.
-test-fast test-single test-gloo test-mpi test-cluster soak chaos: export PATH := $(BIN):$(PATH)
+test-fast test-single test-gloo test-mpi test-cluster soak chaos plan-check: export PATH := $(BIN):$(PATH)
 
 # Two workers on two cores: threads of their own would wait for each other.
 test-fast test-single: export OMP_NUM_THREADS := 1
@@ -72,6 +73,10 @@ soak: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 # HVDTRAIN_CHAOS_SECONDS: for how long faults are done; HVDTRAIN_CHAOS_SEED: which ones.
 chaos: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	$(BIN)/python -m pytest -q --color=no tests/soak/test_chaos.py
+
+# Root, two cores, and nothing else on the machine. ARGS='--out FILE': where all cells go as JSON.
+plan-check: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
+	timeout -k 30 3000 $(BIN)/python -m tests.soak.plan_check $(ARGS)
 
 # Root, and Debian's docker.io, docker-compose and debootstrap; no registry of images.
 images: $(STAMPS)/train

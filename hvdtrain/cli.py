@@ -23,6 +23,7 @@ GROUPS = {
     },
     "before a run": {
         "doctor": "find what would fail on these hosts before a run does, or why a run failed",
+        "plan": "predict step time, scaling, memory and price on a cluster",
         "deploy": "write what starts a job: slurm, pbs, lsf, mpirun, compose, kubernetes",
         "horovod": "build Horovod's wheel for this environment, or check the one installed",
         "data": "prepare data: tokenize text, index large files, learn what a table's columns hold",

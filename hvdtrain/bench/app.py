@@ -71,6 +71,8 @@ class AppLoop:
         self.exporter = components.exporter
         self.capture = components.state.capture
         self.rank = topology.rank
+        self.optimizer = components.state.optimizer
+        self.timer, self.precision = context.timer, components.precision
         self._every_callback = callbacks.as_list()
         self._telemetry = (callbacks.export, callbacks.stragglers)
         self._callbacks = [*self._every_callback]

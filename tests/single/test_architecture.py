@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "hvdtrain"
 # A room imports from itself and from rooms of rows below its own.
 ROWS = [
     {"train", "cli", "commands"},
-    {"doctor"},
+    {"doctor", "plan"},
     {"report", "bench", "top", "deploy", "api"},
     {"audit"},
     {"run", "supervise"},

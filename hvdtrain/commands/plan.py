@@ -1,0 +1,269 @@
+"""`hvdtrain plan`: what a run would take on a cluster, before there is one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvdtrain.errors import UserError
+from hvdtrain.files import write_atomic
+
+if TYPE_CHECKING:
+    from hvdtrain.plan.cluster import Cluster
+    from hvdtrain.plan.job import Job
+    from hvdtrain.plan.outlook import Outlook, Terms
+    from hvdtrain.plan.sources import Found
+
+HELP = "predict step time, scaling, memory and price on a cluster"
+
+_GIB = float(1 << 30)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_argument_group("what is trained")
+    source.add_argument(
+        "--measure", action="store_true", help="measure a step here, about a minute"
+    )
+    source.add_argument(
+        "--from",
+        dest="sources",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PATH",
+        help="the folder of a run, or what `bench exchange`, `bench allreduce` or `plan` printed "
+        "with --format json; may be given several times",
+    )
+    source.add_argument(
+        "--gpu", metavar="NAME", help="from the model's FLOPs and this GPU's peak, such as H100"
+    )
+    source.add_argument(
+        "--mfu", type=_fraction, default=0.4, help="of that peak (default: %(default)s)"
+    )
+    source.add_argument(
+        "--weak", action="store_true", help="the batch grows with the ranks (default: it is shared)"
+    )
+    _add_cluster(parser.add_argument_group("the cluster"))
+    parser.add_argument(
+        "--strategies", metavar="dense,float16", help="exchanges (default: all that are known)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw efficiency over ranks")
+    parser.add_argument(
+        "--tune", action="store_true", help="print settings as YAML, from --from ALLREDUCE.json"
+    )
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+    parser.add_argument(
+        "flags", nargs="*", metavar="-- --key value", help="keys of the configuration"
+    )
+
+
+def _add_cluster(group: argparse._ArgumentGroup) -> None:
+    count: dict[str, Any] = {"type": _count, "metavar": "N", "default": 1}
+    group.add_argument("--hosts", **count, help="at most (default: %(default)s)")
+    group.add_argument("--ranks", **count, help="of each host (default: %(default)s)")
+    group.add_argument(
+        "--bandwidth", metavar="25gbit", help="of a host's link (default: 10gbit, or as measured)"
+    )
+    group.add_argument(
+        "--latency", default="30us", metavar="30us", help="of that link (default: %(default)s)"
+    )
+    group.add_argument(
+        "--inside",
+        default="100gbit",
+        metavar="100gbit",
+        help="bandwidth of two ranks of a host (default: %(default)s)",
+    )
+    group.add_argument(
+        "--algorithm",
+        choices=("ring", "hierarchical", "best"),
+        default="ring",
+        help="of an all-reduce: ring (Gloo), hierarchical (exchange.hierarchical), best (NCCL, "
+        "MPI: by size) (default: %(default)s)",
+    )
+    group.add_argument("--memory", type=_positive, metavar="GIB", help="of a rank")
+    group.add_argument("--mtbf", type=_positive, metavar="HOURS", help="of a host")
+    group.add_argument("--price", type=_positive, metavar="NUMBER", help="of a host for an hour")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not >= 1")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number > 0")
+    return value
+
+
+def _fraction(text: str) -> float:
+    if (value := _positive(text)) > 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
+    return value
+
+
+def run(args: argparse.Namespace) -> int:
+    from hvdtrain.plan import sources
+
+    if args.plot is not None:
+        _check_plot(args.plot)  # before a minute of measuring
+    found = [sources.read(path) for path in args.sources]
+    outlook = _outlook(args, found)
+    if args.tune:
+        return _tune(found, outlook)
+    if outlook is None:
+        raise UserError(
+            "nothing says what is trained: --measure, --gpu NAME, or --from RUN or FILE.json"
+        )
+    if args.plot is not None:
+        from hvdtrain.plan.plot import plan_svg
+
+        write_atomic(args.plot, plan_svg(outlook).encode())
+    if args.format == "json":
+        print(json.dumps(outlook.to_dict(), indent=1))
+        return 0
+    from rich.console import Console
+
+    from hvdtrain.plan.report import show
+
+    # Into a file or a pipe a table has the width that it takes.
+    show(outlook, Console(width=None if sys.stdout.isatty() else 120))
+    return 0
+
+
+def _outlook(args: argparse.Namespace, found: list[Found]) -> Outlook | None:
+    from hvdtrain.plan.outlook import look
+
+    job, assumed = _job(args, found)
+    if job is None:
+        return None
+    cluster = _cluster(args, found, assumed)
+    return look(job, cluster, _terms(args, found, job), assumed)
+
+
+def _job(args: argparse.Namespace, found: list[Found]) -> tuple[Job | None, list[str]]:
+    """The job and what is not known of it."""
+    described = [one for one in found if one.job is not None]
+    given = [args.measure, args.gpu is not None, *(True for _ in described)]
+    if sum(given) > 1:
+        raise UserError("one job at a time: --measure, --gpu or one --from that has a job")
+    if args.measure:
+        from hvdtrain.plan.measure import measure_job
+
+        return measure_job(args.flags, _at_once(args.ranks)), []
+    if args.gpu is not None:
+        from hvdtrain.plan.described import described_job
+
+        return described_job(args.flags, args.gpu, args.mfu), [
+            f"what of the peak this model reaches: {args.mfu:g} is assumed (--mfu)",
+            "when each gradient is ready: taken as even over the backward pass",
+            "activations in 16 bits: they are counted as float32",
+        ]
+    if args.flags:
+        raise UserError("keys of the configuration belong to --measure or --gpu")
+    return (described[0].job, list(described[0].unknown)) if described else (None, [])
+
+
+def _at_once(ranks: int) -> int:
+    """Processes that are measured at the same time: on a GPU, one."""
+    import torch
+
+    from hvdtrain.runtime.machine import cores
+
+    return 1 if torch.cuda.is_available() else min(ranks, cores())
+
+
+def _cluster(args: argparse.Namespace, found: list[Found], assumed: list[str]) -> Cluster:
+    from hvdtrain.plan.cluster import TCP_PAYLOAD, Cluster, Link, parse_bandwidth, parse_seconds
+
+    measured = next((one.link for one in found if one.link is not None), None)
+    latency = parse_seconds(args.latency)
+    launch = busy = 0.0
+    bits, payload = parse_bandwidth(args.bandwidth or "10gbit"), TCP_PAYLOAD
+    if measured is not None:
+        launch = measured.launch_seconds
+        if measured.several and args.bandwidth is None:
+            bits, payload = measured.bits_per_second, 1.0
+        elif not measured.several:
+            busy = measured.seconds_per_byte * measured.ranks / (2 * (measured.ranks - 1))
+    elif args.measure and _on_cpus():
+        from hvdtrain.plan.measure import measure_costs
+
+        costs = measure_costs()
+        launch, busy = costs.launch_seconds, costs.busy_seconds_per_byte
+    else:
+        assumed.append(
+            "what starts a collective and what it takes of a processor: 0 is assumed; give --from "
+            "ALLREDUCE.json (`hvdtrain bench allreduce --format json`)"
+        )
+    if measured is None or not measured.several:
+        assumed.append(f"the network as it is: {bits / 1e9:g} Gbit/s and {args.latency} are given")
+    if args.ranks > 1:
+        assumed.append(f"links inside of a host: {args.inside} (--inside)")
+    within = Link(parse_bandwidth(args.inside))
+    between = Link(bits, latency, payload)
+    return Cluster(args.hosts, args.ranks, between, within, args.algorithm, launch, busy)
+
+
+def _on_cpus() -> bool:
+    import torch
+
+    return not torch.cuda.is_available()
+
+
+def _terms(args: argparse.Namespace, found: list[Found], job: Job) -> Terms:
+    from hvdtrain.config import parse
+    from hvdtrain.plan.outlook import Terms
+
+    exchange = parse(args.flags).config.exchange
+    saves = [one.save_seconds for one in found if one.save_seconds is not None]
+    names = list(job.costs)
+    if args.strategies:
+        names = [name.strip() for name in args.strategies.split(",")]
+        for name in names:
+            if name not in job.costs:
+                raise UserError(f"--strategies: {name} is none of {', '.join(job.costs)}")
+    return Terms(
+        exchange=exchange,
+        strategies=list(dict.fromkeys(names)),
+        memory_bytes=args.memory and args.memory * _GIB,
+        mtbf=args.mtbf * 3600 if args.mtbf else inf,
+        price=args.price,
+        save_seconds=saves[0] if saves else None,
+        weak=args.weak,
+    )
+
+
+def _tune(found: list[Found], outlook: Outlook | None) -> int:
+    from hvdtrain.plan.tune import tune
+
+    links = [one.link for one in found if one.link is not None]
+    if not links:
+        raise UserError(
+            "--tune needs --from ALLREDUCE.json: hvdtrain bench allreduce --hosts ... --format json"
+        )
+    print(tune(links[0], outlook), end="")
+    return 0
+
+
+def _check_plot(path: Path) -> None:
+    if path.suffix != ".svg":
+        raise UserError(f"--plot {path}: it is drawn as SVG, so the name must end in .svg")
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UserError(f"--plot {path} cannot be written; choose another place")
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"--plot needs {error.name}, which is not installed: pip install 'hvdtrain[report]'"
+        ) from None

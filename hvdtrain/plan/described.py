@@ -1,0 +1,70 @@
+"""A job that nobody has measured: from its model's FLOPs and a GPU's peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hvdtrain import comm
+from hvdtrain.config import parse
+from hvdtrain.data.loader import to_device
+from hvdtrain.engine.flops import META, count
+from hvdtrain.errors import UserError
+from hvdtrain.optim.precision import Precision
+from hvdtrain.plan.forward import forward
+from hvdtrain.plan.job import Job, StrategyCost, evenly_ready
+from hvdtrain.run.data import build_data
+from hvdtrain.tasks.batch import first_batch
+from hvdtrain.telemetry.peaks import PEAKS, peak_flops
+
+_BACKWARD = 2 / 3  # two of a pass's three matrix products
+
+
+def described_job(flags: Sequence[str], gpu: str, mfu: float) -> Job:
+    """A job of float32 parameters with AdamW's state; activations count as float32 too.
+
+    Args:
+        flags: of a run; `precision.name` decides which peak counts.
+        gpu: part of the name of one of telemetry.peaks.PEAKS.
+        mfu: of its peak.
+
+    Raises:
+        UserError: the GPU is not known, or the FLOPs cannot be counted.
+    """
+    settings = parse(flags)
+    config = settings.config
+    task, datasets = build_data(settings)
+    # Made for real: some models look at values (tables of positions) when they are made.
+    model = task.model()
+    name = config.precision.name
+    half = name in ("bf16", "fp16", "bf16-params")
+    dtype = torch.bfloat16 if half else Precision("float32").dtype(model)
+    peak = peak_flops(gpu, dtype, tf32=False)
+    if peak is None:
+        raise UserError(f"--gpu {gpu}: no peak is known; known are {', '.join(PEAKS)}")
+    flops = count(task, model, datasets.train, config.batch.micro_size)
+    if flops is None:
+        raise UserError("--gpu: the model's FLOPs cannot be counted; --measure on such a GPU")
+    seconds = flops / (peak * mfu)
+    model = model.to(META)
+    batch = to_device(first_batch(task, datasets.train, config.batch.micro_size), META)
+    for shapes in comm.OWN.micro_batches(iter([batch]), in_common=0):
+        kept = forward(task, model, shapes)[1]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    free = {name: StrategyCost() for name in ("dense", "float16", "bfloat16")}
+    return Job(
+        forward_seconds=seconds * (1 - _BACKWARD),
+        backward_seconds=seconds * _BACKWARD,
+        optimizer_seconds=0.0,
+        other_seconds=0.0,
+        micro_batches=config.batch.micro_batches,
+        micro_size=config.batch.micro_size,
+        buckets=evenly_ready(parameters),
+        costs=free,
+        element_bytes=parameters[0].element_size(),
+        optimizer_bytes=2.0 * sum(p.numel() * p.element_size() for p in parameters),
+        activation_bytes=kept.activation_bytes,
+        blocks=kept.blocks,
+        block_bytes=kept.block_bytes,
+    )

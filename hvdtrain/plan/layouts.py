@@ -1,0 +1,155 @@
+"""Memory and step time of a job on each layout, and the cheapest one that fits.
+
+Memory as in docs/parallel.md (Rajbhandari et al., "ZeRO", arXiv:1910.02054); the bubble of a
+pipeline as in Huang et al., "GPipe", arXiv:1811.06965.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil
+
+from hvdtrain.exchange.config import ExchangeConfig
+from hvdtrain.plan.cluster import Cluster
+from hvdtrain.plan.collectives import all_gather, all_reduce, reduce_scatter
+from hvdtrain.plan.job import Job
+from hvdtrain.plan.predict import predict
+from hvdtrain.plan.strategies import COMPRESSIONS, STRATEGIES
+
+_ALL_REDUCES_OF_A_BLOCK = 4  # two forward, two backward, along `tensor`
+# Whole copies of the gradient that a compression keeps: its sum, its residual, what comes back.
+_COPIES = dict.fromkeys(COMPRESSIONS, 3)
+_DEGREES = (2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model lies on ranks.
+
+    Args:
+        tensor, pipeline, shard: ranks along an axis of a replica.
+        zero_copies: ranks that hold each part of the optimizer's state; 0: all hold all of it.
+        strategy: of the exchange between replicas.
+    """
+
+    tensor: int = 1
+    pipeline: int = 1
+    shard: int = 1
+    zero_copies: int = 0
+    strategy: str = "dense"
+
+    @property
+    def replica(self) -> int:
+        """Ranks that hold the model together."""
+        return self.tensor * self.pipeline * self.shard
+
+    @property
+    def flags(self) -> str:
+        """Keys of the configuration; empty: the defaults."""
+        axes = {"tensor": self.tensor, "pipeline": self.pipeline, "shard": self.shard}
+        found = [f"--parallel.{axis} {degree}" for axis, degree in axes.items() if degree > 1]
+        if self.zero_copies:
+            found.append(f"--parallel.zero 1 --parallel.zero_copies {self.zero_copies}")
+        keys = STRATEGIES[self.strategy].items()
+        return " ".join([*found, *(f"--exchange.{key} {value}" for key, value in keys)])
+
+
+def layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
+    """Those that the ranks and the job allow, one axis at a time and `tensor` with `pipeline`."""
+    for strategy in job.costs:
+        yield Layout(strategy=strategy)
+    if cluster.ranks > 1:
+        yield Layout(zero_copies=1)
+    if cluster.ranks > 2:
+        yield Layout(zero_copies=2)
+    degrees = [d for d in _DEGREES if cluster.ranks % d == 0]
+    if not job.blocks or not job.block_bytes:
+        return
+    yield from (Layout(shard=d) for d in degrees)
+    tensors = [1, *(d for d in degrees if cluster.ranks_per_host % d == 0)]
+    for tensor in tensors:
+        for pipeline in [1, *degrees]:
+            fits = pipeline <= job.blocks and cluster.ranks % (tensor * pipeline) == 0
+            if fits and tensor * pipeline > 1:
+                yield Layout(tensor=tensor, pipeline=pipeline)
+
+
+def memory(job: Job, layout: Layout, ranks: int) -> float:
+    """Bytes on a rank: parameters, gradients, the optimizer's state, activations, copies.
+
+    Activations are left out where they are not known.
+    """
+    parts = layout.replica
+    whole = 2.0 * job.parameter_bytes / parts
+    whole += _COPIES.get(layout.strategy, 0) * job.parameter_bytes
+    held = 1 / parts if not layout.zero_copies else min(1.0, layout.zero_copies / ranks)
+    if layout.shard > 1 and job.blocks:
+        whole += job.parameter_bytes / job.blocks  # a block that computes is whole
+    # 1F1B keeps as many micro-batches as there are stages, each 1 / stages of the blocks.
+    activations = (job.activation_bytes or 0.0) / layout.tensor
+    return whole + held * job.optimizer_bytes + activations
+
+
+def bubble(micro_batches: int, stages: int) -> float:
+    """Of a pipeline's time, what each rank waits, with one stage a rank and equal stages."""
+    return (stages - 1) / (micro_batches + stages - 1)
+
+
+def step_seconds(job: Job, cluster: Cluster, layout: Layout, config: ExchangeConfig) -> float:
+    """Seconds of a step on a layout."""
+    if layout.replica == 1:
+        return _whole(job, cluster, layout, config)
+    replicas = cluster.ranks // layout.replica
+    readers = replicas * layout.shard  # that have micro-batches of their own
+    passes = ceil(job.micro_batches / readers)
+    inside = _inside(cluster, layout.replica)
+    pass_seconds = job.forward_seconds + job.backward_seconds
+    split = layout.tensor * layout.pipeline
+    if layout.tensor > 1:
+        row = _inside(cluster, layout.tensor)
+        calls = _ALL_REDUCES_OF_A_BLOCK * job.blocks
+        pass_seconds += layout.tensor * calls * all_reduce(job.block_bytes, row)
+    if layout.shard > 1:
+        # FSDP2 gathers the next block while one computes: the slower of both decides.
+        part = job.parameter_bytes / layout.shard
+        moved = 2 * all_gather(part, inside) + reduce_scatter(job.parameter_bytes, inside)
+        pass_seconds = max(pass_seconds, moved)
+    handed = 0.0
+    if layout.pipeline > 1:
+        link = cluster.between if layout.replica > cluster.ranks_per_host else cluster.within
+        handed = 2 * (link.latency + job.block_bytes / link.bytes_per_second)
+    slots = passes + layout.pipeline - 1
+    own = slots * (pass_seconds / split + handed)
+    own += job.optimizer_seconds / layout.replica + job.other_seconds
+    return own + _between_replicas(job, cluster, layout)
+
+
+def _whole(job: Job, cluster: Cluster, layout: Layout, config: ExchangeConfig) -> float:
+    step = predict(job, cluster, layout.strategy, config).step_seconds
+    if not layout.zero_copies:
+        return step
+    held = min(1.0, layout.zero_copies / cluster.ranks)
+    gathered = all_gather(job.parameter_bytes / cluster.ranks, cluster)
+    return step - (1 - held) * job.optimizer_seconds + gathered
+
+
+def _between_replicas(job: Job, cluster: Cluster, layout: Layout) -> float:
+    """After the last backward pass; all parts of the model are summed at once, over one link."""
+    replicas = cluster.ranks // layout.replica
+    if replicas == 1:
+        return 0.0
+    parts_on_host = min(layout.replica, cluster.ranks_per_host)
+    per_host = max(1, cluster.ranks_per_host // layout.replica)
+    hosts = max(1, replicas // per_host)
+    link = cluster.between
+    shared = replace(link, bits_per_second=link.bits_per_second / parts_on_host)
+    group = replace(cluster, hosts=hosts, ranks_per_host=per_host, between=shared)
+    return all_reduce(job.parameter_bytes / layout.replica, group) + cluster.launch_seconds
+
+
+def _inside(cluster: Cluster, ranks: int) -> Cluster:
+    """The first so many ranks, whole hosts where it takes several."""
+    if ranks <= cluster.ranks_per_host:
+        return replace(cluster, hosts=1, ranks_per_host=ranks)
+    return replace(cluster, hosts=ceil(ranks / cluster.ranks_per_host))

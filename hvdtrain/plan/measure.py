@@ -1,0 +1,97 @@
+"""`hvdtrain plan --measure`: a job and the cost of its collectives, measured on this host."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from statistics import fmean
+from typing import Any
+
+from hvdtrain.bench.processes import QUIET, launch, measure
+from hvdtrain.plan.job import Bucket, Job, StrategyCost
+
+_SMALL, _LARGE = 1 << 10, 8 << 20  # bytes of an all-reduce
+_SECONDS = ("forward_seconds", "backward_seconds", "optimizer_seconds", "other_seconds")
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of collectives where the network costs nothing; see Cluster.
+
+    Args:
+        launch_seconds: of a short one.
+        busy_seconds_per_byte: that a rank sends.
+    """
+
+    launch_seconds: float
+    busy_seconds_per_byte: float
+
+
+def measure_job(flags: Sequence[str], at_once: int = 1) -> Job:
+    """A job, from processes that train at the same time and exchange nothing.
+
+    Args:
+        flags: of a run.
+        at_once: processes: as many as a host of the cluster has ranks, so that they share its
+            memory as ranks would.
+
+    Raises:
+        UserError: the flags are wrong, or `plan` cannot measure such a run.
+        BenchError: a process failed.
+    """
+    command = [sys.executable, "-m", "hvdtrain.plan.worker", *flags, *QUIET]
+    with ThreadPoolExecutor(at_once) as pool:
+        found = list(pool.map(lambda _: measure(command, threads=1), range(at_once)))
+    return mean_of([job_from(one["measured"]) for one in found])
+
+
+def mean_of(jobs: Sequence[Job]) -> Job:
+    """Of what several processes measured of one job."""
+    first = jobs[0]
+    seconds: dict[str, Any] = {name: fmean(getattr(job, name) for job in jobs) for name in _SECONDS}
+    costs = {
+        name: StrategyCost(
+            fmean(job.costs[name].before for job in jobs),
+            fmean(job.costs[name].after for job in jobs),
+        )
+        for name in first.costs
+    }
+    ready = [fmean(job.buckets[i].ready for job in jobs) for i in range(len(first.buckets))]
+    buckets = tuple(replace(b, ready=r) for b, r in zip(first.buckets, ready, strict=True))
+    return replace(first, **(seconds | {"costs": costs, "buckets": buckets}))
+
+
+def measure_costs(launcher: str = "gloo") -> Costs:
+    """Of two ranks of this host.
+
+    Raises:
+        BenchError: they failed.
+    """
+    command = [sys.executable, "-m", "hvdtrain.bench.allreduce_worker", "horovod"]
+    command += [str(_SMALL), str(_LARGE)]
+    seconds = measure(launch(launcher, 2, command), threads=1)["seconds"]
+    return costs_from({int(size): value for size, value in seconds.items()}, ranks=2)
+
+
+def costs_from(seconds: Mapping[int, float], ranks: int) -> Costs:
+    """From the seconds of all-reduces by bytes, of so many ranks on a network without a limit."""
+    small, large = min(seconds), max(seconds)
+    grown = max(0.0, seconds[large] - seconds[small])
+    return Costs(seconds[small], grown / (large - small) / (2 * (ranks - 1) / ranks))
+
+
+def job_from(content: dict[str, Any]) -> Job:
+    """The job of its JSON, as dataclasses.asdict gives it."""
+    known = {field.name for field in fields(Job)}
+    given = {name: value for name, value in content.items() if name in known}
+    given["buckets"] = tuple(_bucket(bucket) for bucket in content["buckets"])
+    given["costs"] = {name: StrategyCost(**cost) for name, cost in content["costs"].items()}
+    return Job(**given)
+
+
+def _bucket(content: dict[str, Any]) -> Bucket:
+    shapes = content["matrices"]
+    matrices = None if shapes is None else tuple((int(r), int(c)) for r, c in shapes)
+    return Bucket(content["elements"], content["ready"], matrices)

@@ -1,0 +1,192 @@
+"""What a plan starts from: a run, or the JSON of `hvdtrain bench` and of `hvdtrain plan`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.config import parse
+from hvdtrain.errors import UserError
+from hvdtrain.plan.job import Job, StrategyCost, even_buckets, evenly_ready
+from hvdtrain.plan.measure import job_from
+from hvdtrain.run_files.folder import RunFolder
+
+_BACKWARD = 2 / 3  # of a pass, where it was not measured
+
+
+@dataclass(frozen=True)
+class MeasuredLink:
+    """What all-reduces showed of a cluster.
+
+    Args:
+        ranks: that took part.
+        several: hosts; else the network is not in it.
+        launch_seconds: of the shortest.
+        seconds_per_byte: of a buffer, of the largest.
+        sides: name -> bytes -> seconds.
+    """
+
+    ranks: int
+    several: bool
+    launch_seconds: float
+    seconds_per_byte: float
+    sides: dict[str, dict[int, float]]
+
+    @property
+    def bits_per_second(self) -> float:
+        """Of a link that a ring of these ranks would need, with all that it costs."""
+        return 8 * 2 * (self.ranks - 1) / self.ranks / self.seconds_per_byte
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one source.
+
+    Args:
+        job, link: None where it says nothing of them.
+        save_seconds: by which a checkpoint held up the steps.
+        unknown: sentences on what was assumed.
+    """
+
+    job: Job | None = None
+    link: MeasuredLink | None = None
+    save_seconds: float | None = None
+    unknown: Sequence[str] = field(default_factory=tuple)
+
+
+def read(path: Path) -> Found:
+    """What a folder of a run says, or a JSON file.
+
+    Raises:
+        UserError: it is neither, or a plan cannot start from it.
+    """
+    if path.is_dir():
+        return _of_run(path)
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--from {path} cannot be read: {error}") from None
+    except ValueError:
+        content = None
+    kind = content.get("benchmark") if isinstance(content, dict) else None
+    readers = {"allreduce": _of_allreduce, "exchange": _of_exchange, "plan": _of_plan}
+    if kind not in readers:
+        raise UserError(
+            f"--from {path}: the folder of a run is expected, or what `hvdtrain bench exchange`, "
+            "`hvdtrain bench allreduce` or `hvdtrain plan` prints with --format json"
+        )
+    try:
+        return readers[kind](content)
+    except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
+        raise UserError(
+            f"--from {path}: not as `{kind}` writes it ({type(error).__name__}: {error}); "
+            "measure again"
+        ) from None
+
+
+def _of_plan(content: dict[str, Any]) -> Found:
+    unknown = content.get("unknown_of_the_job", ())
+    return Found(job=job_from(content["job"]), unknown=tuple(unknown))
+
+
+def _of_allreduce(content: dict[str, Any]) -> Found:
+    sides: dict[str, dict[int, float]] = {}
+    for row in content["rows"]:
+        sides.setdefault(row["side"], {})[int(row["bytes"])] = float(row["seconds"])
+    own = {name: by_size for name, by_size in sides.items() if name.startswith("Horovod")}
+    sizes = sorted({size for by_size in own.values() for size in by_size})
+    if len(sizes) < 2:
+        raise UserError(
+            "--from: all-reduces of Horovod of two sizes or more are needed, one of them of 1M or "
+            "more; measure again: hvdtrain bench allreduce --sizes 1K,8M --format json"
+        )
+    best = min(own.values(), key=lambda by_size: by_size[sizes[-1]])
+    slope = (best[sizes[-1]] - best[sizes[0]]) / (sizes[-1] - sizes[0])
+    link = MeasuredLink(
+        ranks=int(content["ranks"]),
+        several="," in content["hosts"],
+        launch_seconds=best[sizes[0]],
+        seconds_per_byte=max(slope, 1e-15),
+        sides=sides,
+    )
+    return Found(link=link)
+
+
+def _of_exchange(content: dict[str, Any]) -> Found:
+    rows = {row["side"]: row for row in content["rows"]}
+    seconds, ranks = rows["no exchange"]["step_seconds"], int(content["ranks"])
+    sent = next(rows[name]["sent_bytes"] for name in ("dense", "local_sgd") if name in rows)
+    job = Job(
+        forward_seconds=seconds * (1 - _BACKWARD),
+        backward_seconds=seconds * _BACKWARD,
+        optimizer_seconds=0.0,
+        other_seconds=0.0,
+        micro_batches=ranks,
+        micro_size=1,
+        buckets=even_buckets(int(sent) // 4),
+        costs=_free_wires(),
+        optimizer_bytes=2.0 * sent,
+    )
+    unknown = (
+        "how a step divides: two thirds of it are taken for the backward pass, one micro-batch a "
+        "rank, and samples are counted as micro-batches",
+        "powersgd and topk, whose arithmetic `hvdtrain bench exchange` does not tell from the rest",
+        "optimizer state: taken for AdamW's",
+    )
+    return Found(job=job, unknown=unknown)
+
+
+def _of_run(path: Path) -> Found:
+    from hvdtrain.report.figures import figures
+    from hvdtrain.report.run import read as read_run
+    from hvdtrain.run.data import build_task
+
+    run = read_run(path)
+    found, ranks = figures(run), run.ranks
+    seconds = found["phase_seconds_per_step"]
+    if ranks is None or seconds is None or not run.config:
+        raise UserError(
+            f"--from {path}: it has no ranks.jsonl or config.yaml to plan from; train some tens of "
+            "steps (telemetry.exchange_every)"
+        )
+    if found["layout"] or run.config.get("parallel", {}).get("zero"):
+        raise UserError(f"--from {path}: its model spans ranks; plan from a run of whole models")
+    batch = run.config["batch"]
+    if batch.get("max_tokens") or batch.get("per_rank_size"):
+        raise UserError(f"--from {path}: batch.max_tokens and batch.per_rank_size are not planned")
+    micro_batches = max(1, batch["global_size"] // batch["micro_size"])
+    world = int(ranks.world_size[-1])
+    passes = ceil(micro_batches / world)
+    model = build_task(parse(["--config", str(RunFolder(path).config)])).model()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    alone = world == 1
+    job = Job(
+        forward_seconds=(seconds["data"] + seconds["forward"]) / passes,
+        backward_seconds=seconds["backward"] / passes,
+        optimizer_seconds=seconds["optimizer"],
+        other_seconds=seconds["other"] + (seconds["comm_exposed"] if alone else 0.0),
+        micro_batches=micro_batches,
+        micro_size=batch["micro_size"],
+        buckets=evenly_ready(parameters),
+        costs=_free_wires(),
+        element_bytes=parameters[0].element_size(),
+        optimizer_bytes=2.0 * sum(p.nbytes for p in parameters),
+    )
+    unknown = [
+        "when each gradient is ready: taken as even over the backward pass",
+        "powersgd and topk, whose arithmetic takes a measurement (--measure)",
+        "optimizer state: taken for AdamW's; activations are in no file of a run",
+    ]
+    if not alone:
+        unknown.append(
+            f"what exchange cost the backward pass of the run's {world} ranks: it is in their times"
+        )
+    return Found(job, save_seconds=found["median_checkpoint_seconds"], unknown=unknown)
+
+
+def _free_wires() -> dict[str, StrategyCost]:
+    return {name: StrategyCost() for name in ("dense", "float16", "bfloat16")}

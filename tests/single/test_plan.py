@@ -1,0 +1,509 @@
+"""`hvdtrain plan`: its arithmetic, what it reads, and what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, replace
+from math import inf, isclose
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from hvdtrain.cli import main
+from hvdtrain.exchange.config import ExchangeConfig
+from hvdtrain.plan import collectives
+from hvdtrain.plan.cluster import Cluster, Link, parse_bandwidth, parse_seconds
+from hvdtrain.plan.goodput import Failures, daly, goodput, young
+from hvdtrain.plan.job import Bucket, Job, StrategyCost, buckets_of, even_buckets
+from hvdtrain.plan.layouts import Layout, bubble, layouts, memory, step_seconds
+from hvdtrain.plan.measure import costs_from, job_from, mean_of
+from hvdtrain.plan.overlap import Transfer, overlap
+from hvdtrain.plan.predict import predict
+from hvdtrain.plan.published import systems
+from hvdtrain.plan.strategies import STRATEGIES, sent
+from tests.support.runs import train
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = ExchangeConfig()
+
+sizes = st.floats(1, 1e10)
+latencies = st.floats(0, 1e-3)
+links = st.builds(Link, st.floats(1e6, 1e12), latencies, st.floats(0.5, 1))
+clusters = st.builds(
+    Cluster,
+    st.integers(1, 64),
+    st.integers(1, 8),
+    links,
+    links,
+    st.sampled_from(["ring", "hierarchical", "best"]),
+    st.floats(0, 0.01),
+    st.floats(0, 1e-9),
+)
+buckets = st.lists(
+    st.builds(Bucket, st.integers(64 * 64, 10**8), st.floats(0, 1), st.just(((64, 64),))),
+    min_size=1,
+    max_size=5,
+)
+COSTS = {name: StrategyCost() for name in STRATEGIES}
+jobs = st.builds(
+    Job,
+    *[st.floats(1e-4, 10)] * 4,
+    st.integers(1, 512),
+    st.integers(1, 16),
+    buckets.map(tuple),
+    st.just(COSTS),
+)
+WHOLE = {name: StrategyCost() for name in ("dense", "float16", "bfloat16", "topk")}
+A_JOB = Job(0.1, 0.2, 0.01, 0.0, 8, 4, even_buckets(10_000_000), WHOLE, optimizer_bytes=8e7)
+
+
+def _two(hosts: int = 2, ranks: int = 1, gbit: float = 1.0) -> Cluster:
+    return Cluster(hosts, ranks, Link(gbit * 1e9), Link(1e12))
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, clusters)
+def test_an_all_reduce_is_faster_than_its_bytes_can_cross_a_link(size: float, c: Cluster) -> None:
+    least = 2 * (c.hosts - 1) / c.hosts * size / c.between.bytes_per_second
+    assert collectives.all_reduce(size, c) >= least * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, clusters)
+def test_a_collective_takes_time_with_one_rank(size: float, c: Cluster) -> None:
+    alone = replace(c, hosts=1, ranks_per_host=1)
+    every = (collectives.all_reduce, collectives.all_gather, collectives.reduce_scatter)
+    assert [collective(size, alone) for collective in every] == [0, 0, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, clusters, st.floats(1, 10))
+def test_a_larger_buffer_or_a_longer_way_takes_less_time(
+    size: float, c: Cluster, factor: float
+) -> None:
+    now = collectives.all_reduce(size, c)
+    farther = replace(c, between=replace(c.between, latency=c.between.latency * factor))
+    assert collectives.all_reduce(size * factor, c) >= now * (1 - 1e-9)
+    assert collectives.all_reduce(size, farther) >= now * (1 - 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, clusters)
+def test_a_reduce_scatter_and_an_all_gather_are_not_a_ring(size: float, c: Cluster) -> None:
+    parts = collectives.reduce_scatter(size, c) + collectives.all_gather(size / c.ranks, c)
+    assert isclose(parts, collectives.ring(size, c), abs_tol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes, clusters)
+def test_hierarchical_is_another_ring_where_a_host_has_one_rank(size: float, c: Cluster) -> None:
+    flat = replace(c, ranks_per_host=1)
+    assert isclose(collectives.hierarchical(size, flat), collectives.ring(size, flat))
+
+
+def test_a_ring_of_four_ranks_sends_something_else_than_the_documented_bytes() -> None:
+    # docs/exchange.md: 2 (n - 1) / n of the buffer over each host's link, or 2 (h - 1) / h.
+    seconds = 8e6 / (1e9 / 8)
+    assert isclose(collectives.ring(8e6, _two(2, 2)), 1.5 * seconds)
+    assert isclose(collectives.hierarchical(8e6, _two(2, 2)), seconds, rel_tol=0.01)
+
+
+@settings(max_examples=60, deadline=None)
+@given(buckets, st.floats(0.01, 10), st.floats(0, 1), st.floats(0, 1))
+def test_a_step_is_done_before_its_gradients_or_later_than_one_after_the_other(
+    found: list[Bucket], backward: float, each: float, busy: float
+) -> None:
+    transfers = [Transfer(b.ready * backward, each, busy * each) for b in found]
+    got = overlap(transfers, backward)
+    whole = sum(t.seconds for t in transfers)
+    assert backward * (1 - 1e-9) <= got.computed <= (backward + whole * busy) * (1 + 1e-9)
+    assert max(backward, whole) <= got.done * (1 + 1e-9)
+    # Sending takes its share of the processor at most once.
+    assert got.done <= (backward + whole) * (1 + 1e-9) + whole * busy
+    assert got.exposed >= 0
+
+
+def test_a_bucket_is_sent_before_the_one_in_front_of_it_has_arrived() -> None:
+    got = overlap([Transfer(0.1, 0.5), Transfer(0.2, 0.5), Transfer(1.0, 0.1)], 1.0)
+    assert isclose(got.done, 1.2)
+    assert isclose(got.computed, 1.0)
+
+
+def test_a_processor_that_sends_computes_as_fast_as_one_that_does_not() -> None:
+    # From 0.5 s on half of its time goes to sending, for 0.4 s: 0.2 s are missing.
+    got = overlap([Transfer(0.5, 0.4, 0.2)], 1.0)
+    assert isclose(got.computed, 1.2)
+    assert isclose(got.done, 1.2)
+
+
+def test_what_has_arrived_is_worked_on_before_the_backward_pass_is_done() -> None:
+    got = overlap([Transfer(0.1, 0.1, after=0.3, again=0.2)], 1.0)
+    assert isclose(got.done, 1.5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs, clusters, st.sampled_from(sorted(STRATEGIES)))
+def test_a_prediction_beats_the_hardware(job: Job, c: Cluster, strategy: str) -> None:
+    found = predict(job, c, strategy, CONFIG)
+    assert 0 < found.efficiency <= 1 + 1e-9
+    assert found.step_seconds >= job.forward_seconds + job.backward_seconds
+    assert 0 <= found.exposed_seconds <= found.step_seconds
+    assert found.limit in ("compute", "bandwidth", "latency", "uneven")
+    if c.ranks == 1:
+        assert isclose(found.efficiency, 1)  # costs are 0 here
+
+
+def test_a_compression_costs_nothing_on_one_rank() -> None:
+    costs = {"dense": StrategyCost(), "topk": StrategyCost(0.1, 0.2), "float16": StrategyCost(1, 1)}
+    alone = _two(hosts=1)
+    seconds = {
+        n: predict(replace(A_JOB, costs=costs), alone, n, CONFIG).step_seconds for n in costs
+    }
+    assert seconds["topk"] == pytest.approx(seconds["dense"] + 0.3)
+    assert seconds["float16"] == seconds["dense"]  # nothing is converted where nothing travels
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs, clusters, st.floats(1, 100))
+def test_a_faster_network_makes_a_step_longer(job: Job, c: Cluster, factor: float) -> None:
+    faster = replace(c.between, bits_per_second=c.between.bits_per_second * factor)
+    now, then = (predict(job, one, "dense", CONFIG) for one in (c, replace(c, between=faster)))
+    assert then.step_seconds <= now.step_seconds * (1 + 1e-9)
+
+
+def test_micro_batches_before_the_last_one_hide_what_is_sent() -> None:
+    # 40 MB at 1 Gbit/s take 0.32 s, of which the last backward pass of 0.2 s hides a part.
+    one, four = (
+        predict(replace(A_JOB, micro_batches=n * 2), _two(), "dense", CONFIG) for n in (1, 4)
+    )
+    assert isclose(four.exposed_seconds, one.exposed_seconds)
+    assert four.step_seconds - one.step_seconds == pytest.approx(3 * 0.3)
+    assert one.limit == "bandwidth"
+
+
+def test_ranks_with_different_numbers_of_micro_batches_are_not_told() -> None:
+    found = predict(replace(A_JOB, micro_batches=3), _two(gbit=1e4), "dense", CONFIG)
+    assert found.limit == "uneven"
+    assert found.efficiency < 0.8
+
+
+def test_a_plan_has_other_bytes_than_the_exchange_hands_over() -> None:
+    """Against the buckets of the exchanges themselves, on one process."""
+    from torch import nn
+
+    from hvdtrain.exchange.build import build_exchange
+    from hvdtrain.runtime.init import initialise
+
+    initialise()
+    model = nn.Sequential(nn.Linear(64, 96), nn.LayerNorm(96), nn.Linear(96, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = buckets_of([*model.parameters()], dict.fromkeys(model.parameters(), 0.5))
+    for strategy in ("topk", "powersgd"):
+        config = ExchangeConfig(**STRATEGIES[strategy], start_step=0)  # type: ignore[arg-type]
+        exchange: Any = build_exchange(config, 1, optimizer, model, elastic=False)
+        exchange.begin(1)
+        model(torch.ones(2, 64)).sum().backward()
+        travelled = sum(bucket.receive() for bucket in exchange._buckets)
+        assert travelled == sum(sent(bucket, strategy, config).bytes for bucket in found)
+        exchange._arrivals.stop()
+
+
+def test_buckets_of_a_model_whose_shapes_are_unknown_are_not_a_runs() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1 << 18)) for _ in range(40)]  # 1 MiB each
+    known = buckets_of(parameters, {p: (40 - i) / 40 for i, p in enumerate(parameters)})
+    guessed = even_buckets(40 << 18)
+    assert [b.elements for b in guessed] == [b.elements for b in known]
+    assert [b.ready for b in guessed] == pytest.approx([b.ready for b in known])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.floats(60, 1e7), st.floats(0.01, 30), st.floats(0, 300))
+def test_another_time_between_checkpoints_loses_less(
+    mtbf: float, save: float, restart: float
+) -> None:
+    failures = Failures(mtbf, save, restart)
+    best = daly(failures)
+    assert best > 0
+    at_best = goodput(failures, best)
+    assert 0 < at_best < 1
+    if save < mtbf / 10:
+        for factor in (0.5, 2):
+            assert goodput(failures, best * factor) <= at_best * (1 + 1e-3)
+
+
+def test_dalys_interval_is_not_youngs_where_saves_are_short() -> None:
+    failures = Failures(mtbf=1e6, save_seconds=1e-3, restart_seconds=0)
+    assert daly(failures) == pytest.approx(young(failures), rel=1e-3)
+    assert young(Failures(86400, 5, 0)) == pytest.approx((2 * 5 * 86400) ** 0.5)
+
+
+def test_an_elastic_run_loses_steps() -> None:
+    failures = Failures(3600, 1, 1)
+    elastic = replace(failures, redone=False)
+    assert goodput(elastic, 85) > goodput(failures, 85)
+    assert goodput(replace(elastic, mtbf=inf), inf) == 1
+
+
+def test_memory_is_not_that_of_the_documentation() -> None:
+    """docs/parallel.md, with AdamW's state of twice the parameters P."""
+    p = float(A_JOB.parameter_bytes)
+    assert memory(A_JOB, Layout(), 8) == 4 * p
+    assert memory(A_JOB, Layout(zero_copies=2), 8) == 2 * p + 2 * p * 2 / 8
+    assert memory(A_JOB, Layout(zero_copies=2), 1) == 4 * p
+    in_blocks = replace(A_JOB, blocks=10, block_bytes=1.0)
+    assert memory(in_blocks, Layout(shard=4), 8) == p + p / 10
+    assert memory(in_blocks, Layout(tensor=2, pipeline=2), 8) == p
+    assert memory(replace(A_JOB, activation_bytes=7.0), Layout(), 1) == 4 * p + 7
+
+
+def test_the_bubble_is_not_that_of_the_documentation() -> None:
+    assert bubble(4, 1) == 0
+    assert bubble(4, 2) == 1 / 5  # docs/pipeline.md: (p - 1) / (v m + p - 1)
+    job = replace(A_JOB, optimizer_seconds=0.0, blocks=4, block_bytes=1e-6)
+    alone = _two(1, 2, gbit=1e6)
+    seconds = step_seconds(job, alone, Layout(pipeline=2), CONFIG)
+    assert seconds * (1 - bubble(8, 2)) == pytest.approx(8 * 0.3 / 2, rel=1e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(jobs, clusters)
+def test_a_layout_does_not_divide_the_ranks(job: Job, c: Cluster) -> None:
+    whole = replace(job, blocks=8, block_bytes=1e6)
+    for layout in layouts(whole, c):
+        assert c.ranks % layout.replica == 0
+        assert c.ranks_per_host % layout.tensor == 0
+        assert step_seconds(whole, c, layout, CONFIG) > 0
+
+
+def test_flags_of_a_layout_are_no_keys_of_the_configuration() -> None:
+    from hvdtrain.config import parse
+
+    job = replace(A_JOB, blocks=8, block_bytes=1e6)
+    for layout in layouts(job, Cluster(2, 4, Link(1e9), Link(1e10))):
+        config = parse(layout.flags.split()).config
+        assert (config.parallel.shard, config.parallel.tensor) == (layout.shard, layout.tensor)
+
+
+def test_the_table_of_published_systems_is_not_what_the_code_says() -> None:
+    text = (ROOT / "docs" / "plan.md").read_text()
+    rows = [
+        f"| {one.name} | {one.hosts * one.per_host} | {one.predicted:.0%} | {said} | {error} |"
+        for one in systems()
+        for said in ["no number" if one.published is None else f"{one.published:.0%}"]
+        for error in [
+            "" if one.published is None else f"{100 * (one.predicted - one.published):+.0f} points"
+        ]
+    ]
+    for row in rows:
+        assert row in text, f"docs/plan.md lacks\n{row}"
+
+
+def test_a_job_is_another_after_a_plans_json() -> None:
+    job = replace(A_JOB, buckets=(Bucket(5, 0.5, ((1, 5),)), Bucket(7, 1.0)), blocks=2)
+    assert job_from(json.loads(json.dumps(asdict(job)))) == job
+
+
+def test_what_processes_measured_at_once_is_not_their_mean() -> None:
+    slow = replace(A_JOB, forward_seconds=0.3)
+    assert mean_of([A_JOB, slow]).forward_seconds == pytest.approx(0.2)
+    assert mean_of([A_JOB, A_JOB]).buckets == A_JOB.buckets
+    costs = costs_from({1000: 0.001, 1_001_000: 0.101}, ranks=2)
+    assert costs.launch_seconds == 0.001
+    assert costs.busy_seconds_per_byte == pytest.approx(1e-7)
+
+
+def test_a_bandwidth_or_a_time_is_read_as_another() -> None:
+    assert [parse_bandwidth(t) for t in ("25gbit", "400Mbit/s", "1.5G")] == [25e9, 4e8, 1.5e9]
+    assert [parse_seconds(t) for t in ("20us", "0.5ms", "1s")] == pytest.approx([2e-5, 5e-4, 1])
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+ALLREDUCE = {
+    "benchmark": "allreduce",
+    "ranks": 4,
+    "hosts": "node1:2,node2:2",
+    "rows": [
+        {"side": side, "bytes": size, "seconds": seconds}
+        for side, times in {
+            "Horovod, Gloo": (0.001, 0.311),
+            "Horovod, Gloo, hierarchical": (0.001, 0.195),
+            "MPI_Allreduce": (0.0001, 0.2),
+        }.items()
+        for size, seconds in zip((1024, 8 << 20), times, strict=True)
+    ],
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, str]:
+    """A job and all-reduces, as their commands print them."""
+    job = replace(A_JOB, blocks=8, block_bytes=1e6, activation_bytes=1e8)
+    content = {"job": {"benchmark": "plan", "job": asdict(job)}, "allreduce": ALLREDUCE}
+    for name, value in content.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    return {name: str(tmp_path / f"{name}.json") for name in content}
+
+
+def _plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["plan", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_a_plan_recommends_what_does_not_fit(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given_ = ["--from", files["job"], "--hosts", "4", "--ranks", "2", "--price", "3"]
+    code, out, _ = _plan(capsys, *given_, "--memory", "1", "--mtbf", "1000", "--format", "json")
+    plan = json.loads(out)
+    assert code == 0
+    assert {row["hosts"] for row in plan["scaling"]} == {1, 2, 4}
+    best = next(row for row in plan["layouts"] if row["flags"] == plan["best"])
+    whole = [row for row in plan["layouts"] if "parallel.tensor" not in row["flags"]]
+    assert best["fits"]
+    assert best["price"] > 0
+    assert best in whole
+    assert 0.9 < plan["saving"]["supervised"] < plan["saving"]["elastic"] < 1
+    # 4 P = 160 MB and activations of 100 MB: only parts fit into 200 MB.
+    _, out, _ = _plan(capsys, *given_, "--memory", "0.15", "--format", "json")
+    plan = json.loads(out)
+    assert "parallel" in plan["best"]
+    _, out, _ = _plan(capsys, *given_, "--memory", "0.001")
+    assert "No layout fits" in out
+
+
+def test_the_table_does_not_say_what_is_not_known(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    plot = tmp_path / "plan.svg"
+    code, out, _ = _plan(
+        capsys, "--from", files["job"], "--hosts", "4", "--bandwidth", "1gbit", "--plot", str(plot)
+    )
+    assert code == 0
+    assert "Cheapest that fits" in out
+    assert "python -m hvdtrain.train --exchange.wire" in out
+    for word in ("--memory", "--mtbf", "--price", "slow ranks"):
+        assert word in out[out.index("Not known") :]
+    assert "efficiency" in plot.read_text()
+
+
+def test_tuned_settings_are_not_those_that_were_faster(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = _plan(capsys, "--tune", "--from", files["allreduce"])
+    assert code == 0
+    assert yaml.safe_load(out) == {"exchange": {"hierarchical": True, "wire": "float32"}}
+    assert "1.59 x" in out
+    both = ["--from", files["allreduce"], "--from", files["job"], "--hosts", "2", "--ranks", "2"]
+    _, out, _ = _plan(capsys, "--tune", *both)
+    assert yaml.safe_load(out)["exchange"]["wire"] in ("float16", "bfloat16")
+
+
+def test_the_measured_network_is_not_used(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = ["--from", files["allreduce"], "--from", files["job"], "--hosts", "2", "--ranks", "2"]
+    _, out, _ = _plan(capsys, *both, "--format", "json")
+    between = json.loads(out)["cluster"]["between"]
+    # 8 MiB in 195 ms among 4 ranks, each byte 1.5 times over the link.
+    assert between["bits_per_second"] == pytest.approx(8 * 1.5 * (8 << 20) / 0.195, rel=0.01)
+
+
+def test_a_run_is_planned_with_other_figures_than_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--train.steps=20", "--telemetry.exchange_every=5", "--eval.every=0"]
+    train(tmp_path, "run", [*flags, "--checkpoint.every=20"])
+    lines = [json.loads(line) for line in (tmp_path / "run" / "ranks.jsonl").open()]
+    code, out, _ = _plan(capsys, "--from", str(tmp_path / "run"), "--format", "json")
+    plan = json.loads(out)
+    assert code == 0
+    model = load_file(next((tmp_path / "run" / "checkpoints").glob("*/model.safetensors")))
+    held = sum(tensor.numel() for tensor in model.values())
+    assert sum(bucket["elements"] for bucket in plan["job"]["buckets"]) == held
+    batch = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["batch"]
+    assert plan["job"]["micro_batches"] == batch["global_size"] // batch["micro_size"]
+    # On one rank it predicts what it read: the mean step of the run's windows.
+    wall = sum(line["wall_seconds"][0] for line in lines) / sum(line["steps"] for line in lines)
+    step = plan["scaling"][0]["step_seconds"]
+    assert 0.4 * wall < step <= 1.05 * wall
+    assert any("AdamW" in sentence for sentence in plan["unknown"])
+
+
+def test_exchanges_that_were_measured_are_not_planned_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"side": "no exchange", "step_seconds": 0.3, "sent_bytes": None},
+        {"side": "dense", "step_seconds": 0.6, "sent_bytes": 4e7},
+    ]
+    path = tmp_path / "exchange.json"
+    path.write_text(json.dumps({"benchmark": "exchange", "ranks": 2, "rows": rows}))
+    given_ = ["--from", str(path), "--hosts", "2", "--bandwidth", "1gbit", "--latency", "0us"]
+    code, out, _ = _plan(capsys, *given_, "--format", "json")
+    dense = next(
+        r for r in json.loads(out)["scaling"] if (r["ranks"], r["strategy"]) == (2, "dense")
+    )
+    # 40 MB take 0.34 s of 1 Gbit/s; 0.2 s of backward hide some of it.
+    assert code == 0
+    assert 0.44 < dense["step_seconds"] < 0.5
+    assert dense["limit"] == "bandwidth"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "nothing says what is trained"),
+        (["--from", "nowhere.json"], "cannot be read"),
+        (["--from", "{allreduce}"], "nothing says what is trained"),
+        (["--from", "{job}", "--bandwidth", "fast"], "no bandwidth"),
+        (["--from", "{job}", "--latency", "20"], "no time"),
+        (["--from", "{job}", "--strategies", "magic"], "magic is none of"),
+        (["--from", "{job}", "--measure"], "one job at a time"),
+        (["--from", "{job}", "--plot", "plan.png"], "must end in .svg"),
+        (["--tune", "--from", "{job}"], "--tune needs"),
+        (["--from", "{job}", "--", "--model.layers=2"], "belong to"),
+        (["--gpu", "Voodoo2"], "no peak is known"),
+    ],
+)
+def test_bad_input_gets_a_traceback(
+    arguments: list[str],
+    sentence: str,
+    files: dict[str, str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, _, err = _plan(capsys, *(word.format(**files) for word in arguments))
+    assert code == 2
+    assert sentence in err
+    assert "Traceback" not in err
+
+
+def test_a_damaged_file_gets_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in ("{", "[]", '{"benchmark": "allreduce", "rows": []}', '{"benchmark": "plan"}'):
+        path = tmp_path / "damaged.json"
+        path.write_text(text)
+        code, _, err = _plan(capsys, "--from", str(path))
+        assert (code, "Traceback" in err) == (2, False), err
+
+
+def test_a_gpu_that_is_not_here_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--model.layers=2", "--model.width=64", "--model.context=64"]
+    code, out, _ = _plan(
+        capsys, "--gpu", "H100", "--mfu", "0.5", "--hosts", "2", "--format", "json", "--", *tiny
+    )
+    plan = json.loads(out)
+    assert code == 0
+    assert plan["job"]["blocks"] == 2
+    assert plan["job"]["block_bytes"] == 4 * 64 * 64 * 4
+    assert plan["job"]["activation_bytes"] > 10 * plan["job"]["block_bytes"]
+    assert any(re.search("0.5 is assumed", sentence) for sentence in plan["unknown"])

@@ -1,0 +1,180 @@
+"""`make plan-check`: predicted and measured steps, on two hosts of one core each; needs root.
+
+Inputs of the predictions: what `hvdtrain plan --measure` measures of the job with as many processes
+as a host has ranks, all-reduces of the ranks without a limit, and the limits themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hvdtrain.bench.processes import MARK, QUIET, launch
+from hvdtrain.exchange.config import ExchangeConfig
+from hvdtrain.plan.cluster import Cluster, Link
+from hvdtrain.plan.job import Job
+from hvdtrain.plan.measure import Costs, costs_from, job_from, mean_of
+from hvdtrain.plan.predict import predict
+from tests.support.cluster import Cluster as Hosts
+from tests.support.namespaces import why_not
+
+NAMES = ("node1", "node2")
+# tbf counts an Ethernet frame without preamble, checksum and gap.
+PAYLOAD = 1448 / 1514
+LOOPBACK = Link(40e9)
+LIMIT_S = 900.0
+AIM = 0.10
+ENV = {"OMP_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A measured step and its prediction.
+
+    Args:
+        mbit, ranks, strategy: which.
+        measured, predicted: seconds of a step.
+    """
+
+    mbit: int
+    ranks: int
+    strategy: str
+    measured: float
+    predicted: float
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.measured
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    if reason := why_not():
+        print(f"plan-check: {reason}", file=sys.stderr)
+        return 2
+    flags = ["--config", "gpt-nano", "--batch.global_size=8", "--batch.micro_size=2", *QUIET]
+    cells = []
+    with Hosts(NAMES) as hosts:
+        _pin(hosts)
+        flags.append(f"--run.root={hosts.shared}/runs")
+        jobs: dict[int, Job] = {}
+        for ranks in args.ranks:
+            per_host = -(-ranks // len(NAMES))
+            if per_host not in jobs:
+                jobs[per_host] = _job(hosts, flags, per_host)
+            cells += _cells(hosts, flags, ranks, jobs[per_host], args)
+    _show(cells)
+    if args.out:
+        args.out.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
+    return 0 if max(abs(cell.ratio - 1) for cell in cells) <= AIM else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__)
+    numbers = {"type": lambda text: [int(part) for part in text.split(",")]}
+    parser.add_argument("--mbit", default=[100, 200, 400, 1000], **numbers)
+    parser.add_argument("--ranks", default=[1, 2, 4], **numbers)
+    parser.add_argument(
+        "--strategies", default=["dense", "float16", "powersgd"], type=lambda text: text.split(",")
+    )
+    parser.add_argument("--steps", type=int, default=8, help="of a block; a cell has three")
+    parser.add_argument("--out", type=Path, help="JSON of all cells")
+    return parser
+
+
+def _cells(
+    hosts: Hosts, flags: Sequence[str], ranks: int, job: Job, args: argparse.Namespace
+) -> list[Cell]:
+    used = min(ranks, len(NAMES))
+    per_host = ranks // used
+    where = ",".join(f"{name}:{per_host}" for name in NAMES[:used])
+    costs = _costs(hosts, ranks, where) if ranks > 1 else Costs(0.0, 0.0)
+    wanted = [(mbit, strategy) for mbit in args.mbit for strategy in args.strategies]
+    text = json.dumps({"flags": flags, "cells": wanted})
+    command = [sys.executable, "-m", "tests.support.plan_cells", str(args.steps), text]
+    if ranks > 1:
+        command = launch("gloo", ranks, command, where)
+    measured = _measured(hosts, "node1", command)
+    config = ExchangeConfig()
+    found = []
+    for (mbit, strategy), seconds in zip(wanted, measured, strict=True):
+        cluster = Cluster(
+            hosts=used,
+            ranks_per_host=per_host,
+            between=Link(mbit * 1e6, payload=PAYLOAD),
+            within=LOOPBACK,
+            launch_seconds=costs.launch_seconds,
+            busy_seconds_per_byte=costs.busy_seconds_per_byte,
+        )
+        predicted = predict(job, cluster, strategy, config).step_seconds
+        found.append(Cell(mbit, ranks, strategy, seconds, predicted))
+    _open(hosts)
+    return found
+
+
+def _job(hosts: Hosts, flags: Sequence[str], at_once: int) -> Job:
+    command = [sys.executable, "-m", "hvdtrain.plan.worker", *flags]
+    with ThreadPoolExecutor(at_once) as pool:
+        jobs = pool.map(lambda _: _measured(hosts, "node1", command), range(at_once))
+        return mean_of([job_from(job) for job in jobs])
+
+
+def _costs(hosts: Hosts, ranks: int, where: str) -> Costs:
+    worker = [sys.executable, "-m", "hvdtrain.bench.allreduce_worker", "horovod"]
+    sizes = [str(1 << 10), str(1 << 20)]
+    found = _line(hosts, "node1", launch("gloo", ranks, [*worker, *sizes], where))["seconds"]
+    return costs_from({int(size): value for size, value in found.items()}, ranks)
+
+
+def _measured(hosts: Hosts, host: str, command: Sequence[str]) -> Any:
+    return _line(hosts, host, command)["measured"]
+
+
+def _line(hosts: Hosts, host: str, command: Sequence[str]) -> dict[str, Any]:
+    pinned = ["taskset", "--cpu-list", str(_core(host)), *command]
+    done = hosts.run(host, pinned, env=ENV, timeout=LIMIT_S)
+    for line in [*done.stdout.splitlines(), *done.stderr.splitlines()]:
+        if MARK in line:  # horovodrun puts the rank before it
+            found: dict[str, Any] = json.loads(line[line.index(MARK) :])
+            return found
+    raise SystemExit(f"{' '.join(command)}: {done}")
+
+
+def _core(host: str) -> int:
+    cores = sorted(os.sched_getaffinity(0))
+    return cores[NAMES.index(host) % len(cores)]
+
+
+def _pin(hosts: Hosts) -> None:
+    """Each host, with what its sshd starts, has one core."""
+    for name in NAMES:
+        for process in hosts.processes(name):
+            os.sched_setaffinity(process.pid, {_core(name)})
+
+
+def _open(hosts: Hosts) -> None:
+    for name in NAMES:
+        hosts.run(name, ["tc", "qdisc", "del", "dev", "eth0", "root"])
+
+
+def _show(cells: Sequence[Cell]) -> None:
+    print("| Mbit/s | ranks | exchange | measured ms | predicted ms | predicted / measured |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for cell in cells:
+        both = f"{cell.measured * 1e3:.1f} | {cell.predicted * 1e3:.1f}"
+        print(f"| {cell.mbit} | {cell.ranks} | {cell.strategy} | {both} | {cell.ratio:.3f} |")
+    worst = max(cells, key=lambda cell: abs(cell.ratio - 1))
+    within = sum(abs(cell.ratio - 1) <= AIM for cell in cells)
+    name = f"{worst.mbit} Mbit/s, {worst.ranks} ranks, {worst.strategy}"
+    print(f"\nworst: {worst.ratio - 1:+.1%} ({name}); {within} of {len(cells)} within {AIM:.0%}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

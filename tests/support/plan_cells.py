@@ -1,0 +1,67 @@
+"""Ranks that measure steps at several bandwidths: `python -m tests.support.plan_cells STEPS JSON`.
+
+JSON: {"flags": [...], "cells": [[Mbit/s, strategy], ...]}. The first rank of each host limits what
+its eth0 sends. Rank 0 prints a line of JSON that begins with MARK: seconds a step of each cell.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from hvdtrain.bench.app import AppLoop
+from hvdtrain.bench.processes import MARK
+from hvdtrain.config import parse
+from hvdtrain.plan.strategies import STRATEGIES
+from hvdtrain.run.data import build_data
+from hvdtrain.runtime import environment
+from hvdtrain.runtime.collectives import gather_json
+from hvdtrain.runtime.init import initialise
+from hvdtrain.runtime.topology import Topology
+
+WARM_UP_STEPS = 3
+BLOCKS = 3
+
+
+def main(steps: str, text: str) -> int:
+    given = json.loads(text)
+    environment.prepare()
+    topology = initialise()
+    data = build_data(parse(given["flags"]))
+    now, seconds = None, []
+    for number, (mbit, strategy) in enumerate(given["cells"]):
+        if mbit != now and topology.local_rank == 0:
+            _shape(mbit)
+        now = mbit
+        gather_json(0, f"shaped.{number}")
+        keys = [f"--exchange.{k}={v}" for k, v in STRATEGIES[strategy].items()]
+        flags = [*given["flags"], *keys, "--exchange.start_step=0", "--train.steps=1000000"]
+        seconds.append(_cell(flags, int(steps), topology, data))
+    if topology.rank == 0:
+        print(MARK + json.dumps(seconds) + "}", flush=True)
+    return 0
+
+
+def _shape(mbit: int) -> None:
+    limit = ["rate", f"{mbit}mbit", "burst", "256kb", "latency", "100ms"]
+    command = ["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *limit]
+    subprocess.run(command, check=True, timeout=20)
+
+
+def _cell(flags: Sequence[str], steps: int, topology: Topology, data: object) -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        app = AppLoop(parse(flags), Path(folder), data, topology)  # type: ignore[arg-type]
+        try:
+            app.run(WARM_UP_STEPS)
+            return median(app.run(steps) / steps for _ in range(BLOCKS))
+        finally:
+            app.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

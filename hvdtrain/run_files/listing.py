@@ -12,8 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import EXIT_NOT_FINITE, EXIT_PREEMPTED, UserError
+from hvdtrain.errors import UserError
 from hvdtrain.run_files.owner_token import read
+from hvdtrain.run_files.run_state import run_state
 
 # The newest start has the names of all hosts, so it may be long.
 _TAIL_BYTES = 1 << 16
@@ -21,7 +22,6 @@ _TAIL_BYTES = 1 << 16
 _EVENTS = 200
 # An owner's token is written every 2 s; clocks of file servers differ a little.
 _ALIVE_SECONDS = 20.0
-_ENDS = {0: "finished", EXIT_PREEMPTED: "stopped", EXIT_NOT_FINITE: "not finite"}
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,7 @@ class ListedRun:
 
     Args:
         id: its folder's name
-        state: running; restarting (between two starts of `hvdtrain launch`); finished; stopped (it
-            was asked to, exit code 75); not finite (3); failed (another code); killed (it has no
-            end, and no process shows life); unknown (it has no events)
+        state: see run_state.py
         step: of the newest line of metrics.jsonl; None: there is none
         steps: of the whole run, where its newest start is known
         loss: of that line
@@ -88,14 +86,9 @@ def _listed(run: Path, files: set[str], now: float) -> ListedRun | None:
 
 
 def _state(run: Path, events: list[dict[str, Any]]) -> str:
-    if _alive(run / ".owner"):
-        return "running"
-    if _alive(run / ".launch.owner"):
-        return "restarting"
-    last = next((e for e in events if e.get("event") in ("start", "end")), None)
-    if last is None or last["event"] == "start":
-        return "unknown" if last is None else "killed"
-    return _ENDS.get(last.get("exit_code", 1), "failed")
+    last = next((e for e in events if e.get("event") in ("start", "end")), {})
+    end = last.get("exit_code", 1) if last.get("event") == "end" else None
+    return run_state(bool(last), end, _alive(run / ".owner"), _alive(run / ".launch.owner"))
 
 
 def _alive(token: Path) -> bool:

@@ -120,7 +120,7 @@ def test_the_state_of_a_run_is_wrong(tmp_path: Path) -> None:
     run = tmp_path / "run"
     history = History(run)
     history.launch(2)
-    assert _state(run) == "no end"
+    assert _state(run) == "killed"
     owner = Ownership(run)
     owner.acquire(Claim(1))
     assert _state(run) == "running"
@@ -130,8 +130,8 @@ def test_the_state_of_a_run_is_wrong(tmp_path: Path) -> None:
     assert _state(run) == "restarting"
     launcher.release()
     os.utime(run / ".owner", (1, 1))
-    assert _state(run) == "no end"
-    for code, state in ((75, "preempted"), (3, "failed (exit code 3)"), (0, "finished")):
+    assert _state(run) == "killed"
+    for code, state in ((75, "stopped"), (3, "not finite"), (1, "failed"), (0, "finished")):
         history.end(code)
         assert _state(run) == state
 
@@ -145,7 +145,7 @@ def test_a_process_that_died_is_said_to_run(tmp_path: Path) -> None:
     owner.release()
     (run / ".owner").write_bytes(left)  # as a kill leaves it
     os.utime(run / ".owner", (1, 1))
-    assert _state(run) == "no end"
+    assert _state(run) == "killed"
 
 
 @pytest.fixture

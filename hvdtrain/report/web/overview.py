@@ -11,9 +11,9 @@ from hvdtrain.report.web.tail import LastLine, Tail, number, open_regular, parse
 from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.run_files.owner_token import Token, read
 from hvdtrain.run_files.ownership import REST_SECONDS
+from hvdtrain.run_files.run_state import run_state
 
 SHOWN = 50  # restarts, the last ones
-_STATES = {0: "finished", 75: "preempted"}
 _START = ("cause", "source", "step", "world_size", "seconds", "time")
 
 
@@ -162,14 +162,9 @@ class Overview:
         return hosts if isinstance(hosts, dict) else {}
 
     def _state(self) -> str:
-        if self._end is not None:
-            # A finished process keeps the run for a moment more.
-            if self._end == 0 and self._early:
-                return "stopped early"
-            return _STATES.get(self._end, f"failed (exit code {self._end})")
-        if self._alive:
-            return "running"
-        return "restarting" if self._launched else "no end"
+        if self._end == 0 and self._early:
+            return "stopped early"
+        return run_state(self._starts > 0, self._end, self._alive, self._launched)
 
 
 def _content(path: Path) -> dict[str, Any]:

@@ -65,7 +65,7 @@ function bytes(value) {
 const steps = (run) => count(run.step) + (known(run.total_steps) ? ` of ${count(run.total_steps)}` : "");
 const link = (names) => "?" + names.map((name) => `run=${encodeURIComponent(name)}`).join("&");
 const stateClass = (state) =>
-  state === "running" || state === "finished" ? "good" : /^(failed|no end|cannot)/.test(state) ? "bad" : "";
+  state === "running" || state === "finished" ? "good" : /^(failed|not finite|killed|cannot)/.test(state) ? "bad" : "";
 
 function table(head, rows, words = 1) {
   const row = (tag) => (cells) => el("tr", {}, ...cells.map((cell, at) =>
@@ -390,7 +390,7 @@ function runView(name) {
   function show([run]) {
     if (run.problem) return;
     headline.replaceChildren(el("strong", { class: stateClass(run.state) }, run.state), run.task ? `, ${run.task}` : "",
-      run.state === "no end" ? ": it was killed, or its host is gone." : "");
+      run.state === "killed" ? ", or its host is gone." : "");
     showTiles(run);
     showNotes(run);
     showRestarts(run);

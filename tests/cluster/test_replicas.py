@@ -32,30 +32,44 @@ def curve(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return metrics(root / "case")
 
 
-@pytest.mark.parametrize("axis", ["tensor", "pipeline", "shard"])
-def test_a_killed_rank_or_host_loses_a_step_or_breaks_the_other_replica(
+FAULTS: dict[str, Callable[[ElasticJob], None]] = {
+    "kill rank 0": lambda job: job.kill(job.numbers("node1")[0]),
+    "stop one for ever": lambda job: job.stop(job.numbers("node2")[0]),
+    "kill all of a host": lambda job: job.kill_processes_of("node2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("axis", "faults", "again"),
+    [
+        ("tensor", ["kill rank 0", "kill all of a host"], True),
+        ("pipeline", ["stop one for ever"], True),
+        ("shard", ["kill rank 0"], False),
+    ],
+)
+def test_a_lost_rank_or_host_loses_a_step_or_breaks_the_other_replica(
     job: Callable[..., ElasticJob],
     curve: list[dict[str, Any]],
     record_property: Callable[[str, object], None],
     axis: str,
+    faults: list[str],
+    again: bool,
 ) -> None:
+    """`again`: the run ends when all ranks train again; else while a spare process waits."""
     running = job(arguments=f"{MODEL} --parallel.{axis} 2", min_np=2)
-    running.wait_for_step(5)
-    faults: dict[str, Callable[[], None]] = {
-        "rank 0": lambda: running.kill(running.numbers("node1")[0]),
-        "host": lambda: running.kill_processes_of("node2"),
-    }
     since: dict[str, float] = {}
-    for fault, kill in faults.items() if axis == "tensor" else [*faults.items()][:1]:
+    for fault in faults:
         running.wait_for_world(FOUR, 90)
         running.wait_for_more(3, 30)
         since[fault] = time.time()
-        kill()
+        FAULTS[fault](running)
         running.wait_for_start(time.time(), 40)
-    running.wait_for_world(FOUR, 90)
+    if again:
+        running.wait_for_world(FOUR, 90)
     running.wait_for_more(3, 30)
-    running.end()
+    done = running.end()
     record_property("seconds", {f: round(pause(running.lines(), t), 2) for f, t in since.items()})
+    assert "Traceback" not in done.stderr, done
     assert_same_curve(running.lines(), curve)
     starts = running.events("start")
     assert {start["source"] for start in starts[1:]} == {"memory"}, starts

@@ -372,6 +372,7 @@ def _rows(page: Tab) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_the_list_does_not_sort_filter_or_compare_in_a_browser(
     served: Served, tmp_path: Path
 ) -> None:
@@ -402,6 +403,7 @@ def test_the_list_does_not_sort_filter_or_compare_in_a_browser(
         assert not page.complaints
 
 
+@pytest.mark.slow
 def test_the_page_of_a_run_cannot_be_read_in_the_dark(served: Served, tmp_path: Path) -> None:
     with tab(tmp_path, 900, dark=True) as page:
         page.open(served.url + "?run=whole")

@@ -143,7 +143,7 @@ def _of_exchange(content: dict[str, Any]) -> Found:
 def _of_run(path: Path) -> Found:
     from hvdtrain.report.figures import figures
     from hvdtrain.report.run import read as read_run
-    from hvdtrain.run.data import build_task
+    from hvdtrain.run.data import build_data
 
     run = read_run(path)
     found, ranks = figures(run), run.ranks
@@ -161,7 +161,9 @@ def _of_run(path: Path) -> Found:
     micro_batches = max(1, batch["global_size"] // batch["micro_size"])
     world = int(ranks.world_size[-1])
     passes = ceil(micro_batches / world)
-    model = build_task(parse(["--config", str(RunFolder(path).config)])).model()
+    # With its data: a vocabulary is as large as they say.
+    task, _ = build_data(parse(["--config", str(RunFolder(path).config)]))
+    model = task.model()
     parameters = [p for p in model.parameters() if p.requires_grad]
     alone = world == 1
     job = Job(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -19,6 +21,8 @@ from hvdtrain.runtime.topology import Topology
 _INTERFACE = "HOROVOD_GLOO_IFACE"
 # For which a rank waits for another: to join, and in each collective.
 LIMIT = timedelta(minutes=5)
+# In which ranks that heard of a failure leave their world by themselves.
+_GRACE_SECONDS = 0.3
 
 
 def join(ranks: Sequence[int], topology: Topology, device: torch.device) -> None:
@@ -60,34 +64,87 @@ def abandon() -> None:
 
 
 class Connections:
-    """The connections of this process's world, which can be cut from any thread.
+    """The connections of this process's world, and how it gets out of it.
 
-    Gloo has no call that fails what is under way: they are shut down under it, and only to be
-    read from. It closes them at their end then; where a write fails before it has read that end,
-    it forgets who waits for that write.
+    Gloo has no call that fails what is under way: connections are shut down under it. It forgets
+    who waits for a write that fails, so that no write, here or there, may fail before its reader
+    has come to the connection's end.
     """
 
     def __init__(self) -> None:
         self._before = set[int]()  # sockets of this process that were there before the world
         self._own: set[int] | None = set()  # its own; None: it is just being formed
+        self._left = threading.Event()
 
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Around what forms the world, and all groups within it."""
+        self._left.clear()
         self._before, self._own = set(_sockets().values()), None
         yield
         self._own = set(_sockets().values()) - self._before
 
+    def leave(self) -> None:
+        """Ends them, when this process is in no collective: the others' ones fail.
+
+        They hear of the end, and are still read from until they have ended them too.
+        """
+        self._left.set()
+        with ExitStack() as stack:
+            own = [stack.enter_context(connection) for connection in self._connections()]
+            for connection in own:
+                with suppress(OSError):
+                    connection.shutdown(socket.SHUT_WR)
+            deadline = time.monotonic() + _GRACE_SECONDS
+            while not all(map(_has_ended, own)) and time.monotonic() < deadline:
+                time.sleep(0.005)
+            _stop_reading(own)
+        _abort_nccl()
+
     def abort(self) -> None:
-        """Fails the collectives that are under way in this process; any thread may call it."""
+        """Fails the collectives that are under way in this process, unless it leaves them at once
+        by itself; any thread may call it."""
+        if self._left.wait(_GRACE_SECONDS):
+            return
+        with ExitStack() as stack:
+            _stop_reading([stack.enter_context(found) for found in self._connections()])
+        _abort_nccl()
+
+    def _connections(self) -> Iterator[socket.socket]:
+        """Of the world, each by a descriptor of its own; none that listens."""
         for descriptor, inode in _sockets().items():
             if inode in self._before or (self._own is not None and inode not in self._own):
                 continue
-            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                connection.getpeername()  # one that listens must not be shut down
-                connection.shutdown(socket.SHUT_RD)
-        if torch.cuda.is_available() and dist.is_initialized():
-            dist.group.WORLD.abort()  # type: ignore[union-attr]
+            with suppress(OSError):
+                connection = socket.socket(fileno=os.dup(descriptor))
+                try:
+                    connection.getpeername()
+                except OSError:  # it listens, and must not be shut down
+                    connection.close()
+                else:
+                    yield connection
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Whether the other side will write no more, and all that it wrote was read."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _stop_reading(connections: Sequence[socket.socket]) -> None:
+    """Gloo reads the end then, and closes them."""
+    for connection in connections:
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RD)
+
+
+def _abort_nccl() -> None:
+    if torch.cuda.is_available() and dist.is_initialized():
+        dist.group.WORLD.abort()  # type: ignore[union-attr]
 
 
 @contextmanager

@@ -76,7 +76,7 @@ class Replicas:
 
     def leave_world(self) -> None:
         """After a generation; those that wait for this rank in a collective get an error."""
-        self.connections.abort()
+        self.connections.leave()
         abandon()
 
     def lost_peers(self) -> AbstractContextManager[None]:

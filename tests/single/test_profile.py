@@ -37,7 +37,9 @@ def _run(folder: Path, arguments: str, launcher: str = "", late: int = 9) -> Fin
     slow.touch()
     env = {"HVDTRAIN_TEST_LAG": f"{late}:0.02:{slow}", "HVDTRAIN_TEST_PACE": "0.05"}
     where = ["--run.root", str(folder), "--run.id", "run"]
-    done = runs.run(folder, [*PACED.split(), *where, *arguments.split()], launcher, env)
+    # Not forked: Lagging knows its rank by what its process began with.
+    flags = [*PACED.split(), *where, *arguments.split()]
+    done = runs.start(folder, flags, launcher, env).wait(120)
     assert done.returncode == 0, done
     return done
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.bench.plots import check_plot
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.files import write_atomic
 
@@ -207,7 +207,7 @@ def _allreduce(args: argparse.Namespace) -> AllreduceReport:
     sizes = parse_sizes(args.sizes)
     hosts = choose_hosts(args.hosts, args.np) if args.hosts else None
     if args.plot is not None:
-        _check_plot(args.plot)  # before minutes of measuring
+        check_plot(args.plot)  # before minutes of measuring
     report = allreduce(sizes, args.rounds, args.np, hosts)
     if args.plot is not None:
         from hvdtrain.report.bandwidth_plot import bandwidth_svg
@@ -227,7 +227,7 @@ def _exchange(args: argparse.Namespace) -> ExchangeReport:
     flags = ["--config", args.preset, *args.flags]
     _check_shares(parse(flags).config.batch.micro_batches, [args.np])
     if args.plot is not None:
-        _check_plot(args.plot)
+        check_plot(args.plot)
     ranks = Ranks(args.np, hosts, args.launcher)
     report = exchange(flags, strategies, args.steps, args.rounds, ranks)
     if args.plot is not None:
@@ -246,19 +246,6 @@ def _layouts(args: argparse.Namespace) -> LayoutsReport:
     parse(flags)  # what is wrong in them is told at once
     where = Where(args.np, args.hosts, args.launcher)
     return layouts(flags, args.steps, where, args.layout or LAYOUTS)
-
-
-def _check_plot(path: Path) -> None:
-    if path.suffix != ".svg":
-        raise UserError(f"--plot {path}: it is drawn as SVG, so the name must end in .svg")
-    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UserError(f"--plot {path} cannot be written; choose another place")
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"--plot needs {error.name}, which is not installed: pip install 'hvdtrain[report]'"
-        ) from None
 
 
 def _of_a_run(args: argparse.Namespace) -> Report:

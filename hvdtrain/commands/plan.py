@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.bench.plots import check_plot
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
 
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     from hvdtrain.plan import sources
 
     if args.plot is not None:
-        _check_plot(args.plot)  # before a minute of measuring
+        check_plot(args.plot)  # before a minute of measuring
     found = [sources.read(path) for path in args.sources]
     outlook = _outlook(args, found)
     if args.tune:
@@ -254,16 +254,3 @@ def _tune(found: list[Found], outlook: Outlook | None) -> int:
         )
     print(tune(links[0], outlook), end="")
     return 0
-
-
-def _check_plot(path: Path) -> None:
-    if path.suffix != ".svg":
-        raise UserError(f"--plot {path}: it is drawn as SVG, so the name must end in .svg")
-    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UserError(f"--plot {path} cannot be written; choose another place")
-    try:
-        import matplotlib  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"--plot needs {error.name}, which is not installed: pip install 'hvdtrain[report]'"
-        ) from None

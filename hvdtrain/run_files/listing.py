@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import UserError
+from hvdtrain.run_files.last_lines import last_lines
 from hvdtrain.run_files.owner_token import read
 from hvdtrain.run_files.run_state import run_state
 
-# The newest start has the names of all hosts, so it may be long.
-_TAIL_BYTES = 1 << 16
-# So many of the newest events are looked at for a start or an end.
-_EVENTS = 200
 # An owner's token is written every 2 s; clocks of file servers differ a little.
 _ALIVE_SECONDS = 20.0
 
@@ -70,8 +65,10 @@ def _listed(run: Path, files: set[str], now: float) -> ListedRun | None:
     """None: it is no run."""
     if not files & {"config.yaml", "metrics.jsonl", "events.jsonl", ".owner"}:
         return None
-    line = next((m for m in _newest_first(run / "metrics.jsonl") if "step" in m), {})
-    events = list(islice(_newest_first(run / "events.jsonl"), _EVENTS))
+    line: dict[str, Any] = next(
+        (m for m in reversed(last_lines(run / "metrics.jsonl")) if "step" in m), {}
+    )
+    events = last_lines(run / "events.jsonl")[::-1]
     start = next((e for e in events if e.get("event") == "start"), {})
     times = [found["time"] for found in (line, *events[:1]) if "time" in found]
     return ListedRun(
@@ -100,19 +97,3 @@ def _alive(token: Path) -> bool:
     except OSError:
         return False
     return owner is not None and not owner.ended
-
-
-def _newest_first(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a file's last lines, none where it is not there; torn ones are passed
-    over."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return
-    for line in reversed(lines):
-        with suppress(ValueError):
-            content = json.loads(line)
-            if isinstance(content, dict):
-                yield content

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from hvdtrain.checkpoint import layout
 from hvdtrain.errors import UserError
+from hvdtrain.run_files.last_lines import last_lines
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.ownership import Ownership
-
-_TAIL_BYTES = 1 << 16
 
 
 @contextlib.contextmanager
@@ -46,7 +42,7 @@ def newest_checkpoint(run: Path) -> int:
 
 def newest_step(run: Path) -> int:
     """The most advanced step that the run's files show; 0 where there is none."""
-    for line in reversed(list(_lines_of(run / "metrics.jsonl"))):
+    for line in reversed(list(last_lines(run / "metrics.jsonl"))):
         if isinstance(line.get("step"), int):
             return max(line["step"], newest_checkpoint(run))
     return newest_checkpoint(run)
@@ -54,7 +50,7 @@ def newest_step(run: Path) -> int:
 
 def made_steps(run: Path, since: float) -> bool:
     """Whether a step was logged after a time (unix)."""
-    return any(line.get("time", 0) >= since for line in _lines_of(run / "metrics.jsonl"))
+    return any(line.get("time", 0) >= since for line in last_lines(run / "metrics.jsonl"))
 
 
 def last_words(run: Path, since: float, most: int = 5) -> list[str]:
@@ -66,24 +62,9 @@ def last_words(run: Path, since: float, most: int = 5) -> list[str]:
     for file in sorted(run.glob("logs/rank_*.jsonl")):
         errors = [
             line
-            for line in _lines_of(file)
+            for line in last_lines(file)
             if line.get("level") == "error" and line.get("time", 0) >= since
         ]
         last += errors[-1:]
     last.sort(key=lambda e: ("HorovodInternalError" in str(e.get("message")), e["time"]))
     return [f"rank {e.get('rank')} on {e.get('host')}: {e.get('message')}" for e in last[:most]]
-
-
-def _lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects in the last lines of a file; what a crash tore is passed over."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            record = json.loads(line)
-            if isinstance(record, dict):
-                yield record

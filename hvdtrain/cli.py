@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError
+from hvdtrain.launch.commands import forget_singleton
 from hvdtrain.runtime.environment import process_start
 
 # Group of --help -> name -> its line. The module is hvdtrain.commands.NAME with HELP,
@@ -76,6 +77,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return the exit code of the process."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    forget_singleton(os.environ)
     code = EXIT_CRASH
     try:
         code = _dispatch(arguments, is_process=argv is None)

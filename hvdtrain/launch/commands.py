@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 # Never a question, and a dead peer is noticed in seconds: whatever the user configured for ssh.
@@ -26,6 +26,12 @@ _KEEP_ALIVE = (
 _END_AT_ONCE = ("--mca", "odls_base_sigkill_timeout", "0")
 # What of the environment ranks on other hosts get; horovodrun passes on all of it.
 _EXPORTED = ("HVDTRAIN_", "HOROVOD_", "NCCL_", "OMP_", "CUDA_")
+# What Open MPI puts into the environment of a process that began MPI without a launcher, such as
+# the kernel of a notebook after `import mpi4py.MPI`.
+_OF_A_SINGLETON = (
+    *("OMPI_MCA_ess", "OMPI_MCA_pmix", "OMPI_MCA_orte_launch", "OMPI_MCA_orte_ess_num_procs"),
+    *("OMPI_MCA_orte_precondition_transports", "OMPI_APP_CTX_NUM_PROCS", "ORTE_SCHIZO_DETECTION"),
+)
 
 
 def horovodrun(
@@ -96,3 +102,13 @@ def elastic_horovodrun(
     limits = ["--min-np", str(min_np), "--max-np", str(max_np)]
     script = ["--host-discovery-script", shlex.join(discovery)]
     return horovodrun(np, [*limits, *script, *command])
+
+
+def forget_singleton(env: MutableMapping[str, str]) -> None:
+    """Removes what a parent that is an MPI process of its own left in `env`.
+
+    With it every mpirun ends with 1 at once, and says nothing.
+    """
+    if env.get("OMPI_MCA_ess") == "singleton":
+        for name in [n for n in env if n in _OF_A_SINGLETON or n.startswith("PMIX_")]:
+            del env[name]

@@ -42,6 +42,26 @@ def test_a_launcher_imports_torch_before_it_starts_ranks(tmp_path: Path) -> None
     assert done.returncode == 0, done
 
 
+IN_A_SINGLETON = """
+import subprocess, sys
+from mpi4py import MPI
+sys.exit(subprocess.run([sys.executable, "-c", sys.argv[1]]).returncode)
+"""
+A_COMMAND = """
+from hvdtrain import cli
+from hvdtrain.launch.commands import mpirun
+import os
+cli.main(["ls", "/nothing"])
+os.execvp("mpirun", mpirun(2, ["echo", "started"]))
+"""
+
+
+def test_no_command_starts_ranks_in_a_notebook_that_has_imported_mpi(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", IN_A_SINGLETON, A_COMMAND]
+    done = Job([], argv, environment({}), tmp_path / "job").wait(60)
+    assert done.returncode == 0 and done.stdout.count("started") == 2, done
+
+
 @pytest.mark.parametrize(
     ("end", "code"),
     [("sys.exit(0)", 0), ("sys.exit(75)", 75), ("os.kill(os.getpid(), 11)", 139)],

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.doctor import collectives, here, hosts, interfaces, network, pairs, speed
-from hvdtrain.doctor.finding import ERROR, WARNING, Finding
+from hvdtrain.doctor import (
+    collectives,
+    here,
+    hosts,
+    interfaces,
+    network,
+    pairs,
+    shared_folder,
+    speed,
+)
+from hvdtrain.doctor.finding import ERROR, Finding
 from hvdtrain.doctor.here import Facts, Need
-from hvdtrain.doctor.session import Session, SilentError, together
+from hvdtrain.doctor.session import Session, opened, together
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.launch.discovery import is_this_host
 from hvdtrain.launch.hostfile import Host, first_slots
@@ -66,7 +74,7 @@ def examine(request: Request) -> Examination:
     """Runs all checks.
 
     Raises:
-        UserError: not even this host can be asked.
+        UserError: not even this host can be asked, or not as many.
     """
     began, found = time.monotonic(), Examination()
     usable = first_slots(request.hosts, request.ranks or 10**9)
@@ -85,7 +93,7 @@ def examine(request: Request) -> Examination:
         _compare(found, facts, own, asked, request)
         if NETWORK in request.stages and len(asked) > 1:
             request.notice("ports, packets and bandwidth between the hosts")
-            _examine_links(found, asked, facts, slots)
+            examine_links(found, asked, facts, slots)
         if ALONE in request.stages:
             request.notice("how fast each host computes")
             speeds = speed.measure({n: asked[n] for n in asked if n in slots or not slots})
@@ -121,16 +129,12 @@ def _sessions(
     for name, address in addresses.items():
         found.findings += hosts.check_name(name, address)
     known = [name for name, address in addresses.items() if address is not None]
-    sessions = {name: Session(name, here=name == own) for name in [own, *known]}
-    try:
+    with opened(own, known) as sessions:
         answering = together(sessions.values(), Session.start)
         for name, session in sessions.items():
             if name != own:
                 found.findings += hosts.check_login(name, session.login)
         yield {n: session for n, session in sessions.items() if answering.get(n) or n == own}
-    finally:
-        for session in sessions.values():
-            session.close()
 
 
 def _address(name: str) -> str | None:
@@ -154,8 +158,7 @@ def _ask_facts(
         libraries = session.ask("libraries", _LIBRARIES_SECONDS) if wanted else {}
         return dict(facts) | {"libraries": libraries}
 
-    found = together(sessions.values(), ask)
-    return {name: found[name] for name in sessions if name in found}
+    return together(sessions.values(), ask)
 
 
 def _compare(
@@ -173,7 +176,7 @@ def _compare(
         offsets = together(sessions.values(), _clock)
         found.measured["clocks"] = {name: ahead for name, (ahead, _) in offsets.items()}
         found.findings += hosts.compare_clocks(offsets)
-        found.findings += _locks(list(sessions.values()), request.root)
+        found.findings += shared_folder.check_locks(list(sessions.values()), request.root)
     if request.flags is not None:
         request.notice("the training data of each host")
         flags = list(request.flags)
@@ -194,57 +197,26 @@ def _clock(session: Session) -> tuple[float, float]:
     return best
 
 
-def _locks(sessions: Sequence[Session], root: str) -> list[Finding]:
-    """Whether the hosts share run.root, and a lock that one takes is there for the others."""
-    folder = Path(root).absolute()
-    made = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f".doctor-lock-{socket.gethostname()}-{os.getpid()}"
-    try:
-        if not sessions[0].ask("hold", 10.0, path=str(path)):
-            return []  # that it has no locks was found on each host
-        seen = together(sessions[1:], lambda session: session.ask("attempt", 10.0, path=str(path)))
-    except SilentError:
-        return []
-    finally:
-        path.unlink(missing_ok=True)
-        if made:
-            folder.rmdir()
-    return [
-        _lock_finding(host, state, str(folder))
-        for host, state in seen.items()
-        if state != "refused"
-    ]
-
-
-def _lock_finding(host: str, state: str, folder: str) -> Finding:
-    if state == "absent":
-        return Finding(
-            "shared folder",
-            host,
-            f"{folder} is another folder there",
-            "checkpoints lie on the host of rank 0 alone: a run that moves begins anew",
-            f"mount a file system that all hosts share, and name it with --run.root; {folder} "
-            f"on {host}: findmnt -T {folder}",
-            WARNING,
-        )
-    return Finding(
-        "locks",
-        host,
-        f"a lock on a file in {folder} does not hold between the hosts",
-        "that one process alone writes a run is then known by its token, 12 s later",
-        "mount it with locks that the server keeps (NFS: without nolock and local_lock)",
-        WARNING,
-    )
-
-
-def _examine_links(
-    found: Examination, sessions: dict[str, Session], facts: dict[str, Facts], slots: dict[str, int]
+def examine_links(
+    found: Examination,
+    sessions: Mapping[str, Session],
+    facts: Mapping[str, Facts],
+    slots: Mapping[str, int],
 ) -> None:
+    """Adds what is wrong between hosts, and what was measured there."""
     peers = pairs.open_listeners(sessions.values(), facts, slots)
-    links = pairs.examine_links(peers)
-    pairs.measure_again(peers, links, network.slow(links, peers))
+    links = pairs.measure_links(peers)
+    if len(peers) > pairs.MOST_HOSTS:
+        every, measured = len(peers) * (len(peers) - 1) // 2, {frozenset(ends) for ends in links}
+        found.left_out.append(
+            f"between hosts: {len(measured)} of {every} pairs were measured, each host with "
+            f"{pairs.SAMPLED_ROUNDS} others"
+        )
+    pairs.measure_again(peers, links, {**network.slow(links, peers), **network.late(links)})
     found.findings += network.check_links(links, peers)
+    ways = interfaces.nccl_ways({name: peer.facts for name, peer in peers.items()}, slots)
+    for (own, host), how in pairs.reach_interfaces(peers, ways).items():
+        found.findings.append(interfaces.nccl_is_not_reached(host, facts[host], own, how))
     found.measured["links"] = [
         {"from": a, "to": b, **asdict(link)} for (a, b), link in links.items()
     ]

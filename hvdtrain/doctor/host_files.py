@@ -23,10 +23,11 @@ def folder(path: str) -> dict[str, Any]:
         free: bytes; inodes: free ones; failed: "" where 1 MiB could be written; locks: flock works.
     """
     root = Path(path)
-    made = _missing(root)
+    made: list[Path] = []
     trial = root / f".doctor-{os.uname().nodename}-{os.getpid()}"
     found: dict[str, Any] = {"free": 0, "inodes": 0, "failed": "", "locks": True}
     try:
+        made = missing(root)
         root.mkdir(parents=True, exist_ok=True)
         state = os.statvfs(root)
         found |= {"free": state.f_bavail * state.f_frsize, "inodes": state.f_favail}
@@ -49,8 +50,12 @@ def folder(path: str) -> dict[str, Any]:
     return found
 
 
-def _missing(root: Path) -> list[Path]:
-    """The folder and those above it that are not there, from the innermost on."""
+def missing(root: Path) -> list[Path]:
+    """The folder and those above it that are not there, from the innermost on.
+
+    Raises:
+        OSError: a folder above cannot be searched.
+    """
     return [one for one in (root, *root.parents) if not one.exists()]
 
 
@@ -68,7 +73,7 @@ def hold(path: str) -> bool:
 
 def attempt(path: str) -> str:
     """What another host makes of that lock: "absent" (no such file), "refused" or "taken"."""
-    if not Path(path).exists():
+    if not os.path.exists(path):  # nor where it cannot be seen
         return "absent"
     lock = FileLock(Path(path))
     try:

@@ -131,7 +131,11 @@ def _echo(server: socket.socket) -> None:
 
 
 def stream(address: str, port: int, seconds: float) -> dict[str, float]:
-    """latency: median seconds of a byte there and back; bandwidth: bytes a second, there."""
+    """latency: median seconds of a byte there and back; bandwidth: bytes a second, there.
+
+    Args:
+        seconds: that each of the two takes, about.
+    """
     with socket.create_connection((address, port), _CONNECT_SECONDS) as own:
         own.settimeout(_IDLE_SECONDS)
         own.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -142,6 +146,8 @@ def stream(address: str, port: int, seconds: float) -> dict[str, float]:
             own.sendall(b".")
             own.recv(1)
             times.append(time.perf_counter() - began)
+            if sum(times) > seconds:
+                break  # far away: the other hosts wait
     with socket.create_connection((address, port), _CONNECT_SECONDS) as own:
         own.settimeout(_IDLE_SECONDS)
         own.sendall(_SINK)

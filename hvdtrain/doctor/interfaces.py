@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from hvdtrain.doctor.finding import Finding
 from hvdtrain.doctor.here import Facts
@@ -49,20 +49,80 @@ def _repeated(facts: Mapping[str, Facts]) -> list[Finding]:
 def _missing(facts: Mapping[str, Facts]) -> list[Finding]:
     found = []
     for variable, (host, theirs) in itertools.product(_INTERFACE_VARIABLES, facts.items()):
-        wanted = [word.strip("^=") for word in os.environ.get(variable, "").split(",") if word]
-        there = theirs["interfaces"]
-        if not wanted or any(
-            "/" in word or any(n.startswith(word) for n in there) for word in wanted
-        ):
+        value, there = os.environ.get(variable, ""), theirs["interfaces"]
+        if not value or _allows(value, there):
             continue
+        leaves = "leaves" if value.startswith("^") else "names"
         found.append(
             Finding(
                 "interfaces",
                 host,
-                f"{variable}={os.environ[variable]} names no interface there; it has "
+                f"{variable}={value} {leaves} no interface there; it has "
                 f"{', '.join(there) or 'none'}",
                 "ranks there do not start, or find no way to the others",
                 f"export {variable}={theirs['chosen'] or 'NAME'}   # or unset {variable}",
             )
         )
     return found
+
+
+def _allows(value: str, names: Iterable[str]) -> bool:
+    """Whether a list of interfaces leaves any of a host's.
+
+    As NCCL's documentation has it: `^` in front excludes what follows, `=` in front (or after that)
+    asks for whole names; else a word is what names begin with. Networks, such as 10.0.0.0/8, may be
+    any.
+    """
+    excludes = value.startswith("^")
+    exact = value.lstrip("^").startswith("=")
+    words = [word for word in value.lstrip("^=").split(",") if word]
+    if not words or (not excludes and any("/" in word for word in words)):
+        return True
+
+    def listed(name: str) -> bool:
+        return any(name == word if exact else name.startswith(word) for word in words)
+
+    return any(listed(name) != excludes for name in names)
+
+
+def nccl_begins_with(theirs: Facts) -> str:
+    """The interface of a host with GPUs over which NCCL's ranks find each other.
+
+    The first whose name begins with `ib`, else the first that does not begin with `docker` (NCCL's
+    documentation of NCCL_SOCKET_IFNAME). "": the host has no GPU, or that variable decides.
+    """
+    if not theirs["gpus"] or os.environ.get("NCCL_SOCKET_IFNAME"):
+        return ""
+    names = [*theirs["interfaces"]]
+    ranked = [name for name in names if name.startswith("ib")]
+    ranked += [name for name in names if not name.startswith(("ib", "docker"))]
+    return next(iter(ranked), "")
+
+
+def nccl_ways(facts: Mapping[str, Facts], slots: Mapping[str, int]) -> dict[tuple[str, str], str]:
+    """What is tried of NCCL's interfaces: (a host, the one before it) -> the interface of that one.
+
+    Only between hosts on which ranks use GPUs: others need not be on that network. Interfaces that
+    are the way to the others anyway are left out.
+    """
+    names = {host: nccl_begins_with(facts[host]) for host in facts if slots.get(host)}
+    users = [host for host, name in names.items() if name]
+    after = dict(zip(users, [*users[1:], *users[:1]], strict=True))
+    return {
+        (after[host], host): names[host]
+        for host in users
+        if names[host] != facts[host]["chosen"] and after[host] != host
+    }
+
+
+def nccl_is_not_reached(host: str, theirs: Facts, from_host: str, how: str) -> Finding:
+    name, chosen = nccl_begins_with(theirs), theirs["chosen"]
+    address = theirs["interfaces"][name]["addresses"][0]
+    return Finding(
+        "interfaces",
+        host,
+        f"NCCL begins with {name} there, whose address, {address}, {from_host} does not reach "
+        f"({how}); the way between them is {chosen}",
+        "ranks on GPUs do not find each other, and the run hangs at its start",
+        f"export NCCL_SOCKET_IFNAME={chosen}",
+    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from hvdtrain.doctor.finding import ERROR, WARNING, Finding
@@ -10,17 +12,20 @@ from hvdtrain.doctor.here import Facts
 from hvdtrain.doctor.pairs import METRICS, MPI, RANKS, Links, Peer
 
 _SLOW = 0.5  # of the median
+_FEW = 4  # directions that have a finding each
 # Of what a board says: a busy host's single stream does so much in any case.
 _MOST_MBIT = 1000
+# Seconds there and back: from so long on it is late in any case, or where others are much quicker.
+_LATE_S, _LATER_S, _LATER = 2e-3, 0.5e-3, 4.0
 
 
 def check_links(links: Links, peers: Mapping[str, Peer]) -> list[Finding]:
-    """Ports, packets and speeds."""
+    """Ports, packets, speeds and latencies."""
     found = []
     for ends, link in links.items():
         for name, problems in link.problems.items():
             found.append(_closed(ends, name, problems, peers[ends[1]], peers[ends[0]]))
-    return [*found, *_packets(links, peers), *_speeds(links, peers)]
+    return [*found, *_packets(links, peers), *_speeds(links, peers), *_latencies(links, peers)]
 
 
 def _closed(
@@ -123,15 +128,16 @@ def slow(links: Links, peers: Mapping[str, Peer]) -> dict[tuple[str, str], float
 
 
 def _speeds(links: Links, peers: Mapping[str, Peer]) -> list[Finding]:
+    expected = slow(links, peers)
     found = []
-    for (a, b), expected in slow(links, peers).items():
+    for where, (a, b) in _places(sorted(expected, key=lambda ends: links[ends].bandwidth)).items():
         interface = peers[a].facts["chosen"]
         found.append(
             Finding(
                 "bandwidth",
-                f"{a} -> {b}",
-                f"{links[a, b].bandwidth * 8e-6:.0f} Mbit/s; {expected * 8e-6:.0f} are expected "
-                "of what the other directions, or the boards, do",
+                where,
+                f"{links[a, b].bandwidth * 8e-6:.0f} Mbit/s; {expected[a, b] * 8e-6:.0f} are "
+                "expected of what the other directions, or the boards, do",
                 "an all-reduce is as slow as its slowest link",
                 f"ethtool {interface}; tc qdisc show dev {interface}   # on both: speed, duplex, "
                 "limits; then cable and switch",
@@ -139,3 +145,47 @@ def _speeds(links: Links, peers: Mapping[str, Peer]) -> list[Finding]:
             )
         )
     return found
+
+
+def _places(directions: Sequence[tuple[str, str]]) -> dict[str, tuple[str, str]]:
+    """Where a finding is -> the direction that shows it, of directions with the worst one first.
+
+    Few have a finding each. Many have one, which names the hosts that are in most of them.
+    """
+    if len(directions) <= _FEW:
+        return {f"{a} -> {b}": (a, b) for a, b in directions}
+    (a, b), *_ = directions
+    most = Counter(itertools.chain.from_iterable(directions)).most_common(2)
+    hosts = ", ".join(f"{host} is in {count}" for host, count in most)
+    return {f"{len(directions)} directions, such as {a} -> {b} ({hosts})": (a, b)}
+
+
+def late(links: Links) -> dict[tuple[str, str], float]:
+    """Directions whose short messages take long: seconds that the usual one takes."""
+    measured = [link.latency for link in links.values() if link.latency]
+    usual = statistics.median_low(measured) if measured else 0.0
+    return {
+        ends: usual
+        for ends, link in links.items()
+        if link.latency > min(_LATE_S, max(_LATER_S, _LATER * usual))
+    }
+
+
+def _latencies(links: Links, peers: Mapping[str, Peer]) -> list[Finding]:
+    usual = late(links)
+    places = _places(sorted(usual, key=lambda ends: -links[ends].latency))
+    return [
+        Finding(
+            "latency",
+            where,
+            f"a byte takes {links[a, b].latency * 1e3:.1f} ms there and back; between hosts of one "
+            "rack it takes less than 0.5, and the median of the ways here is "
+            f"{usual[a, b] * 1e3:.2f} ms",
+            "each all-reduce of n ranks sends 2 (n - 1) messages one after the other: small ones "
+            "take that many times as long",
+            f"ping -c 5 {b}; ethtool -c {peers[a].facts['chosen']}; tc qdisc show   # on {a}: "
+            "hosts far apart, interrupts that are held back, a queue",
+            WARNING,
+        )
+        for where, (a, b) in places.items()
+    ]

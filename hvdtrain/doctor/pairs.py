@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from hvdtrain.doctor.session import Session, together
 STREAM_SECONDS = 0.3
 _SECONDS = 30.0  # for one question, which has limits of its own
 _EPHEMERAL_SAMPLES, _MPI_SAMPLES = 6, 2
+# A round takes about a second: of more hosts only some rounds are done.
+MOST_HOSTS, SAMPLED_ROUNDS = 64, 16
+_AGAIN = 16  # directions: so many more are not of a moment
 RANKS, MPI, METRICS = "ranks and launchers", "MPI", "metrics"
 
 
@@ -98,10 +102,17 @@ def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
     return [pairs for pairs in found if pairs]
 
 
-def examine_links(peers: Mapping[str, Peer]) -> Links:
-    """Every way between two hosts, in both directions: ports first, then packets, then speed."""
+def measure_links(peers: Mapping[str, Peer]) -> Links:
+    """The ways between two hosts, in both directions: ports first, then packets, then speed.
+
+    All of them up to MOST_HOSTS hosts; above, each host's with SAMPLED_ROUNDS others (of an odd
+    number of hosts, some with one fewer), from all over the list.
+    """
     links: Links = {}
-    for pairs in rounds(list(peers)):
+    done = rounds(list(peers))
+    if len(peers) > MOST_HOSTS:
+        done = [done[n * len(done) // SAMPLED_ROUNDS] for n in range(SAMPLED_ROUNDS)]
+    for pairs in done:
         both = [*pairs, *((b, a) for a, b in pairs)]
         links |= _at_once(peers, both, _reach)
         # One direction at a time: both together would share a host's processor, if not its link.
@@ -111,12 +122,13 @@ def examine_links(peers: Mapping[str, Peer]) -> Links:
 
 
 def _measure(peers: Mapping[str, Peer], direction: Sequence[tuple[str, str]], links: Links) -> None:
-    """Packets and speed of pairs that do not disturb each other; the better of two stays."""
+    """Packets and speed of pairs that do not disturb each other; the better of two stay."""
     for ends, answer in _at_once(peers, direction, _stream).items():
         link = links[ends]
         link.packet = answer["packet"]
-        if answer.get("bandwidth", 0.0) > link.bandwidth:
-            link.latency, link.bandwidth = answer["latency"], answer["bandwidth"]
+        if "bandwidth" in answer:
+            link.bandwidth = max(link.bandwidth, answer["bandwidth"])
+            link.latency = min(link.latency or answer["latency"], answer["latency"])
 
 
 def _at_once(peers: Mapping[str, Peer], pairs: Sequence[tuple[str, str]], do: Any) -> Any:
@@ -160,6 +172,27 @@ def _address(own: Peer, other: Peer) -> str:
 
 
 def measure_again(peers: Mapping[str, Peer], links: Links, ends: Iterable[tuple[str, str]]) -> None:
-    """A host may have been busy for a moment: some directions get a second chance, one by one."""
-    for direction in ends:
+    """A host may have been busy for a moment: the first directions get a second chance, one by one.
+
+    At most _AGAIN of them.
+    """
+    for direction in itertools.islice(ends, _AGAIN):
         _measure(peers, [direction], links)
+
+
+def reach_interfaces(
+    peers: Mapping[str, Peer], ways: Mapping[tuple[str, str], str]
+) -> dict[tuple[str, str], str]:
+    """What happens where a host does not reach an interface of another.
+
+    Args:
+        ways: (the host that tries, the other) -> an interface of the other; each tries one.
+    """
+
+    def attempt(own: Peer, other: Peer) -> str:
+        name = ways[own.session.name, other.session.name]
+        address = other.facts["interfaces"][name]["addresses"][0]
+        question = {"address": address, "ports": [other.stream]}
+        return str(own.session.ask("reach", _SECONDS, **question)[str(other.stream)])
+
+    return {ends: how for ends, how in _at_once(peers, [*ways], attempt).items() if how}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +15,8 @@ from rich.text import Text
 from hvdtrain.doctor.examine import Examination
 from hvdtrain.doctor.finding import ERROR, Finding
 
+# Directions that have a line each; of more of them so many, the slowest.
+_MOST_LINKS, _SLOWEST_LINKS = 32, 8
 _COLOURS = {ERROR: "bold red"}
 
 
@@ -55,12 +57,7 @@ def _table(findings: Sequence[Finding]) -> Table:
 
 def notes(found: Examination) -> Iterator[str]:
     """What was measured and what was left out, a line each."""
-    for link in found.measured.get("links", ()):
-        if link["bandwidth"]:
-            yield (
-                f"{link['from']} -> {link['to']}: {link['bandwidth'] * 8e-6:,.0f} Mbit/s, "
-                f"{link['latency'] * 1e6:.0f} us there and back"
-            )
+    yield from _links([link for link in found.measured.get("links", ()) if link["bandwidth"]])
     for host, theirs in found.measured.get("speeds", {}).items():
         gpus = ", ".join(f"{n} {v / 1e12:.0f} TFLOP/s" for n, v in theirs.items() if _is_gpu(n))
         cpu = f"{theirs['processor'] / 1e9:.0f} GFLOP/s, memory {theirs['memory'] / 1e9:.1f} GB/s"
@@ -73,6 +70,20 @@ def notes(found: Examination) -> Iterator[str]:
         )
     yield from found.left_out
     yield f"{found.seconds:.0f} s"
+
+
+def _links(links: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line each, or of many the slowest."""
+    shown = links
+    if len(links) > _MOST_LINKS:
+        shown = sorted(links, key=lambda link: float(link["bandwidth"]))[:_SLOWEST_LINKS]
+    for link in shown:
+        yield (
+            f"{link['from']} -> {link['to']}: {link['bandwidth'] * 8e-6:,.0f} Mbit/s, "
+            f"{link['latency'] * 1e6:.0f} us there and back"
+        )
+    if len(shown) < len(links):
+        yield f"the other {len(links) - len(shown)} directions are not slower (--format json)"
 
 
 def _is_gpu(name: str) -> bool:

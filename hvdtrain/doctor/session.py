@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import queue
+import resource
 import shlex
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar
 
 from hvdtrain.doctor.agent import MARK
+from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import SSH_OPTIONS
 
 T = TypeVar("T")
@@ -161,12 +164,53 @@ class Session:
         return [line.strip() for line in lines if line.strip(" @\r")]
 
 
+@contextmanager
+def opened(own: str, others: Sequence[str]) -> Iterator[dict[str, Session]]:
+    """A session with each host, this one first; all are closed in any case.
+
+    Raises:
+        UserError: this process may not open as many files.
+    """
+    total = 1 + len(others)
+    with ExitStack() as stack:
+        # This host's agent tells the limit that ranks here have: it comes before that is raised.
+        sessions = {own: stack.enter_context(closing(Session(own, here=True)))}
+        stack.enter_context(_most_open_files())
+        try:
+            for name in others:
+                sessions[name] = stack.enter_context(closing(Session(name, here=False)))
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            raise UserError(
+                f"only {len(sessions)} of {total} hosts can be asked at once: {error.strerror}; "
+                "each takes 3: raise the hard limit (`ulimit -Hn` shows it), or name fewer hosts"
+            ) from None
+        yield sessions
+
+
+@contextmanager
+def _most_open_files() -> Iterator[None]:
+    """The soft limit is as high as the hard one meanwhile."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def together(sessions: Iterable[Session], do: Callable[[Session], T]) -> dict[str, T]:
     """Does something with all hosts at once; those that fall silent are not in the result.
+
+    Returns:
+        Name -> what was done, in the order of the sessions.
 
     Raises:
         Exception: the first that `do` raised, but SilentError, which the session keeps.
     """
+    asked = list(sessions)
     found: dict[str, T] = {}
     errors: list[Exception] = []
 
@@ -178,14 +222,14 @@ def together(sessions: Iterable[Session], do: Callable[[Session], T]) -> dict[st
         except Exception as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=one, args=(session,), daemon=True) for session in sessions]
+    threads = [threading.Thread(target=one, args=(session,), daemon=True) for session in asked]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()  # each question has a limit of its own
     if errors:
         raise errors[0]
-    return found
+    return {session.name: found[session.name] for session in asked if session.name in found}
 
 
 def _remote_command() -> str:

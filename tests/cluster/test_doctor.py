@@ -14,15 +14,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.support.cluster import REPOSITORY, Cluster
-from tests.support.doctor_faults import BOTH, OF_A_HOST, OF_A_LOGIN, OWN, Fault
+from tests.support.doctor_faults import BOTH, OF_A_HOST, OF_A_LOGIN, OWN, TOGETHER, Fault
 from tests.support.doctored import Examined, named
+from tests.support.namespaces import ENVIRONMENT
 
 # What slows hosts down, such as another test, is a finding too.
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(150)]
@@ -57,22 +58,28 @@ def _made(doctor: Examined, fault: Fault) -> Iterator[None]:
         do(fault.undo)
 
 
-def _check(doctor: Examined, fault: Fault, *stages: str, cwd: Path = REPOSITORY) -> None:
-    """Made, named, mended, gone."""
-    with _made(doctor, fault):
-        findings = doctor.findings(*stages, hosts=fault.hosts, cwd=cwd)
-        found = named(findings, fault.check, fault.where)
-        assert fault.says in found["what"] and found["severity"] == fault.severity, found
-        assert found["why"] and found["mend"], found
-        if fault.mend == OWN:
-            for host in fault.on.split():
-                doctor.on(host, found["mend"])
-            assert doctor.findings(*stages, cwd=cwd) == []
+def _check(doctor: Examined, faults: Sequence[Fault], cwd: Path = REPOSITORY) -> None:
+    """Made, all at once, named, mended, gone."""
+    with ExitStack() as mended_by_itself, ExitStack() as undone:
+        for fault in faults:
+            stack = mended_by_itself if fault.mend == OWN else undone
+            stack.enter_context(_made(doctor, fault))
+        findings = doctor.findings(hosts=faults[0].hosts, cwd=cwd)
+        for fault in faults:
+            found = named(findings, fault.check, fault.where)
+            assert fault.says in found["what"] and found["severity"] == fault.severity, found
+            assert found["why"] and found["mend"], found
+            if fault.mend == OWN:
+                for host in fault.on.split():
+                    doctor.on(host, found["mend"])
+        undone.close()
+        if any(fault.mend == OWN for fault in faults):
+            assert doctor.findings(cwd=cwd) == []
 
 
-@pytest.mark.parametrize("name", OF_A_HOST)
-def test_a_fault_of_a_host_is_not_named(doctor: Examined, name: str) -> None:
-    _check(doctor, OF_A_HOST[name])
+@pytest.mark.parametrize("names", TOGETHER, ids=" and ".join)
+def test_a_fault_of_a_host_is_not_named(doctor: Examined, names: Sequence[str]) -> None:
+    _check(doctor, [OF_A_HOST[name] for name in names])
 
 
 @pytest.fixture
@@ -95,7 +102,7 @@ def test_a_fault_of_a_login_is_not_named(
     if "host key" in name:
         request.getfixturevalue("strict")
     cwd = doctor.root if name == "no such folder" else REPOSITORY
-    _check(doctor, OF_A_LOGIN[name], cwd=cwd)
+    _check(doctor, [OF_A_LOGIN[name]], cwd=cwd)
 
 
 # nft's own words, of a firewall as distributions set it up.
@@ -177,6 +184,46 @@ def test_a_slow_direction_is_not_named(doctor: Examined) -> None:
         assert 20 < int(found["what"].split()[0]) < 110  # Mbit/s
     finally:
         doctor.on("node2", "tc qdisc del dev eth0 root")
+
+
+def test_a_way_on_which_short_messages_wait_is_not_named(doctor: Examined) -> None:
+    # Packets of less than 128 bytes leave node2 one by one; larger ones are not held back.
+    doctor.on(
+        "node2",
+        "tc qdisc add dev eth0 root handle 1: htb default 1",
+        "tc class add dev eth0 parent 1: classid 1:2 htb rate 100kbit burst 100",
+        "tc filter add dev eth0 parent 1: protocol ip u32 match u16 0 0xff80 at 2 flowid 1:2",
+    )
+    try:
+        findings = doctor.findings("network")
+        for ends in ("node1 -> node2", "node2 -> node1"):  # there and back
+            found = named(findings, "latency", ends)
+            assert 2 < float(found["what"].split()[3]) < 100 and found["severity"] == "warning"
+    finally:
+        doctor.on("node2", "tc qdisc del dev eth0 root")
+
+
+def test_an_interface_with_which_nccl_begins_and_that_leads_nowhere_is_not_named(
+    doctor: Examined,
+) -> None:
+    gpu = OF_A_HOST["a GPU with errors"]  # a script in place of nvidia-smi: there is none here
+    path = {"PATH": f"{ENVIRONMENT['PATH']}:/tmp/gpu"}  # on node1 no ~/.bashrc is read
+    doctor.on("node1", gpu.make)
+    doctor.on("node2", gpu.make, "ip link add ib0 type bridge; ip addr add 10.99.0.2/24 dev ib0")
+    doctor.on("node2", "ip link set ib0 up")
+    try:
+        # Only ranks on GPUs use it: node1 without any need not reach it.
+        findings = doctor.findings("network")
+        assert "interfaces" not in {one["check"] for one in findings}, findings
+        found = named(doctor.findings("network", env=path), "interfaces", "node2")
+        assert "NCCL begins with ib0" in found["what"] and "10.99.0.2" in found["what"], found
+        name, _, value = found["mend"].split()[1].partition("=")
+        assert (name, value) == ("NCCL_SOCKET_IFNAME", "eth0")
+        findings = doctor.findings("network", env={**path, name: value})
+        assert "interfaces" not in {one["check"] for one in findings}, findings
+    finally:
+        doctor.on("node2", "ip link delete ib0", gpu.undo)
+        doctor.on("node1", gpu.undo)
 
 
 def test_an_interface_that_a_variable_names_and_a_host_lacks_is_not_named(doctor: Examined) -> None:

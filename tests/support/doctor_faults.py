@@ -97,7 +97,7 @@ OF_A_HOST = {
         "memory", "true", "are free for 900 ranks", "true", hosts="node1:1,node2:900",
     ),
     "more ranks than cores": Fault(
-        "cores", "true", "ranks for", "true", severity="warning", hosts="node1:1,node2:80",
+        "cores", "true", "ranks for", "true", severity="warning", hosts="node1:1,node2:900",
     ),
     "another version": Fault(
         "versions",
@@ -121,6 +121,16 @@ OF_A_HOST = {
         on="node1 node2", where="node1, node2",
     ),
 }  # fmt: skip
+
+# Which of them are made at once: those of one file or folder are in different ones.
+TOGETHER = (
+    ("own name", "small /dev/shm", "few open files", "full disk", "a locale that is not there"),
+    ("the name of another", "nearly full disk", "another Python in ~/.bashrc", "no mpirun"),
+    ("a GPU with errors", "read-only disk", "another version", "one address on both hosts"),
+    ("a folder of its own", "other source files"),
+    ("too many ranks", "more ranks than cores", "locks that others do not see"),
+)
+assert sorted(name for names in TOGETHER for name in names) == sorted(OF_A_HOST)
 
 # Of the way to a host: what ssh says, and what is missing there.
 OF_A_LOGIN = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from hvdtrain.errors import EXIT_CRASH, UserError
 
 BUDGET_S = 0.4  # for the repetitions of one size
 LEAST, MOST = 3, 200  # repetitions
+_COMPUTED = 512  # rows and columns: some milliseconds of a core
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,12 @@ def _timed(side: Side, values: Tensor) -> float:
     return time.perf_counter() - begin
 
 
-def _horovod(hierarchical: bool = False) -> Side:
-    """Horovod on the CPU, with the settings that a run gets."""
+def _horovod(hierarchical: bool = False, computing: bool = False) -> Side:
+    """Horovod on the CPU, with the settings that a run gets.
+
+    Args:
+        computing: another thread of each rank does what a backward pass does: it multiplies.
+    """
     from hvdtrain.runtime import environment
     from hvdtrain.runtime.collectives import begin_sum, completed
     from hvdtrain.runtime.init import initialise
@@ -98,7 +104,16 @@ def _horovod(hierarchical: bool = False) -> Side:
     def all_reduce(values: Tensor) -> None:
         completed(begin_sum(values, f"bench.{values.numel()}"))
 
+    if computing:
+        threading.Thread(target=_compute, daemon=True).start()
     return Side(topology.rank, topology.world_size, torch.device("cpu"), all_reduce)
+
+
+def _compute() -> None:
+    a = torch.ones(_COMPUTED, _COMPUTED)
+    product = torch.empty_like(a)
+    while True:
+        torch.mm(a, a, out=product)
 
 
 def _horovod_on_gpus() -> Side:
@@ -145,6 +160,7 @@ def _torch_gloo() -> Side:
 
 KINDS: dict[str, Callable[[], Side]] = {
     "horovod": _horovod,
+    "horovod-computing": partial(_horovod, computing=True),
     "horovod-hierarchical": partial(_horovod, hierarchical=True),
     "horovod-gpu": _horovod_on_gpus,
     "mpi": _mpi,

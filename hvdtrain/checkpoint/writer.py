@@ -44,8 +44,8 @@ class CheckpointWriter:
     Args:
         store: writes and deletes.
         saved: step of the newest checkpoint of the run so far; 0 where there is none.
-        emit: called with each save: "checkpoint" (step, seconds) or "checkpoint_failed" (step,
-            error); from the thread.
+        emit: called with each save: "checkpoint" (step, seconds that it took, stall_seconds by
+            which it held up the steps) or "checkpoint_failed" (step, error); from the thread.
     """
 
     def __init__(
@@ -158,7 +158,8 @@ class CheckpointWriter:
             if not self._store.has(step):
                 self._store.save(self._staging)
                 self.seconds = time.monotonic() - begin
-                self._emit("checkpoint", step=step, seconds=self.seconds)
+                stall = self.stall_seconds
+                self._emit("checkpoint", step=step, seconds=self.seconds, stall_seconds=stall)
             self.last_saved_step = step
             self.last_saved_at = time.time()
         except Exception as error:  # whatever it is, training is worth more

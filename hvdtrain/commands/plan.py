@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,11 +145,11 @@ def run(args: argparse.Namespace) -> int:
 def _outlook(args: argparse.Namespace, found: list[Found]) -> Outlook | None:
     from hvdtrain.plan.outlook import look
 
-    job, assumed = _job(args, found)
+    job, of_job = _job(args, found)
     if job is None:
         return None
-    cluster = _cluster(args, found, assumed)
-    return look(job, cluster, _terms(args, found, job), assumed)
+    cluster, of_cluster = _cluster(args, found)
+    return look(job, cluster, _terms(args, found, job), of_job, of_cluster)
 
 
 def _job(args: argparse.Namespace, found: list[Found]) -> tuple[Job | None, list[str]]:
@@ -183,15 +184,16 @@ def _at_once(ranks: int) -> int:
     return 1 if torch.cuda.is_available() else min(ranks, cores())
 
 
-def _cluster(args: argparse.Namespace, found: list[Found], assumed: list[str]) -> Cluster:
+def _cluster(args: argparse.Namespace, found: list[Found]) -> tuple[Cluster, list[str]]:
+    """The cluster and what is not known of it."""
     from hvdtrain.plan.cluster import TCP_PAYLOAD, Cluster, Link, parse_bandwidth, parse_seconds
 
     measured = next((one.link for one in found if one.link is not None), None)
+    assumed = []
     latency = parse_seconds(args.latency)
-    launch = busy = 0.0
+    launch = busy = beside = 0.0
     bits, payload = parse_bandwidth(args.bandwidth or "10gbit"), TCP_PAYLOAD
     if measured is not None:
-        launch = measured.launch_seconds
         if measured.several and args.bandwidth is None:
             bits, payload = measured.bits_per_second, 1.0
         elif not measured.several:
@@ -201,6 +203,7 @@ def _cluster(args: argparse.Namespace, found: list[Found], assumed: list[str]) -
 
         costs = measure_costs()
         launch, busy = costs.launch_seconds, costs.busy_seconds_per_byte
+        beside = costs.beside_seconds
     else:
         assumed.append(
             "what starts a collective and what it takes of a processor: 0 is assumed; give --from "
@@ -212,7 +215,10 @@ def _cluster(args: argparse.Namespace, found: list[Found], assumed: list[str]) -
         assumed.append(f"links inside of a host: {args.inside} (--inside)")
     within = Link(parse_bandwidth(args.inside))
     between = Link(bits, latency, payload)
-    return Cluster(args.hosts, args.ranks, between, within, args.algorithm, launch, busy)
+    cluster = Cluster(args.hosts, args.ranks, between, within, args.algorithm, launch, busy, beside)
+    if measured is not None:
+        cluster = replace(cluster, launch_seconds=measured.launch_seconds(cluster))
+    return cluster, assumed
 
 
 def _on_cpus() -> bool:

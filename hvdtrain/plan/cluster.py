@@ -55,6 +55,8 @@ class Cluster:
             message: Horovod's negotiation.
         busy_seconds_per_byte: of a rank's own processor for each byte that it sends; 0 where a
             device beside it computes.
+        beside_seconds: by which a collective starts later while the ranks compute, on processors
+            for which its threads have to wait.
     """
 
     hosts: int
@@ -64,6 +66,7 @@ class Cluster:
     algorithm: Algorithm = "ring"
     launch_seconds: float = 0.0
     busy_seconds_per_byte: float = 0.0
+    beside_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         require(self.hosts >= 1, f"a cluster has 1 host or more, not {self.hosts}")
@@ -75,18 +78,21 @@ class Cluster:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bits a second of `25gbit`, `400Mbit/s` or `100G`.
+    """Bits a second of `25gbit`, `400Mbit/s` or `100G`; of bytes with a capital B: `900GB/s`.
 
     Raises:
         UserError: it is no bandwidth.
     """
-    match = re.fullmatch(
-        r"([\d.]+(?:e\d+)?)\s*([kmgt]?)(?:bit|bps|b)?(?:/s)?", text.strip().lower()
-    )
-    value = _number(match[1]) * _BITS[match[2]] if match else 0.0
-    if value <= 0:
-        raise UserError(f"{text} is no bandwidth: bits a second are expected, such as 25gbit")
-    return value
+    pattern = r"([\d.]+(?:e\d+)?)\s*([kmgt]?)(bit|bps|b|)(?:/s)?"
+    match = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
+    value = _number(match[1]) * _BITS[match[2].lower()] if match else 0.0
+    if not match or value <= 0:
+        raise UserError(
+            f"{text} is no bandwidth: bits a second are expected, such as 25gbit, or bytes, such "
+            "as 3GB/s"
+        )
+    counts_bytes = match[3].startswith("B") and match[3].lower() != "bit"
+    return value * 8 if counts_bytes else value
 
 
 def parse_seconds(text: str) -> float:

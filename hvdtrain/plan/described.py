@@ -12,13 +12,12 @@ from hvdtrain.data.loader import to_device
 from hvdtrain.engine.flops import META, count
 from hvdtrain.errors import UserError
 from hvdtrain.optim.precision import Precision
+from hvdtrain.plan.assumed import BACKWARD_SHARE, free_wires
 from hvdtrain.plan.forward import forward
-from hvdtrain.plan.job import Job, StrategyCost, evenly_ready
+from hvdtrain.plan.job import Job, evenly_ready, require_micro_size
 from hvdtrain.run.data import build_data
 from hvdtrain.tasks.batch import first_batch
 from hvdtrain.telemetry.peaks import PEAKS, peak_flops
-
-_BACKWARD = 2 / 3  # two of a pass's three matrix products
 
 
 def described_job(flags: Sequence[str], gpu: str, mfu: float) -> Job:
@@ -30,10 +29,12 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> Job:
         mfu: of its peak.
 
     Raises:
-        UserError: the GPU is not known, or the FLOPs cannot be counted.
+        UserError: the GPU is not known, the FLOPs cannot be counted, or micro-batches have no fixed
+            size.
     """
     settings = parse(flags)
     config = settings.config
+    require_micro_size(config.batch)
     task, datasets = build_data(settings)
     # Made for real: some models look at values (tables of positions) when they are made.
     model = task.model()
@@ -52,19 +53,19 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> Job:
     for shapes in comm.OWN.micro_batches(iter([batch]), in_common=0):
         kept = forward(task, model, shapes)[1]
     parameters = [p for p in model.parameters() if p.requires_grad]
-    free = {name: StrategyCost() for name in ("dense", "float16", "bfloat16")}
     return Job(
-        forward_seconds=seconds * (1 - _BACKWARD),
-        backward_seconds=seconds * _BACKWARD,
+        forward_seconds=seconds * (1 - BACKWARD_SHARE),
+        backward_seconds=seconds * BACKWARD_SHARE,
         optimizer_seconds=0.0,
         other_seconds=0.0,
         micro_batches=config.batch.micro_batches,
         micro_size=config.batch.micro_size,
         buckets=evenly_ready(parameters),
-        costs=free,
+        costs=free_wires(),
         element_bytes=parameters[0].element_size(),
         optimizer_bytes=2.0 * sum(p.numel() * p.element_size() for p in parameters),
         activation_bytes=kept.activation_bytes,
         blocks=kept.blocks,
         block_bytes=kept.block_bytes,
+        outside_bytes=kept.outside_bytes,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +22,13 @@ class Kept:
         activation_bytes: that wait for the backward pass, parameters not counted.
         blocks: of the model.
         block_bytes: of what the first one gives to the next; 0: it has none, or gives no tensor.
+        outside_bytes: of trained parameters that lie in none of them.
     """
 
     activation_bytes: float
     blocks: int
     block_bytes: float
+    outside_bytes: float
 
 
 def forward(task: Task, model: nn.Module, batch: Batch) -> tuple[Tensor, Kept]:
@@ -54,5 +57,16 @@ def forward(task: Task, model: nn.Module, batch: Batch) -> tuple[Tensor, Kept]:
     finally:
         for hook in hooks:
             hook.remove()
-    kept = Kept(float(sum(held.values())), len(blocks), float(given[0]) if given else 0.0)
+    kept = Kept(
+        activation_bytes=float(sum(held.values())),
+        blocks=len(blocks),
+        block_bytes=float(given[0]) if given else 0.0,
+        outside_bytes=_outside_bytes(model, blocks),
+    )
     return (loss[0] if isinstance(loss, tuple) else loss), kept
+
+
+def _outside_bytes(model: nn.Module, blocks: Sequence[nn.Module]) -> float:
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return float(sum(p.nbytes for p in trained if p not in inside))

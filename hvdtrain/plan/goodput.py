@@ -75,7 +75,8 @@ def goodput(failures: Failures, interval: float) -> float:
     if not failures.redone:
         return saving * failures.mtbf / (failures.mtbf + failures.restart_seconds)
     lengths = (interval + failures.save_seconds) / failures.mtbf
-    if lengths > 700:  # never done
+    starts = failures.restart_seconds / failures.mtbf
+    if starts + lengths > 700:  # never done: e to this power is no number of a computer
         return 0.0
-    expected = failures.mtbf * exp(failures.restart_seconds / failures.mtbf) * expm1(lengths)
+    expected = failures.mtbf * exp(starts) * expm1(lengths)
     return interval / expected

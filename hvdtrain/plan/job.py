@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hvdtrain.errors import require
+from hvdtrain.data.config import BatchConfig
+from hvdtrain.errors import UserError, require
 from hvdtrain.exchange.buckets import BUCKET_BYTES, SMALLEST_BUCKET_BYTES, gradient_buckets
 
 
@@ -61,6 +62,7 @@ class Job:
         activation_bytes: that a micro-batch keeps for its backward pass; None: not known.
         blocks: that the model consists of, which ranks can share; 0: not known.
         block_bytes: of what a block gives to the next one, of a micro-batch.
+        outside_bytes: of parameters that lie in no block; 0: none do, or it is not known.
         control_bytes: all-reduced beside the last backward pass: losses and what ranks agree on.
     """
 
@@ -77,11 +79,13 @@ class Job:
     activation_bytes: float | None = None
     blocks: int = 0
     block_bytes: float = 0.0
+    outside_bytes: float = 0.0
     control_bytes: int = 1024
 
     def __post_init__(self) -> None:
         require(self.micro_batches >= 1, "a step has 1 micro-batch or more")
         require(bool(self.buckets), "a model without a parameter has nothing to exchange")
+        require("dense" in self.costs, "every job can be exchanged dense")
         require(
             "powersgd" not in self.costs or all(b.matrices is not None for b in self.buckets),
             "powersgd is known only where the shapes of the parameters are",
@@ -99,6 +103,19 @@ class Job:
     def samples(self) -> int:
         """Of a step, over all ranks."""
         return self.micro_batches * self.micro_size
+
+
+def require_micro_size(batch: BatchConfig) -> None:
+    """A job's micro-batches all have batch.micro_size samples.
+
+    Raises:
+        UserError: theirs have not.
+    """
+    if batch.max_tokens or batch.per_rank_size:
+        raise UserError(
+            "hvdtrain plan takes micro-batches of batch.micro_size samples: give "
+            "batch.global_size and batch.micro_size, not batch.max_tokens or batch.per_rank_size"
+        )
 
 
 def buckets_of(parameters: Sequence[Tensor], ready: Mapping[Tensor, float]) -> tuple[Bucket, ...]:

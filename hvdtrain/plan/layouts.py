@@ -6,7 +6,7 @@ pipeline as in Huang et al., "GPipe", arXiv:1811.06965.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -55,9 +55,13 @@ class Layout:
         return " ".join([*found, *(f"--exchange.{key} {value}" for key, value in keys)])
 
 
-def layouts(job: Job, cluster: Cluster) -> Iterator[Layout]:
-    """Those that the ranks and the job allow, one axis at a time and `tensor` with `pipeline`."""
-    for strategy in job.costs:
+def layouts(job: Job, cluster: Cluster, strategies: Iterable[str]) -> Iterator[Layout]:
+    """Those that the ranks and the job allow, one axis at a time and `tensor` with `pipeline`.
+
+    Args:
+        strategies: of whole models; where ranks share something, the exchange is dense.
+    """
+    for strategy in strategies:
         yield Layout(strategy=strategy)
     if cluster.ranks > 1:
         yield Layout(zero_copies=1)
@@ -85,10 +89,20 @@ def memory(job: Job, layout: Layout, ranks: int) -> float:
     whole += _COPIES.get(layout.strategy, 0) * job.parameter_bytes
     held = 1 / parts if not layout.zero_copies else min(1.0, layout.zero_copies / ranks)
     if layout.shard > 1 and job.blocks:
-        whole += job.parameter_bytes / job.blocks  # a block that computes is whole
+        whole += _whole_beside_shards(job)
     # 1F1B keeps as many micro-batches as there are stages, each 1 / stages of the blocks.
     activations = (job.activation_bytes or 0.0) / layout.tensor
     return whole + held * job.optimizer_bytes + activations
+
+
+def _whole_beside_shards(job: Job) -> float:
+    """Most bytes at once, in the backward pass.
+
+    The block that computes, its gradient and the block that FSDP2 gathers meanwhile; what lies in
+    no block, and its gradient, which is summed after all blocks.
+    """
+    block = (job.parameter_bytes - job.outside_bytes) / job.blocks
+    return 3 * block + 2 * job.outside_bytes
 
 
 def bubble(micro_batches: int, stages: int) -> float:

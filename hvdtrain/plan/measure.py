@@ -13,6 +13,12 @@ from hvdtrain.bench.processes import QUIET, launch, measure
 from hvdtrain.plan.job import Bucket, Job, StrategyCost
 
 _SMALL, _LARGE = 1 << 10, 8 << 20  # bytes of an all-reduce
+_WORKER = (sys.executable, "-m", "hvdtrain.bench.allreduce_worker")
+# Of ranks that do nothing else, and of ranks that compute.
+COLLECTIVES = (
+    (*_WORKER, "horovod", str(_SMALL), str(_LARGE)),
+    (*_WORKER, "horovod-computing", str(_SMALL)),
+)
 _SECONDS = ("forward_seconds", "backward_seconds", "optimizer_seconds", "other_seconds")
 
 
@@ -23,10 +29,12 @@ class Costs:
     Args:
         launch_seconds: of a short one.
         busy_seconds_per_byte: that a rank sends.
+        beside_seconds: by which the short one takes longer while the ranks compute.
     """
 
     launch_seconds: float
     busy_seconds_per_byte: float
+    beside_seconds: float
 
 
 def measure_job(flags: Sequence[str], at_once: int = 1) -> Job:
@@ -69,17 +77,26 @@ def measure_costs(launcher: str = "gloo") -> Costs:
     Raises:
         BenchError: they failed.
     """
-    command = [sys.executable, "-m", "hvdtrain.bench.allreduce_worker", "horovod"]
-    command += [str(_SMALL), str(_LARGE)]
-    seconds = measure(launch(launcher, 2, command), threads=1)["seconds"]
-    return costs_from({int(size): value for size, value in seconds.items()}, ranks=2)
+    idle, computing = (
+        measure(launch(launcher, 2, command), threads=1)["seconds"] for command in COLLECTIVES
+    )
+    return costs_from(idle, computing, ranks=2)
 
 
-def costs_from(seconds: Mapping[int, float], ranks: int) -> Costs:
-    """From the seconds of all-reduces by bytes, of so many ranks on a network without a limit."""
+def costs_from(idle: Mapping[str, float], computing: Mapping[str, float], ranks: int) -> Costs:
+    """From the seconds of all-reduces of so many ranks on a network without a limit.
+
+    Args:
+        idle, computing: what the two COLLECTIVES print: bytes -> seconds.
+    """
+    seconds = {int(size): value for size, value in idle.items()}
     small, large = min(seconds), max(seconds)
     grown = max(0.0, seconds[large] - seconds[small])
-    return Costs(seconds[small], grown / (large - small) / (2 * (ranks - 1) / ranks))
+    return Costs(
+        launch_seconds=seconds[small],
+        busy_seconds_per_byte=grown / (large - small) / (2 * (ranks - 1) / ranks),
+        beside_seconds=max(0.0, computing[str(small)] - seconds[small]),
+    )
 
 
 def job_from(content: dict[str, Any]) -> Job:

@@ -83,12 +83,14 @@ class Outlook:
     """What `hvdtrain plan` shows.
 
     Args:
-        job, cluster, terms: what it is made from.
+        job, cluster, terms: what it is made from, as they were given: with terms.weak, the job of
+            one rank.
         scaling: of every number of hosts and strategy.
         placed: layouts on all hosts, the fastest first.
         best: the recommended one, see _best; on equal hosts the fastest is the cheapest.
         saving: None: no failures are planned for.
-        unknown: sentences on what it does not know.
+        unknown_of_the_job: sentences on what the job is not known by, and
+        unknown: on all that it does not know, these among it.
     """
 
     job: Job
@@ -98,6 +100,7 @@ class Outlook:
     placed: Sequence[Placed]
     best: Placed | None
     saving: Saving | None
+    unknown_of_the_job: Sequence[str]
     unknown: Sequence[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,16 +113,19 @@ class Outlook:
             "layouts": [asdict(one) | {"flags": one.layout.flags} for one in self.placed],
             "best": None if self.best is None else self.best.layout.flags,
             "saving": None if self.saving is None else asdict(self.saving),
+            "unknown_of_the_job": list(self.unknown_of_the_job),
             "unknown": list(self.unknown),
         }
 
 
-def look(job: Job, cluster: Cluster, terms: Terms, assumed: Sequence[str] = ()) -> Outlook:
+def look(
+    job: Job, cluster: Cluster, terms: Terms, of_job: Sequence[str], of_cluster: Sequence[str]
+) -> Outlook:
     """The plan.
 
     Args:
         cluster: of its largest size.
-        assumed: sentences on what job and cluster are not known by.
+        of_job, of_cluster: sentences on what each is not known by.
     """
     scaling = [
         (hosts, predict(_grown(job, part, terms), part, strategy, terms.exchange))
@@ -128,11 +134,15 @@ def look(job: Job, cluster: Cluster, terms: Terms, assumed: Sequence[str] = ()) 
         for strategy in terms.strategies
     ]
     whole = _grown(job, cluster, terms)
-    known = replace(whole, costs={name: job.costs[name] for name in terms.strategies})
     failures = _failures(whole, cluster, terms)
-    interval = daly(failures)
+    # A save that costs nothing would be made all the time; there is one state a step.
+    shortest = min(found.step_seconds for hosts, found in scaling if hosts == cluster.hosts)
+    interval = max(shortest, daly(failures))
     useful = goodput(failures, interval)
-    placed = [_place(known, cluster, terms, one, useful) for one in layouts(known, cluster)]
+    placed = [
+        _place(whole, cluster, terms, one, useful)
+        for one in layouts(whole, cluster, terms.strategies)
+    ]
     placed.sort(key=lambda one: one.step_seconds)
     best = _best(placed)
     saving = None
@@ -142,8 +152,8 @@ def look(job: Job, cluster: Cluster, terms: Terms, assumed: Sequence[str] = ()) 
         saving = Saving(
             interval, max(1, round(interval / step)), useful, goodput(elastic, interval)
         )
-    unknown = [*assumed, *_unknown(job, terms)]
-    return Outlook(whole, cluster, terms, scaling, placed, best, saving, unknown)
+    unknown = [*of_job, *of_cluster, *_unknown(job, terms)]
+    return Outlook(job, cluster, terms, scaling, placed, best, saving, of_job, unknown)
 
 
 def _best(placed: Sequence[Placed]) -> Placed | None:

@@ -16,6 +16,7 @@ class Transfer:
         busy: of these, seconds of the processor that computes the backward pass.
         after: seconds of arithmetic on what has arrived, and
         again: seconds of a second collective that this needs.
+        beside: more seconds, if it begins before the pass is over.
     """
 
     ready: float
@@ -23,6 +24,7 @@ class Transfer:
     busy: float = 0.0
     after: float = 0.0
     again: float = 0.0
+    beside: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ def overlap(transfers: Sequence[Transfer], backward: float) -> Overlapped:
     for transfer in transfers:
         begin = max(free, _when(transfer.ready, sent))
         free = begin + transfer.seconds
+        if begin < _when(backward, sent):
+            free += transfer.beside
         sent.append((begin, free, min(transfer.busy, transfer.seconds)))
     computed = _when(backward, sent)
     now = computed

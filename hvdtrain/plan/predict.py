@@ -85,7 +85,8 @@ def _transfers(
     cost = job.costs[strategy]
     backward = job.backward_seconds + cost.before
     control = all_reduce(job.control_bytes, cluster) + cluster.launch_seconds
-    found = [Transfer(0.0, control)] if job.control_bytes else []
+    beside = cluster.beside_seconds
+    found = [Transfer(0.0, control, beside=beside)] if job.control_bytes else []
     for bucket in job.buckets:
         what = sent(bucket, strategy, config, job.element_bytes)
         first, again = seconds(what, cluster)
@@ -99,6 +100,7 @@ def _transfers(
                 busy=busy,
                 after=cost.after * bucket.elements / job.parameters,
                 again=cluster.launch_seconds + max(again, busy_again) if again else 0.0,
+                beside=beside,
             )
         )
     return found
@@ -125,7 +127,9 @@ def _limit(job: Job, cluster: Cluster, strategy: str, config: ExchangeConfig) ->
     short = [replace(link, latency=0.0) for link in (cluster.between, cluster.within)]
     faster = {
         "bandwidth": replace(cluster, between=wide[0], within=wide[1], busy_seconds_per_byte=0.0),
-        "latency": replace(cluster, between=short[0], within=short[1], launch_seconds=0.0),
+        "latency": replace(
+            cluster, between=short[0], within=short[1], launch_seconds=0.0, beside_seconds=0.0
+        ),
     }
     gains = {n: now - _exposed(job, c, strategy, config) for n, c in faster.items()}
     best = max(gains, key=lambda name: gains[name])

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hvdtrain.exchange.config import ExchangeConfig
+from hvdtrain.plan.assumed import BACKWARD_SHARE
 from hvdtrain.plan.cluster import Cluster, Link
 from hvdtrain.plan.job import Bucket, Job
 from hvdtrain.plan.predict import predict
 
 _MIB = 1 << 20
-# Backward is taken as twice forward, as its matrix products are.
-_BACKWARD = 2 / 3
 # Latencies and set-up of NCCL's rings, "simple" protocol: the constants by which NCCL itself
 # chooses (src/graph/tuning.cc); over PCIe, NVLink and a network.
 _PCIE, _NVLINK, _NET = 5.7e-6, 3.4e-6, 14e-6
@@ -118,8 +117,8 @@ def _ddp() -> list[System]:
 
 def _job(seconds: float, batch: int, ranks: int, buckets: tuple[Bucket, ...]) -> Job:
     return Job(
-        forward_seconds=seconds * (1 - _BACKWARD),
-        backward_seconds=seconds * _BACKWARD,
+        forward_seconds=seconds * (1 - BACKWARD_SHARE),
+        backward_seconds=seconds * BACKWARD_SHARE,
         optimizer_seconds=0.0,  # in the published rate of one GPU
         other_seconds=0.0,
         micro_batches=ranks,

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
-from hvdtrain.plan.job import Job, StrategyCost, even_buckets, evenly_ready
+from hvdtrain.plan.assumed import BACKWARD_SHARE, free_wires
+from hvdtrain.plan.cluster import Cluster
+from hvdtrain.plan.collectives import all_reduce
+from hvdtrain.plan.job import Job, even_buckets, evenly_ready
 from hvdtrain.plan.measure import job_from
 from hvdtrain.run_files.folder import RunFolder
-
-_BACKWARD = 2 / 3  # of a pass, where it was not measured
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,30 @@ class MeasuredLink:
 
     Args:
         ranks: that took part.
-        several: hosts; else the network is not in it.
-        launch_seconds: of the shortest.
+        hosts: theirs; where it is one, the network is not in it.
+        shortest_seconds: of the smallest buffer, all its hops included.
         seconds_per_byte: of a buffer, of the largest.
         sides: name -> bytes -> seconds.
     """
 
     ranks: int
-    several: bool
-    launch_seconds: float
+    hosts: int
+    shortest_seconds: float
     seconds_per_byte: float
     sides: dict[str, dict[int, float]]
+
+    @property
+    def several(self) -> bool:
+        return self.hosts > 1
+
+    def launch_seconds(self, cluster: Cluster) -> float:
+        """What the shortest took beside its hops, which `cluster` counts by its links' latency.
+
+        Not below 0: a latency may be given that is longer than what was measured.
+        """
+        per_host = max(1, self.ranks // self.hosts)
+        hops = all_reduce(0.0, replace(cluster, hosts=self.hosts, ranks_per_host=per_host))
+        return max(0.0, self.shortest_seconds - hops)
 
     @property
     def bits_per_second(self) -> float:
@@ -48,7 +63,7 @@ class Found:
 
     Args:
         job, link: None where it says nothing of them.
-        save_seconds: by which a checkpoint held up the steps.
+        save_seconds: by which a checkpoint held up the steps; None: not known.
         unknown: sentences on what was assumed.
     """
 
@@ -108,8 +123,8 @@ def _of_allreduce(content: dict[str, Any]) -> Found:
     slope = (best[sizes[-1]] - best[sizes[0]]) / (sizes[-1] - sizes[0])
     link = MeasuredLink(
         ranks=int(content["ranks"]),
-        several="," in content["hosts"],
-        launch_seconds=best[sizes[0]],
+        hosts=len(content["hosts"].split(",")),
+        shortest_seconds=best[sizes[0]],
         seconds_per_byte=max(slope, 1e-15),
         sides=sides,
     )
@@ -121,14 +136,14 @@ def _of_exchange(content: dict[str, Any]) -> Found:
     seconds, ranks = rows["no exchange"]["step_seconds"], int(content["ranks"])
     sent = next(rows[name]["sent_bytes"] for name in ("dense", "local_sgd") if name in rows)
     job = Job(
-        forward_seconds=seconds * (1 - _BACKWARD),
-        backward_seconds=seconds * _BACKWARD,
+        forward_seconds=seconds * (1 - BACKWARD_SHARE),
+        backward_seconds=seconds * BACKWARD_SHARE,
         optimizer_seconds=0.0,
         other_seconds=0.0,
         micro_batches=ranks,
         micro_size=1,
         buckets=even_buckets(int(sent) // 4),
-        costs=_free_wires(),
+        costs=free_wires(),
         optimizer_bytes=2.0 * sent,
     )
     unknown = (
@@ -174,7 +189,7 @@ def _of_run(path: Path) -> Found:
         micro_batches=micro_batches,
         micro_size=batch["micro_size"],
         buckets=evenly_ready(parameters),
-        costs=_free_wires(),
+        costs=free_wires(),
         element_bytes=parameters[0].element_size(),
         optimizer_bytes=2.0 * sum(p.nbytes for p in parameters),
     )
@@ -187,8 +202,5 @@ def _of_run(path: Path) -> Found:
         unknown.append(
             f"what exchange cost the backward pass of the run's {world} ranks: it is in their times"
         )
-    return Found(job, save_seconds=found["median_checkpoint_seconds"], unknown=unknown)
-
-
-def _free_wires() -> dict[str, StrategyCost]:
-    return {name: StrategyCost() for name in ("dense", "float16", "bfloat16")}
+    stalls = [s for g in run.ledger.generations for s in g.stalls.values()] if run.ledger else []
+    return Found(job, save_seconds=median(stalls) if stalls else None, unknown=unknown)

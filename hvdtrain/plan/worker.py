@@ -27,7 +27,7 @@ from hvdtrain.data.loader import to_device
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.wire import WIRES
 from hvdtrain.plan.forward import Kept, forward
-from hvdtrain.plan.job import Job, StrategyCost, buckets_of
+from hvdtrain.plan.job import Job, StrategyCost, buckets_of, require_micro_size
 from hvdtrain.plan.strategies import STRATEGIES
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime import environment
@@ -62,11 +62,7 @@ def measured(flags: Sequence[str], topology: Topology) -> Job:
     """
     settings = parse(flags)
     batch, parallel = settings.config.batch, settings.config.parallel
-    if batch.max_tokens or batch.per_rank_size:
-        raise UserError(
-            "hvdtrain plan measures micro-batches of batch.micro_size samples: give "
-            "batch.global_size and batch.micro_size, not batch.max_tokens or batch.per_rank_size"
-        )
+    require_micro_size(batch)
     if parallel.spans_ranks or parallel.zero:
         raise UserError("hvdtrain plan measures the whole model on one rank: omit parallel.*")
     data = build_data(settings)
@@ -105,6 +101,7 @@ def measured(flags: Sequence[str], topology: Topology) -> Job:
         activation_bytes=looked.kept.activation_bytes,
         blocks=looked.kept.blocks,
         block_bytes=looked.kept.block_bytes,
+        outside_bytes=looked.kept.outside_bytes,
     )
 
 

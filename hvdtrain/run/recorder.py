@@ -160,7 +160,8 @@ class RunRecorder:
         self._lost_steps = sum(event.get("lost_steps", 0) for event in starts) + lost
         for number, facts in enumerate(missing, start=len(starts)):
             if facts["source"] == "checkpoint" and facts["step"] not in saved:
-                # Whoever wrote it was killed before it could say so.
+                # Whoever wrote it was killed before it could say so: by how much it held up the
+                # steps is not known.
                 self.events.write("checkpoint", step=facts["step"], seconds=0.0)
                 saved.add(facts["step"])
             steps = lost if facts is generations[-1] else 0

@@ -258,7 +258,7 @@ def test_memory_is_not_that_of_the_documentation() -> None:
     assert memory(A_JOB, Layout(zero_copies=2), 8) == 2 * p + 2 * p * 2 / 8
     assert memory(A_JOB, Layout(zero_copies=2), 1) == 4 * p
     in_blocks = replace(A_JOB, blocks=10, block_bytes=1.0)
-    assert memory(in_blocks, Layout(shard=4), 8) == p + p / 10
+    assert memory(in_blocks, Layout(shard=4), 8) == p + 3 * p / 10
     assert memory(in_blocks, Layout(tensor=2, pipeline=2), 8) == p
     assert memory(replace(A_JOB, activation_bytes=7.0), Layout(), 1) == 4 * p + 7
 
@@ -276,7 +276,7 @@ def test_the_bubble_is_not_that_of_the_documentation() -> None:
 @given(jobs, clusters)
 def test_a_layout_does_not_divide_the_ranks(job: Job, c: Cluster) -> None:
     whole = replace(job, blocks=8, block_bytes=1e6)
-    for layout in layouts(whole, c):
+    for layout in layouts(whole, c, STRATEGIES):
         assert c.ranks % layout.replica == 0
         assert c.ranks_per_host % layout.tensor == 0
         assert step_seconds(whole, c, layout, CONFIG) > 0
@@ -286,7 +286,7 @@ def test_flags_of_a_layout_are_no_keys_of_the_configuration() -> None:
     from hvdtrain.config import parse
 
     job = replace(A_JOB, blocks=8, block_bytes=1e6)
-    for layout in layouts(job, Cluster(2, 4, Link(1e9), Link(1e10))):
+    for layout in layouts(job, Cluster(2, 4, Link(1e9), Link(1e10)), STRATEGIES):
         config = parse(layout.flags.split()).config
         assert (config.parallel.shard, config.parallel.tensor) == (layout.shard, layout.tensor)
 
@@ -314,8 +314,8 @@ def test_what_processes_measured_at_once_is_not_their_mean() -> None:
     slow = replace(A_JOB, forward_seconds=0.3)
     assert mean_of([A_JOB, slow]).forward_seconds == pytest.approx(0.2)
     assert mean_of([A_JOB, A_JOB]).buckets == A_JOB.buckets
-    costs = costs_from({1000: 0.001, 1_001_000: 0.101}, ranks=2)
-    assert costs.launch_seconds == 0.001
+    costs = costs_from({"1000": 0.001, "1001000": 0.101}, {"1000": 0.004}, ranks=2)
+    assert costs.launch_seconds == 0.001 and costs.beside_seconds == pytest.approx(0.003)
     assert costs.busy_seconds_per_byte == pytest.approx(1e-7)
 
 

@@ -169,6 +169,7 @@ def test_data_that_cannot_be_written_beside_cannot_be_read(
     assert "its index cannot be kept (Read-only file system)" in caplog.text
 
 
+@pytest.mark.slow
 def test_ranks_make_another_index_than_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

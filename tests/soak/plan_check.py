@@ -1,7 +1,8 @@
 """`make plan-check`: predicted and measured steps, on two hosts of one core each; needs root.
 
 Inputs of the predictions: what `hvdtrain plan --measure` measures of the job with as many processes
-as a host has ranks, all-reduces of the ranks without a limit, and the limits themselves.
+as a host has ranks (before and after the cells of a number of ranks: the machine drifts),
+all-reduces of the ranks without a limit, and the limits themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from hvdtrain.bench.processes import MARK, QUIET, launch
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.plan.cluster import Cluster, Link
 from hvdtrain.plan.job import Job
-from hvdtrain.plan.measure import Costs, costs_from, job_from, mean_of
+from hvdtrain.plan.measure import COLLECTIVES, Costs, costs_from, job_from, mean_of
 from hvdtrain.plan.predict import predict
 from tests.support.cluster import Cluster as Hosts
 from tests.support.namespaces import why_not
@@ -60,16 +61,12 @@ def main(argv: Sequence[str]) -> int:
         print(f"plan-check: {reason}", file=sys.stderr)
         return 2
     flags = ["--config", "gpt-nano", "--batch.global_size=8", "--batch.micro_size=2", *QUIET]
-    cells = []
+    cells: list[Cell] = []
     with Hosts(NAMES) as hosts:
         _pin(hosts)
         flags.append(f"--run.root={hosts.shared}/runs")
-        jobs: dict[int, Job] = {}
         for ranks in args.ranks:
-            per_host = -(-ranks // len(NAMES))
-            if per_host not in jobs:
-                jobs[per_host] = _job(hosts, flags, per_host)
-            cells += _cells(hosts, flags, ranks, jobs[per_host], args)
+            cells += _cells(hosts, flags, ranks, args)
     _show(cells)
     if args.out:
         args.out.write_text(json.dumps([asdict(cell) for cell in cells], indent=1) + "\n")
@@ -84,24 +81,25 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--strategies", default=["dense", "float16", "powersgd"], type=lambda text: text.split(",")
     )
-    parser.add_argument("--steps", type=int, default=8, help="of a block; a cell has three")
+    parser.add_argument("--steps", type=int, default=8, help="of a turn; a cell has five")
     parser.add_argument("--out", type=Path, help="JSON of all cells")
     return parser
 
 
-def _cells(
-    hosts: Hosts, flags: Sequence[str], ranks: int, job: Job, args: argparse.Namespace
-) -> list[Cell]:
+def _cells(hosts: Hosts, flags: Sequence[str], ranks: int, args: argparse.Namespace) -> list[Cell]:
     used = min(ranks, len(NAMES))
     per_host = ranks // used
     where = ",".join(f"{name}:{per_host}" for name in NAMES[:used])
-    costs = _costs(hosts, ranks, where) if ranks > 1 else Costs(0.0, 0.0)
+    costs = _costs(hosts, ranks, where) if ranks > 1 else Costs(0.0, 0.0, 0.0)
     wanted = [(mbit, strategy) for mbit in args.mbit for strategy in args.strategies]
     text = json.dumps({"flags": flags, "cells": wanted})
     command = [sys.executable, "-m", "tests.support.plan_cells", str(args.steps), text]
     if ranks > 1:
         command = launch("gloo", ranks, command, where)
+    before = _job(hosts, flags, per_host)
     measured = _measured(hosts, "node1", command)
+    _open(hosts)
+    job = mean_of([before, _job(hosts, flags, per_host)])
     config = ExchangeConfig()
     found = []
     for (mbit, strategy), seconds in zip(wanted, measured, strict=True):
@@ -112,10 +110,10 @@ def _cells(
             within=LOOPBACK,
             launch_seconds=costs.launch_seconds,
             busy_seconds_per_byte=costs.busy_seconds_per_byte,
+            beside_seconds=costs.beside_seconds,
         )
         predicted = predict(job, cluster, strategy, config).step_seconds
         found.append(Cell(mbit, ranks, strategy, seconds, predicted))
-    _open(hosts)
     return found
 
 
@@ -127,10 +125,11 @@ def _job(hosts: Hosts, flags: Sequence[str], at_once: int) -> Job:
 
 
 def _costs(hosts: Hosts, ranks: int, where: str) -> Costs:
-    worker = [sys.executable, "-m", "hvdtrain.bench.allreduce_worker", "horovod"]
-    sizes = [str(1 << 10), str(1 << 20)]
-    found = _line(hosts, "node1", launch("gloo", ranks, [*worker, *sizes], where))["seconds"]
-    return costs_from({int(size): value for size, value in found.items()}, ranks)
+    idle, computing = (
+        _line(hosts, "node1", launch("gloo", ranks, command, where))["seconds"]
+        for command in COLLECTIVES
+    )
+    return costs_from(idle, computing, ranks)
 
 
 def _measured(hosts: Hosts, host: str, command: Sequence[str]) -> Any:

@@ -1,7 +1,8 @@
 """Ranks that measure steps at several bandwidths: `python -m tests.support.plan_cells STEPS JSON`.
 
 JSON: {"flags": [...], "cells": [[Mbit/s, strategy], ...]}. The first rank of each host limits what
-its eth0 sends. Rank 0 prints a line of JSON that begins with MARK: seconds a step of each cell.
+its eth0 sends. All cells take turns, so that the machine's drift is in all of them. Rank 0 prints a
+line of JSON that begins with MARK: seconds a step of each cell, medians of the turns.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.init import initialise
 from hvdtrain.runtime.topology import Topology
 
-WARM_UP_STEPS = 3
-BLOCKS = 3
+WARM_UP_STEPS = 2
+TURNS = 5
 
 
 def main(steps: str, text: str) -> int:
@@ -33,17 +34,18 @@ def main(steps: str, text: str) -> int:
     environment.prepare()
     topology = initialise()
     data = build_data(parse(given["flags"]))
-    now, seconds = None, []
-    for number, (mbit, strategy) in enumerate(given["cells"]):
-        if mbit != now and topology.local_rank == 0:
-            _shape(mbit)
-        now = mbit
-        gather_json(0, f"shaped.{number}")
-        keys = [f"--exchange.{k}={v}" for k, v in STRATEGIES[strategy].items()]
-        flags = [*given["flags"], *keys, "--exchange.start_step=0", "--train.steps=1000000"]
-        seconds.append(_cell(flags, int(steps), topology, data))
+    cells = given["cells"]
+    seconds: list[list[float]] = [[] for _ in cells]
+    for turn in range(TURNS):
+        for number, (mbit, strategy) in enumerate(cells):
+            if topology.local_rank == 0:
+                _shape(mbit)
+            gather_json(0, f"shaped.{turn}.{number}")
+            keys = [f"--exchange.{k}={v}" for k, v in STRATEGIES[strategy].items()]
+            flags = [*given["flags"], *keys, "--exchange.start_step=0", "--train.steps=1000000"]
+            seconds[number].append(_turn(flags, int(steps), topology, data))
     if topology.rank == 0:
-        print(MARK + json.dumps(seconds) + "}", flush=True)
+        print(MARK + json.dumps([median(turns) for turns in seconds]) + "}", flush=True)
     return 0
 
 
@@ -53,12 +55,12 @@ def _shape(mbit: int) -> None:
     subprocess.run(command, check=True, timeout=20)
 
 
-def _cell(flags: Sequence[str], steps: int, topology: Topology, data: object) -> float:
+def _turn(flags: Sequence[str], steps: int, topology: Topology, data: object) -> float:
     with tempfile.TemporaryDirectory() as folder:
         app = AppLoop(parse(flags), Path(folder), data, topology)  # type: ignore[arg-type]
         try:
             app.run(WARM_UP_STEPS)
-            return median(app.run(steps) / steps for _ in range(BLOCKS))
+            return app.run(steps) / steps
         finally:
             app.close()
 

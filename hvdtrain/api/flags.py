@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -32,6 +33,8 @@ def task_flag(task: str | type) -> str:
         return f"--config={task}"
     if Path(task).is_file():
         return f"--config={Path(task).absolute()}"
+    if task.startswith("__main__:"):
+        raise _not_importable(task.partition(":")[2], "in this notebook or script")
     if task in BUILT_IN or ":" in task:
         return f"--task={task}"
     known = [*presets(), *BUILT_IN]
@@ -47,8 +50,11 @@ def _importable(task: type) -> str:
     if module != "__main__" and "." not in name:
         return f"{module}:{name}"
     where = "inside a function or class" if module != "__main__" else "in this notebook or script"
-    name = name.rpartition(".")[2]
-    raise UserError(
+    raise _not_importable(name.rpartition(".")[2], where)
+
+
+def _not_importable(name: str, where: str) -> UserError:
+    return UserError(
         f"task: {name} is defined {where}, which the ranks cannot import: put it into a file of "
         f"its own, such as {name.lower()}.py, and give task='{name.lower()}:{name}'"
     )
@@ -66,11 +72,20 @@ def config_flags(config: Mapping[str, Any]) -> Iterator[str]:
 def _word(value: Any) -> str:
     if isinstance(value, (str, os.PathLike)):
         return os.fspath(value)
-    return json.dumps(value, default=str)
+    return json.dumps(value, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """The number of a scalar of numpy or torch; else a path or the like, as text."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) else str(value)
 
 
 def run_folder(task: str, config: Mapping[str, Any]) -> Path:
-    """RUN/, absolute: from the keys, else from the file of `task`, a flag of `task_flag`."""
+    """RUN/, absolute: from the keys, else from the file of `task`, a flag of `task_flag`.
+
+    A new one, with a name of its own, is made where no key names it.
+    """
     option, _, name = task.partition("=")
     is_file = option == "--config" and name not in presets()
     of_file = read_yaml(Path(name)) if is_file else {}
@@ -79,8 +94,24 @@ def run_folder(task: str, config: Mapping[str, Any]) -> Path:
         section = layer.get("run")
         keys |= section if isinstance(section, Mapping) else {}
         keys |= {key[4:]: value for key, value in layer.items() if key.startswith("run.")}
-    run_id = keys.get("id") or default_id(Path(name).stem if is_file else name)
-    return Path(keys.get("root", RunConfig.root)).absolute() / str(run_id)
+    root = Path(keys.get("root", RunConfig.root)).absolute()
+    if keys.get("id"):
+        return root / str(keys["id"])
+    return _new_folder(root, default_id(Path(name).stem if is_file else name))
+
+
+def _new_folder(root: Path, name: str) -> Path:
+    """`name` is of this second: several runs may be started in it."""
+    for number in itertools.count(1):
+        folder = root / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        except OSError:
+            pass  # the run says it
+        return folder
+    raise AssertionError("numbers do not end")
 
 
 def import_folder(task: str) -> Path | None:

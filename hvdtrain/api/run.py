@@ -70,9 +70,17 @@ class Run:
 
     def columns(self) -> dict[str, list[Any]]:
         """Each figure of metrics.jsonl by name, a value a logged step; None where it had none."""
-        rows = [line for line in _lines(self._files.metrics) if isinstance(line.get("step"), int)]
-        names = dict.fromkeys(name for row in rows for name in row)
-        return {name: [row.get(name) for row in rows] for name in names}
+        columns: dict[str, list[Any]] = {}
+        rows = 0
+        for line in _lines(self._files.metrics):
+            if not isinstance(line.get("step"), int):
+                continue
+            for name in line:
+                columns.setdefault(name, [None] * rows)
+            for name, column in columns.items():
+                column.append(line.get(name))
+            rows += 1
+        return columns
 
     def newest(self) -> dict[str, Any]:
         """The newest value of each figure of metrics.jsonl, by name."""

@@ -6,11 +6,13 @@ imported, and its threads, must not reach the ranks.
 
 from __future__ import annotations
 
+import operator
 import os
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,7 +71,8 @@ def run(
         UserError: an argument, a key or the data is wrong (exit code 2).
     """
     _check_place()
-    _require(isinstance(np, int) and np >= 1, f"np is the number of ranks, >= 1, not {np!r}")
+    _require(hasattr(np, "__index__") and np >= 1, f"np is the number of ranks, >= 1, not {np!r}")
+    np = operator.index(np)
     _require(max_restarts >= 0, f"max_restarts must be >= 0, not {max_restarts}")
     named, keys = task_flag(task), config or {}
     folder = run_folder(named, keys)
@@ -84,6 +87,8 @@ def run(
     code = _wait(launcher)
     last_lines = launcher.last_lines()
     if code == EXIT_USER:
+        with suppress(OSError):
+            folder.rmdir()  # only if it is empty: nothing was begun
         raise UserError(_reason(last_lines))
     newest = Run(folder).newest() if (folder / "config.yaml").exists() else {}
     return RunResult(folder, newest, code)

@@ -90,6 +90,8 @@ class Generation:
     Args:
         lines: by step; those that were taken back later too
         checkpoints: step -> seconds it took
+        stalls: step -> seconds by which its checkpoint held up the steps, where that is known:
+            older runs did not write it
         failed: steps whose checkpoint could not be written
         healed: step -> ranks
         early_stop: step after which the validation loss ended the run; 0: it did not
@@ -101,6 +103,7 @@ class Generation:
     start: Start
     lines: list[Line] = field(default_factory=list)
     checkpoints: dict[int, float] = field(default_factory=dict)
+    stalls: dict[int, float] = field(default_factory=dict)
     failed: list[int] = field(default_factory=list)
     healed: dict[int, list[int]] = field(default_factory=dict)
     early_stop: int = 0
@@ -189,6 +192,8 @@ def _generations(events: list[dict[str, Any]]) -> list[Generation]:
         now.last_time = event["time"]
         if kind == "checkpoint":
             now.checkpoints[event["step"]] = event["seconds"]
+            if "stall_seconds" in event:
+                now.stalls[event["step"]] = event["stall_seconds"]
         elif kind == "checkpoint_failed":
             now.failed.append(event["step"])
         elif kind == "healed":

@@ -8,21 +8,33 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# The newest start has the names of all hosts, so it may be long.
-_BYTES = 1 << 16
+_BYTES = 1 << 16  # that are read first
 
 
-def last_lines(path: Path) -> list[dict[str, Any]]:
+def last_lines(path: Path, event: str = "") -> list[dict[str, Any]]:
     """The JSON objects in a file's last lines, none where it cannot be read; torn ones are passed
-    over."""
+    over.
+
+    Args:
+        event: the lines go back to one with this event, where the file has one.
+    """
+    size = _BYTES
     try:
         with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _BYTES))
-            lines = file.read().splitlines()
+            whole = file.seek(0, os.SEEK_END)
+            while True:
+                file.seek(max(0, whole - size))
+                found = _objects(file.read(size))
+                if not event or size >= whole or any(o.get("event") == event for o in found):
+                    return found
+                size *= 8
     except OSError:
         return []
+
+
+def _objects(text: bytes) -> list[dict[str, Any]]:
     found = []
-    for line in lines:
+    for line in text.splitlines():
         with suppress(ValueError):
             content = json.loads(line)
             if isinstance(content, dict):

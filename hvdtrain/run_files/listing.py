@@ -68,7 +68,7 @@ def _listed(run: Path, files: set[str], now: float) -> ListedRun | None:
     line: dict[str, Any] = next(
         (m for m in reversed(last_lines(run / "metrics.jsonl")) if "step" in m), {}
     )
-    events = last_lines(run / "events.jsonl")[::-1]
+    events = last_lines(run / "events.jsonl", event="start")[::-1]
     start = next((e for e in events if e.get("event") == "start"), {})
     times = [found["time"] for found in (line, *events[:1]) if "time" in found]
     return ListedRun(

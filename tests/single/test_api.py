@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -86,14 +87,18 @@ def test_what_is_asked_for_does_not_reach_the_launcher(
     started: list[tuple[list[str], dict[str, str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    config = {"run": {"id": "mine"}, "optim": {"lr": 0.1}, "train.steps": 3, "run.init_from": None}
-    result = hvdtrain.run(tasks.Regression, np=3, hosts="a:2,b:1", config=config, max_restarts=2)
+    config: dict[str, Any] = {"run": {"id": "mine"}, "optim": {"lr": 0.1}, "run.init_from": None}
+    config["train.steps"] = np.int64(3)  # as a sweep may compute it
+    ranks: Any = np.int64(3)
+    result = hvdtrain.run(
+        tasks.Regression, np=ranks, hosts="a:2,b:1", config=config, max_restarts=2
+    )
     assert result == hvdtrain.RunResult(tmp_path / "runs/mine", {}, 0)
     ((argv, env),) = started
     launch, train = (" ".join(part) for part in (argv[: argv.index("--")], argv))
     assert launch.endswith("launch --hosts a:2,b:1 --min-np 3 --max-np 3 --max-restarts 2")
     assert "-m hvdtrain.train --task=tests.support.tasks:Regression --run.id=mine" in train
-    assert "--optim.lr=0.1 --train.steps=3 --run.init_from=null" in train
+    assert "--optim.lr=0.1 --run.init_from=null --train.steps=3" in train
     assert train.endswith(f"--run.root={tmp_path}/runs --run.id=mine")
     assert env["PYTHONPATH"].split(os.pathsep)[0] == str(REPOSITORY)
 
@@ -101,9 +106,11 @@ def test_what_is_asked_for_does_not_reach_the_launcher(
 def test_two_runs_without_an_id_become_one_or_a_files_folder_is_not_seen(
     started: list[tuple[list[str], dict[str, str]]], tmp_path: Path
 ) -> None:
-    (tmp_path / "mine.yaml").write_text("run:\n  root: /somewhere\n")
-    result = hvdtrain.run(str(tmp_path / "mine.yaml"))
-    assert result.folder.parent == Path("/somewhere") and result.folder.name.endswith("-mine")
+    (tmp_path / "mine.yaml").write_text(f"run:\n  root: {tmp_path}/somewhere\n")
+    results = [hvdtrain.run(str(tmp_path / "mine.yaml")) for _ in range(3)]
+    first = results[0].folder
+    assert first.parent == tmp_path / "somewhere" and first.name.endswith("-mine")
+    assert len({result.folder for result in results}) == 3, "started in one second"
     assert "--hosts localhost:1" in " ".join(started[0][0])
 
 
@@ -112,6 +119,7 @@ def test_two_runs_without_an_id_become_one_or_a_files_folder_is_not_seen(
     [
         (lambda: hvdtrain.run(type("Own", (), {"__module__": "__main__"})), "put it into a file"),
         (lambda: hvdtrain.run(Inherited.Inner), "Inner is defined inside a function or class"),
+        (lambda: hvdtrain.run("__main__:Own"), "Own is defined in this notebook or script"),
         (lambda: hvdtrain.run("gpt-nan"), "did you mean gpt-nano?"),
         (lambda: hvdtrain.run("xyzzy"), "there are digits, gpt-1b3"),
         (lambda: hvdtrain.run(3), "a name or a class is expected, not 3"),  # type: ignore[arg-type]

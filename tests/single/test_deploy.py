@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -174,6 +175,13 @@ def test_directives_are_not_those_that_were_asked_for(written: Written) -> None:
         given = " ".join(line.removeprefix(marker) for line in lines if line.startswith(marker))
         for word in words.replace(" -", "\n-").split("\n"):
             assert word in given, (target, word)
+
+
+def test_lsf_ends_a_job_before_it_has_saved_because_its_limit_has_no_seconds(
+    written: Written,
+) -> None:
+    text = written("lsf", "--nodes", "1", "--time", "00:03:30", "--grace", "60").read_text()
+    assert "#BSUB -W 00:03\n" in text and re.search(r"^LIMIT_SECONDS=180 ", text, re.MULTILINE)
 
 
 def test_a_job_that_was_told_to_stop_is_not_brought_back(written: Written) -> None:

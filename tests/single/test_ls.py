@@ -141,6 +141,13 @@ def test_a_long_run_is_read_from_its_beginning(tmp_path: Path) -> None:
     assert peak < 4 << 20
 
 
+def test_a_long_run_that_was_killed_looks_like_one_that_never_began(tmp_path: Path) -> None:
+    saved = [{"event": "checkpoint", "step": step} for step in range(20_000)]
+    _made(tmp_path, "long", [START, *saved], [_line(20_000)], 500)
+    (run,) = runs_under(tmp_path)
+    assert (run.state, run.steps) == ("killed", 60)
+
+
 def test_ls_imports_torch_or_parses_the_configuration(root: Path) -> None:
     argv = [sys.executable, "-X", "importtime", "-m", "hvdtrain.cli", "ls", str(root)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)

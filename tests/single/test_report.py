@@ -159,6 +159,7 @@ def test_the_page_lacks_a_figure_or_needs_something_outside(history: History) ->
     assert "<script" not in page and "@import" not in page
 
 
+@pytest.mark.slow
 def test_a_page_in_a_browser_is_blank_or_complains(history: History, tmp_path: Path) -> None:
     assert cli.main(["report", str(history.folder)]) == 0
     shown = show(history.folder / "report.html", tmp_path, 4000)
@@ -179,6 +180,7 @@ def test_a_page_may_ask_another_place_for_something(history: History, tmp_path: 
     assert complaints and all("127.0.0.1:9/x.png" in line for line in complaints)
 
 
+@pytest.mark.slow
 def test_a_page_cannot_be_read_in_the_dark(history: History, tmp_path: Path) -> None:
     assert cli.main(["report", str(history.folder)]) == 0
     shown = show(history.folder / "report.html", tmp_path, 4000, dark=True)
@@ -187,6 +189,7 @@ def test_a_page_cannot_be_read_in_the_dark(history: History, tmp_path: Path) -> 
     assert shown.count("#000000", near=3) < 500
 
 
+@pytest.mark.slow
 def test_two_runs_are_compared_wrong(
     history: History, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

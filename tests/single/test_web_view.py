@@ -210,6 +210,21 @@ def test_a_folder_outside_of_the_root_can_be_seen(tmp_path: Path) -> None:
     assert Runs(root, "other").rows() == []
 
 
+def test_many_runs_that_are_looked_at_by_turns_are_read_from_their_beginning_each_time(
+    tmp_path: Path,
+) -> None:
+    names = [f"run{number}" for number in range(20)]
+    for name in names:
+        History(tmp_path / name)
+    runs = Runs(tmp_path)
+    for name in names:
+        runs.run(name)
+    kept = {name: found.live for name, found in runs._live.items()}
+    for name in names:
+        runs.run(name)
+    assert {name: found.live for name, found in runs._live.items()} == kept and len(kept) == 20
+
+
 # --- the server -------------------------------------------------------------------
 
 
@@ -348,6 +363,7 @@ def test_others_see_runs_without_the_token(root: Path, tmp_path: Path) -> None:
     [
         (["--serve", "nowhere"], "is no folder"),
         (["--serve", ".", "--host", "192.0.2.1"], "cannot be listened on"),
+        (["--serve", ".", "--host", "a..b"], "cannot be listened on"),
         (["--serve", ".", "--port", "70000"], "a port is from 0"),
         (["--serve", ".", "other"], "takes one folder"),
         (["--serve", "--out", "x.html"], "neither --out"),

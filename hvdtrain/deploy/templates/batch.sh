@@ -40,7 +40,7 @@ LAUNCHER=${LAUNCHER:-mpirun}        # mpirun, or launch: mpirun that is started 
 {{ ('CONTAINER=${CONTAINER:-' ~ (job.image or '') ~ '}').ljust(35) }} # an Apptainer image with hvdtrain, instead of VENV
 {{ ('GRACE_SECONDS=' ~ job.grace).ljust(35) }} # a save that would take longer is not begun
 {% if scheduler != "none" %}
-{{ ('LIMIT_SECONDS=' ~ job.limit_seconds).ljust(35) }} # the time limit above
+{{ ('LIMIT_SECONDS=' ~ (job.limit_seconds // 60 * 60 if scheduler == "lsf" else job.limit_seconds)).ljust(35) }} # the time limit above
 {% endif %}
 {% if scheduler == "pbs" %}
 MAX_RESTARTS=${MAX_RESTARTS:-20}    # after that many the job ends, with exit code 75

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import OrderedDict
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -12,8 +12,22 @@ from typing import Any
 from hvdtrain.report.web.live import LiveRun
 from hvdtrain.report.web.overview import Overview
 
-_LOOKED_AT = 16  # runs whose figures are kept
+_LOOKED_AT_SECONDS = 60.0  # figures of a run that nobody has looked at for so long are dropped
 _LIST_SECONDS = 1.0  # a list is good for so long, however many ask for it
+
+
+@dataclass
+class _LookedAt:
+    """A run whose figures are kept.
+
+    Args:
+        lock: one thread reads its files at a time.
+        last: when somebody looked at it, a monotonic clock.
+    """
+
+    live: LiveRun
+    lock: Lock = field(default_factory=Lock)
+    last: float = 0.0
 
 
 class Runs:
@@ -30,7 +44,7 @@ class Runs:
         self._root = root
         self._only = only
         self._overviews: dict[str, Overview] = {}
-        self._live: OrderedDict[str, tuple[Lock, LiveRun]] = OrderedDict()
+        self._live: dict[str, _LookedAt] = {}
         self._rows: list[dict[str, Any]] = []
         self._listed = float("-inf")
         self._list_lock, self._live_lock = Lock(), Lock()
@@ -60,14 +74,14 @@ class Runs:
             OSError: its files cannot be read.
         """
         path = self.path(name)
+        now = time.monotonic()
         with self._live_lock:
-            new = Lock(), LiveRun(path)
-            lock, live = self._live.pop(name, new)
-            self._live[name] = lock, live
-            if len(self._live) > _LOOKED_AT:
-                self._live.popitem(last=False)
-        with lock:
-            return live.refresh()
+            found = self._live.setdefault(name, _LookedAt(LiveRun(path)))
+            found.last = now
+            oldest = now - _LOOKED_AT_SECONDS
+            self._live = {n: kept for n, kept in self._live.items() if kept.last > oldest}
+        with found.lock:
+            return found.live.refresh()
 
     def path(self, name: str) -> Path:
         """RUN of a name; KeyError where there is no such run."""

@@ -31,7 +31,7 @@ def serve(path: Path, host: str, port: int) -> int:
     runs, name = _runs(path)
     try:
         server = listen(host, port)
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         raise UserError(
             f"--host {host} --port {port} cannot be listened on "
             f"({getattr(error, 'strerror', None) or error}); choose others"

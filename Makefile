@@ -1,7 +1,7 @@
 # make train   set up this machine, then train the default task on NP ranks
 # make test    set up this machine, then run every test
 # make test-fast   of these, those that start no whole runs: under 3 minutes
-# make soak    kills for 5 minutes, and 16 ranks on two hosts for as long: not part of make test
+# make soak    kills for 5 minutes, 16 ranks on two hosts for as long, long tests of tests/cluster: not part of make test
 # make chaos   faults of all kinds at random for 5 minutes: not part of make test
 # make plan-check   steps beside what `hvdtrain plan` predicts, 10 minutes alone on the machine: not part of make test
 # make images  build the CPU image, train on two containers of it: not part of make test
@@ -49,11 +49,11 @@ test-fast test-single test-gloo test-mpi test-cluster soak chaos plan-check: exp
 test-fast test-single: export OMP_NUM_THREADS := 1
 
 test-single: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 3000 $(BIN)/python -m pytest -q --color=no $(TWO) -m "not alone" tests/single
+	timeout -k 30 3000 $(BIN)/python -m pytest -q --color=no $(TWO) --no-loadscope-reorder -m "not alone" tests/single
 	timeout -k 30 600 $(BIN)/python -m pytest -q --color=no -m alone tests/single
 
 test-fast: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no $(TWO) -m "not slow" tests/single
+	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no $(THREE) -m "not slow" tests/single
 
 test-gloo: LAUNCHER := $(BIN)/horovodrun -np 2 --gloo
 test-mpi: LAUNCHER := mpirun -np 2 --oversubscribe --bind-to none $(shell [ "$$(id -u)" != 0 ] || echo --allow-run-as-root)
@@ -63,12 +63,13 @@ test-gloo test-mpi: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	  || { code=$$?; tail -n 30 $(LOGS)/$@.rank-*.log; exit $$code; }
 
 test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no $(THREE) -m "not alone" tests/cluster
-	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no -m alone tests/cluster
+	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no $(THREE) -m "not alone and not soak" tests/cluster
+	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no -m "alone and not soak" tests/cluster
 
 # HVDTRAIN_SOAK_SECONDS: about how long the disturbed run is.
 soak: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 $$((1200 + 4 * $${HVDTRAIN_SOAK_SECONDS:-300})) $(BIN)/python -m pytest -q --color=no tests/soak/test_soak.py
+	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no -m soak tests/cluster
 
 # HVDTRAIN_CHAOS_SECONDS: for how long faults are done; HVDTRAIN_CHAOS_SEED: which ones.
 chaos: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)

@@ -63,6 +63,7 @@ def test_a_kill_changes_a_bit_of_what_is_learnt_from_a_table(
     _assert_as_alone(running, runs, keys)
 
 
+@pytest.mark.soak
 def test_a_kill_changes_a_bit_of_what_is_learnt_by_length(
     job: Callable[..., ElasticJob], runs: Path
 ) -> None:

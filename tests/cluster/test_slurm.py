@@ -68,7 +68,10 @@ class SlurmRun:
         def trains() -> bool:
             return sum(line["time"] > since for line in self.lines()) > 1
 
-        poll(trains, WAIT_SECONDS, "two steps")
+        try:
+            poll(trains, WAIT_SECONDS, "two steps")
+        except AssertionError as error:
+            raise AssertionError(f"{error}: {self.log}") from None
 
     def wait(self, state: str) -> None:
         try:

@@ -67,6 +67,7 @@ def test_a_killed_rank_or_host_loses_a_part_or_a_step(
     _assert_no_step_was_lost(running, curve)
 
 
+@pytest.mark.soak
 def test_a_death_where_ranks_agree_on_a_step_loses_it(
     job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Marks the tests that start whole runs, and deals tests to the workers of pytest-xdist."""
+"""Marks the tests that start ranks, and deals tests to the workers of pytest-xdist."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.support import runs
+from tests.support.torch_ranks import on_torch_ranks
 
 _MPI_FOLDER = "OMPI_MCA_orte_tmpdir_base"
-_STARTERS = (runs.start, runs.run, runs.train)
+_STARTERS = (runs, runs.start, runs.run, runs.train, on_torch_ranks)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -29,11 +30,13 @@ def _folder_of_mpirun() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test-fast` leaves whole runs out."""
+    """`make test-fast` leaves out what starts ranks; the others run that first."""
     for item in items:
         module = getattr(item, "module", None)
-        if any(value in _STARTERS for value in vars(module).values() if callable(value)):
+        if any(value is starter for value in vars(module).values() for starter in _STARTERS):
             item.add_marker(pytest.mark.slow)
+    # Whoever of the workers is done first has short ones left to take from the others.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -51,6 +51,7 @@ def test_an_epoch_repeats_or_loses_a_sample_or_a_micro_batch_is_over_the_budget(
         assert buckets.samples_of(position, 1) == len(samples)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(lengths=LENGTHS, start=st.integers(0, 40), stop=st.integers(0, 200))
 def test_the_audit_counts_other_samples_than_were_used(

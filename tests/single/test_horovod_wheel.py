@@ -117,6 +117,7 @@ def test_a_patch_does_not_say_why() -> None:
         assert len(why) > 60, patch
 
 
+@pytest.mark.slow
 def test_a_patch_does_not_apply_to_the_sdist(tmp_path: Path) -> None:
     try:
         archive = build.download(tmp_path)

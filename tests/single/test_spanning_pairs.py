@@ -30,10 +30,8 @@ AXES = {
 }
 # What is combined with an axis, and how far losses may be apart.
 OPTIONS = {
-    "checkpointing": (("--memory.checkpoint_activations=blocks",), 1e-5),
     "selective checkpointing": (("--memory.checkpoint_activations=selective",), 1e-5),
-    "clipping": (("--optim.clip_norm=0.01",), 1e-5),
-    "ema": (("--optim.ema_decay=0.5",), 1e-5),
+    "clipping, ema": (("--optim.clip_norm=0.01", "--optim.ema_decay=0.5"), 1e-5),
     "lion": (("--optim.name=lion", "--optim.lr=1e-4"), 1e-5),
     "bf16": (("--precision.name=bf16",), 3e-3),
 }

@@ -118,6 +118,7 @@ def test_statistics_are_not_those_of_the_training_rows(tmp_path: Path) -> None:
     assert columns.label is not None and sorted(columns.label.categories) == ["no", "yes"]
 
 
+@pytest.mark.slow
 def test_statistics_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     write(sales(20_000), tmp_path / "t.parquet", rows=700)
     write(sales(20_000), tmp_path / "t.csv")

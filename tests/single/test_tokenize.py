@@ -53,6 +53,7 @@ def _content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_the_result_depends_on_the_number_of_ranks(corpus: Path, tmp_path: Path) -> None:
     for np_ in (1, 3):
         done = _run(*TOKENIZE, "--out", tmp_path / str(np_), "--input", corpus, np=np_)
@@ -169,6 +170,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
@@ -205,6 +207,7 @@ def test_files_are_dealt_unevenly_or_out_of_order() -> None:
     assert owners == sorted(owners) and max(owners) < 5
 
 
+@pytest.mark.slow
 def test_tokens_train_another_curve_than_text(corpus: Path, tmp_path: Path) -> None:
     tokenize(Source([str(corpus)]), tmp_path / "tokens", Alone())
     sources = {

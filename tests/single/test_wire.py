@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,35 +11,22 @@ import torch
 from hvdtrain.exchange.wire import Float16
 from tests.support.runs import TINY, losses, run, train, weights
 
-
-class Dense(NamedTuple):
-    """The run with float32 on the wire."""
-
-    launcher: str
-    folder: Path
-
-
 STEPS, HALF = 60, 30
 FLAGS = ["--train.steps", str(STEPS), "--checkpoint.every", str(HALF)]
 # The parts of a checkpoint: the scale of float16 is one.
 PARTS = {"float16": {"wire.safetensors"}, "bfloat16": set()}
 
 
-@pytest.fixture(scope="module", params=["mpirun:2", "gloo:2"])
-def dense(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Dense:
-    launcher = request.param
-    return Dense(launcher, train(tmp_path_factory.mktemp("runs"), "dense", FLAGS, launcher))
-
-
-@pytest.mark.parametrize("wire", PARTS)
+@pytest.mark.parametrize(("wire", "launcher"), [("float16", "mpirun:2"), ("bfloat16", "gloo:2")])
 def test_16_bits_change_the_curve_or_do_not_halve_the_bytes_or_resume_elsewhere(
-    tmp_path: Path, dense: Dense, wire: str
+    tmp_path: Path, wire: str, launcher: str
 ) -> None:
-    flags, launcher, files = [*FLAGS, "--exchange.wire", wire], dense.launcher, 2 + len(PARTS[wire])
+    dense = train(tmp_path, "dense", FLAGS, launcher)
+    flags, files = [*FLAGS, "--exchange.wire", wire], 2 + len(PARTS[wire])
     halved = train(tmp_path, "halved", flags, launcher)
-    assert losses(halved) == pytest.approx(losses(dense.folder), rel=0.01)
-    assert losses(halved) != losses(dense.folder)
-    assert 2 * _bytes(halved) == _bytes(dense.folder) > 0
+    assert losses(halved) == pytest.approx(losses(dense), rel=0.01)
+    assert losses(halved) != losses(dense)
+    assert 2 * _bytes(halved) == _bytes(dense) > 0
     checkpoint = halved / f"checkpoints/step_{HALF:08}"
     assert {path.name for path in checkpoint.glob("*.safetensors")} >= PARTS[wire]
     resumed = train(tmp_path, "resumed", [*flags, "--run.resume", str(checkpoint)], launcher)

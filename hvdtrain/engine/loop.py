@@ -127,6 +127,7 @@ class Loop:
         self._callbacks = callbacks
         self._interruptions = interruptions
         self._heartbeat = context.heartbeat
+        self._membership_changed = False  # as the ranks agreed on in the last step
 
     @property
     def deal(self) -> Deal:
@@ -153,6 +154,11 @@ class Loop:
         """This step is the run's last, or the last before it stops: early, or as asked."""
         last = self.progress.step >= self.train.steps
         return self.progress.preempted or last or self.stopped_early
+
+    @property
+    def generation_ends(self) -> bool:
+        """No rank does another step with these ranks: what is under way has to be completed."""
+        return self.ending or self._membership_changed
 
     @property
     def stopped_early(self) -> bool:
@@ -188,9 +194,9 @@ class Loop:
             progress.evaluations = evaluations_before(progress.evaluations, progress.step)
             self._call_back(dict(progress.record))
         while not self.ending:
-            record, membership_changed = self._one_step()
+            record = self._one_step()
             self._call_back(dict(record))
-            if membership_changed and not self.ending:
+            if self._membership_changed and not self.ending:
                 raise MembershipChanged
 
     def close(self) -> None:
@@ -205,7 +211,7 @@ class Loop:
             callback.on_step(self, record)
         self._check_finite()
 
-    def _one_step(self) -> tuple[StepRecord, bool]:
+    def _one_step(self) -> StepRecord:
         progress = self.progress
         lr = self._learning_rate(progress.step)
         start = time.perf_counter()
@@ -227,13 +233,14 @@ class Loop:
         progress.nonfinite += nonfinite
         # Asked to stop in the last step: the run is finished anyway.
         progress.preempted = result.stop and progress.step < self.train.steps
+        self._membership_changed = result.membership_changed
         try:
             self._step.complete()
         finally:
             # It counts, whether the parameters of others have come or not.
             seconds = time.perf_counter() - start
             progress.record = record = self._record(result, lr, seconds)
-        return record, result.membership_changed
+        return record
 
     def _record(self, result: StepResult, lr: float, seconds: float) -> StepRecord:
         progress = self.progress

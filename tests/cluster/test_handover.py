@@ -30,6 +30,19 @@ def test_a_run_begins_with_half_of_a_state_whose_source_has_died(
     assert (running.run / "left_metrics.jsonl").exists()
 
 
+def test_a_host_that_leaves_as_asked_fails_the_step_of_a_rank_that_is_late(
+    job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
+) -> None:
+    flags = "--task tests.support.handover:LateFigures --telemetry.exchange_every 1"
+    running = job(hosts="node1:1 node2:1", np=2, arguments=flags)
+    running.wait_for_step(5)
+    running.set_hosts("node1:1")
+    running.wait_for_world(1, 30)
+    done = running.end()
+    assert [event["cause"] for event in running.events("start")] == ["launch", "hosts"], done
+    assert_same_curve(running.lines(), reference)
+
+
 @contextmanager
 def _slow_network(cluster: Cluster) -> Iterator[None]:
     """100 Mbit/s from each host."""

@@ -13,6 +13,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.engine.callbacks import stragglers
 from hvdtrain.parallel import agreement, zero
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
 from tests.support.tasks import Paced
@@ -34,6 +35,21 @@ class DyingSource(Paced):
                 return int(broadcast(tensor, root, name=name, **more))
 
             hvd.broadcast_async_ = dying
+
+
+class LateFigures(Paced):
+    """Paced; process 0 (as its launcher counts) is late to tell the others its figures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if psutil.Process().environ().get("HOROVOD_RANK") == "0":
+            begin = stragglers.begin_gather
+
+            def late(row: Tensor, name: str) -> int:
+                time.sleep(0.3)
+                return begin(row, name)
+
+            stragglers.begin_gather = late
 
 
 class LargeState(Paced):

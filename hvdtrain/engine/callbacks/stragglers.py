@@ -108,7 +108,7 @@ class DetectStragglers:
             self._take(loop, own)
             return
         self._handle = begin_gather(own, "stragglers")
-        if loop.ending:
+        if loop.generation_ends:  # a rank that left before another began it would fail that one
             self._take(loop, completed(self._handle))
 
     def _totals(self) -> Tensor:

@@ -3,7 +3,7 @@
 # make test-fast   of these, those that start no whole runs: under 3 minutes
 # make soak    kills for 5 minutes, 16 ranks on two hosts for as long, long tests of tests/cluster: not part of make test
 # make chaos   faults of all kinds at random for 5 minutes: not part of make test
-# make plan-check   steps beside what `hvdtrain plan` predicts, 10 minutes alone on the machine: not part of make test
+# make plan-check   steps beside what `hvdtrain plan` predicts, 11 minutes alone on the machine: not part of make test
 # make images  build the CPU image, train on two containers of it: not part of make test
 # make gpu-check   what this machine's GPUs do with hvdtrain, as a table: not part of make test
 # make gpu-kit     what gpu-check needs on a machine without network: build/gpu-check/kit

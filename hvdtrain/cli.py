@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError
+from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError, of_import
 from hvdtrain.launch.commands import forget_singleton
 from hvdtrain.runtime.environment import process_start
 
@@ -87,6 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever reads the output, such as `head`, has seen enough. Python would try again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code
+    except ImportError as error:
+        reported = of_import(error)
+        if reported is None:
+            raise
+        print(f"hvdtrain: error: {reported}", file=sys.stderr)
+        return reported.exit_code
     except UserError as error:
         print(f"hvdtrain: error: {error}", file=sys.stderr)
         return error.exit_code

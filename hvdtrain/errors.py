@@ -30,6 +30,16 @@ class CollectiveError(UnsupportedTaskError, ValueError):
     """A collective of hvdtrain.comm that was asked for in a way in which it cannot be done."""
 
 
+def of_import(error: ImportError) -> UserError | None:
+    """What to tell the user of it, where it is Horovod that cannot be imported."""
+    if "horovod" not in str(error).lower():
+        return None
+    return UserError(
+        f"Horovod cannot be imported ({error}); build it for this torch and MPI with "
+        "`hvdtrain horovod build --install`"
+    )
+
+
 def require(condition: bool, message: str) -> None:
     """Raises ValueError with `message`: for dataclasses of configuration that check themselves."""
     if not condition:

@@ -11,7 +11,7 @@ from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 
 from hvdtrain.config import Settings, parse
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, of_import
 from hvdtrain.runtime import lazy_dynamo
 from hvdtrain.runtime.environment import launched_rank, process_start
 from hvdtrain.runtime.signals import StopFlag
@@ -54,12 +54,7 @@ def _load_run() -> Callable[[Settings, StopFlag, float], int]:
     try:
         from hvdtrain.run.session import run
     except ImportError as error:
-        if "horovod" not in str(error).lower():
-            raise
-        raise UserError(
-            f"Horovod cannot be imported ({error}); build it for this torch and MPI with "
-            "`hvdtrain horovod build --install`"
-        ) from None
+        raise (of_import(error) or error) from None
     finally:
         gc.freeze()  # nor is it ever looked at again, here or in forked data workers
         gc.enable()

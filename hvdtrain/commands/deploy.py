@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def _options() -> dict[str, dict[str, Any]]:
             "metavar": "NAME",
             "help": "a module to load; may be given several times",
         },
-        "venv": {"metavar": "FOLDER", "help": "environment with hvdtrain (default: .venv)"},
+        "venv": {"metavar": "FOLDER", "help": "environment with hvdtrain (default: this one)"},
         "image": {
             "metavar": "IMAGE",
             "help": "container with hvdtrain: for a batch system one of Apptainer, instead of "
@@ -98,6 +99,11 @@ def _count(text: str) -> int:
     return number
 
 
+def _own_environment() -> str:
+    """The virtual environment that this process runs in; .venv where it runs in none."""
+    return sys.prefix if sys.prefix != sys.base_prefix else ".venv"
+
+
 def run(args: argparse.Namespace) -> int:
     from hvdtrain.config import parse
     from hvdtrain.deploy.job import Job
@@ -110,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
     given = {f.name: getattr(args, f.name) for f in fields(Job) if hasattr(args, f.name)}
     given["modules"] = tuple(given.get("modules", ()))
     given["hosts"] = tuple(parse_hosts(args.hosts)) if "hosts" in given else ()
+    given.setdefault("venv", _own_environment())
     job = Job(**given, keys=tuple(keys), run_id=parse(keys).config.run.id)
     files = TARGETS[args.target](job)
     if job.out is None:

@@ -227,7 +227,8 @@ class Supervisor:
             return
         words = run_progress.last_words(self._plan.run, ended.began)
         lines = [f"  {line}" for line in [*words, *ended.last_lines]]
-        _say("\n".join([f"the end, exit code {ended.code}: {reason}; its last words:", *lines]))
+        said = f"the end, exit code {ended.code}: {reason}"
+        _say("\n".join([f"{said}; its last words:", *lines]) if lines else said)
 
 
 def _say(message: str) -> None:

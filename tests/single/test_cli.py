@@ -6,11 +6,13 @@ import importlib
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from hvdtrain import cli
 from hvdtrain.errors import UserError
+from tests.support.runs import REPOSITORY, environment
 
 HEAVY = ("torch", "horovod", "numpy", "jsonargparse")
 
@@ -102,3 +104,29 @@ def test_a_user_error_shows_a_traceback_or_loses_its_exit_code(
     monkeypatch.setattr("hvdtrain.horovod_wheel.check.run", run)
     assert cli.main(["horovod", "check"]) == 75
     assert capsys.readouterr().err == "hvdtrain: error: no wheels today\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train",
+        "plan --gpu H100",
+        "data columns --out c.json -- --tabular.data rows.csv --tabular.label last",
+    ],
+)
+def test_a_command_prints_a_traceback_where_horovod_is_not_built(
+    command: str, tmp_path: Path
+) -> None:
+    (tmp_path / "horovod.py").write_text("raise ImportError(\"No module named 'horovod'\")\n")
+    (tmp_path / "rows.csv").write_text("first,last\n1,2\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdtrain.cli", *command.split()],
+        cwd=tmp_path,
+        env=environment({"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr and "hvdtrain horovod build --install" in done.stderr

@@ -53,7 +53,8 @@ def written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Written:
 
     def written(target: str, *options: str, keys: list[str] = KEYS) -> Path:
         out = tmp_path / f"train-{target}"
-        assert cli.main(["deploy", target, *options, f"--out={out}", "--", *keys]) == 0
+        own = ["--venv", ".venv"] if target in SCHEDULERS else []
+        assert cli.main(["deploy", target, *own, *options, f"--out={out}", "--", *keys]) == 0
         assert capsys.readouterr().out == f"{out}\n"
         return out
 
@@ -258,3 +259,11 @@ def test_the_images_of_the_docs_are_not_those_that_deploy_names() -> None:
     compose = yaml.safe_load((REPOSITORY / "docker/compose.yaml").read_text())
     assert Job().container == f"hvdtrain:{hvdtrain.__version__}" == compose["x-node"]["image"]
     assert f"-t {Job().gpu_image} " in (REPOSITORY / "docker/README.md").read_text()
+
+
+def test_a_script_looks_for_another_environment_than_the_one_that_wrote_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # which has no .venv
+    assert cli.main(["deploy", "slurm"]) == 0
+    assert f"VENV=${{VENV:-{sys.prefix}}}" in capsys.readouterr().out

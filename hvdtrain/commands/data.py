@@ -7,7 +7,7 @@ import time
 import traceback
 from pathlib import Path
 
-from hvdtrain.errors import EXIT_CRASH, UserError
+from hvdtrain.errors import EXIT_CRASH, UserError, of_import
 from hvdtrain.runtime.environment import launched_rank
 from hvdtrain.runtime.mpi import Alone, Ranks, start_ranks
 
@@ -155,7 +155,11 @@ def _columns(args: argparse.Namespace, ranks: Ranks) -> None:
     from hvdtrain.config import parse
     from hvdtrain.files import write_synced
     from hvdtrain.tasks.tabular import Tabular
-    from hvdtrain.tasks.tabular_data import open_training, scan_columns
+
+    try:
+        from hvdtrain.tasks.tabular_data import open_training, scan_columns
+    except ImportError as error:
+        raise (of_import(error) or error) from None
 
     keys = args.keys[1:] if args.keys[:1] == ["--"] else args.keys
     settings = parse(["--task", "tabular", *keys])

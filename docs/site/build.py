@@ -37,6 +37,7 @@ def stage(folder: Path, paths: list[str]) -> None:
     shown = [
         *(REPOSITORY / "docs/images").iterdir(),
         REPOSITORY / "docker/prometheus/rules/alerts.yml",
+        REPOSITORY / "docs/notebook.ipynb",
     ]
     for path in [*paths, *(str(file.relative_to(REPOSITORY)) for file in shown)]:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)

@@ -149,6 +149,21 @@ def test_the_site_lacks_a_page() -> None:
     assert found | {README, DOCS / "README.md"} == set(PAGES)
 
 
+def test_the_site_lacks_a_file_of_the_docs_that_a_page_links_to(tmp_path: Path) -> None:
+    site = runpy.run_path(str(DOCS / "site/build.py"))
+    pages = ["README.md", "docs/README.md", *(path for _, path in site["pages"]())]
+    site["stage"](tmp_path, pages)
+    for page in pages:
+        targets = [
+            (REPOSITORY / page).parent / link.partition("#")[0] for link in links(REPOSITORY / page)
+        ]
+        ours = [target.resolve() for target in targets if target.resolve().is_relative_to(DOCS)]
+        missing = [
+            t for t in ours if t.is_file() and not (tmp_path / t.relative_to(REPOSITORY)).exists()
+        ]
+        assert missing == [], page
+
+
 def _ours() -> Iterator[str]:
     """What stands for the flags of other tools: code in the last cells of the page's tables."""
     for row in re.findall(r"^\|.*\|$", (DOCS / "coming-from.md").read_text(), re.MULTILINE):

@@ -23,7 +23,7 @@ export PYTHON
 BIN := $(CURDIR)/.venv/bin
 STAMPS := .venv/stamps
 LOGS := build/tests
-# Two tests of tests/single at a time (see its conftest.py), three files of tests/cluster, whose tests
+# Two tests of tests/single at a time, three of tests/cluster (see tests/conftest.py), which
 # often wait; those that are marked alone judge a time of seconds, and come after them.
 TWO := -n 2 --dist loadfile
 THREE := -n 3 --dist loadfile

@@ -136,7 +136,7 @@ def _add_layouts(actions: Any) -> None:
         "--np", type=_two_or_more, default=16, help="the most ranks of one (default: %(default)s)"
     )
     action.add_argument("--hosts", metavar="A:8,B:8", help="default: this host")
-    action.add_argument("--launcher", choices=("gloo", "mpi"), default="mpi")
+    action.add_argument("--launcher", choices=("gloo", "mpi"), default="gloo")
     action.add_argument(
         "--steps", type=_positive, default=20, help="of each run (default: %(default)s)"
     )

@@ -11,7 +11,7 @@ from tests.support.cluster import Cluster
 
 @pytest.mark.alone
 def test_an_exchange_of_which_a_part_has_arrived_waits_for_the_timeout(cluster: Cluster) -> None:
-    command = "horovodrun --gloo -np 2 python -m tests.support.aborted"
+    command = f"horovodrun --gloo -np 2 {cluster.python} -m tests.support.aborted"
     done = cluster.run("node1", command.split(), {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}, timeout=90)
     (seconds,) = re.findall(r"failed after ([\d.]+) s", done.stdout)
     assert 1.0 <= float(seconds) <= 2.0, done

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,7 +121,7 @@ def test_a_newcomer_does_not_fit_in_or_the_curve_leaves_that_of_float32(
 
 @pytest.mark.parametrize("launcher", ["gloo", "mpi"])
 def test_a_sum_within_hosts_first_is_another_one(cluster: Cluster, launcher: str) -> None:
-    command = [sys.executable, "-m", "tests.support.summed"]
+    command = [cluster.python, "-m", "tests.support.summed"]
     done = cluster.run("node1", launch(launcher, 4, command, "node1:2,node2:2"), timeout=90)
     assert done.returncode == 0 and "right on 4 ranks" in done.stdout, done
 

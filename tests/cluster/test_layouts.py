@@ -48,7 +48,7 @@ def test_a_run_that_spans_two_hosts_is_not_continued_by_one_rank(
         f" --schedule.name constant --telemetry.port 0 --run.root {runs}"
     )
     degrees = "--parallel.pipeline 2 --parallel.shard 2"
-    ranks = "mpirun -np 4 --host node1:2,node2:2 python -m hvdtrain.train"
+    ranks = f"mpirun -np 4 --host node1:2,node2:2 {cluster.python} -m hvdtrain.train"
     argv = f"{ranks} {sizes} {degrees} --run.id case --train.steps 3 --checkpoint.every 3".split()
     done = cluster.run("node1", argv, timeout=240)
     assert done.returncode == 0, done

@@ -31,7 +31,7 @@ def test_a_rank_with_a_helper_process_holds_up_the_others(
     cluster: Cluster, runs: Path, record_property: Callable[[str, object], None]
 ) -> None:
     arguments = f"{HELPED} --elastic.timeout_seconds 20"
-    job = ElasticJob(cluster, runs, "node1:1 node2:2", np=3, arguments=arguments)
+    job = ElasticJob(cluster, runs, "node1:1 node2:2", np=3, arguments=arguments, python="python")
     try:
         job.wait_for_step(10)
         times = []
@@ -51,7 +51,7 @@ def test_a_rank_with_a_helper_process_holds_up_the_others(
 
 
 def test_a_killed_launcher_leaves_ranks_or_their_helpers(cluster: Cluster, runs: Path) -> None:
-    job = TrainingJob(cluster, PLAIN, runs, HELPED, None)
+    job = TrainingJob(cluster, PLAIN, runs, HELPED, None, "python")
     try:
         job.wait_for_step(5)
         job.send(signal.SIGKILL)
@@ -64,7 +64,7 @@ def test_a_killed_launcher_leaves_ranks_or_their_helpers(cluster: Cluster, runs:
 def test_a_rank_that_fails_is_not_the_jobs_exit_code_or_leaves_helpers(
     cluster: Cluster, runs: Path, host: str
 ) -> None:
-    job = TrainingJob(cluster, PLAIN, runs, HELPED, None)
+    job = TrainingJob(cluster, PLAIN, runs, HELPED, None, "python")
     try:
         job.wait_for_step(5)
         rank = min(process.pid for process in cluster.ranks(host))
@@ -91,7 +91,8 @@ def test_the_environment_of_ranks_can_be_read_by_every_user(
     # And what horovodrun starts to find interfaces has its key for signatures.
     secrets = rf"{SECRET}|horovod\.runner\.task_fn\0."
     with _Reader(secrets.encode()) as reader:
-        job = TrainingJob(cluster, LAUNCHERS[launcher], runs, "", {"WANDB_API_KEY": SECRET})
+        env = {"WANDB_API_KEY": SECRET}
+        job = TrainingJob(cluster, LAUNCHERS[launcher], runs, "", env, "python")
         try:
             job.wait_for_step(3)
             keys = [

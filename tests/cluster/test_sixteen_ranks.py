@@ -50,7 +50,7 @@ def test_sixteen_ranks_on_two_hosts_differ_in_a_bit_from_one_process_or_repeat_a
     cluster: Cluster, runs: Path, launcher: str, batch: str
 ) -> None:
     flags = f"{SMALL} {EXACT} {BATCHES[batch]} --run.root {runs}"
-    command = f"{SIXTEEN[launcher]} python -m hvdtrain.train {flags} --run.id case"
+    command = f"{SIXTEEN[launcher]} {cluster.python} -m hvdtrain.train {flags} --run.id case"
     done = cluster.run("node1", command.split(), timeout=LAUNCH_SECONDS)
     assert done.returncode == 0, done
     lines = [json.loads(line) for line in (runs / "case/metrics.jsonl").read_text().splitlines()]
@@ -70,7 +70,7 @@ def test_error_in_one_rank_ends_all_ranks_on_both_hosts(
     cluster: Cluster, runs: Path, launcher: str, rank: int
 ) -> None:
     command = (
-        f"{THREE[launcher]} python -m hvdtrain.train --task tests.support.tasks:Failing"
+        f"{THREE[launcher]} {cluster.python} -m hvdtrain.train --task tests.support.tasks:Failing"
         f" --batch.global_size 3 --batch.micro_size 1 --run.root {runs} --run.id case"
     )
     job = cluster.start("node1", command.split(), {"HVDTRAIN_TEST_FAIL": f"{rank}:{STEPS}"})
@@ -90,7 +90,8 @@ def test_host_without_the_data_is_reported_once_as_wrong_input(
     corpus = cluster.file("node1", "/tmp/corpus")
     corpus.mkdir(exist_ok=True)
     (corpus / "README.txt").write_bytes((REPOSITORY / "LICENSE").read_bytes())
-    argv = f"{THREE[launcher]} python -m hvdtrain.train --run.root {runs} --run.id case".split()
+    train = f"{cluster.python} -m hvdtrain.train --run.root {runs} --run.id case"
+    argv = f"{THREE[launcher]} {train}".split()
     argv += ["--data.train", '["/tmp/corpus/*.txt"]', *SMALL.split()]
     done = cluster.run("node1", argv, {"HVDTRAIN_TEST_FAIL": ""}, timeout=120)
     assert done.returncode == 2, done

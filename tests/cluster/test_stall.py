@@ -13,7 +13,7 @@ from tests.support.cluster import Cluster
 def test_a_rank_that_takes_no_part_is_not_reported_under_gloo(cluster: Cluster) -> None:
     seconds = {"CHECK": "1", "SHUTDOWN": "3"}
     env = {f"HOROVOD_STALL_{name}_TIME_SECONDS": value for name, value in seconds.items()}
-    command = ["horovodrun", "--gloo", "-np", "2", "python", "-m", "tests.support.held_collective"]
+    command = f"horovodrun --gloo -np 2 {cluster.python} -m tests.support.held_collective".split()
     done = cluster.run("node1", command, env, timeout=30)
     assert done.returncode != 0 and "rank 1 was never missed" not in done.stderr, done
     # horovodrun puts "[0]<stderr>:" before each line; "!" marks the one that ends the job.

@@ -40,7 +40,8 @@ NAMED = r"rank (\d) on (\w+) is slow: .* loses most in: (\w+)"
 
 
 def _start(cluster: Cluster, runs: Path, launcher: str, train: str, lag: str = "") -> Job:
-    argv = f"{launcher} python -m hvdtrain.train {train} --run.root {runs} --run.id case".split()
+    train = f"{cluster.python} -m hvdtrain.train {train} --run.root {runs} --run.id case"
+    argv = f"{launcher} {train}".split()
     # The hosts share this machine's cores: the threads of a rank would wait for each other.
     job = cluster.start("node1", argv, {"HVDTRAIN_TEST_LAG": lag, "OMP_NUM_THREADS": "1"})
     poll(lambda: _exchanges(runs) > 3, 90, "exchanges")

@@ -1,12 +1,10 @@
-"""Marks the tests that start ranks, and deals tests to the workers of pytest-xdist."""
+"""Marks the tests that start ranks."""
 
 from __future__ import annotations
 
-import functools
 import os
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -37,24 +35,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
     # Whoever of the workers is done first has short ones left to take from the others.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Each test by itself goes to a worker that is free.
-
-    Those of a file that share something go together: each worker would do its run anew.
-    """
-    # --dist loadgroup would do, but pytest 9 does not show xdist's groups to its scheduler.
-    from xdist.scheduler import LoadScopeScheduling
-
-    @functools.cache
-    def shares(file: str) -> bool:
-        return 'scope="module"' in (config.rootpath / file).read_text()
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return file if shares(file) else nodeid
-
-    return Scheduling(config, log)

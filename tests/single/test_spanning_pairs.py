@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from hvdtrain.bench.layouts import TINY
 from hvdtrain.bench.layouts_report import Curve, Row
 from hvdtrain.bench.processes import MARK
+from tests.support import warm
 from tests.support.runs import start
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ PAIRS = [(axis, option) for axis in AXES for option in OPTIONS]
 
 def _curves(folder: Path, launcher: str, flags: list[tuple[str, ...]]) -> list[Curve]:
     """Of runs with these flags, one after the other in one start."""
-    command = [sys.executable, "-m", "hvdtrain.bench.layout_ranks"]
+    command = [warm.python(2), "-m", "hvdtrain.bench.layout_ranks"]
     lists = [json.dumps([*SIZES, *own]) for own in flags]
     done = start(folder, [str(STEPS), *lists], launcher, command=command).wait(240)
     assert done.returncode == 0, done
@@ -54,7 +54,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row]
     alone = _curves(root / "one", "", [flags for flags, _ in OPTIONS.values()])
     wanted = dict(zip(OPTIONS, alone, strict=True))
     pairs = [(*AXES[axis], *OPTIONS[option][0]) for axis, option in PAIRS]
-    found = _curves(root / "two", "mpirun:2", pairs)
+    found = _curves(root / "two", "gloo:2", pairs)
     return {
         (axis, option): Row(f"{axis}, {option}", 2, curve, wanted[option], OPTIONS[option][1])
         for (axis, option), curve in zip(PAIRS, found, strict=True)

@@ -28,8 +28,8 @@ SIZES = [
 CHAIN = [
     ("mpirun:2", {"context": 2}, 4),
     ("mpirun:4", {}, 6),
-    ("mpirun:4", {"tensor": 2}, 8),
-    ("mpirun:4", {"pipeline": 2, "shard": 2, "reshard_after_forward": "false"}, 12),
+    ("gloo:4", {"tensor": 2}, 8),
+    ("gloo:4", {"pipeline": 2, "shard": 2, "reshard_after_forward": "false"}, 12),
     ("", {}, 16),
 ]
 

@@ -38,6 +38,13 @@ def test_flags_environment_or_exit_code_are_others(job: Job) -> None:
     assert done.stdout.splitlines()[0] == f"['a flag', '-5'] given {os.getcwd()}"
 
 
+def test_a_rank_looks_like_its_parent_from_outside(job: Job) -> None:
+    rank = _rank(job)
+    words = ["python", "-m", "tests.support.waiting", "a flag", "-5"]
+    assert [word for word in rank.cmdline() if word] == words
+    assert rank.environ() == psutil.Process(job.pid).environ()
+
+
 def test_a_rank_that_a_signal_ended_seems_to_have_ended_by_itself(job: Job) -> None:
     _rank(job).kill()
     assert job.wait(30).returncode == -signal.SIGKILL

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.support import warm
 from tests.support.cluster_folder import ClusterFolder
 from tests.support.job import Finished, Job, poll
 from tests.support.namespaces import ENVIRONMENT, NAMESPACES, check, pid_namespace
@@ -30,6 +31,7 @@ from tests.support.namespaces import ENVIRONMENT, NAMESPACES, check, pid_namespa
 REPOSITORY = Path(__file__).resolve().parents[2]
 RANK = r"\S*python\S* -m hvdtrain\.train\b"
 SUBNET = "10.207.0"
+_WARM = Path("/run/warm")  # of each host
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Cluster:
     Attributes:
         shared: a folder that all hosts and this process see under the same path. They
             also share the repository and the virtual environment, but not /tmp.
+        python: a python for `python -m hvdtrain.train FLAGS` on any host whose ranks start at
+            once, see warm.py.
 
     Raises:
         RuntimeError: a host did not come up; the message holds its log.
@@ -57,6 +61,7 @@ class Cluster:
         self._inits: dict[str, psutil.Process] = {}
         self._holders: list[subprocess.Popen[bytes]] = []
         self._jobs: list[Job] = []
+        self._warm = False
 
     def __enter__(self) -> Cluster:
         hosts = {name: f"{SUBNET}.{i}" for i, name in enumerate(self.names, start=1)}
@@ -101,6 +106,16 @@ class Cluster:
         job = Job(prefix, argv, ENVIRONMENT | dict(env or {}), output)
         self._jobs.append(job)
         return job
+
+    @property
+    def python(self) -> str:
+        path = self._folder.path / "python"
+        if not self._warm:
+            self._warm = True
+            warm.write_command(path, _WARM, 1)
+            for host in self._inits:
+                self._warm_up(host)
+        return str(path)
 
     def run(
         self,
@@ -199,8 +214,17 @@ class Cluster:
             self._inits[host] = _only_child(holder)
             self._plug_in(host)
             poll(lambda: self._answers(host), 20, f"ssh {host}")
+            if self._warm:
+                self._warm_up(host)
         except (AssertionError, psutil.Error, subprocess.SubprocessError) as error:
             raise RuntimeError(f"{host} did not come up: {error}\n{log.read_text()}") from error
+
+    def _warm_up(self, host: str) -> None:
+        """Its parent of ranks ends with it, or with this process."""
+        sockets = self.file(host, str(_WARM))
+        sockets.mkdir()
+        prefix = [*self._enter(host), "env", f"--chdir={REPOSITORY}"]
+        self._holders.append(warm.start_parent(sockets / "0", ENVIRONMENT, prefix))
 
     def _start_switch(self) -> None:
         self._bridge = self._hold(["unshare", "--net", "sleep", "infinity"], Path(os.devnull))
@@ -234,7 +258,7 @@ class Cluster:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
                 if process.status() != psutil.STATUS_ZOMBIE:
-                    yield Process(pid, host, " ".join(process.cmdline()))
+                    yield Process(pid, host, " ".join(process.cmdline()).rstrip())
 
     def _enter(self, host: str) -> list[str]:
         return ["nsenter", "--target", str(self._inits[host].pid), *NAMESPACES, "--"]

@@ -39,6 +39,7 @@ class TrainingJob:
         launcher: the argv before that of a rank.
         folder: where its run lies.
         arguments: beside `PACED`; the later of two values counts.
+        python: of a rank; default: `cluster.python`.
 
     Attributes:
         run: the folder of the run, as this process sees it.
@@ -51,11 +52,12 @@ class TrainingJob:
         folder: Path,
         arguments: str,
         env: Mapping[str, str] | None,
+        python: str | None = None,
     ) -> None:
         self.cluster = cluster
         self.run = folder / "case"
-        train = f"python -m hvdtrain.train {PACED} --run.root {folder} --run.id case {arguments}"
-        self.job: Job = cluster.start("node1", [*launcher, *train.split()], env)
+        train = f"-m hvdtrain.train {PACED} --run.root {folder} --run.id case {arguments}".split()
+        self.job: Job = cluster.start("node1", [*launcher, python or cluster.python, *train], env)
 
     def lines(self) -> list[dict[str, Any]]:
         """metrics.jsonl so far; a line that is being written is left out."""
@@ -168,13 +170,14 @@ class ElasticJob(TrainingJob):
         discovery: str = "",
         options: str = "",
         env: Mapping[str, str] | None = None,
+        python: str | None = None,
     ) -> None:
         self._hosts = folder / "hosts"
         self.set_hosts(hosts)
         launcher = f"horovodrun --gloo -np {np} --min-np {min_np} --max-np {max(6, np)}".split()
         launcher += ["--host-discovery-script", discovery or f"cat {self._hosts}"]
         launcher += options.split()
-        super().__init__(cluster, launcher, folder, arguments, env)
+        super().__init__(cluster, launcher, folder, arguments, env, python)
 
     def process(self, number: int) -> Process:
         """The living process that was started as this number: rank `number` at first."""

@@ -2,14 +2,17 @@
 
 Importing torch is most of what a rank of a tiny run does: seconds of a core, for each rank of
 each run. `python(...) -m hvdtrain.train FLAGS` is `python -m hvdtrain.train FLAGS` with the same
-flags, environment, folder and open files; warm_rank.py stands in its place, passes signals on to
-it and ends as it ends. What differs: a rank's parent is not its launcher, its command line is
-another one, and of the ranks of a job those of even number share one seed of hashes, and those of
-odd number another. What judges starts, processes or signals from outside takes sys.executable.
+flags, environment, processors, folder and open files, and looks like it from outside;
+warm_rank.py stands in its place, passes signals on to it and ends as it ends. What differs: a
+rank's parent is not its launcher, and all that one parent forks share one seed of hashes: on this
+machine the ranks of even number of a job, and those of odd number; on a host of a cluster all of
+its ranks. What judges starts, or signals from outside, takes sys.executable.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import functools
 import importlib
 import json
@@ -23,14 +26,19 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hvdtrain.runtime.heartbeat import OWN, Heartbeat
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 _PARENTS = 2
+_ROOM = 4096  # bytes; of a rank's command line, and a quarter of those of its environment
 _PRELOAD = [
     *("docstring_parser", "numpy.random", "hvdtrain.run.generation", "hvdtrain.data.text"),
     *("hvdtrain.data.packed", "hvdtrain.models.sampling", "tests.support.tasks"),
+    *("torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining"),
 ]
 
 
@@ -45,31 +53,59 @@ def python(ranks: int) -> str:
     return str(_folder() / "python")
 
 
-@functools.cache
-def _folder() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+def write_command(path: Path, sockets: Path, parents: int) -> None:
+    """Writes the command that has a rank forked.
+
+    Args:
+        sockets: where those of the parents are, as the command finds them.
+        parents: among which the ranks of a job are dealt by their numbers.
+    """
     rank = Path(__file__).with_name("warm_rank.py")
-    words = [sys.executable, "-I", "-S", str(rank), str(folder), str(_PARENTS)]
-    (folder / "python").write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
-    (folder / "python").chmod(0o755)
-    return folder
+    words = [sys.executable, "-I", "-S", str(rank), str(sockets), str(parents)]
+    path.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    path.chmod(0o755)
 
 
-@functools.cache
-def _parent(number: int) -> subprocess.Popen[bytes]:
-    """Starts one, which ends with this process. Who comes before it has imported waits."""
+def start_parent(
+    socket_path: Path, environment: Mapping[str, str], prefix: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts one, which ends with this process. Who comes before it has imported waits.
+
+    Args:
+        socket_path: as this process finds it.
+        prefix: a command that runs another one elsewhere.
+    """
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(_folder() / str(number)))
-        listener.listen()
+        listener.bind(str(socket_path))
+        listener.listen(64)
+        words = [sys.executable, "-m", "tests.support.warm", str(listener.fileno())]
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.support.warm", str(listener.fileno()), str(_folder())],
+            [*prefix, *words, " " * _ROOM],
             stdin=subprocess.PIPE,  # closed with this process, however it ends
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
             start_new_session=True,
             cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env={
+                **environment,
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+                "ROOM": " " * 4 * _ROOM,
+            },
         )
+
+
+@functools.cache
+def _folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="warm-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    write_command(folder / "python", folder, _PARENTS)
+    return folder
+
+
+@functools.cache
+def _parent(number: int) -> subprocess.Popen[bytes]:
+    return start_parent(_folder() / str(number), os.environ)
 
 
 class Parent:
@@ -147,7 +183,9 @@ def _become(connection: socket.socket) -> list[str]:
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
+    Heartbeat.__init__(OWN)  # the parent's memory is shared by all that it forks
     os.setsid()
+    os.sched_setaffinity(0, request["processors"])
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
@@ -156,10 +194,29 @@ def _become(connection: socket.socket) -> list[str]:
     if "PYTHONUNBUFFERED" in os.environ:
         for output in (sys.stdout, sys.stderr):
             output.reconfigure(write_through=True)  # type: ignore[union-attr]
-    return list(request["arguments"])
+    words = ["python", *request["arguments"]]
+    _seem(words, [f"{name}={value}" for name, value in request["environment"].items()])
+    return words[1:]
 
 
-def main(descriptor: str, folder: str) -> None:
+def _seem(words: Sequence[str], environment: Sequence[str]) -> None:
+    """Has this process's command line and environment read like these from outside.
+
+    Both lie where the kernel put those that the process was started with, see
+    https://man7.org/linux/man-pages/man5/proc_pid_stat.5.html; there has to be room.
+    """
+    places = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]
+    arguments, arguments_end, variables, variables_end = map(int, places)
+    for strings, begin, end in (
+        (words, arguments, arguments_end),
+        (environment, variables, variables_end),
+    ):
+        content = b"".join(os.fsencode(string) + b"\0" for string in strings)
+        ctypes.memset(begin, 0, end - begin)
+        ctypes.memmove(begin, content, min(len(content), end - begin - 1))
+
+
+def main(descriptor: str) -> None:
     from hvdtrain.train import _load_run
 
     _load_run()
@@ -167,7 +224,6 @@ def main(descriptor: str, folder: str) -> None:
         importlib.import_module(module)
     connection = Parent(socket.socket(fileno=int(descriptor))).serve()
     if connection is None:
-        shutil.rmtree(folder, ignore_errors=True)  # the other one may have done so
         return
     _, module, *sys.argv[1:] = _become(connection)
     sys.modules.pop(module, None)  # runpy warns of it
@@ -175,4 +231,4 @@ def main(descriptor: str, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

@@ -33,6 +33,7 @@ def main(folder: str, parents: str, *arguments: str) -> None:
         request = {
             "environment": dict(os.environ),
             "folder": os.getcwd(),
+            "processors": sorted(os.sched_getaffinity(0)),
             "arguments": arguments,
         }
         content = json.dumps(request).encode()

@@ -1,0 +1,29 @@
+"""Deals tests to the workers of pytest-xdist."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Each test by itself goes to a worker that is free.
+
+    Those of a file that share something go together: each worker would do its run anew.
+    """
+    # --dist loadgroup would do, but pytest 9 does not show xdist's groups to its scheduler.
+    from xdist.scheduler import LoadScopeScheduling
+
+    @functools.cache
+    def shares(file: str) -> bool:
+        return 'scope="module"' in (config.rootpath / file).read_text()
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if shares(file) else nodeid
+
+    return Scheduling(config, log)

@@ -8,8 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import UserError
-from hvdtrain.files import write_atomic
+from hvdtrain.commands.output import write_out
 
 HELP = "write what starts a job: slurm, pbs, lsf, mpirun, compose, kubernetes"
 
@@ -123,19 +122,9 @@ def run(args: argparse.Namespace) -> int:
         print(*files.values(), sep="", end="")
     elif args.target == "kubernetes":
         for name, text in files.items():
-            _write(job.out / name, text)
+            write_out(job.out / name, text)
         print(job.out)
     else:
-        _write(job.out, *files.values())
+        write_out(job.out, *files.values())
         print(job.out)
     return 0
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, text.encode())
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}); choose another place with --out"
-        ) from None

@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.commands.output import write_out
 from hvdtrain.errors import UserError
-from hvdtrain.files import write_atomic
 
 HELP = "show a run, or two side by side, as an HTML file; or runs in a browser, live"
 _HOST, _PORT, _ROOT = "127.0.0.1", 8642, Path("runs")
@@ -77,7 +77,7 @@ def _report(args: argparse.Namespace) -> int:
     else:
         text = page.two(runs[0], runs[1], (found[0], found[1]))
         out = args.out or args.other / "compare.html"
-    _write(out, text)
+    write_out(out, text)
     print(out)
     return 0
 
@@ -88,12 +88,3 @@ def _content(found: list[Any]) -> Any:
     from hvdtrain.report.ratios import ratios
 
     return {"a": found[0], "b": found[1], "ratios": ratios(*found)}
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_atomic(path, text.encode())
-    except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}); choose another place with --out"
-        ) from None

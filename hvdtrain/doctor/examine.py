@@ -26,6 +26,7 @@ from hvdtrain.doctor.session import Session, opened, together
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.launch.discovery import is_this_host
 from hvdtrain.launch.hostfile import Host, first_slots
+from hvdtrain.runtime.network import resolve
 
 LIBRARIES, NETWORK, ALONE, SUMS = "libraries", "network", "alone", "all-reduce"
 STAGES = (LIBRARIES, NETWORK, ALONE, SUMS)
@@ -125,7 +126,7 @@ def _sessions(
 ) -> Iterator[dict[str, Session]]:
     """Those of the hosts that answer, this one first; of the others there are findings."""
     notice(f"asking {', '.join(names) or own}")
-    addresses = {name: _address(name) for name in names if name != own}
+    addresses = {name: resolve(name) for name in names if name != own}
     for name, address in addresses.items():
         found.findings += hosts.check_name(name, address)
     known = [name for name, address in addresses.items() if address is not None]
@@ -135,13 +136,6 @@ def _sessions(
             if name != own:
                 found.findings += hosts.check_login(name, session.login)
         yield {n: session for n, session in sessions.items() if answering.get(n) or n == own}
-
-
-def _address(name: str) -> str | None:
-    try:
-        return socket.gethostbyname(name)
-    except (OSError, UnicodeError):
-        return None
 
 
 def _ask_facts(

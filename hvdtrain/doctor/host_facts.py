@@ -25,7 +25,7 @@ import psutil
 import hvdtrain
 from hvdtrain.horovod_wheel.recipe import parse_mpi
 from hvdtrain.runtime import machine
-from hvdtrain.runtime.network import addresses_by_interface, source_towards
+from hvdtrain.runtime.network import addresses_by_interface, resolve, source_towards
 
 _PACKAGES = ("torch", "horovod", "numpy", "mpi4py")
 _FIREWALLS = ("firewall-cmd", "ufw", "nft", "iptables")
@@ -63,11 +63,11 @@ def gather(hosts: list[str]) -> dict[str, Any]:
     """
     own = socket.gethostname()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    addresses = {name: _address(name) for name in hosts}
+    addresses = {name: resolve(name) for name in hosts}
     memory = psutil.virtual_memory()
     return {
         "hostname": own,
-        "own_address": _address(own),
+        "own_address": resolve(own),
         "addresses": addresses,
         "interfaces": _interfaces(),
         "chosen": _chosen([a for a in addresses.values() if a]),
@@ -108,13 +108,6 @@ def libraries() -> dict[str, Any]:
     ended = f"the process ended with {done.returncode}"
     errors = [line for line in said if "Error" in line or "undefined symbol" in line]
     return {"failed": (errors or said or [ended])[-1]}
-
-
-def _address(name: str) -> str | None:
-    try:
-        return socket.gethostbyname(name)
-    except (OSError, UnicodeError):
-        return None
 
 
 def _interfaces() -> dict[str, Any]:

@@ -21,12 +21,12 @@ def address_towards(hosts: Iterable[str]) -> str:
     (Debian's /etc/hosts: 127.0.1.1).
     """
     own = [a for all_ in addresses_by_interface().values() for a in all_ if not _is_loopback(a)]
-    for address in (_resolve(host) for host in hosts):
+    for address in (resolve(host) for host in hosts):
         if address is not None and address not in own and not _is_loopback(address):
             source = source_towards(address)
             if source in own:
                 return str(source)
-    likely = (_resolve(socket.gethostname()), source_towards(_ELSEWHERE), *own)
+    likely = (resolve(socket.gethostname()), source_towards(_ELSEWHERE), *own)
     return next((a for a in likely if a is not None and a in own), LOOPBACK)
 
 
@@ -45,10 +45,11 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def _resolve(host: str) -> str | None:
+def resolve(host: str) -> str | None:
+    """The IPv4 address of a name, as this host looks it up; None where it finds none."""
     try:
         return socket.gethostbyname(host)
-    except OSError:
+    except (OSError, UnicodeError):
         return None
 
 

@@ -159,5 +159,6 @@ def prepare(
         # Open MPI spins while it waits and takes the processor from the model.
         env.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
         if env.get("HOROVOD_CONTROLLER") == "gloo":
-            # So does a negotiation each millisecond over sockets: 6 % of each core.
-            env.setdefault("HOROVOD_CYCLE_TIME", "5")
+            # So does a negotiation each millisecond over sockets: 6 % of each core. What is
+            # enqueued does not wait for a cycle (patch 0014), but process sets are made in cycles.
+            env.setdefault("HOROVOD_CYCLE_TIME", "5" if process_sets else "20")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from hvdtrain.bench.allreduce_report import MPI, TORCH_GLOO, AllreduceReport
-from hvdtrain.bench.processes import launch, measure
+from hvdtrain.bench.processes import launch, measure, on_threads
 from hvdtrain.errors import UserError
 from hvdtrain.launch.hostfile import parse_hosts
 
@@ -121,5 +121,5 @@ def _why_no_nccl(built: Mapping[str, bool]) -> str:
 def _measure(one: _Contender, sizes: Sequence[int], np: int, hosts: str | None) -> dict[int, float]:
     command = [sys.executable, "-m", "hvdtrain.bench.allreduce_worker", one.kind]
     command += map(str, sizes)
-    result = measure(launch(one.launcher, np, command, hosts), threads=1)
+    result = measure(launch(one.launcher, np, on_threads(1, command), hosts))
     return {int(size): float(value) for size, value in result["seconds"].items()}

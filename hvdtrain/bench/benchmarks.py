@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 
-from hvdtrain.bench.processes import QUIET, launch, measure, worker
+from hvdtrain.bench.processes import QUIET, launch, measure, on_threads, worker
 from hvdtrain.bench.report import Figure, Report
 
 MIB = 1 << 20
@@ -66,7 +66,7 @@ def layout_speed(flags: Sequence[str], steps: int, rounds: int) -> Report:
         # Torch's pipeline leaves tied parameters to its user.
         keys = [f"--parallel.{axis}=2", "--model.tied_embeddings=false"]
         command = worker("layout-speed", steps, [*flags, *QUIET, *keys], rounds)
-        result = measure(launch("mpi", 2, command), threads=1)
+        result = measure(launch("mpi", 2, on_threads(1, command)))
         own, theirs = result["seconds"]["hvdtrain"], result["seconds"]["torch"]
         figures += [
             Figure(f"{axis} 2: hvdtrain", "ms a step", [s * 1000 for s in own]),

@@ -13,7 +13,7 @@ from typing import Any
 
 from hvdtrain.bench.exchange_report import NO_EXCHANGE, WARM_UP_STEPS, Curve, ExchangeReport
 from hvdtrain.bench.jobs import RANK
-from hvdtrain.bench.processes import LIMIT_S, QUIET, finish, launch, measure, worker
+from hvdtrain.bench.processes import LIMIT_S, QUIET, finish, launch, measure, on_threads, worker
 from hvdtrain.config import Config, parse
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.config import ExchangeConfig
@@ -98,14 +98,14 @@ def exchange(
     for own in with_strategy.values():
         parse(own)  # all are right before the first one runs for minutes
     apart = worker("rate-apart", steps - WARM_UP_STEPS, flags)
-    alone_command = launch("gloo", ranks.np, apart, ranks.hosts)
+    alone_command = launch("gloo", ranks.np, on_threads(threads, apart), ranks.hosts)
     curves: dict[str, list[Curve]] = {name: [] for name in strategies}
     alone: list[float] = []
     sides = [NO_EXCHANGE, *strategies]
     for number in range(rounds):
         for side in sides[:: -1 if number % 2 else 1]:  # who begins, changes
             if side == NO_EXCHANGE:
-                rate = measure(alone_command, threads)["samples_per_second"]
+                rate = measure(alone_command)["samples_per_second"]
                 alone.append(config.batch.global_size / rate)
             else:
                 curves[side].append(_run(with_strategy[side], steps, ranks, root))

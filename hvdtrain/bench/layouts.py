@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 
 from hvdtrain.bench.layouts_report import Curve, LayoutsReport, Row
-from hvdtrain.bench.processes import MARK, attempt, choose_hosts, launch
+from hvdtrain.bench.processes import MARK, attempt, choose_hosts, launch, on_threads
 from hvdtrain.errors import UserError
 from hvdtrain.launch.hostfile import Host, as_text, parse_hosts
 from hvdtrain.parallel.config import AXES
@@ -153,10 +153,11 @@ def _curves(
     left = list(group)
     while left:
         of_layouts = [json.dumps([*flags, *_flags_of(layout)]) for layout in left]
-        worker = [sys.executable, "-m", "hvdtrain.bench.layout_ranks", str(steps), *of_layouts]
+        program = [sys.executable, "-m", "hvdtrain.bench.layout_ranks", str(steps)]
+        worker = on_threads(1, [*program, *of_layouts])
         hosts = _spread(where.hosts, ranks) if where.hosts else None
         command = launch(where.launcher, ranks, worker, hosts) if ranks > 1 else worker
-        code, lines = attempt(command, threads=1)
+        code, lines = attempt(command)
         told = [line[line.index(MARK) :] for line in lines if MARK in line]
         for line in told:
             yield left.pop(0), Curve(**json.loads(line)["measured"])

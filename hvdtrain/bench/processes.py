@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -34,6 +33,11 @@ def worker(kind: str, steps: int, flags: Sequence[str], rounds: int = 1) -> list
     return [sys.executable, "-m", "hvdtrain.bench.worker", kind, str(steps), str(rounds), *flags]
 
 
+def on_threads(threads: int, command: Sequence[str]) -> list[str]:
+    """`command` with so many threads, on whatever host a launcher starts it."""
+    return ["env", f"OMP_NUM_THREADS={threads}", *command]
+
+
 def launch(
     launcher: str, ranks: int, command: Sequence[str], hosts: str | None = None
 ) -> list[str]:
@@ -59,51 +63,42 @@ def choose_hosts(text: str, np: int) -> str:
     return as_text(first_slots(hosts, np))
 
 
-def measure(command: Sequence[str], threads: int | None = None) -> dict[str, Any]:
+def measure(command: Sequence[str]) -> dict[str, Any]:
     """Runs a command and returns what its worker printed.
-
-    Args:
-        threads: OMP_NUM_THREADS of every rank; default: as it is.
 
     Raises:
         BenchError: it failed.
         TimedOutError: it took more than LIMIT_S.
     """
-    lines = finish(command, threads)
+    lines = finish(command)
     for line in lines:
         if MARK in line:  # horovodrun puts the rank before it
             return json.loads(line[line.index(MARK) :])
     raise _failed(command, 0, lines)
 
 
-def finish(command: Sequence[str], threads: int | None = None, limit: float = LIMIT_S) -> list[str]:
+def finish(command: Sequence[str], limit: float = LIMIT_S) -> list[str]:
     """Runs a command and returns the lines of its output.
 
     Args:
-        threads: as for `measure`.
         limit: seconds.
 
     Raises:
         BenchError: it failed.
         TimedOutError: it took more than `limit`.
     """
-    code, lines = attempt(command, threads, limit)
+    code, lines = attempt(command, limit)
     if code != 0:
         raise _failed(command, code, lines)
     return lines
 
 
-def attempt(
-    command: Sequence[str], threads: int | None = None, limit: float = LIMIT_S
-) -> tuple[int, list[str]]:
+def attempt(command: Sequence[str], limit: float = LIMIT_S) -> tuple[int, list[str]]:
     """As `finish`, of a command that may fail: (its exit code, the lines of its output)."""
-    env = dict(os.environ)
-    if threads is not None:
-        env["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "output")
         try:
-            code = run_logged(command, log, limit, env)
+            code = run_logged(command, log, limit)
         except OSError as error:
             raise BenchError(f"cannot start {command[0]}: {error.strerror}") from None
         return code, log.read_text(errors="replace").splitlines()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hvdtrain.bench.benchmarks import ratios
-from hvdtrain.bench.processes import QUIET, choose_hosts, launch, measure, worker
+from hvdtrain.bench.processes import QUIET, choose_hosts, launch, measure, on_threads, worker
 from hvdtrain.bench.report import Figure, Report
 
 OWN = ("horovodrun --gloo", "mpirun")
@@ -43,7 +43,7 @@ def scaling(flags: Sequence[str], steps: int, rounds: int, scale: Scale) -> Repo
         UserError: the hosts have too few slots.
     """
     flags = [*flags, *QUIET]
-    own = worker("rate-hvdtrain", steps, flags)
+    own = on_threads(1, worker("rate-hvdtrain", steps, flags))
     contenders = {ranks: _contenders(flags, steps, scale, ranks) for ranks in scale.ranks}
     alone = [_rate(own)]
     rates: dict[int, dict[str, list[float]]] = {
@@ -73,7 +73,7 @@ def _contenders(flags: Sequence[str], steps: int, scale: Scale, ranks: int) -> d
         _NO_EXCHANGE: ("gloo", "rate-apart"),
     }
     return {
-        name: launch(launcher, ranks, worker(kind, steps, flags), hosts)
+        name: launch(launcher, ranks, on_threads(1, worker(kind, steps, flags)), hosts)
         for name, (launcher, kind) in kinds.items()
     }
 
@@ -93,4 +93,4 @@ def _figures(
 
 
 def _rate(command: Sequence[str]) -> float:
-    return float(measure(command, threads=1)["samples_per_second"])
+    return float(measure(command)["samples_per_second"])

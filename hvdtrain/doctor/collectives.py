@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from hvdtrain.bench.allreduce_report import bus_bandwidth
-from hvdtrain.bench.processes import MARK, BenchError, finish, launch
+from hvdtrain.bench.processes import MARK, BenchError, finish, launch, on_threads
 from hvdtrain.doctor.finding import WARNING, Finding
 from hvdtrain.errors import UserError
 from hvdtrain.launch.hostfile import Host, as_text, first_slots, total_slots
@@ -64,13 +64,13 @@ def measure(
     """
     for count, text in plan(hosts, ranks):
         for controller in controllers:
-            command = launch(controller, count, _WORKER, text or None)
+            command = launch(controller, count, on_threads(1, _WORKER), text or None)
             allowed = 0.0
             if bandwidth and "," in text:
                 # As each host sends at least: bus_bandwidth is what a wire would have to do.
                 allowed = bus_bandwidth(BYTES, 1.0, count) / bandwidth
             try:
-                lines = finish(command, threads=1, limit=LIMIT_SECONDS)
+                lines = finish(command, LIMIT_SECONDS)
                 seconds = _seconds(lines)
             except (UserError, ValueError) as error:
                 yield _failed(controller, command, error)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from statistics import fmean
 from typing import Any
 
-from hvdtrain.bench.processes import QUIET, launch, measure
+from hvdtrain.bench.processes import QUIET, launch, measure, on_threads
 from hvdtrain.plan.job import Bucket, Job, StrategyCost
 
 _SMALL, _LARGE = 1 << 10, 8 << 20  # bytes of an all-reduce
@@ -49,9 +49,9 @@ def measure_job(flags: Sequence[str], at_once: int = 1) -> Job:
         UserError: the flags are wrong, or `plan` cannot measure such a run.
         BenchError: a process failed.
     """
-    command = [sys.executable, "-m", "hvdtrain.plan.worker", *flags, *QUIET]
+    command = on_threads(1, [sys.executable, "-m", "hvdtrain.plan.worker", *flags, *QUIET])
     with ThreadPoolExecutor(at_once) as pool:
-        found = list(pool.map(lambda _: measure(command, threads=1), range(at_once)))
+        found = list(pool.map(lambda _: measure(command), range(at_once)))
     return mean_of([job_from(one["measured"]) for one in found])
 
 
@@ -78,7 +78,7 @@ def measure_costs(launcher: str = "gloo") -> Costs:
         BenchError: they failed.
     """
     idle, computing = (
-        measure(launch(launcher, 2, command), threads=1)["seconds"] for command in COLLECTIVES
+        measure(launch(launcher, 2, on_threads(1, command)))["seconds"] for command in COLLECTIVES
     )
     return costs_from(idle, computing, ranks=2)
 

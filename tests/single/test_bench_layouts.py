@@ -63,7 +63,9 @@ class _Ranks:
         self._failing = failing
         self.starts: list[int] = []
 
-    def __call__(self, command: Sequence[str], threads: int) -> tuple[int, list[str]]:
+    def __call__(self, command: Sequence[str]) -> tuple[int, list[str]]:
+        # In the command: mpirun does not hand on an environment to another host.
+        assert "OMP_NUM_THREADS=1" in command
         flags = [argument for argument in command if argument.startswith("[")]
         self.starts.append(len(flags))
         lines = []

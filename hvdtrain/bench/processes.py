@@ -58,8 +58,8 @@ def choose_hosts(text: str, np: int) -> str:
         UserError: they are not that many, or the text is something else.
     """
     hosts = parse_hosts(text)
-    if total_slots(hosts) < np:
-        raise UserError(f"--hosts {text}: {total_slots(hosts)} slots are not enough for --np {np}")
+    if (slots := total_slots(hosts)) < np:
+        raise UserError(f"--hosts {text} has {slots} of the slots that --np {np} takes")
     return as_text(first_slots(hosts, np))
 
 

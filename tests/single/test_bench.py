@@ -205,7 +205,7 @@ def test_a_table_hides_an_aim_that_was_missed() -> None:
         (["--", "--model.layer=1"], "did you mean model.layers?"),
         (["--", "--batch.micro_size=32"], "1 micro-batches cannot be shared evenly"),
         (["--np", "1,2,x"], "x is not >= 1"),
-        (["--np", "2", "--hosts", "a:1"], "1 slots are not enough for --np 2"),
+        (["--np", "2", "--hosts", "a:1"], "has 1 of the slots that --np 2 takes"),
     ],
 )
 def test_a_wrong_command_line_is_measured(arguments: list[str], message: str) -> None:

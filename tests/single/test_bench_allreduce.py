@@ -75,7 +75,7 @@ def test_a_side_is_not_drawn() -> None:
         ("--sizes 6", "--sizes: 6 is no size of float32 values"),
         ("--sizes 1K,,2K", "--sizes: an empty size is no size"),
         ("--sizes 3G", "up to 2G"),
-        ("--np 3 --hosts a:1,b:1", "--hosts a:1,b:1: 2 slots are not enough for --np 3"),
+        ("--np 3 --hosts a:1,b:1", "--hosts a:1,b:1 has 2 of the slots that --np 3 takes"),
         ("--hosts a:x", "a host and its slots are expected"),
         ("--plot out.png", "--plot out.png: it is drawn as SVG"),
         ("--plot /none/out.svg", "--plot /none/out.svg cannot be written"),

@@ -125,7 +125,7 @@ def test_bytes_or_times_of_a_run_are_read_wrongly(tmp_path: Path) -> None:
         ("--strategies dense,zip", f"--strategies: zip is none of {', '.join(STRATEGIES)}"),
         ("--strategies dense,", "--strategies: an empty name is none of dense"),
         ("--steps 19", "--steps 19: the first 10 steps count neither"),
-        ("--np 3 --hosts a:1,b:1", "--hosts a:1,b:1: 2 slots are not enough for --np 3"),
+        ("--np 3 --hosts a:1,b:1", "--hosts a:1,b:1 has 2 of the slots that --np 3 takes"),
         ("--np 3", "8 micro-batches cannot be shared evenly among 3 ranks"),
         ("--preset gpt-nanu", "no preset"),
         ("--plot out.png", "--plot out.png: it is drawn as SVG"),

@@ -8,14 +8,18 @@ from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
 
 
-def write_out(path: Path, text: str) -> None:
-    """Writes a file that `--out` names, and the folders above it.
+def write_out(path: Path, text: str, make_folder: bool = False) -> None:
+    """Writes a file that `--out` names.
+
+    Args:
+        make_folder: the one that it lies in, where there is none.
 
     Raises:
         UserError: it cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if make_folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode())
     except OSError as error:
         raise UserError(

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -189,6 +190,12 @@ class Cluster:
             target = ["nsenter", "--target", str(self._inits[host].pid), "--net", "ip"]
             check([*target, "addr", "add", address, "dev", name])
             check([*target, "link", "set", name, "up"])
+        # Each has a carrier once both are up; the kernel tells it up to a second later.
+        for host, name in ends.items():
+            poll(partial(self._has_carrier, host, name), 10, f"the carrier of {name}")
+
+    def _has_carrier(self, host: str, interface: str) -> bool:
+        return "state UP" in self.run(host, ["ip", "link", "show", "dev", interface]).stdout
 
     def kill_host(self, host: str) -> None:
         """Ends all processes of a host at once, as a power cut would; `boot` brings it back."""

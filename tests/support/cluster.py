@@ -17,9 +17,10 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import psutil
@@ -50,8 +51,7 @@ class Cluster:
     Attributes:
         shared: a folder that all hosts and this process see under the same path. They
             also share the repository and the virtual environment, but not /tmp.
-        python: a python for `python -m hvdtrain.train FLAGS` on any host whose ranks start at
-            once, see warm.py.
+        python: on every host a `python` whose ranks start at once, see warm.py.
 
     Raises:
         RuntimeError: a host did not come up; the message holds its log.
@@ -130,7 +130,7 @@ class Cluster:
         return self.start(host, argv, env, cwd).wait(timeout)
 
     def processes(self, host: str | None = None, containing: str = "") -> list[Process]:
-        """The live processes of one host, or of all; zombies are not counted.
+        """The live processes of one host, the oldest first, or of all; zombies are not counted.
 
         Args:
             containing: only those with this text in their command line.
@@ -171,8 +171,7 @@ class Cluster:
 
     def _firewall(self, host: str, leave: bool, *what: str) -> None:
         rule = ["rule", "delete" if leave else "add", *what, "blackhole", "pref", "10"]
-        pid = str(self._inits[host].pid)
-        check(["nsenter", "--target", pid, "--net", "ip", *rule])
+        check(["nsenter", "--target", str(self._inits[host].pid), "--net", "ip", *rule])
 
     def cable(self, ends: Mapping[str, str], subnet: str) -> None:
         """Joins two hosts directly; deleting one end removes both.
@@ -256,16 +255,19 @@ class Cluster:
     def _answers(self, host: str) -> bool:
         return self.run(host, ["ssh", host, "true"], cwd=Path("/"), timeout=20).returncode == 0
 
-    def _processes(self, host: str) -> Iterator[Process]:
+    def _processes(self, host: str) -> list[Process]:
         namespace = pid_namespace(self._inits[host].pid) if host in self._inits else None
         if namespace is None:
-            return
+            return []
+        found = []
         # Tests ask this over and over: of other processes nothing more is read.
         for pid in filter(lambda pid: pid_namespace(pid) == namespace, psutil.pids()):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
                 if process.status() != psutil.STATUS_ZOMBIE:
-                    yield Process(pid, host, " ".join(process.cmdline()).rstrip())
+                    command = " ".join(process.cmdline()).rstrip()
+                    found.append((process.create_time(), Process(pid, host, command)))
+        return [process for _, process in sorted(found, key=itemgetter(0))]
 
     def _enter(self, host: str) -> list[str]:
         return ["nsenter", "--target", str(self._inits[host].pid), *NAMESPACES, "--"]

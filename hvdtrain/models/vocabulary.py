@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+
+# Fewer logits are not worth it: 16 MiB of them.
+_MANY = 1 << 22
+_PIECES = 4
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -14,13 +19,18 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         logits: (..., vocabulary); with tensor parallelism a DTensor split by vocabulary, which
-            is not gathered: ranks exchange a few numbers a token.
+            is not gathered: ranks exchange a few numbers a token. The memory of many is used
+            again: they are not to be read afterwards.
         targets: (...), int64, the same on all ranks.
     """
     logits, targets = logits.flatten(0, -2), targets.flatten()
-    if not _is_dtensor(logits):
+    if _is_dtensor(logits):
+        return _SplitCrossEntropy.apply(logits, targets)
+    if logits.numel() < _MANY:
         return F.cross_entropy(logits, targets)
-    return _SplitCrossEntropy.apply(logits, targets)
+    if torch.is_autocast_enabled(logits.device.type):
+        logits = logits.float()  # as torch's own does there
+    return _CrossEntropyInPlace.apply(logits, targets)
 
 
 def whole(x: Tensor) -> Tensor:
@@ -33,6 +43,37 @@ def whole(x: Tensor) -> Tensor:
 def _is_dtensor(x: Tensor) -> bool:
     """By its look: the import of DTensor costs a second."""
     return hasattr(x, "device_mesh")
+
+
+class _CrossEntropyInPlace(torch.autograd.Function):
+    """F.cross_entropy to the bit, with one tensor of the logits' size where that takes three:
+    log-probabilities, and then the gradient, take the place of the logits, a part of the rows at a
+    time. Both are torch's own functions, which compute each row for itself.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        probabilities, rows = logits.detach(), targets.unsqueeze(1)
+        for part in _parts(probabilities):
+            part.copy_(torch.log_softmax(part, 1))
+        ctx.probabilities, ctx.rows = probabilities, rows
+        return F.nll_loss(probabilities.gather(1, rows), torch.zeros_like(targets))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        if ctx.probabilities is None:
+            raise RuntimeError("the loss was differentiated before: its logits are gone")
+        gradient, ctx.probabilities = ctx.probabilities, None
+        each = -upstream / len(ctx.rows)
+        for part, rows in zip(_parts(gradient), _parts(ctx.rows), strict=True):
+            of_loss = torch.zeros_like(part).scatter_(1, rows, each.to(part.dtype).expand_as(rows))
+            part.copy_(torch._log_softmax_backward_data(of_loss, part, 1, part.dtype))
+        return gradient, None
+
+
+def _parts(rows: Tensor) -> tuple[Tensor, ...]:
+    return rows.split(-(-len(rows) // _PIECES))
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

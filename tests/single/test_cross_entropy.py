@@ -1,0 +1,56 @@
+"""The loss over a large vocabulary, whose logits give their memory to its gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hvdtrain.models import vocabulary
+
+
+@pytest.fixture(autouse=True)
+def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vocabulary, "_MANY", 0)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("rows", "words"), [(1, 65), (3, 7), (64, 1001), (127, 3001)])
+def test_a_large_vocabulary_has_other_losses_or_gradients_than_a_small_one(
+    rows: int, words: int, autocast: bool
+) -> None:
+    draw = torch.Generator().manual_seed(rows)
+    x = torch.randn(2, rows, 16, generator=draw)
+    weight = torch.randn(words, 16, generator=draw)
+    targets = torch.randint(words, (2, rows), generator=draw)
+
+    def computed(in_place: bool) -> list[Tensor]:
+        a, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = F.linear(a, w)
+            if in_place:
+                loss = vocabulary.cross_entropy(logits, targets)
+            else:
+                loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        (loss * 0.37).backward()
+        assert a.grad is not None and w.grad is not None
+        return [loss.detach(), a.grad, w.grad]
+
+    torch.testing.assert_close(computed(True), computed(False), rtol=0, atol=0)
+
+
+def test_a_second_derivative_of_a_loss_is_wrong() -> None:
+    logits = torch.randn(4, 9).requires_grad_()
+    loss = vocabulary.cross_entropy(logits * 2, torch.arange(4))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="its logits are gone"):
+        loss.backward()
+
+
+def test_an_evaluation_keeps_what_a_gradient_would_take() -> None:
+    logits, targets = torch.randn(6, 9), torch.arange(6)
+    expected = F.cross_entropy(logits, targets)
+    with torch.no_grad():
+        loss = vocabulary.cross_entropy(logits.clone(), targets)
+    assert torch.equal(loss, expected) and not loss.requires_grad

@@ -439,5 +439,20 @@ ROWS: dict[str, list[Panel]] = {
             },
             width=12,
         ),
+        Panel(
+            "Most memory by phase",
+            "Of the rank that had most, in the steps that the ranks compare: resident on the host, "
+            "taken up by tensors on the device (0 without a GPU).",
+            "bytes",
+            {
+                "{{phase}}, host": (
+                    f"max by (phase) (hvdtrain_phase_host_memory_peak_bytes{{{RANKS}}})"
+                ),
+                "{{phase}}, device": (
+                    f"max by (phase) (hvdtrain_phase_device_memory_peak_bytes{{{RANKS}}})"
+                ),
+            },
+            width=12,
+        ),
     ],
 }

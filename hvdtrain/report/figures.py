@@ -130,7 +130,8 @@ def _collectives(ranks: Ranks | None) -> list[Figures] | None:
 
 
 def _memory(run: Run) -> Figures:
-    found: Figures = {}
+    most = run.ranks.most_memory if run.ranks else {}
+    found: Figures = {"peak_memory_bytes_by_phase": most or None}
     for kind in ("host", "device"):
         values = run.ranks.figures[f"{kind}_memory_bytes"] if run.ranks else np.zeros((0, 0))
         peak = np.nanmax(values, initial=0) if values.size else 0

@@ -61,6 +61,7 @@ class Ranks:
             device_memory_bytes, score; of a model that spans ranks AXIS_wait_seconds,
             schedule_seconds of a pipeline, parameter_bytes that the rank holds
         collectives: operation of hvdtrain.comm -> calls, bytes, seconds of rank 0; {} without any
+        most_memory: phase -> bytes that it took at most on any rank, of its device or resident
         bubble_formula: of a pipeline, the fraction that ranks would wait were all stages as fast
     """
 
@@ -71,6 +72,7 @@ class Ranks:
     seconds: Column
     figures: dict[str, Column]
     collectives: dict[str, Counter[str]]
+    most_memory: dict[str, int]
     bubble_formula: float | None = None
 
     @property
@@ -221,6 +223,7 @@ def _steps(folder: RunFolder, missing: list[str]) -> tuple[dict[str, Column], di
 def _ranks(folder: RunFolder, config: dict[str, Any], missing: list[str]) -> Ranks | None:
     heads, tables = [], []
     collectives: dict[str, Counter[str]] = {}
+    most_memory: Counter[str] = Counter()
     phases: tuple[str, ...] = ()
     formula = None
     for line in _told(folder.ranks, missing):
@@ -232,6 +235,7 @@ def _ranks(folder: RunFolder, config: dict[str, Any], missing: list[str]) -> Ran
             continue
         tables.append(table)
         formula = line.get("bubble_formula", formula)
+        most_memory |= Counter(line.get("most_memory_bytes", {}))  # the larger of each
         for operation, called in line.get("collectives", {}).items():
             collectives.setdefault(operation, Counter()).update(called)
     if not tables:
@@ -248,7 +252,9 @@ def _ranks(folder: RunFolder, config: dict[str, Any], missing: list[str]) -> Ran
         cube[:, number, : table.shape[1]] = table
     count = len(phases)
     figures = dict(zip(_RANK_FIGURES, cube[count:], strict=True))
-    return Ranks(step, steps, world_size, phases, cube[:count], figures, collectives, formula)
+    seconds = cube[:count]
+    memory = dict(most_memory)
+    return Ranks(step, steps, world_size, phases, seconds, figures, collectives, memory, formula)
 
 
 def _table(line: dict[str, Any], phases: tuple[str, ...]) -> Column:

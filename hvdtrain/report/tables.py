@@ -149,7 +149,16 @@ def _lost(figures: Figures) -> Table:
 def _phases(figures: Figures) -> Table:
     shares, each = figures["phase_shares"] or {}, figures["phase_seconds_per_step"] or {}
     rows = [[p, units.seconds(each[p]), units.percent(share)] for p, share in shares.items()]
-    return Table("Phases, mean of all ranks", ["phase", "time per step", "share"], rows)
+    head = ["phase", "time per step", "share"]
+    if (most := figures["peak_memory_bytes_by_phase"]) is None:
+        return Table("Phases, mean of all ranks", head, rows)
+    for row in rows:
+        row.append(_size(most.get(row[0])))
+    head.append("most memory")
+    on_host = figures["peak_device_memory_bytes"] is None
+    what = "resident" if on_host else "of tensors on the device"
+    note = f"Most memory: {what}, of the rank that had most, in the steps that ranks compared."
+    return Table("Phases, mean of all ranks", head, rows, note)
 
 
 def _collectives(figures: Figures) -> Table:

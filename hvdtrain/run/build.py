@@ -103,7 +103,8 @@ class RunComponents:
     def context(self, topology: Topology) -> RankContext:
         """For a generation with these ranks."""
         mesh = self.mesh or Mesh.replicated(topology)
-        return RankContext(mesh, self.device, self.heartbeat, self.prepared.timer)
+        prepared = self.prepared
+        return RankContext(mesh, self.device, self.heartbeat, prepared.timer, prepared.memory)
 
     def loading(self) -> Loading:
         """Of batches, in training and evaluation."""

@@ -14,8 +14,8 @@ from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.runtime.parts import local
-from hvdtrain.runtime.peak_memory import high_water_mark
-from hvdtrain.runtime.phases import PhaseTimer
+from hvdtrain.runtime.peak_memory import PeakMemory
+from hvdtrain.runtime.phases import PHASES, PhaseTimer
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.nvml import GAUGES, readings
 
@@ -26,6 +26,7 @@ class Exported:
 
     exchange: Exchange
     timer: PhaseTimer
+    memory: PeakMemory
     loss_scale: LossScale | None = None
     compiled: CompileClock | None = None
 
@@ -113,14 +114,25 @@ def build_exporter(
     )
     exporter.watch(
         "device_memory_peak_bytes",
-        "The most that tensors took up so far, or since a profile; 0 without a device of its own",
-        lambda: torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+        "The most that tensors took up so far; 0 without a device of its own",
+        lambda: of.memory.most()[1],
     )
     exporter.watch(
         "host_memory_peak_bytes",
-        "The most resident memory so far, or since a profile",
-        high_water_mark,
+        "The most resident memory so far",
+        lambda: of.memory.most()[0],
     )
+    peaks = of.memory.of_run
+    for name, text, most in (
+        ("host", "resident", peaks.host),
+        ("device", "allocated to tensors on the device", peaks.device),
+    ):
+        exporter.watch_each(
+            f"phase_{name}_memory_peak_bytes",
+            f"The most memory that was {text} in this phase, in the steps that ranks compare",
+            "phase",
+            partial(_of_phases, most),
+        )
     for name, read in readings(device).items():
         exporter.watch(name, GAUGES[name], read)
     exporter.watch(
@@ -134,3 +146,7 @@ def build_exporter(
         lambda: config.checkpoint.every_seconds,
     )
     return exporter
+
+
+def _of_phases(peaks: dict[str, int]) -> dict[str, int]:
+    return {phase: peaks.get(phase, 0) for phase in PHASES}

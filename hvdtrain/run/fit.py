@@ -20,7 +20,7 @@ from hvdtrain.optim.precision import Precision
 from hvdtrain.runtime import machine
 from hvdtrain.runtime.collectives import gather_json, on_all_ranks
 from hvdtrain.runtime.out_of_memory import ADVICE, explained
-from hvdtrain.runtime.peak_memory import PeakMemory
+from hvdtrain.runtime.peak_memory import HighWater
 from hvdtrain.runtime.rng import seed_all
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task
@@ -174,7 +174,7 @@ class _Need:
         Raises:
             UserError: this kernel does not tell, or the model calls collectives.
         """
-        peak = PeakMemory(self._device)
+        marks = HighWater(self._device)
         try:
             self._trial.run(samples)
         except (MemoryError, RuntimeError) as error:
@@ -184,14 +184,14 @@ class _Need:
         finally:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-        peak.note("forward")
-        found = peak.host if peak.device is None else peak.device
-        if found is None:
+        host, device = marks.take()
+        peak = host if device is None else device
+        if peak is None:
             raise UserError(
                 "memory.fit: this kernel does not let peaks of memory be measured "
                 "(/proc/self/clear_refs): set batch.micro_size"
             )
-        return (found["forward"] - self._before + self._later) / self._room
+        return (peak - self._before + self._later) / self._room
 
 
 def _some(size: int | None) -> int:

@@ -20,6 +20,7 @@ from hvdtrain.run.length import dataset_size, with_global_batch, with_steps
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.determinism import use_deterministic_kernels
 from hvdtrain.runtime.device import choose_device
+from hvdtrain.runtime.peak_memory import PeakMemory
 from hvdtrain.runtime.phases import PhaseTimer, cuda_event
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task
@@ -57,6 +58,7 @@ class Prepared:
     device: torch.device
     precision: Precision
     timer: PhaseTimer
+    memory: PeakMemory
     buckets: RunBuckets
     progress: Progress = field(default_factory=Progress)
     exporter: Exporter | None = field(init=False, default=None)
@@ -80,7 +82,9 @@ class Prepared:
             UserError: as build_exporter.
         """
         if self._exported is None:
-            self._exported = Exported(exchange, self.timer, self.precision.loss_scale, compiled)
+            self._exported = Exported(
+                exchange, self.timer, self.memory, self.precision.loss_scale, compiled
+            )
             local_rank = self.start.local_rank
             self.exporter = build_exporter(config, local_rank, self.device, self._exported)
         else:
@@ -113,7 +117,8 @@ def prepare(
     task, datasets = data or on_all_ranks("data", lambda: build_data(settings))
     buckets = on_all_ranks("batch.max_tokens", lambda: build_buckets(given, datasets))
     config = on_all_ranks("train.epochs", lambda: with_steps(given, datasets, buckets.train))
-    return Prepared(config, start, task, datasets, device, precision, timer, buckets)
+    memory = PeakMemory(device, timer)
+    return Prepared(config, start, task, datasets, device, precision, timer, memory, buckets)
 
 
 def _build_timer(began: float, device: torch.device) -> PhaseTimer:

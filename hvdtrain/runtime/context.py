@@ -8,6 +8,7 @@ import torch
 
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.peak_memory import PeakMemory
 from hvdtrain.runtime.phases import PhaseTimer
 
 
@@ -20,9 +21,11 @@ class RankContext:
         device: where this rank's part of the model is.
         heartbeat: tells the watchdog that this rank makes progress.
         timer: counts the seconds of each phase.
+        memory: knows what each phase takes of it.
     """
 
     mesh: Mesh
     device: torch.device
     heartbeat: Heartbeat
     timer: PhaseTimer
+    memory: PeakMemory

@@ -2,47 +2,119 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+
+from hvdtrain.runtime.phases import PhaseTimer
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
-class PeakMemory:
-    """Peak memory of each phase since its making; resets the process's own high-water mark.
-
-    Attributes:
-        host: bytes that were resident; None where the kernel does not let it be reset.
-        device: bytes that tensors took up on the device; None without a GPU.
-    """
+class HighWater:
+    """The high-water marks of this process, which are set back: who else reads them sees less."""
 
     def __init__(self, device: torch.device) -> None:
-        self.host: dict[str, int] | None = {}
-        self.device: dict[str, int] | None = {} if device.type == "cuda" else None
-        self._on = device
-        self._reset()
+        self._device = device if device.type == "cuda" else None
+        self._settable = True
+        self.take()
 
-    def note(self, phase: str) -> None:
-        """What was reached since the last call counts for `phase`."""
-        if self.host is not None:
-            self.host[phase] = max(self.host.get(phase, 0), high_water_mark())
-        if self.device is not None:
-            peak = torch.cuda.max_memory_allocated(self._on)
-            self.device[phase] = max(self.device.get(phase, 0), peak)
-        self._reset()
+    def read(self) -> tuple[int, int | None]:
+        """As `take`, which it does not set back; of the host also where that cannot be done."""
+        if self._device is None:
+            return _high_water_mark(), None
+        return _high_water_mark(), torch.cuda.max_memory_allocated(self._device)
 
-    def _reset(self) -> None:
+    def take(self) -> tuple[int | None, int | None]:
+        """What was reached since the last call.
+
+        Returns:
+            bytes of the host that were resident, None where the kernel does not let its mark be
+            set back; bytes that tensors took up on the device, None without a GPU.
+        """
+        host, device = self.read()
         try:
             _CLEAR_REFS.write_text("5")  # proc(5): sets VmHWM to what is resident now
         except OSError:
-            self.host = None
-        if self.device is not None:
-            torch.cuda.reset_peak_memory_stats(self._on)
+            self._settable = False
+        if self._device is not None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        return host if self._settable else None, device
 
 
-def high_water_mark() -> int:
-    """Bytes that were resident at most, since the process began or this was reset."""
+@dataclass(eq=False)
+class Peaks:
+    """Bytes that were in use at most.
+
+    Args:
+        host: phase -> resident; empty where the kernel does not tell.
+        device: phase -> taken up by tensors on the device; empty without a GPU.
+    """
+
+    host: dict[str, int] = field(default_factory=dict)
+    device: dict[str, int] = field(default_factory=dict)
+
+    def add(self, phase: str, host: int | None, device: int | None) -> None:
+        for most, reached in ((self.host, host), (self.device, device)):
+            if reached is not None:
+                most[phase] = max(most.get(phase, 0), reached)
+
+
+class PeakMemory:
+    """Peaks of a process by phase, while they are recorded: a phase's change takes 0.1 ms then.
+
+    Attributes:
+        of_run: of the steps that the ranks compare.
+    """
+
+    def __init__(self, device: torch.device, timer: PhaseTimer) -> None:
+        self._timer = timer
+        self._marks = HighWater(device)
+        self._phase = timer.phase
+        self._before = (0, 0)  # the most before the marks were last set back
+        self._recorded: tuple[Peaks, ...] = ()
+        self.of_run = Peaks()
+
+    def record(self, peaks: Peaks) -> None:
+        """From now on `peaks` learns what each phase reaches, until `stop`."""
+        if self._recorded:
+            self._note()  # what was before is not its
+        else:
+            self._phase = self._timer.phase
+            self._take()
+            self._timer.listen(self._enter)
+        self._recorded = (*self._recorded, peaks)
+
+    def stop(self, peaks: Peaks) -> None:
+        """What the phase has reached by now counts; nothing happens if it is not recorded."""
+        if peaks not in self._recorded:
+            return
+        self._note()
+        self._recorded = tuple(other for other in self._recorded if other is not peaks)
+        if not self._recorded:
+            self._timer.unlisten(self._enter)
+
+    def most(self) -> tuple[int, int]:
+        """Bytes of the host and of the device at most, since this was made; 0 without a GPU."""
+        host, device = self._marks.read()
+        return max(self._before[0], host or 0), max(self._before[1], device or 0)
+
+    def _enter(self, phase: str) -> None:
+        self._note()
+        self._phase = phase
+
+    def _note(self) -> None:
+        host, device = self._take()
+        for peaks in self._recorded:
+            peaks.add(self._phase, host, device)
+
+    def _take(self) -> tuple[int | None, int | None]:
+        self._before = self.most()
+        return self._marks.take()
+
+
+def _high_water_mark() -> int:
     text = _STATUS.read_text()
     return int(text.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024

@@ -87,7 +87,7 @@ class PhaseTimer:
         # that a reader in another thread needs no lock and sees no half of a change.
         self._state = ("other", began, (0.0,) * len(PHASES))
         self._event: Callable[[], Event] | None = None
-        self._listener: Callable[[str], None] | None = None
+        self._listeners: tuple[Callable[[str], None], ...] = ()
         # Phases that the device has not left yet, with the event at their beginning.
         self._pending: deque[tuple[str, Event]] = deque()
         self.waited = dict.fromkeys(WAITED, 0.0)
@@ -100,9 +100,13 @@ class PhaseTimer:
         self._pending.append((self.phase, event()))
         self._event = event
 
-    def listen(self, listener: Callable[[str], None] | None) -> None:
-        """From now on `listener` is told of each phase just before it is entered; None = nobody."""
-        self._listener = listener
+    def listen(self, listener: Callable[[str], None]) -> None:
+        """From now on `listener` is told of each phase just before it is entered."""
+        self._listeners = (*self._listeners, listener)
+
+    def unlisten(self, listener: Callable[[str], None]) -> None:
+        """It is not told any more."""
+        self._listeners = tuple(other for other in self._listeners if other != listener)
 
     @property
     def phase(self) -> str:
@@ -111,8 +115,8 @@ class PhaseTimer:
 
     def enter(self, phase: str) -> None:
         """Time counts as `phase` from now on."""
-        if self._listener is not None:
-            self._listener(phase)
+        for listener in self._listeners:
+            listener(phase)
         if self._event is None:
             self._change(phase, time.perf_counter())
             return

@@ -7,6 +7,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -185,14 +186,15 @@ class Exporter:
         self, name: str, text: str, label: str, values: Callable[[], Mapping[str, float]]
     ) -> None:
         """The same for several, which differ in a label."""
+        family = partial(CounterMetricFamily, f"hvdtrain_{name}", text, labels=[label])
+        self._asked.add(name, lambda: _filled(family(), values()))
 
-        def metric() -> Metric:
-            family = CounterMetricFamily(f"hvdtrain_{name}", text, labels=[label])
-            for key, value in values().items():
-                family.add_metric([key], value)
-            return family
-
-        self._asked.add(name, metric)
+    def watch_each(
+        self, name: str, text: str, label: str, values: Callable[[], Mapping[str, float]]
+    ) -> None:
+        """As `watch` for several, which differ in a label."""
+        family = partial(GaugeMetricFamily, f"hvdtrain_{name}", text, labels=[label])
+        self._asked.add(name, lambda: _filled(family(), values()))
 
     def linger(self, seconds: float, until: Callable[[], bool]) -> None:
         """Waits for one more scrape, so that the last figures are seen; not if nobody scrapes.
@@ -255,3 +257,9 @@ def _axis_labels(grid: Grid | None, rank: int) -> dict[str, str]:
     if grid is None or grid.replica_size == 1:
         return {}
     return {LABELS[axis]: str(at) for axis, at in grid.coordinates(rank).items()}
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Mapping[str, float]) -> Metric:
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

@@ -24,7 +24,8 @@ from hvdtrain.runtime.phases import PHASES
 # and wall_seconds by another clock; see Exchange for inflight_seconds and bytes; micro_batches
 # that it computed; of a model that spans ranks, see PhaseTimer for the seconds in which it waited
 # and those in schedules of a pipeline, bubbles and steps for Bubble; bytes of memory now, resident
-# and allocated on its device, and of its part of the parameters.
+# and allocated on its device, and of its part of the parameters; the most memory so far of each
+# phase, of its device, or resident where it has none.
 COLUMNS = (
     *PHASES,
     "wall_seconds",
@@ -37,6 +38,7 @@ COLUMNS = (
     "host_memory_bytes",
     "device_memory_bytes",
     "parameter_bytes",
+    *(f"{phase}_memory_peak_bytes" for phase in PHASES),
 )
 KINDS = ("data", "compute", "checkpoint")
 # A rank that is slow in so many exchanges in a row is called so; and called well likewise.

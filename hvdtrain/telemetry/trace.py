@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from hvdtrain.runtime.peak_memory import PeakMemory
+from hvdtrain.runtime.peak_memory import PeakMemory, Peaks
 from hvdtrain.runtime.phases import PhaseTimer
 
 
@@ -23,6 +23,7 @@ class Trace:
         step: the first one that is recorded.
         device: where the model is.
         timer: of the phases; its listener must call `enter`.
+        memory: what they take of it.
         inflight: Exchange.inflight_seconds, now.
     """
 
@@ -31,6 +32,7 @@ class Trace:
         step: int,
         device: torch.device,
         timer: PhaseTimer,
+        memory: PeakMemory,
         inflight: Callable[[], float],
     ) -> None:
         self._device = device
@@ -39,13 +41,13 @@ class Trace:
         self._profiler = profile(activities=_activities(device))
         self._profiler.prepare_trace()
         self._begun = self._totals()
-        self._memory = PeakMemory(device)
+        self._memory, self._peaks = memory, Peaks()
+        memory.record(self._peaks)
         self._profiler.start_trace()
         self._open(step, timer.phase)
 
     def enter(self, phase: str) -> None:
         """The span of a phase ends, and `phase` begins."""
-        self._memory.note(self._phase)  # inside the span: the timer counts it there, too
         self._phase_span.__exit__(None, None, None)
         self._enter(phase)
 
@@ -61,7 +63,7 @@ class Trace:
             seconds of each phase, wall and in flight, and bytes of the peaks of each phase, as
             profile_files.RankProfile has them.
         """
-        self._memory.note(self._phase)
+        self._memory.stop(self._peaks)
         self._close()
         seconds, wall, inflight = self._totals()
         self._profiler.stop_trace()
@@ -69,8 +71,8 @@ class Trace:
             "phases": {p: round(seconds[p] - self._begun[0][p], 6) for p in seconds},
             "wall_seconds": round(wall - self._begun[1], 6),
             "inflight_seconds": round(inflight - self._begun[2], 6),
-            "host_peak_bytes": self._memory.host,
-            "device_peak_bytes": self._memory.device,
+            "host_peak_bytes": self._peaks.host or None,
+            "device_peak_bytes": self._peaks.device or None,
         }
 
     def write(self, path: Path, facts: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ _ANSWER_SECONDS = 2.0
 _AT_ONCE = 64  # open connections
 _AXES = {label: axis for axis, label in LABELS.items()}
 _NOT_ASKED = "not asked yet"  # so many others were silent
+_PEAKS = ("phase_host_memory_peak_bytes", "phase_device_memory_peak_bytes")
 # The rest of what an exporter serves is mostly histograms, which cost time to parse.
 _WANTED = (
     "hvdtrain_last_step ",
@@ -36,6 +37,7 @@ _WANTED = (
     "hvdtrain_straggler{",
     "hvdtrain_host_memory_bytes ",
     "hvdtrain_device_memory_bytes ",
+    *(f"hvdtrain_{name}{{" for name in _PEAKS),
     "hvdtrain_comm_axis_seconds_total{",
     "hvdtrain_pipeline_",
 )
@@ -69,6 +71,7 @@ class Rank:
         phases: seconds of the process in each phase so far
         shares: of the time since the answer before, in [0, 1]; empty where there was none
         slow: phase in which the rank is named as slow; "" where it is not
+        peak: (bytes of memory at most, phase that took them): of the device where there is one
     """
 
     target: Target
@@ -77,6 +80,7 @@ class Rank:
     phases: Mapping[str, float] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
     slow: str = ""
+    peak: tuple[float, str] = (0.0, "")
 
 
 def read_targets(file: Path) -> list[Target]:
@@ -199,6 +203,7 @@ def _reason(error: Exception) -> str:
 
 def _parse(target: Target, text: str, before: Mapping[str, float]) -> Rank:
     values, phases, slow = {}, {}, ""
+    peaks: dict[str, tuple[float, str]] = {}
     lines = "".join(line + "\n" for line in text.split("\n") if line.startswith(_WANTED))
     for family in text_string_to_metric_families(lines):
         for sample in family.samples:
@@ -207,13 +212,18 @@ def _parse(target: Target, text: str, before: Mapping[str, float]) -> Rank:
                 phases[sample.labels["phase"]] = sample.value
             elif name == "comm_axis_seconds_total":
                 values[f"{sample.labels['axis']}_wait_seconds"] = sample.value
+            elif name in _PEAKS:
+                reached = sample.value, sample.labels["phase"]
+                peaks[name] = max(reached, peaks.get(name, reached))
             elif name == "straggler":
                 slow = sample.labels["phase"] if sample.value else slow
             else:
                 values[name] = sample.value
     if not phases:
         raise ValueError("no figures of hvdtrain")
-    return Rank(target, "", values, phases, _shares(phases, before), slow)
+    host, device = (peaks.get(name, (0.0, "")) for name in _PEAKS)
+    peak = device if device[0] else host
+    return Rank(target, "", values, phases, _shares(phases, before), slow, peak)
 
 
 def _shares(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:

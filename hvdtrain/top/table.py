@@ -14,7 +14,19 @@ from hvdtrain.top.scrape import Rank
 # Heads of columns that are not the phase's own name.
 _HEADS = {"comm_exposed": "exposed", "optimizer": "optim", "checkpoint": "ckpt"}
 # Columns that go first where the screen is narrow.
-_SPARE = ("eval", "ckpt", "other", "optim", "memory", "data", "forward", "backward", "step")
+_SPARE = (
+    "eval",
+    "ckpt",
+    "other",
+    "in",
+    "peak",
+    "optim",
+    "memory",
+    "data",
+    "forward",
+    "backward",
+    "step",
+)
 _GAP = 2
 _LONGEST_HOST = 24
 _LONGEST_PROBLEM = 60
@@ -109,7 +121,7 @@ def table(ranks: Sequence[Rank], width: int | None = None) -> Table:
     rows = [_cells(rank) for rank in ranks]
     heads = list(dict.fromkeys(head for row in rows for head in row if head != "problem"))
     sizes = {head: max(len(head), *(len(row.get(head, "")) for row in rows)) for head in heads}
-    for spare in (*_SPARE[:3], *LABELS.values(), *_SPARE[3:]):
+    for spare in (*_SPARE[:5], *LABELS.values(), *_SPARE[5:]):
         if width is None or sum(sizes.values()) + _GAP * len(sizes) <= width:
             break
         sizes.pop(spare, None)
@@ -127,6 +139,7 @@ def _cells(rank: Rank) -> dict[str, str]:
     """Head of a column -> text, in the order of the columns."""
     values = rank.values
     memory = values.get("device_memory_bytes") or values.get("host_memory_bytes")
+    peak, phase = rank.peak
     shares = {
         f"{_HEADS.get(phase, phase)}": _number(100 * rank.shares[phase], ".0f") + "%"
         if rank.shares
@@ -142,9 +155,15 @@ def _cells(rank: Rank) -> dict[str, str]:
         "dealt": _number(values.get("micro_batches")),
         **shares,
         "score": _number(values.get("straggler_score"), ".2f"),
-        "memory": "-" if memory is None else f"{memory / 2**20:.0f}M",
+        "memory": _mebibytes(memory),
+        "peak": _mebibytes(peak or None),
+        "in": _HEADS.get(phase, phase) or "-",
         "slow": f"no answer: {rank.problem}"[:_LONGEST_PROBLEM] if rank.problem else rank.slow,
     }
+
+
+def _mebibytes(value: float | None) -> str:
+    return "-" if value is None else f"{value / 2**20:.0f}M"
 
 
 def _number(value: float | None, form: str = ".0f") -> str:

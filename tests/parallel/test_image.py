@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
+from tests.support.contexts import replicated
 from torch import nn
 
 from hvdtrain import comm
@@ -15,10 +14,7 @@ from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.engine.passes import Accumulate
 from hvdtrain.errors import CollectiveError
-from hvdtrain.runtime.context import RankContext
-from hvdtrain.runtime.heartbeat import Heartbeat
-from hvdtrain.runtime.mesh import Group, Mesh
-from hvdtrain.runtime.phases import PhaseTimer
+from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks.image import Image, ImageTaskConfig
 from hvdtrain.tasks.sync_batchnorm import synchronise
@@ -89,9 +85,7 @@ def test_top_1_or_top_5_is_an_average_of_averages(topology: Topology) -> None:
     model = task.model()
     _, batch = next(validation_batches(data, [range(64)], Group(0, 1), seed=0))
     task.loss(model, batch)  # some statistics
-    context = RankContext(
-        Mesh.replicated(topology), CPU, Heartbeat(), PhaseTimer(time.perf_counter())
-    )
+    context = replicated(topology)
     evaluate = Evaluate(
         EvalConfig(batches=100),
         Accumulate(task, model, 1, context),

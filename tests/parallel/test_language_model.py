@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from tests.support.contexts import replicated
 
 from hvdtrain.data.config import BatchConfig, DataConfig
 from hvdtrain.data.validation import ValidationData
@@ -15,10 +15,6 @@ from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.engine.passes import Accumulate
 from hvdtrain.models.gpt_config import GPTConfig
-from hvdtrain.runtime.context import RankContext
-from hvdtrain.runtime.heartbeat import Heartbeat
-from hvdtrain.runtime.mesh import Mesh
-from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
 
@@ -39,9 +35,7 @@ def test_perplexity_or_bits_per_byte_is_an_average_of_averages(
     model = task.model()
     with torch.no_grad():
         model.embedding.weight.mul_(20)  # so that losses differ
-    context = RankContext(
-        Mesh.replicated(topology), torch.device("cpu"), Heartbeat(), PhaseTimer(time.perf_counter())
-    )
+    context = replicated(topology)
     passes, data_seen = Accumulate(task, model, 1, context), ValidationData(validation, 0)
     evaluate = Evaluate(EvalConfig(batches=100), passes, data_seen, context)
     found = evaluate.evaluate(

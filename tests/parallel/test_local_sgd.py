@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tests.support.contexts import replicated
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,10 +26,7 @@ from hvdtrain.exchange.local_sgd import LocalSgd, Nesterov
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.runtime.collectives import gather_bytes
-from hvdtrain.runtime.context import RankContext
-from hvdtrain.runtime.heartbeat import Heartbeat
-from hvdtrain.runtime.mesh import Group, Mesh
-from hvdtrain.runtime.phases import PhaseTimer
+from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets
 
@@ -102,9 +99,7 @@ class _Rank:
 
 
 def _step(task: Any, model: nn.Module, optimizer: Optimizer, exchange: Any, rank: Any) -> TrainStep:
-    mesh = Mesh.replicated(rank.topology)
-    timer = PhaseTimer(time.perf_counter())
-    context = RankContext(mesh, torch.device("cpu"), Heartbeat(), timer)
+    context = replicated(rank.topology)
     return TrainStep(
         Accumulate(task, model, rank.micro_batches, context),
         exchange,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
 import pytest
 import torch
+from tests.support.contexts import replicated
 from torch import Tensor, nn
 
 from hvdtrain.config import Config
@@ -27,10 +27,7 @@ from hvdtrain.optim.precision import build_precision, to_bfloat16
 from hvdtrain.optim.precision_config import PrecisionConfig
 from hvdtrain.runtime.collectives import gather_bytes
 from hvdtrain.runtime.config import RuntimeConfig
-from hvdtrain.runtime.context import RankContext
-from hvdtrain.runtime.heartbeat import Heartbeat
-from hvdtrain.runtime.mesh import Group, Mesh
-from hvdtrain.runtime.phases import PhaseTimer
+from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets
 
@@ -83,8 +80,7 @@ class _Rank:
             scale.unscale_gradients(self.exchange.parameters)
             further.append(scale)
         self.state = RunState(model, optimizer, Progress(), {}, further)
-        timer = PhaseTimer(time.perf_counter())
-        context = RankContext(Mesh.replicated(topology), CPU, Heartbeat(), timer)
+        context = replicated(topology)
         exact = exchange.exact
         self._step = TrainStep(
             Accumulate(task, model, micro_batches, context, exact, self.precision),

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 import torch
+from tests.support.contexts import replicated
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,15 +22,12 @@ from hvdtrain.exchange.exact import exact_exchange
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer, state_tensors
 from hvdtrain.runtime.collectives import AgreedError, gather_json
-from hvdtrain.runtime.context import RankContext
-from hvdtrain.runtime.heartbeat import Heartbeat
-from hvdtrain.runtime.mesh import Group, Mesh
-from hvdtrain.runtime.phases import PhaseTimer
+from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets
 from tests.support.unusual import Rebound
 
-WIDTH, CPU = 8, torch.device("cpu")
+WIDTH = 8
 
 
 class _Task:
@@ -70,9 +67,7 @@ def _step(
     topology: Topology,
     exact: bool = False,
 ) -> TrainStep:
-    context = RankContext(
-        Mesh.replicated(topology), CPU, Heartbeat(), PhaseTimer(time.perf_counter())
-    )
+    context = replicated(topology)
     exchange: Exchange
     if exact:
         exchange = exact_exchange(optimizer, model, micro_batches)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.contexts import replicated
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -20,17 +20,11 @@ from hvdtrain.engine.passes import Accumulate
 from hvdtrain.errors import UserError
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime.collectives import broadcast_json
-from hvdtrain.runtime.context import RankContext
-from hvdtrain.runtime.heartbeat import Heartbeat
-from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.mpi import Alone
-from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks.tabular_data import open_training, scan_columns
 from hvdtrain.tasks.tabular_measures import of_classes
 from tests.support.tables import KEYS, sales, write
-
-CPU = torch.device("cpu")
 
 
 class _Scores:
@@ -53,9 +47,7 @@ def _evaluate(task: _Scores, samples: int, micro_size: int, topology: Topology) 
     draw = torch.Generator().manual_seed(3)
     labels = (torch.rand(samples, generator=draw) < 0.3).double()
     scores = (labels + 2 * torch.randn(samples, generator=draw)).round(decimals=1).double()
-    context = RankContext(
-        Mesh.replicated(topology), CPU, Heartbeat(), PhaseTimer(time.perf_counter())
-    )
+    context = replicated(topology)
     passes = Accumulate(task, nn.Linear(1, 1), 1, context)  # type: ignore[arg-type]
     data = TensorDataset(scores, labels)
     evaluate = Evaluate(EvalConfig(batches=100), passes, ValidationData(data, 0), context)

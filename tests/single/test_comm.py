@@ -19,6 +19,7 @@ from hvdtrain.comm.process import Process
 from hvdtrain.config import Config
 from hvdtrain.report.tables import last
 from hvdtrain.run.exporting import Exported, build_exporter
+from hvdtrain.runtime.peak_memory import PeakMemory
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.config import TelemetryConfig
 from tests.support.runs import REPOSITORY, metrics, run, start
@@ -151,8 +152,9 @@ def test_the_exporter_does_not_have_the_collectives(monkeypatch: pytest.MonkeyPa
     config.telemetry = TelemetryConfig(port=1, host="127.0.0.1")
     exchange: Any = SimpleNamespace(parameters=[], state_parts=lambda: [], bytes=1)
     exchange.inflight_seconds = 1.0
-    exported = Exported(exchange, PhaseTimer(0.0))
-    exporter = build_exporter(config, 0, torch.device("cpu"), exported)
+    cpu, timer = torch.device("cpu"), PhaseTimer(0.0)
+    exported = Exported(exchange, timer, PeakMemory(cpu, timer))
+    exporter = build_exporter(config, 0, cpu, exported)
     assert exporter is not None
     try:
         lines = generate_latest(exporter.registry).decode().splitlines()

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ import torch
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.environment import prepare
-from hvdtrain.runtime.peak_memory import PeakMemory
+from hvdtrain.runtime.peak_memory import PeakMemory, Peaks
+from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.profile_files import TRACE, clear
 from hvdtrain.telemetry.profile_summary import summarise
 from tests.support import runs
@@ -168,15 +170,27 @@ def test_a_rank_that_there_is_not_is_never_told(tmp_path: Path) -> None:
 
 
 def test_the_peak_of_a_phase_is_the_peak_of_another() -> None:
-    memory = PeakMemory(torch.device("cpu"))
-    memory.note("data")
+    timer = PhaseTimer(time.perf_counter())
+    memory, whole, part = PeakMemory(torch.device("cpu"), timer), Peaks(), Peaks()
+    timer.enter("data")
+    memory.record(whole)
+    timer.enter("forward")
     big = torch.ones(128 << 20)  # 512 MiB, touched: more than this process may have to spare
     del big
-    memory.note("forward")
-    memory.note("backward")
-    assert memory.host is not None and memory.device is None
-    assert memory.host["forward"] > memory.host["data"] + (300 << 20)
-    assert memory.host["backward"] < memory.host["forward"] - (300 << 20)
+    timer.enter("backward")
+    memory.record(part)  # a profile begins
+    timer.enter("optimizer")
+    memory.stop(part)
+    memory.stop(part)
+    timer.enter("eval")
+    memory.stop(whole)
+    timer.enter("checkpoint")
+    assert whole.device == part.device == {}, "there is no GPU"
+    assert [*whole.host] == ["data", "forward", "backward", "optimizer", "eval"]
+    assert [*part.host] == ["backward", "optimizer"]
+    assert whole.host["forward"] > whole.host["data"] + (300 << 20)
+    assert max(whole.host["backward"], part.host["backward"]) < whole.host["forward"] - (300 << 20)
+    assert memory.most() == (whole.host["forward"], 0), "the process forgot its own peak"
 
 
 def test_steps_that_are_done_again_count_twice(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from hvdtrain.run.exporting import Exported, build_exporter
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.run_files.owner_token import Claim
+from hvdtrain.runtime.peak_memory import PeakMemory
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter, Target, write_targets
@@ -50,8 +51,9 @@ def figures(tmp_path: Path) -> Iterator[bytes]:
     exchange: Any = SimpleNamespace(
         inflight_seconds=1.0, bytes=1, parameters=[], state_parts=lambda: []
     )
-    exported = Exported(exchange, PhaseTimer(0.0))
-    exporter = build_exporter(config, 0, torch.device("cpu"), exported)
+    cpu, timer = torch.device("cpu"), PhaseTimer(0.0)
+    exported = Exported(exchange, timer, PeakMemory(cpu, timer))
+    exporter = build_exporter(config, 0, cpu, exported)
     assert exporter is not None
     exporter.describe({"run": "mine"})
     folder = RunFolder(tmp_path)

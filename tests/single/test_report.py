@@ -39,6 +39,7 @@ def _ranks_line(history: History, step: int, steps: int, **phases: list[float]) 
         "bytes": [1000 if ranks > 1 else 0] * ranks,
         "host_memory_bytes": [2**30 + step * rank * 2**20 for rank in range(ranks)],
         "device_memory_bytes": [0] * ranks,
+        "most_memory_bytes": {"forward": 2**30 + step, "backward": 2**31 - step},
         "score": [1.0, 0.5][:ranks],
     }
     with open(history.folder / "ranks.jsonl", "a") as file:
@@ -114,6 +115,8 @@ def test_a_figure_is_not_what_one_computes_by_hand(
         1,
     )
     assert found["peak_device_memory_bytes"] is None
+    most = found["peak_memory_bytes_by_phase"]
+    assert most == {"forward": 2**30 + 23, "backward": 2**31 - 5}, "not the most of a phase"
     assert (found["slowest_rank"], found["slowest_rank_median_score"]) == (1, 0.5)
     assert found["checkpoints"] == 12 and found["last_checkpoint_step"] == 60
     assert found["median_checkpoint_seconds"] == 0.25 and found["failed_checkpoints"] == 0

@@ -85,6 +85,7 @@ def test_what_the_ranks_export_is_not_what_is_shown(job: tuple[Job, Path]) -> No
         assert 96 <= sum(shares) <= 104, "shares of the interval do not add up"
         assert int(row["forward"].rstrip("%")) > 40, "the forward pass sleeps most of the time"
         assert 0 < float(row["score"]) <= 1 and int(row["memory"].rstrip("M")) > 50
+        assert int(row["peak"].rstrip("M")) > 50 and row["in"] in ("forward", "backward", *names)
 
 
 class Screen:

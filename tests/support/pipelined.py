@@ -34,11 +34,10 @@ from hvdtrain.parallel.cut import CutModel
 from hvdtrain.parallel.schedules import virtual_stages
 from hvdtrain.parallel.stages import Layout
 from hvdtrain.runtime.context import RankContext
-from hvdtrain.runtime.heartbeat import Heartbeat
-from hvdtrain.runtime.mesh import Group, Mesh
-from hvdtrain.runtime.phases import PhaseTimer
+from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.rng import seed_all
 from hvdtrain.runtime.topology import Topology
+from tests.support.contexts import replicated
 
 CPU, SAMPLES, CONTEXT, VOCABULARY = torch.device("cpu"), 2, 8, 19
 
@@ -171,8 +170,7 @@ class Seen(NamedTuple):
 
 
 def _context() -> RankContext:
-    topology = Topology(0, 1, 0, 1, ("host",))
-    return RankContext(Mesh.replicated(topology), CPU, Heartbeat(), PhaseTimer(time.perf_counter()))
+    return replicated(Topology(0, 1, 0, 1, ("host",)))
 
 
 def _batches(case: Case, step: int) -> Iterator[Any]:

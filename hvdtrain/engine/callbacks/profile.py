@@ -48,7 +48,7 @@ class Profile:
         self._steps = config.range
         self._folder = folder
         self._topology = topology = context.mesh.topology
-        self._timer = context.timer
+        self._timer, self._memory = context.timer, context.memory
         self._exchange = exchange
         self._device = device = context.device
         named = config.named_ranks
@@ -113,8 +113,10 @@ class Profile:
             clear(self._folder, self._first)
             self._start_timeline()
         if self._mine:
+            exchange = self._exchange
             self._trace = Trace(
-                self._first, self._device, self._timer, lambda: self._exchange.inflight_seconds
+                *(self._first, self._device, self._timer, self._memory),
+                lambda: exchange.inflight_seconds,
             )
 
     def _start_timeline(self) -> None:
@@ -128,7 +130,7 @@ class Profile:
         self._timeline = True
 
     def _end(self) -> None:
-        self._timer.listen(None)
+        self._timer.unlisten(self._enter)
         if self._timeline:
             self._timeline = False
             timeline.stop()

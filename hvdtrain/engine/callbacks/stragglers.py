@@ -74,7 +74,7 @@ class DetectStragglers:
         self._watch = StragglerWatch(config.straggler_threshold, self._grid)
         self._data_watch = DataWatch()
         self._speeds = Speeds() if deal_by_speed else None
-        self._timer = context.timer
+        self._timer, self._memory = context.timer, context.memory
         self._exchange = exchange
         self._parameter_bytes = sum(local(p).nbytes for p in exchange.parameters)
         self._device = context.device
@@ -84,6 +84,7 @@ class DetectStragglers:
         self._told_step = step
         self._micro_batches = 0
         self._before = self._totals()
+        self._memory.record(self._memory.of_run)  # the first step makes the optimizer's state
         self._handle: int | None = None
         self._line: dict[str, Any] = {}
 
@@ -94,6 +95,7 @@ class DetectStragglers:
         # After a failure the callbacks hear of the last step again: nothing is new then.
         if step == self._told_step:
             return
+        self._watch_memory(step)
         self._micro_batches += micro_batches
         if step % self._every and not loop.ending:
             return
@@ -111,6 +113,12 @@ class DetectStragglers:
         if loop.generation_ends:  # a rank that left before another began it would fail that one
             self._take(loop, completed(self._handle))
 
+    def _watch_memory(self, step: int) -> None:
+        """Of the steps whose figures are compared, and what is done after them: it has its cost."""
+        self._memory.stop(self._memory.of_run)
+        if (step + 1) % self._every in (0, 1):
+            self._memory.record(self._memory.of_run)
+
     def _totals(self) -> Tensor:
         """What only grows, in the order of `COLUMNS`."""
         seconds, exchange = self._timer.seconds(), self._exchange
@@ -125,6 +133,8 @@ class DetectStragglers:
         before, self._before = self._before, self._totals()
         allocated = torch.cuda.memory_allocated() if self._device.type == "cuda" else 0
         memory = [_PROCESS.memory_info().rss, allocated, self._parameter_bytes]
+        peaks = self._memory.of_run.device or self._memory.of_run.host
+        memory += [peaks.get(phase, 0) for phase in PHASES]
         row = torch.cat((self._before - before, torch.tensor(memory, dtype=torch.float64)))
         assert len(row) == len(COLUMNS)
         return row.unsqueeze(0)
@@ -190,6 +200,7 @@ class DetectStragglers:
         )
 
     def close(self) -> None:
+        self._memory.stop(self._memory.of_run)
         if self._exporter is not None:
             self._exporter.straggler(1.0, None)
 
@@ -202,6 +213,9 @@ def _columns(table: Tensor) -> dict[str, Any]:
         "wall_seconds": _round(column(table, "wall_seconds"), 6),
         "inflight_seconds": _round(column(table, "inflight_seconds"), 6),
         **{name: column(table, name).to(torch.int64).tolist() for name in whole},
+        "most_memory_bytes": {
+            phase: int(column(table, f"{phase}_memory_peak_bytes").max()) for phase in PHASES
+        },
     }
 
 

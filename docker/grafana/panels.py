@@ -421,7 +421,7 @@ ROWS: dict[str, list[Panel]] = {
                     f"max by (rank, host) (hvdtrain_host_memory_peak_bytes{{{RANKS}}})"
                 ),
             },
-            width=12,
+            width=8,
         ),
         Panel(
             "Memory of the device, by rank",
@@ -437,7 +437,7 @@ ROWS: dict[str, list[Panel]] = {
                     f"max by (rank, host) (hvdtrain_device_memory_reserved_bytes{{{RANKS}}})"
                 ),
             },
-            width=12,
+            width=8,
         ),
         Panel(
             "Most memory by phase",
@@ -452,7 +452,7 @@ ROWS: dict[str, list[Panel]] = {
                     f"max by (phase) (hvdtrain_phase_device_memory_peak_bytes{{{RANKS}}})"
                 ),
             },
-            width=12,
+            width=8,
         ),
     ],
 }

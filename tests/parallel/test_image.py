@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.support.contexts import replicated
 from torch import nn
 
 from hvdtrain import comm
@@ -18,6 +17,7 @@ from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks.image import Image, ImageTaskConfig
 from hvdtrain.tasks.sync_batchnorm import synchronise
+from tests.support.contexts import replicated
 
 SAMPLES, FEATURES, CPU = 6, 5, torch.device("cpu")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.contexts import replicated
 
 from hvdtrain.data.config import BatchConfig, DataConfig
 from hvdtrain.data.validation import ValidationData
@@ -17,6 +16,7 @@ from hvdtrain.engine.passes import Accumulate
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
+from tests.support.contexts import replicated
 
 CONTEXT = 13
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.contexts import replicated
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,6 +28,7 @@ from hvdtrain.runtime.collectives import gather_bytes
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets
+from tests.support.contexts import replicated
 
 WIDTH, SIZE, LR, CLIP = 8, 4, 0.05, 0.1
 EVERY = 3

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from tests.support.contexts import replicated
 from torch import Tensor, nn
 
 from hvdtrain.config import Config
@@ -30,6 +29,7 @@ from hvdtrain.runtime.config import RuntimeConfig
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets
+from tests.support.contexts import replicated
 
 WIDTH, SIZE, CPU = 8, 4, torch.device("cpu")
 FIRST = 2.0**16

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.contexts import replicated
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,6 +24,7 @@ from hvdtrain.runtime.collectives import AgreedError, gather_json
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets
+from tests.support.contexts import replicated
 from tests.support.unusual import Rebound
 
 WIDTH = 8

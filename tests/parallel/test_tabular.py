@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.contexts import replicated
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -24,6 +23,7 @@ from hvdtrain.runtime.mpi import Alone
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks.tabular_data import open_training, scan_columns
 from hvdtrain.tasks.tabular_measures import of_classes
+from tests.support.contexts import replicated
 from tests.support.tables import KEYS, sales, write
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from contextlib import suppress
 from types import FrameType
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -21,7 +22,8 @@ def main(folder: str, parents: str, *arguments: str) -> None:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         if rank:
-            os.kill(rank, number)
+            with suppress(ProcessLookupError):  # it has ended, and its code is on its way
+                os.kill(rank, number)
         else:
             early.append(number)
 
@@ -42,7 +44,7 @@ def main(folder: str, parents: str, *arguments: str) -> None:
         with connection.makefile("r") as answer:
             rank = int(answer.readline())
             for came in early:
-                os.kill(rank, came)
+                pass_on(came, None)
             code = int(answer.readline() or 70)
     if code < 0:
         if -code in _PASSED_ON:

@@ -184,14 +184,13 @@ class _Need:
         finally:
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
-        host, device = marks.take()
-        peak = host if device is None else device
-        if peak is None:
+        host, device = marks.read()
+        if device is None and not marks.set_back():
             raise UserError(
                 "memory.fit: this kernel does not let peaks of memory be measured "
                 "(/proc/self/clear_refs): set batch.micro_size"
             )
-        return (peak - self._before + self._later) / self._room
+        return ((host if device is None else device) - self._before + self._later) / self._room
 
 
 def _some(size: int | None) -> int:

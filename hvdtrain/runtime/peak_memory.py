@@ -19,29 +19,26 @@ class HighWater:
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
         self._settable = True
-        self.take()
+        self.set_back()
 
     def read(self) -> tuple[int, int | None]:
-        """As `take`, which it does not set back; of the host also where that cannot be done."""
+        """Bytes of the host that were resident at most, bytes that tensors took up on the device
+        (None without a GPU); since they were set back.
+        """
         if self._device is None:
             return _high_water_mark(), None
         return _high_water_mark(), torch.cuda.max_memory_allocated(self._device)
 
-    def take(self) -> tuple[int | None, int | None]:
-        """What was reached since the last call.
-
-        Returns:
-            bytes of the host that were resident, None where the kernel does not let its mark be
-            set back; bytes that tensors took up on the device, None without a GPU.
-        """
-        host, device = self.read()
-        try:
-            _CLEAR_REFS.write_text("5")  # proc(5): sets VmHWM to what is resident now
-        except OSError:
-            self._settable = False
+    def set_back(self) -> bool:
+        """Whether the kernel lets the mark of the host be set back."""
+        if self._settable:
+            try:
+                _CLEAR_REFS.write_text("5")  # proc(5): sets VmHWM to what is resident now
+            except OSError:
+                self._settable = False
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
-        return host if self._settable else None, device
+        return self._settable
 
 
 @dataclass(eq=False)
@@ -83,7 +80,7 @@ class PeakMemory:
             self._note()  # what was before is not its
         else:
             self._phase = self._timer.phase
-            self._take()
+            self._note()  # for nobody
             self._timer.listen(self._enter)
         self._recorded = (*self._recorded, peaks)
 
@@ -98,21 +95,21 @@ class PeakMemory:
 
     def most(self) -> tuple[int, int]:
         """Bytes of the host and of the device at most, since this was made; 0 without a GPU."""
-        host, device = self._marks.read()
-        return max(self._before[0], host or 0), max(self._before[1], device or 0)
+        return self._with(*self._marks.read())
 
     def _enter(self, phase: str) -> None:
         self._note()
         self._phase = phase
 
     def _note(self) -> None:
-        host, device = self._take()
+        host, device = self._marks.read()
+        self._before = self._with(host, device)  # before they are set back: a thread may look
+        settable = self._marks.set_back()
         for peaks in self._recorded:
-            peaks.add(self._phase, host, device)
+            peaks.add(self._phase, host if settable else None, device)
 
-    def _take(self) -> tuple[int | None, int | None]:
-        self._before = self.most()
-        return self._marks.take()
+    def _with(self, host: int, device: int | None) -> tuple[int, int]:
+        return max(self._before[0], host), max(self._before[1], device or 0)
 
 
 def _high_water_mark() -> int:

@@ -87,6 +87,7 @@ def test_a_suspended_job_is_killed_when_it_goes_on(
     time.sleep(5)
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
+        time.sleep(0.1)  # its watchdog looks before the rank has done anything
     assert healthy.wait(20) == 0
 
 

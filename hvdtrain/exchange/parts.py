@@ -9,6 +9,7 @@ import horovod.torch as hvd
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from hvdtrain import comm
@@ -24,9 +25,10 @@ from hvdtrain.runtime.state_part import StatePart
 class PartsExchange:
     """See Exchange. Gradients are summed after the last backward pass.
 
-    First over the ranks that split sequences between them (torch.distributed), where there are
-    any, then over the replicas (Horovod). Along `shard` FSDP has summed them already, and along
-    `tensor` and `pipeline` each rank has whole gradients of its part.
+    First over the ranks that split matrices between them, for the parameters that each of these
+    has whole, then over those that split sequences (both torch.distributed), where there are any,
+    then over the replicas (Horovod). Along `shard` FSDP has summed them already, and along
+    `pipeline` each rank has whole gradients of its part.
 
     Args:
         optimizer: over this rank's part of the parameters.
@@ -57,6 +59,8 @@ class PartsExchange:
         """Nothing is sent before the last backward pass is done."""
 
     def finish(self) -> None:
+        for bucket in self._buckets:
+            complete_gradients(bucket)
         gradients = [[_own_gradient(p) for p in bucket] for bucket in self._buckets]
         if self._context is not None:
             with comm.OWN.waiting("context"):
@@ -111,6 +115,30 @@ class PartsExchange:
     def abort(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+
+
+def complete_gradients(parameters: Sequence[nn.Parameter]) -> None:
+    """Sums, in one message, the gradients that are spread over the ranks of a model that
+    apply_tensor has split; all these ranks call it.
+
+    Args:
+        parameters: of one dtype, in the same order on all ranks.
+    """
+    spread = [(p, p.grad) for p in parameters if isinstance(p.grad, DTensor) and _is_spread(p.grad)]
+    if not spread:
+        return
+    mesh = spread[0][1].device_mesh
+    row = torch.cat([local(gradient).reshape(-1) for _, gradient in spread])
+    with comm.OWN.waiting("tensor"):
+        dist.all_reduce(row, group=mesh.get_group())
+    parts = row.split([gradient.numel() for _, gradient in spread])
+    for (parameter, gradient), part in zip(spread, parts, strict=True):
+        whole = part.view(gradient.shape)
+        parameter.grad = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
+
+
+def _is_spread(gradient: DTensor) -> bool:
+    return any(placement.is_partial() for placement in gradient.placements)
 
 
 def _own_gradient(parameter: nn.Parameter) -> Tensor:

@@ -225,7 +225,10 @@ class GPT(nn.Module):
         """
         whole = self.config.dropout > 0
         norm, row = ("replicated", "row") if whole else ("sequence", "row_to_sequence")
-        plan = {"embedding": "vocabulary", "norm": norm, "blocks.*.norm?": norm}
+        # Learned positions are added to what it gives: plain tensors.
+        to_sequence = not whole and self.positions is None
+        embedding = "vocabulary_to_sequence" if to_sequence else "vocabulary"
+        plan = {"embedding": embedding, "norm": norm, "blocks.*.norm?": norm}
         if self.head is not None:
             plan["head"] = "vocabulary"
         plan |= {f"blocks.*.attention.{name}": "column" for name in "qkv"}

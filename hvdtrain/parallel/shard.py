@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -18,6 +21,12 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+
+from hvdtrain import comm
 
 
 @dataclass(frozen=True)
@@ -29,11 +38,14 @@ class Sharding:
             (ZeRO-3); False: they stay whole in between (ZeRO-2)
         precision: dtypes of what is computed and of what is summed
         offload: whether parameters, gradients and optimizer state stay on the CPU
+        in_order: a forward pass uses all blocks, one after the other: on CPUs the next one is
+            gathered while one computes, into one buffer (on GPUs torch does so anyway)
     """
 
     reshard_after_forward: bool = True
     precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+    in_order: bool = True
 
 
 def apply_shard(
@@ -64,10 +76,17 @@ def apply_shard(
         )
     # The model's own parameters are needed at once for the backward pass: torch keeps them whole.
     fully_shard(model, mesh=mesh, mp_policy=sharding.precision, offload_policy=sharding.offload)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
+        if mesh.device_type == "cpu":  # a GPU waits by itself
+            module.set_custom_all_gather(_TimedAllGather())
+            module.set_custom_reduce_scatter(_TimedReduceScatter())
+    if mesh.device_type == "cpu":
+        model._set_unshard_async_op(True)  # type: ignore[operator]
+        for block, following in pairwise(blocks if sharding.in_order else ()):
+            block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
     model.register_forward_hook(_reshard_without_backward)
 
 
@@ -78,3 +97,30 @@ def _reshard_without_backward(model: nn.Module, inputs: Any, output: Any) -> Non
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+class _TimedAllGather(DefaultAllGather):
+    """What is waited for it counts as waited along `shard`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
+        with comm.OWN.waiting("shard"):
+            work = super().__call__(*args, **kwargs)
+        return None if work is None else _TimedWork(work)
+
+
+class _TimedWork(dist.Work):
+    def __init__(self, work: dist.Work) -> None:
+        super().__init__()
+        self._work = work
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        with comm.OWN.waiting("shard"):
+            return self._work.wait(timeout)
+
+
+class _TimedReduceScatter(DefaultReduceScatter):
+    """As above."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work:
+        with comm.OWN.waiting("shard"):
+            return super().__call__(*args, **kwargs)

@@ -10,6 +10,7 @@ The split is Megatron's (Shoeybi et al., arXiv:1909.08053), with its sequence-pa
 | `row` | nn.Linear | this rank's part of the features | whole |
 | `row_to_sequence` | nn.Linear | this rank's part of the features | split by sequence |
 | `vocabulary` | nn.Embedding or nn.Linear (a head) | whole | whole |
+| `vocabulary_to_sequence` | nn.Embedding | whole | split by sequence |
 | `replicated` | computed alike on all ranks, such as a norm | whole | whole |
 | `into_sequence` | any, such as a block | the first one is whole, is split by sequence | as is |
 | `sequence` | nn.LayerNorm, nn.RMSNorm, nn.Dropout | split by sequence | whole |
@@ -30,9 +31,11 @@ from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -42,6 +45,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from hvdtrain import comm
 from hvdtrain.errors import UserError
 
 
@@ -77,11 +81,21 @@ STYLES: dict[str, Callable[[nn.Module], Sequence[ParallelStyle]]] = {
     "row": lambda _: [RowwiseParallel()],
     "row_to_sequence": lambda _: [RowwiseParallel(output_layouts=Shard(1), use_local_output=False)],
     "vocabulary": lambda module: [_vocabulary(module)],
+    "vocabulary_to_sequence": lambda _: [
+        RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False)
+    ],
     "replicated": lambda _: [_whole_as_dtensor(Replicate())],
     "into_sequence": lambda _: [_IntoSequence()],
     "sequence": lambda _: [SequenceParallel(), _whole_as_dtensor(Shard(1))],
 }
-SPLIT_MATRICES = ("column", "row", "row_to_sequence", "vocabulary")
+# Styles that split a matrix, and the modules that have one.
+SPLIT_MATRICES: dict[str, tuple[type[nn.Module], ...]] = {
+    "column": (nn.Linear,),
+    "row": (nn.Linear,),
+    "row_to_sequence": (nn.Linear,),
+    "vocabulary": (nn.Linear, nn.Embedding),
+    "vocabulary_to_sequence": (nn.Embedding,),
+}
 
 
 def apply_tensor(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
@@ -89,8 +103,10 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
 
     Nothing is exchanged: each rank takes its parts of the model that stands whole, with the same
     bits, on all of them. The gradient of a parameter, once backward is through, is a DTensor with
-    the parameter's placements (nothing is left to sum), or for a plain parameter a plain tensor
-    that is the same on all ranks. Parameters that are not to be trained must be frozen before.
+    the parameter's placements, or for a plain parameter a plain tensor that is the same on all
+    ranks; but of a parameter that all ranks have whole, such as a norm's, it may be a sum that is
+    spread over them (PartsExchange adds it up). Parameters that are not to be trained must be
+    frozen before.
 
     Args:
         mesh: of one dimension.
@@ -107,7 +123,9 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
     _tie(model, tied)
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and parameter.requires_grad:
-            parameter.register_hook(_complete_as(parameter))
+            parameter.register_hook(_split_as(parameter))
+    if mesh.device_type == "cpu":
+        _time_waits()
     for module in model.modules():
         tell = getattr(module, "set_tensor_part", None)
         if tell is not None:
@@ -132,8 +150,8 @@ def _matched(model: nn.Module, plan: Mapping[str, str]) -> list[tuple[str, str]]
 
 
 def _apply(module: nn.Module, name: str, style: str, mesh: DeviceMesh) -> None:
-    matrices = (nn.Linear, nn.Embedding) if style == "vocabulary" else (nn.Linear,)
     if style in SPLIT_MATRICES:
+        matrices = SPLIT_MATRICES[style]
         if not isinstance(module, matrices):
             kinds = " or ".join(f"nn.{kind.__name__}" for kind in matrices)
             raise UserError(
@@ -149,7 +167,7 @@ def _apply(module: nn.Module, name: str, style: str, mesh: DeviceMesh) -> None:
 
 def _check_even(module: nn.Module, name: str, style: str, ranks: int) -> None:
     """Parts that a model sees as plain tensors have to be of one size."""
-    if style == "vocabulary":
+    if style.startswith("vocabulary"):
         return
     assert isinstance(module, nn.Linear)
     size = module.out_features if style == "column" else module.in_features
@@ -186,14 +204,41 @@ def _placements(parameter: Tensor) -> object:
     return parameter.placements if isinstance(parameter, DTensor) else None
 
 
-def _complete_as(parameter: DTensor) -> Callable[[Tensor], Tensor]:
-    """A gradient may arrive as a sum that is spread over ranks, or split otherwise."""
-    placements = parameter.placements
+def _split_as(parameter: DTensor) -> Callable[[Tensor], Tensor]:
+    """A gradient may arrive split otherwise, or as a sum that is spread over ranks.
 
-    def complete(gradient: Tensor) -> Tensor:
+    Such a sum over the whole of a parameter is left as it is: adding up is cheap, and a message for
+    each pass and each norm of a model is not.
+    """
+    placements = parameter.placements
+    spread = (Partial(),), (Replicate(),)
+
+    def split(gradient: Tensor) -> Tensor:
         assert isinstance(gradient, DTensor)
-        if gradient.placements == placements:
+        if gradient.placements == placements or (gradient.placements, placements) == spread:
             return gradient
         return gradient.redistribute(placements=placements)
 
-    return complete
+    return split
+
+
+class _TimedWait:
+    """Time inside counts as waited along `tensor`."""
+
+    def __init__(self, wait: Callable[[Tensor], Tensor]) -> None:
+        self._wait = wait
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._wait(tensor)
+        with comm.OWN.waiting("tensor"):
+            return self._wait(tensor)
+
+
+def _time_waits() -> None:
+    """Of DTensor's collectives, for good: torch has no hook, but one function that all go through.
+
+    A GPU waits by itself, and so does compiled code: nothing is measured there.
+    """
+    if not isinstance(functional.wait_tensor, _TimedWait):
+        functional.wait_tensor = _TimedWait(functional.wait_tensor)

@@ -176,7 +176,7 @@ def shard_model(
             "the task's blocks(model)"
         )
     offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
-    sharding = Sharding(parallel.reshard_after_forward, offload=offload)
+    sharding = Sharding(parallel.reshard_after_forward, offload=offload, in_order=cut is None)
     apply_shard(model, blocks, mesh.model["shard"], sharding)
     if cut is not None:
         cut.leave_after_hooks()

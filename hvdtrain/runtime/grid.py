@@ -9,9 +9,8 @@ from math import prod
 from hvdtrain.errors import UserError
 
 DATA = "data"
-# Axes along which it is measured how long a rank waits for the others of its replica: along
-# others torch waits by itself.
-WAITED = ("pipeline", "context")
+# Axes along which a rank waits for the others of its replica.
+WAITED = ("pipeline", "context", "tensor", "shard")
 # Of the axes, as labels of a rank's exporter.
 LABELS = {DATA: "dp", "pipeline": "pp", "shard": "sp", "context": "cp", "tensor": "tp"}
 

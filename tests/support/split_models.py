@@ -15,6 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import AdamW, Optimizer
 
 from hvdtrain.errors import UserError
+from hvdtrain.exchange.parts import complete_gradients
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.sampling import Sampling, continue_tokens
@@ -101,6 +102,7 @@ def trained(
             loss = loss_of(model, tokens_of(model.config, number), packed)
             loss.backward()
             total += loss.item()
+        complete_gradients([*parameters.values()])
         yield total, {name: p.grad for name, p in parameters.items()}
         optimizer.step()
 
@@ -243,6 +245,7 @@ def custom_model() -> dict[str, Any]:
     tokens = torch.randint(11, (4, 5))
     for model in (dense, split):
         model(tokens).square().mean().backward()
+        complete_gradients([*model.parameters()])
     right: dict[str, Any] = {"tied": split.head.weight is split.embed.weight}
     right["frozen"] = not split.inner["up"].weight.requires_grad
     right["gradients"] = max(

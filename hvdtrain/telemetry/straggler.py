@@ -5,8 +5,8 @@ one. What a rank does itself (compute time) is longest on a straggler.
 
 Where a model spans ranks, a rank is compared with those that do the same work, and the stages of a
 pipeline with each other: a slow stage is one of which even the fastest rank is slow. What a rank
-waits for inside of its passes is not its own time, as far as that was measured; and ranks that
-wait for each other there are taken to compute as long as the one of them that is done first.
+waits for inside of its passes is not its own time; where that was not measured, as on GPUs, ranks
+that wait for each other there are taken to compute as long as the one of them that is done first.
 """
 
 from __future__ import annotations
@@ -85,17 +85,12 @@ def own_seconds(table: Tensor, grid: Grid) -> Tensor:
     share = torch.where(micro_batches > 0, micro_batches.mean() / micro_batches, torch.nan)
     passes = column(table, "forward") + column(table, "backward")
     passes = passes - column(table, "waited_in_passes_seconds")
-    for ranks in () if _all_measured(table, grid) else map(list, grid.in_step):
+    measured = bool(column(table, "waited_in_passes_seconds").any())  # on CPUs
+    for ranks in () if measured else map(list, grid.in_step):
         passes[ranks] = passes[ranks].min()
     compute = passes * share + column(table, "optimizer")
     data = column(table, "data") * share
     return torch.stack([data, compute, column(table, "checkpoint")], dim=1)
-
-
-def _all_measured(table: Tensor, grid: Grid) -> bool:
-    """What ranks wait for inside of their passes is known, on CPUs; pipelines wait outside."""
-    others = (size for axis, size in grid.degrees.items() if axis not in WAITED)
-    return max(others, default=1) == 1 and bool(column(table, "waited_in_passes_seconds").any())
 
 
 def scores(table: Tensor, grid: Grid) -> Tensor:

@@ -4,6 +4,7 @@
 # make soak    kills for 5 minutes, 16 ranks on two hosts for as long, long tests of tests/cluster: not part of make test
 # make chaos   faults of all kinds at random for 5 minutes: not part of make test
 # make plan-check   steps beside what `hvdtrain plan` predicts, 11 minutes alone on the machine: not part of make test
+# make exchange-check   ways to exchange gradients at several bandwidths, 50 minutes alone on the machine: not part of make test
 # make images  build the CPU image, train on two containers of it: not part of make test
 # make gpu-check   what this machine's GPUs do with hvdtrain, as a table: not part of make test
 # make gpu-kit     what gpu-check needs on a machine without network: build/gpu-check/kit
@@ -30,7 +31,7 @@ THREE := -n 3 --dist loadfile
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c .ci/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
-.PHONY: train test test-fast test-single test-gloo test-mpi test-cluster soak chaos plan-check images gpu-check gpu-kit docs docs-site lint clean
+.PHONY: train test test-fast test-single test-gloo test-mpi test-cluster soak chaos plan-check exchange-check images gpu-check gpu-kit docs docs-site lint clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -43,7 +44,7 @@ test: test-single test-gloo test-mpi test-cluster
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests of the launchers look for `python`, `hvdtrain` and `horovodrun` on PATH.
-test-fast test-single test-gloo test-mpi test-cluster soak chaos plan-check: export PATH := $(BIN):$(PATH)
+test-fast test-single test-gloo test-mpi test-cluster soak chaos plan-check exchange-check: export PATH := $(BIN):$(PATH)
 
 # Two workers on two cores: threads of their own would wait for each other.
 test-fast test-single: export OMP_NUM_THREADS := 1
@@ -78,6 +79,10 @@ chaos: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 # Root, two cores, and nothing else on the machine. ARGS='--out FILE': where all cells go as JSON.
 plan-check: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 3000 $(BIN)/python -m tests.soak.plan_check $(ARGS)
+
+# As plan-check. ARGS='one-host exact': these rows alone.
+exchange-check: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
+	timeout -k 30 6000 $(BIN)/python -m tests.soak.exchange_check $(ARGS)
 
 # Root, and Debian's docker.io, docker-compose and debootstrap; no registry of images.
 images: $(STAMPS)/train

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,16 +22,14 @@ from hvdtrain.plan.cluster import Cluster, Link
 from hvdtrain.plan.job import Job
 from hvdtrain.plan.measure import COLLECTIVES, Costs, costs_from, job_from, mean_of
 from hvdtrain.plan.predict import predict
-from tests.support.cluster import Cluster as Hosts
 from tests.support.namespaces import why_not
+from tests.support.pinned import NAMES, PinnedHosts
 
-NAMES = ("node1", "node2")
 # tbf counts an Ethernet frame without preamble, checksum and gap.
 PAYLOAD = 1448 / 1514
 LOOPBACK = Link(40e9)
 LIMIT_S = 900.0
 AIM = 0.10
-ENV = {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -62,8 +59,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     flags = ["--config", "gpt-nano", "--batch.global_size=8", "--batch.micro_size=2", *QUIET]
     cells: list[Cell] = []
-    with Hosts(NAMES) as hosts:
-        _pin(hosts)
+    with PinnedHosts() as hosts:
         flags.append(f"--run.root={hosts.shared}/runs")
         for ranks in args.ranks:
             cells += _cells(hosts, flags, ranks, args)
@@ -86,7 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cells(hosts: Hosts, flags: Sequence[str], ranks: int, args: argparse.Namespace) -> list[Cell]:
+def _cells(
+    hosts: PinnedHosts, flags: Sequence[str], ranks: int, args: argparse.Namespace
+) -> list[Cell]:
     used = min(ranks, len(NAMES))
     per_host = ranks // used
     where = ",".join(f"{name}:{per_host}" for name in NAMES[:used])
@@ -98,7 +96,7 @@ def _cells(hosts: Hosts, flags: Sequence[str], ranks: int, args: argparse.Namesp
         command = launch("gloo", ranks, command, where)
     before = _job(hosts, flags, per_host)
     measured = _measured(hosts, "node1", command)
-    _open(hosts)
+    hosts.limit(None)
     job = mean_of([before, _job(hosts, flags, per_host)])
     config = ExchangeConfig()
     found = []
@@ -117,14 +115,14 @@ def _cells(hosts: Hosts, flags: Sequence[str], ranks: int, args: argparse.Namesp
     return found
 
 
-def _job(hosts: Hosts, flags: Sequence[str], at_once: int) -> Job:
+def _job(hosts: PinnedHosts, flags: Sequence[str], at_once: int) -> Job:
     command = [sys.executable, "-m", "hvdtrain.plan.worker", *flags]
     with ThreadPoolExecutor(at_once) as pool:
         jobs = pool.map(lambda _: _measured(hosts, "node1", command), range(at_once))
         return mean_of([job_from(job) for job in jobs])
 
 
-def _costs(hosts: Hosts, ranks: int, where: str) -> Costs:
+def _costs(hosts: PinnedHosts, ranks: int, where: str) -> Costs:
     idle, computing = (
         _line(hosts, "node1", launch("gloo", ranks, command, where))["seconds"]
         for command in COLLECTIVES
@@ -132,35 +130,17 @@ def _costs(hosts: Hosts, ranks: int, where: str) -> Costs:
     return costs_from(idle, computing, ranks)
 
 
-def _measured(hosts: Hosts, host: str, command: Sequence[str]) -> Any:
+def _measured(hosts: PinnedHosts, host: str, command: Sequence[str]) -> Any:
     return _line(hosts, host, command)["measured"]
 
 
-def _line(hosts: Hosts, host: str, command: Sequence[str]) -> dict[str, Any]:
-    pinned = ["taskset", "--cpu-list", str(_core(host)), *command]
-    done = hosts.run(host, pinned, env=ENV, timeout=LIMIT_S)
+def _line(hosts: PinnedHosts, host: str, command: Sequence[str]) -> dict[str, Any]:
+    done = hosts.run(host, command, LIMIT_S)
     for line in [*done.stdout.splitlines(), *done.stderr.splitlines()]:
         if MARK in line:  # horovodrun puts the rank before it
             found: dict[str, Any] = json.loads(line[line.index(MARK) :])
             return found
     raise SystemExit(f"{' '.join(command)}: {done}")
-
-
-def _core(host: str) -> int:
-    cores = sorted(os.sched_getaffinity(0))
-    return cores[NAMES.index(host) % len(cores)]
-
-
-def _pin(hosts: Hosts) -> None:
-    """Each host, with what its sshd starts, has one core."""
-    for name in NAMES:
-        for process in hosts.processes(name):
-            os.sched_setaffinity(process.pid, {_core(name)})
-
-
-def _open(hosts: Hosts) -> None:
-    for name in NAMES:
-        hosts.run(name, ["tc", "qdisc", "del", "dev", "eth0", "root"])
 
 
 def _show(cells: Sequence[Cell]) -> None:

@@ -5,6 +5,7 @@ It prints one line of JSON that begins with MARK; of several ranks, rank 0 does.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -76,7 +77,8 @@ def _overhead(settings: Settings, steps: int, rounds: int, folder: Path) -> dict
 def _rate_of_hvdtrain(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:
     from hvdtrain.bench.app import AppLoop
 
-    settings.config.train.steps = WARM_UP_STEPS + steps
+    # It never ends: what a run does at its end is no part of a step.
+    settings.config.train.steps = WARM_UP_STEPS + steps + 1
     app = AppLoop(settings, folder)
     app.run(WARM_UP_STEPS)
     rate = settings.config.batch.global_size * steps / app.run(steps)
@@ -109,6 +111,10 @@ def _rate_of_plain(settings: Settings, steps: int, exchange: bool) -> dict[str, 
     dist.barrier()
     seconds: list[float] = [0.0] * size
     dist.all_gather_object(seconds, loop.run(steps))
+    # Of the connections nothing of DistributedDataParallel may be left that is the last to hold
+    # them: it would end them with the GIL held, and wait for a thread of theirs that takes it.
+    del loop
+    gc.collect()
     leave()
     rate = settings.config.batch.global_size * steps / max(seconds)
     return {"samples_per_second": rate} if rank == 0 else {}

@@ -1,6 +1,7 @@
 """`make exchange-check`: ways to exchange gradients on networks of several speeds; needs root.
 
-Each row is a command of `hvdtrain bench` on two hosts of one core each, or on this host alone.
+Each row but one is a command of `hvdtrain bench` on two hosts of one core each, or on this host
+alone.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from tests.soak import mixed_speed
 from tests.support.namespaces import why_not
 from tests.support.pinned import ENV, PinnedHosts
 
@@ -25,12 +27,25 @@ TWO_HOSTS = ["--hosts", "node1:1,node2:1"]
 
 
 @dataclass(frozen=True)
-class Row:
+class Bench:
     """Args: words after `hvdtrain bench`; hosts: on these, else on all of this machine; Mbit/s."""
 
-    command: Sequence[str]
+    words: Sequence[str]
     hosts: bool = True
     mbit: int | None = None
+
+    def __call__(self, hosts: PinnedHosts) -> bool:
+        """Whether it could be measured."""
+        command = [sys.executable, "-m", "hvdtrain.cli", "bench", *self.words]
+        if not self.hosts:
+            here = subprocess.run(command, env=os.environ | ENV, timeout=LIMIT_S)
+            return here.returncode == 0
+        if self.words[0] == "exchange":
+            command += ["--", f"--run.root={hosts.shared}/runs"]
+        hosts.limit(self.mbit)
+        done = hosts.run("node1", command, LIMIT_S)
+        print(done.stdout, done.stderr, sep="", flush=True)
+        return done.returncode == 0
 
 
 def _scaling(rounds: int, *keys: str) -> list[str]:
@@ -48,21 +63,22 @@ _FOUR_A_HOST = [
     *("scaling", "--np", "8", "--hosts", "node1:4,node2:4", "--steps", "6", "--rounds", "3"),
     *("--", *EIGHT_RANKS),
 ]
-ROWS: Mapping[str, Row] = {
-    "scaling-400": Row(_scaling(3), mbit=400),
-    "scaling-2000": Row(_scaling(3), mbit=2000),
-    "scaling-unlimited": Row(_scaling(3)),
-    "scaling-float16": Row(_scaling(3, "--exchange.wire=float16"), mbit=400),
-    "one-host": Row(["scaling", "--np", "2", "--steps", "20", "--rounds", "3"], hosts=False),
-    "flat-400": Row([*_FOUR_A_HOST, "--exchange.hierarchical=off"], mbit=400),
-    "hierarchical-400": Row([*_FOUR_A_HOST, "--exchange.hierarchical=on"], mbit=400),
-    "allreduce-unlimited": Row(_ALLREDUCE),
-    "allreduce-2000": Row(_ALLREDUCE, mbit=2000),
-    "exchange-100": Row(_exchange("dense,float16,topk,powersgd,diloco", 400), mbit=100),
-    "exact": Row(
+ROWS: Mapping[str, Callable[[PinnedHosts], bool]] = {
+    "scaling-400": Bench(_scaling(3), mbit=400),
+    "scaling-2000": Bench(_scaling(3), mbit=2000),
+    "scaling-unlimited": Bench(_scaling(3)),
+    "scaling-float16": Bench(_scaling(3, "--exchange.wire=float16"), mbit=400),
+    "one-host": Bench(["scaling", "--np", "2", "--steps", "20", "--rounds", "3"], hosts=False),
+    "flat-400": Bench([*_FOUR_A_HOST, "--exchange.hierarchical=off"], mbit=400),
+    "hierarchical-400": Bench([*_FOUR_A_HOST, "--exchange.hierarchical=on"], mbit=400),
+    "allreduce-unlimited": Bench(_ALLREDUCE),
+    "allreduce-2000": Bench(_ALLREDUCE, mbit=2000),
+    "exchange-100": Bench(_exchange("dense,float16,topk,powersgd,diloco", 400), mbit=100),
+    "exact": Bench(
         ["exchange", "--np", "2", "--strategies", "dense,exact", "--steps", "40", "--rounds", "3"],
         hosts=False,
     ),
+    "mixed-speed": mixed_speed.measure,
 }
 
 
@@ -78,23 +94,9 @@ def main(argv: Sequence[str]) -> int:
     failed = False
     with PinnedHosts() as hosts:
         for name in args.rows or ROWS:
-            failed |= not _run(name, ROWS[name], hosts)
+            print(f"== {name}", flush=True)
+            failed |= not ROWS[name](hosts)
     return int(failed)
-
-
-def _run(name: str, row: Row, hosts: PinnedHosts) -> bool:
-    """Whether it could be measured."""
-    command = [sys.executable, "-m", "hvdtrain.cli", "bench", *row.command]
-    print(f"== {name}", flush=True)
-    if row.command[0] == "exchange" and row.hosts:
-        command += ["--", f"--run.root={hosts.shared}/runs"]
-    hosts.limit(row.mbit)
-    if not row.hosts:
-        here = subprocess.run(command, env=os.environ | ENV, timeout=LIMIT_S)
-        return here.returncode == 0
-    done = hosts.run("node1", command, LIMIT_S)
-    print(done.stdout, done.stderr, sep="", flush=True)
-    return done.returncode == 0
 
 
 if __name__ == "__main__":

@@ -41,8 +41,11 @@ class PinnedHosts:
 
     def run(self, host: str, command: Sequence[str], timeout: float) -> Finished:
         """A command on the core of this host."""
-        pinned = ["taskset", "--cpu-list", str(_core(host)), *command]
-        return self._cluster.run(host, pinned, env=ENV, timeout=timeout)
+        return self._cluster.run(host, self.pinned(host, command), env=ENV, timeout=timeout)
+
+    def pinned(self, host: str, command: Sequence[str]) -> list[str]:
+        """`command` on the core of this host."""
+        return ["taskset", "--cpu-list", str(_core(host)), *command]
 
     def limit(self, mbit: int | None) -> None:
         """Of what each host sends; None: there is none."""

@@ -63,6 +63,7 @@ def _rates_alone(hosts: PinnedHosts) -> list[float]:
 
     def rate(host: str) -> float:
         done = hosts.run(host, command, LIMIT_S)
+        assert done.returncode == 0, done
         line = next(line for line in done.stdout.splitlines() if line.startswith(MARK))
         return float(json.loads(line)["samples_per_second"])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,7 +71,7 @@ def _rates_alone(hosts: PinnedHosts) -> list[float]:
         return list(pool.map(rate, NAMES))
 
 
-def _trained(hosts: PinnedHosts, deal: str, name: str) -> tuple[float, Sequence[float]]:
+def _trained(hosts: PinnedHosts, deal: str, name: str) -> tuple[float, list[float]]:
     """(median of the seconds of a step once speeds are known, losses)."""
     flags = [f"--batch.deal={deal}", f"--train.steps={STEPS}", *FLAGS]
     where = [f"--run.root={hosts.shared}/runs", f"--run.id={name}"]

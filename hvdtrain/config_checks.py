@@ -32,6 +32,13 @@ def check_together(config: Any) -> None:
         not (config.memory.fit and config.batch.max_tokens),
         "memory.fit finds batch.micro_size, which batch.max_tokens replaces: give one of them",
     )
+    interleaved = config.batch.interleave > 1
+    for key, on, why in (
+        ("memory.fit", config.memory.fit, "it measures one pass at a time"),
+        ("compile.enabled", config.compile.enabled, "not tried together"),
+    ):
+        both = f"batch.interleave {config.batch.interleave} excludes {key}"
+        require(not (interleaved and on), f"{both}: {why}")
     for key, on in (
         ("compile.enabled", config.compile.enabled),
         ("memory.fit", config.memory.fit),
@@ -98,6 +105,8 @@ def _check_spanning(config: Any) -> None:
         ("batch.deal speed", config.batch.deal == "speed", "a replica is as fast as its slowest"),
         ("batch.per_rank_size", config.batch.per_rank_size > 0,
          "ranks of a replica share their samples: give batch.global_size"),
+        (f"batch.interleave {config.batch.interleave}", config.batch.interleave > 1,
+         "it is for models that each rank holds whole"),
         ("memory.fit", config.memory.fit, "it measures a whole model on one rank"),
         ("compile.enabled", config.compile.enabled, "not tried together"),
         (f"precision.name {config.precision.name}",

@@ -89,6 +89,9 @@ class BatchConfig:
         deal: micro-batches to each rank: `even`, or by `speed`, so that slow ranks get fewer and
             all are done at the same time; the gradient is the same. Speeds are those of the ranks'
             comparisons (`telemetry.exchange_every`)
+        interleave: the last so many micro-batches of a rank's step go back in turns, block by
+            block: gradients leave earlier, for the memory of so many passes at once. For slow
+            networks; on CPUs; the same bits
     """
 
     global_size: int = 32
@@ -97,6 +100,7 @@ class BatchConfig:
     per_step: int = 8
     per_rank_size: int = 0
     deal: Literal["even", "speed"] = "even"
+    interleave: int = 1
 
     def __post_init__(self) -> None:
         require(self.micro_size >= 1, f"batch.micro_size must be >= 1, not {self.micro_size}")
@@ -108,6 +112,7 @@ class BatchConfig:
         require(
             self.max_tokens >= 0, f"batch.max_tokens must be >= 0 (0 = off), not {self.max_tokens}"
         )
+        require(self.interleave >= 1, f"batch.interleave must be >= 1, not {self.interleave}")
         require(self.per_step >= 1, f"batch.per_step must be >= 1, not {self.per_step}")
         require(
             not (self.max_tokens and self.per_rank_size),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -13,7 +13,8 @@ from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.engine.buffers import SavedBuffers
 from hvdtrain.engine.control import ControlVector
-from hvdtrain.engine.forward import Forward
+from hvdtrain.engine.forward import Forward, Values
+from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.engine.statistics import BatchStatistics
 from hvdtrain.engine.totals import Totals
 from hvdtrain.optim.precision import FLOAT32, Precision
@@ -90,6 +91,7 @@ class Accumulate:
         context: the device; heartbeat and timer hear of each micro-batch.
         exact: values and statistics are summed without rounding, see Totals.
         precision: as what forward passes are computed.
+        interleaved: the last micro-batches of a rank go back in turns; None: one after the other.
     """
 
     def __init__(
@@ -100,12 +102,14 @@ class Accumulate:
         context: RankContext,
         exact: bool = False,
         precision: Precision = FLOAT32,
+        interleaved: InterleavedBackward | None = None,
     ) -> None:
         self.model, self.exact = model, exact
         self.forward = Forward(task, micro_batches, context, precision)
         self.buffers = SavedBuffers(model)
         self.statistics = BatchStatistics(self.buffers, micro_batches)
         self._context = context
+        self._interleaved = interleaved
 
     def train(
         self,
@@ -120,21 +124,39 @@ class Accumulate:
         self.statistics.begin()
         enter("data")
         own = comm.OWN.micro_batches(batches, deal.in_common, max(deal.counts))
+        together = min(self._interleaved.count if self._interleaved else 1, len(deal))
+        losses: list[Tensor] = []  # whose backward pass has not begun
         for done, batch in enumerate(own, start=1):
             on_device = to_device(batch, self._context.device)
             enter("forward")
             self.statistics.prepare()
-            values = self.forward(self.model, on_device, self.forward.names)
+            values = self._forward(on_device, len(losses) if len(deal) - done < together else None)
             self.forward.add(control.values, values)
             if self._context.mesh.counts:
                 self.statistics.collect(control.statistics)
+            losses.append(self.forward.scaled(values.loss))
+            del values
             if done == len(deal):
                 before_last()
-            enter("backward")
-            self.forward.scaled(values.loss).backward()
-            del values  # the graph: the next forward pass needs the memory
+            if done == len(deal) or done <= len(deal) - together:
+                enter("backward")
+                self._backward(losses)
+                losses.clear()  # the graph: the next forward pass needs the memory
             enter("data")
             heartbeat.beat(Activity.WORKING)
+
+    def _forward(self, batch: Batch, number: int | None) -> Values:
+        """Args: number: among those that go back in turns; None: this one goes back alone."""
+        if self._interleaved is None or number is None:
+            return self.forward(self.model, batch, self.forward.names)
+        with self._interleaved.forward(number):
+            return self.forward(self.model, batch, self.forward.names)
+
+    def _backward(self, losses: Sequence[Tensor]) -> None:
+        if self._interleaved is None:
+            losses[0].backward()
+        else:
+            self._interleaved.backward(losses)
 
     def finish(self) -> None:
         """Each rank has the whole model."""

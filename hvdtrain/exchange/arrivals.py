@@ -66,6 +66,10 @@ class Arrivals:
         """Parameters that some pass has not reached so far."""
         return [p for p in self._parameters.in_order if self._reached.get(p, 0) < self._passes]
 
+    def is_last(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient that has come is that of the step's last pass."""
+        return self._reached.get(parameter, 0) == self._passes
+
     def incomplete(self) -> list[int]:
         """Numbers of the buckets that are not complete."""
         return [number for number, missing in enumerate(self._missing) if missing]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.exchange.arrivals import Arrivals, Replacement
+from hvdtrain.exchange.bucket_memory import BucketMemory
 from hvdtrain.exchange.buckets import gradient_buckets
 from hvdtrain.exchange.parameters import TrainedParameters
 from hvdtrain.exchange.wire import WIRES
@@ -56,14 +57,21 @@ class DenseExchange:
         self.bytes = 0
         self._step_bytes = sum(p.numel() * self._wire.element_size(p) for p in self.parameters)
         self._distributed = elastic or hvd.size() > 1
+        in_place = (
+            self._distributed and wire == "float32" and self.parameters[0].device.type == "cpu"
+        )
+        self._memory = BucketMemory(groups) if in_place else None
         # Horovod's own hooks, which come after these, send a bucket that is complete.
         self._arrivals = Arrivals(self._trained, groups, self._arrived, lambda bucket: None)
 
     def _arrived(self, parameter: nn.Parameter, gradient: Tensor | None) -> Replacement:
-        nothing = gradient is None or not parameter.requires_grad
-        if self._distributed and parameter.grad is None and nothing:
-            # Nothing will be added up, and Horovod's hook wants something to send.
-            parameter.grad = torch.zeros_like(parameter)
+        if gradient is None or not parameter.requires_grad:
+            if self._distributed and parameter.grad is None:
+                # Nothing will be added up, and Horovod's hook wants something to send.
+                parameter.grad = torch.zeros_like(parameter)
+            return None
+        if self._memory is not None and self._arrivals.is_last(parameter):
+            return (self._memory.take(parameter, gradient),)
         return None
 
     def begin(self, passes: int) -> None:

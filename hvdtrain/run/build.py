@@ -16,6 +16,7 @@ from hvdtrain.data.loading import Loading
 from hvdtrain.engine.activations import arrange_activations
 from hvdtrain.engine.compiling import compile_blocks
 from hvdtrain.engine.flops import ModelFlops
+from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.engine.loop import Callback, Loop
 from hvdtrain.engine.passes import Accumulate, Passes
 from hvdtrain.engine.plan import Interruptions, Plan
@@ -65,6 +66,7 @@ class RunComponents:
         mesh: of a model that spans ranks.
         cut: with parallel.pipeline, this rank's stages.
         agreement: of a model that spans ranks, which come and go.
+        interleaved: with batch.interleave.
     """
 
     prepared: Prepared
@@ -79,6 +81,7 @@ class RunComponents:
     mesh: Mesh | None = None
     cut: CutModel | None = None
     agreement: Agreement | None = None
+    interleaved: InterleavedBackward | None = None
 
     @property
     def task(self) -> Task:
@@ -140,6 +143,9 @@ def build_components(
     config = with_micro_size(config, Trial(task, model, datasets, precision, config.seed), topology)
     compiled = on_all_ranks("compile", lambda: compile_blocks(config.compile, task, model, timer))
     on_all_ranks("parallel.shard", lambda: shard_model(config, task, model, mesh, cut))
+    interleaved = on_all_ranks(
+        "batch.interleave", lambda: _interleaved(config, task, model, device)
+    )
     optimizer = on_all_ranks(
         "optimizer", lambda: build_run_optimizer(config, task, model, precision, elastic)
     )
@@ -173,7 +179,15 @@ def build_components(
         mesh=mesh if spans else None,
         cut=cut,
         agreement=Agreement() if spans and elastic else None,
+        interleaved=interleaved,
     )  # fmt: skip
+
+
+def _interleaved(
+    config: Config, task: Task, model: torch.nn.Module, device: torch.device
+) -> InterleavedBackward | None:
+    count = config.batch.interleave
+    return InterleavedBackward(task, model, count, device, heartbeat.OWN) if count > 1 else None
 
 
 def build_loop(
@@ -237,7 +251,8 @@ def build_passes(config: Config, components: RunComponents, context: RankContext
     precision = components.precision
     if cut is None or context.mesh.model is None:
         model = components.state.model
-        return Accumulate(task, model, micro_batches, context, exact, precision)
+        interleaved = components.interleaved
+        return Accumulate(task, model, micro_batches, context, exact, precision, interleaved)
     from hvdtrain.engine.pipeline import Pipeline
 
     group = context.mesh.model.get_group("pipeline")

@@ -42,6 +42,15 @@ def free_memory(root: Path = Path("/")) -> int:
     return max(0, min([psutil.virtual_memory().available, *left]))
 
 
+def has_rdma(root: Path = Path("/")) -> bool:
+    """Whether this host has a network that moves memory: InfiniBand, RoCE, Omni-Path or Slingshot.
+
+    Args:
+        root: where /sys is looked for.
+    """
+    return any(any((root / "sys/class" / kind).glob("*")) for kind in ("infiniband", "cxi"))
+
+
 def _groups(controller: str, root: Path) -> Iterator[Path]:
     """The control groups around this process that a controller has, from the innermost on."""
     with suppress(OSError):

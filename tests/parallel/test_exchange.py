@@ -146,6 +146,23 @@ def test_a_step_that_was_interrupted_spoils_the_next_one(topology: Topology, nam
         torch.testing.assert_close(_gradient(parameter), gradient, rtol=1e-12, atol=atol)
 
 
+@pytest.mark.parametrize("passes", [1, 3])
+def test_gradients_of_a_bucket_lie_apart_and_are_copied(topology: Topology, passes: int) -> None:
+    if topology.world_size == 1:
+        pytest.skip("one rank sends nothing")
+    model = _model()
+    exchange = _exchange("dense", build_optimizer(OptimConfig(lr=0.05), model), model)
+    for step in range(2):
+        model.zero_grad()
+        exchange.begin(passes)
+        for number in range(passes):
+            model(torch.ones(4, WIDTH, dtype=torch.float64), 2 * number + 1).sum().backward()
+        exchange.finish()
+        reached = [model.last.bias, model.last.weight]  # backward comes to them in this order
+        first, second = (_gradient(parameter) for parameter in reached)
+        assert first.data_ptr() + first.nbytes == second.data_ptr(), step
+
+
 def test_ranks_that_step_alike_drift_apart(topology: Topology) -> None:
     model = _model().float()
     optimizer = build_optimizer(OptimConfig(lr=0.05), model)

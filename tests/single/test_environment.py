@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from hvdtrain.runtime import environment
 from hvdtrain.runtime.environment import (
     launched_local_size,
     launched_rank,
     launched_size,
     prepare,
 )
+from hvdtrain.runtime.machine import has_rdma
 
 LAUNCHERS = {
     "horovodrun": {
@@ -118,3 +120,15 @@ def test_the_environment_is_prepared_after_torch_or_horovod_is_loaded() -> None:
         "sys.exit('torch' in sys.modules or 'horovod' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("device", [None, "infiniband/mlx5_0", "cxi/cxi0"])
+def test_a_network_that_has_faster_sums_gets_those_for_tcp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str | None
+) -> None:
+    if device:
+        (tmp_path / "sys/class" / device).mkdir(parents=True)
+    monkeypatch.setattr(environment, "has_rdma", lambda: has_rdma(tmp_path))
+    env = dict(LAUNCHERS["mpirun"])
+    prepare(env, host_cores=1)
+    assert ("HOROVOD_MPI_RING_ALLREDUCE" in env) is (device is None)

@@ -65,6 +65,7 @@ _FOUR_A_HOST = [
 ]
 ROWS: Mapping[str, Callable[[PinnedHosts], bool]] = {
     "scaling-400": Bench(_scaling(3), mbit=400),
+    "interleaved-400": Bench(_scaling(3, "--batch.interleave=2"), mbit=400),
     "scaling-2000": Bench(_scaling(3), mbit=2000),
     "scaling-unlimited": Bench(_scaling(3)),
     "scaling-float16": Bench(_scaling(3, "--exchange.wire=float16"), mbit=400),

@@ -12,7 +12,7 @@ from hvdtrain.audit.same import compare
 from hvdtrain.bench.processes import launch
 from tests.support.cluster import Cluster
 from tests.support.faults import PACED, ElasticJob, MpiJob, assert_clean
-from tests.support.runs import losses, run, weights
+from tests.support.runs import CORPUS, losses, run, weights
 from tests.support.tables import KEYS, sales, write
 
 STEPS = 400
@@ -60,6 +60,23 @@ def test_a_kill_changes_a_bit_of_what_is_learnt_from_a_table(
     running.wait_for_more(5, 20)
     running.end()
     _assert_as_alone(running, runs, keys)
+
+
+def test_a_kill_while_passes_take_turns_changes_a_bit_or_is_waited_for(
+    job: Callable[..., ElasticJob], runs: Path
+) -> None:
+    gpt = f"--task language_model --data.train {CORPUS} --model.layers 3 --model.width 128"
+    gpt += " --model.heads 2 --model.context 64 --schedule.name constant"
+    gpt += " --exchange.name exact --runtime.threads 1"
+    more = "--train.steps 20000 --batch.interleave 2"
+    running = job(np=2, hosts="node1:1 node2:1", arguments=f"{gpt} {more}")
+    running.wait_for_step(10)
+    running.kill(1)
+    running.wait_for_world(1, 20)
+    running.wait_for_world(2, 30)
+    running.wait_for_more(5, 20)
+    running.end()
+    _assert_as_alone(running, runs, gpt)
 
 
 @pytest.mark.soak

@@ -58,6 +58,7 @@ test-fast: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 
 test-gloo: LAUNCHER := $(BIN)/horovodrun -np 2 --gloo
 test-mpi: LAUNCHER := mpirun -np 2 --oversubscribe --bind-to none $(shell [ "$$(id -u)" != 0 ] || echo --allow-run-as-root)
+test-mpi: export HOROVOD_MPI_RING_ALLREDUCE := 1
 test-gloo test-mpi: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	@mkdir -p $(LOGS)
 	timeout -k 30 300 $(LAUNCHER) .ci/as-rank $(LOGS)/$@ $(BIN)/python -m pytest -q --color=no tests/parallel \

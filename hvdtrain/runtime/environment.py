@@ -153,8 +153,9 @@ def prepare(
     env.setdefault("HOROVOD_HIERARCHICAL_ALLREDUCE", str(int(hierarchical)))
     if process_sets:
         env.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
-    if not has_rdma():
-        # Faster than Open MPI's own over TCP; networks that move memory have collectives of theirs.
+    if launched_local_size(env) == 1 and not has_rdma():
+        # Faster than Open MPI's own over TCP. Ranks that share a core wait for each other in each
+        # of its many steps; networks that move memory have collectives of theirs.
         env.setdefault("HOROVOD_MPI_RING_ALLREDUCE", "1")
     for name in _MPI_OVER_TCP.keys() - _in_parameter_files():
         env.setdefault(f"OMPI_MCA_{name}", _MPI_OVER_TCP[name])

@@ -122,13 +122,21 @@ def test_the_environment_is_prepared_after_torch_or_horovod_is_loaded() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("device", [None, "infiniband/mlx5_0", "cxi/cxi0"])
-def test_a_network_that_has_faster_sums_gets_those_for_tcp(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str | None
+@pytest.mark.parametrize(
+    ("device", "ranks", "ring"),
+    [
+        (None, 1, True),
+        (None, 2, False),
+        ("infiniband/mlx5_0", 1, False),
+        ("cxi/cxi0", 1, False),
+    ],
+)
+def test_ranks_that_have_faster_sums_get_those_for_tcp(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str | None, ranks: int, ring: bool
 ) -> None:
     if device:
         (tmp_path / "sys/class" / device).mkdir(parents=True)
     monkeypatch.setattr(environment, "has_rdma", lambda: has_rdma(tmp_path))
-    env = dict(LAUNCHERS["mpirun"])
+    env = {**LAUNCHERS["mpirun"], "OMPI_COMM_WORLD_LOCAL_SIZE": str(ranks)}
     prepare(env, host_cores=1)
-    assert ("HOROVOD_MPI_RING_ALLREDUCE" in env) is (device is None)
+    assert ("HOROVOD_MPI_RING_ALLREDUCE" in env) is ring

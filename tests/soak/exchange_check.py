@@ -69,6 +69,9 @@ ROWS: Mapping[str, Callable[[PinnedHosts], bool]] = {
     "scaling-2000": Bench(_scaling(3), mbit=2000),
     "scaling-unlimited": Bench(_scaling(3)),
     "scaling-float16": Bench(_scaling(3, "--exchange.wire=float16"), mbit=400),
+    "interleaved-float16": Bench(
+        _scaling(3, "--exchange.wire=float16", "--batch.interleave=2"), mbit=400
+    ),
     "one-host": Bench(["scaling", "--np", "2", "--steps", "20", "--rounds", "3"], hosts=False),
     "flat-400": Bench([*_FOUR_A_HOST, "--exchange.hierarchical=off"], mbit=400),
     "hierarchical-400": Bench([*_FOUR_A_HOST, "--exchange.hierarchical=on"], mbit=400),

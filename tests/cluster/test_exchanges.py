@@ -53,13 +53,7 @@ def test_a_kill_changes_a_bit_of_what_is_learnt_from_a_table(
     keys += " --exchange.name exact --runtime.threads 1 --schedule.name constant"
     more = "--train.steps 20000 --loader.workers 1"
     running = job(np=2, hosts="node1:1 node2:1", arguments=f"{keys} {more}")
-    running.wait_for_step(10)
-    running.kill(1)
-    running.wait_for_world(1, 20)
-    running.wait_for_world(2, 30)
-    running.wait_for_more(5, 20)
-    running.end()
-    _assert_as_alone(running, runs, keys)
+    _assert_as_alone_through_a_kill(running, runs, keys, ranks=2)
 
 
 def test_a_kill_while_passes_take_turns_changes_a_bit_or_is_waited_for(
@@ -70,13 +64,7 @@ def test_a_kill_while_passes_take_turns_changes_a_bit_or_is_waited_for(
     gpt += " --exchange.name exact --runtime.threads 1"
     more = "--train.steps 20000 --batch.interleave 2"
     running = job(np=2, hosts="node1:1 node2:1", arguments=f"{gpt} {more}")
-    running.wait_for_step(10)
-    running.kill(1)
-    running.wait_for_world(1, 20)
-    running.wait_for_world(2, 30)
-    running.wait_for_more(5, 20)
-    running.end()
-    _assert_as_alone(running, runs, gpt)
+    _assert_as_alone_through_a_kill(running, runs, gpt, ranks=2)
 
 
 @pytest.mark.soak
@@ -88,17 +76,17 @@ def test_a_kill_changes_a_bit_of_what_is_learnt_by_length(
     pace = {"HVDTRAIN_TEST_PACE": "0.01"}
     more = "--train.steps 20000 --loader.workers 2"
     running = job(np=3, hosts="node1:1 node2:2", arguments=f"{ragged} {more}", env=pace)
+    _assert_as_alone_through_a_kill(running, runs, ragged, ranks=3)
+
+
+def _assert_as_alone_through_a_kill(running: ElasticJob, runs: Path, keys: str, ranks: int) -> None:
+    """A rank is killed and comes back: bit by bit the run of one process with these keys."""
     running.wait_for_step(10)
     running.kill(1)
-    running.wait_for_world(2, 20)
-    running.wait_for_world(3, 30)
+    running.wait_for_world(ranks - 1, 20)
+    running.wait_for_world(ranks, 30)
     running.wait_for_more(5, 20)
     running.end()
-    _assert_as_alone(running, runs, ragged)
-
-
-def _assert_as_alone(running: ElasticJob, runs: Path, keys: str) -> None:
-    """Bit by bit the run of one process with these keys."""
     steps = len(running.lines())
     alone = f"{PACED} {keys} --train.steps {steps} --run.root {runs}/alone --run.id case"
     done = run(runs / "alone", alone.split())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 import horovod.torch as hvd
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.exchange.arrivals import Arrivals, Replacement
-from hvdtrain.exchange.buckets import buckets, gradient_buckets
+from hvdtrain.exchange.buckets import gradient_buckets
 from hvdtrain.exchange.parameters import TrainedParameters
 from hvdtrain.runtime.state_part import StatePart
 
@@ -45,6 +45,11 @@ class Bucket(Protocol):
 B = TypeVar("B", bound=Bucket)
 
 
+def receive_each(buckets: Sequence[Bucket]) -> int:
+    """Of all buckets, see Bucket.receive."""
+    return sum(bucket.receive() for bucket in buckets)
+
+
 class BucketedExchange:
     """See Exchange. A bucket is sent inside the last backward pass, once its gradients are there.
 
@@ -54,7 +59,7 @@ class BucketedExchange:
         make: a bucket from its number and its parameters, of one dtype and on one device.
         parts: what the buckets carry from step to step.
         widening: bytes that a bucket needs for one of its gradients.
-        one_bucket: for each dtype, however large.
+        receive: what all buckets have sent: as Bucket.receive for each.
     """
 
     def __init__(
@@ -64,14 +69,11 @@ class BucketedExchange:
         make: Callable[[int, Sequence[nn.Parameter]], B],
         parts: Callable[[Sequence[B]], Sequence[StatePart]] = lambda buckets: (),
         widening: int = 1,
-        one_bucket: bool = False,
+        receive: Callable[[Sequence[B]], int] = receive_each,
     ) -> None:
         self._trained = TrainedParameters(optimizer, model)
         self.parameters = self._trained.in_order
-        if one_bucket:
-            groups = buckets(self.parameters, sys.maxsize)
-        else:
-            groups = gradient_buckets(self.parameters, widening)
+        groups = gradient_buckets(self.parameters, widening)
         made = [make(number, group) for number, group in enumerate(groups)]
         self._buckets: Sequence[Bucket] = made
         self._bucket_of = {
@@ -79,6 +81,7 @@ class BucketedExchange:
         }
         self._arrivals = Arrivals(self._trained, groups, self._arrived, self._send)
         self._parts = parts(made)
+        self._receive = partial(receive, made)
         self.synchronised = True
         self.inflight_seconds = 0.0
         self.bytes = 0
@@ -100,7 +103,7 @@ class BucketedExchange:
     def finish(self) -> None:
         for number in self._arrivals.incomplete():
             self._send(number)
-        sent = sum(bucket.receive() for bucket in self._buckets)
+        sent = self._receive()
         sent_at = self._arrivals.first_complete_at
         if hvd.size() > 1 and sent_at is not None:
             self.inflight_seconds += time.perf_counter() - sent_at

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain.exchange.bucketed import BucketedExchange, flat_views
+from hvdtrain.exchange.bucketed import BucketedExchange, flat_views, receive_each
 from hvdtrain.exchange.config import ExchangeConfig
-from hvdtrain.exchange.residuals import Residuals
+from hvdtrain.exchange.residuals import Residuals, require_same_buckets
 from hvdtrain.runtime.collectives import begin_sum, completed
 from hvdtrain.runtime.state_part import Scope, StatePart
 
@@ -25,10 +25,10 @@ def powersgd_exchange(
 ) -> BucketedExchange:
     """A gradient of two or more dimensions becomes a matrix, and travels as P times Q transposed.
 
-    P (rows x rank) and then Q (columns x rank) are summed over the ranks; between the two P is made
-    orthonormal. Q is the start of the next step's power iteration. Vectors, and matrices to
-    which P and Q would be no smaller, travel as they are; in the first `start_step` steps all do.
-    The result depends on the number of ranks by nature.
+    P (rows x rank) is summed over the ranks while backward still works on other layers; then P is
+    made orthonormal, and Q (columns x rank) summed. Q is the start of the next step's power
+    iteration. Vectors, and matrices to which P and Q would be no smaller, travel as they are; in
+    the first `start_step` steps all do. The result depends on the number of ranks by nature.
     """
 
     def make(number: int, parameters: Sequence[nn.Parameter]) -> _Bucket:
@@ -38,8 +38,14 @@ def powersgd_exchange(
         owed = Residuals([bucket.residual for bucket in buckets])
         return [_WarmStart(buckets), *([owed] if config.error_feedback else [])]
 
-    # One bucket: what travels is small, and each would wait twice.
-    return BucketedExchange(optimizer, model, make, parts, one_bucket=True)
+    return BucketedExchange(optimizer, model, make, parts, receive=_receive)
+
+
+def _receive(buckets: Sequence[_Bucket]) -> int:
+    """Each bucket's Q leaves once its P is there, and those of later ones may be on their way."""
+    for bucket in buckets:
+        bucket.answer()
+    return receive_each(buckets)
 
 
 class _WarmStart:
@@ -62,11 +68,13 @@ class _WarmStart:
         return self.tensors()
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        """Raises UserError where they are of other buckets."""
         if not pieces:
             for bucket in self._buckets:
                 bucket.start_over()
             return
         [tensors] = pieces
+        require_same_buckets(self.tensors(), tensors)
         for name, own in self.tensors().items():
             own.copy_(tensors[name])
 
@@ -103,8 +111,9 @@ class _Bucket:
         ]
         self.steps = torch.tensor(0)
         self.start_over()
-        self._new_qs = self.qs
-        self._sent = self._sum
+        self._new_qs = self._own_qs = self.qs
+        self._ps: list[Tensor] = []
+        self._sent = self._sent_qs = self._sum
         self._several = False
         self._handle: int | None = None
 
@@ -140,12 +149,30 @@ class _Bucket:
             self._handle = begin_sum(self._sent, f"{self._name}.p")
 
     @torch.no_grad()
+    def answer(self) -> None:
+        """All Q, once P is there."""
+        if self._handle is not None:
+            completed(self._handle)
+        self._handle = None
+        if not self._compresses:
+            return
+        shapes = [(len(p), self._config.rank) for p in self._matrices]
+        *ps, _ = _parted(self._sent, shapes)
+        self._ps = [torch.linalg.qr(p).Q for p in ps]
+        sums = (_matrix(self._sum_of[p]) for p in self._matrices)
+        self._own_qs = [m.t() @ p for m, p in zip(sums, self._ps, strict=True)]
+        self._sent_qs = _joined(self._own_qs)
+        if self._several:
+            self._handle = begin_sum(self._sent_qs, f"{self._name}.q")
+
+    @torch.no_grad()
     def receive(self) -> int:
         if self._handle is not None:
             completed(self._handle)
         sent = self._sent.nbytes
         if self._compresses:
-            sent += self._receive_product()
+            self._multiply()
+            sent += self._sent_qs.nbytes
         else:
             self._gradient.copy_(self._sent)
             self._sum.zero_()
@@ -153,29 +180,20 @@ class _Bucket:
             parameter.grad = view.to(parameter.dtype)
         return sent
 
-    def _receive_product(self) -> int:
-        """Gives back bytes sent; `_sum` is what this rank owes then."""
-        shapes = [(len(p), self._config.rank) for p in self._matrices]
-        *ps, rest = _parted(self._sent, shapes)
-        ps = [torch.linalg.qr(p).Q for p in ps]
-        sums = [_matrix(self._sum_of[p]) for p in self._matrices]
-        own_qs = [m.t() @ p for m, p in zip(sums, ps, strict=True)]
-        together = _joined(own_qs)
-        if self._several:
-            completed(begin_sum(together, f"{self._name}.q"))
-        self._new_qs = _parted(together, [q.shape for q in own_qs])[:-1]
-        for number, parameter in enumerate(self._matrices):
-            product = ps[number] @ self._new_qs[number].t()
-            self._gradient_of[parameter].copy_(product.view(parameter.shape))
-            owed = sums[number] - ps[number] @ own_qs[number].t()
+    def _multiply(self) -> None:
+        """P times Q transposed is the gradient; `_sum` is what this rank owes then."""
+        self._new_qs = _parted(self._sent_qs, [q.shape for q in self._own_qs])[:-1]
+        products = zip(self._matrices, self._ps, self._own_qs, self._new_qs, strict=True)
+        for parameter, p, own_q, q in products:
+            self._gradient_of[parameter].copy_((p @ q.t()).view(parameter.shape))
+            owed = _matrix(self._sum_of[parameter]) - p @ own_q.t()
             self._sum_of[parameter].copy_(owed.view(parameter.shape))
-        offset = 0
+        offset = sum(p.numel() for p in self._ps)
         for parameter in self._others:
-            part = rest[offset : offset + parameter.numel()]
+            part = self._sent[offset : offset + parameter.numel()]
             self._gradient_of[parameter].copy_(part.view(parameter.shape))
             self._sum_of[parameter].zero_()
             offset += parameter.numel()
-        return together.nbytes
 
     def commit(self, applied: bool) -> None:
         # A step that was skipped changes nothing.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from hvdtrain.errors import UserError
 from hvdtrain.runtime.state_part import Scope
 
 
@@ -33,7 +34,24 @@ class Residuals:
         return {}
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        for name, own in self.tensors().items():
-            own.zero_()
+        """Raises UserError where they are of other buckets."""
+        own = self.tensors()
+        for piece in pieces:
+            require_same_buckets(own, piece)
+        for name, tensor in own.items():
+            tensor.zero_()
             for piece in pieces:
-                own.add_(piece[name].to(own.device))
+                tensor.add_(piece[name].to(tensor.device))
+
+
+def require_same_buckets(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """What is saved by bucket can be taken over where the buckets are those of now.
+
+    Raises:
+        UserError: they are others.
+    """
+    if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in saved.items()}:
+        raise UserError(
+            "what the checkpoint has of exchange.compression was saved by another version of "
+            "hvdtrain, or with other keys of it; use these, or another run.id"
+        )

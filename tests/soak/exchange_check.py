@@ -77,7 +77,7 @@ ROWS: Mapping[str, Callable[[PinnedHosts], bool]] = {
     "hierarchical-400": Bench([*_FOUR_A_HOST, "--exchange.hierarchical=on"], mbit=400),
     "allreduce-unlimited": Bench(_ALLREDUCE),
     "allreduce-2000": Bench(_ALLREDUCE, mbit=2000),
-    "exchange-100": Bench(_exchange("dense,float16,topk,powersgd,diloco", 400), mbit=100),
+    "exchange-100": Bench(_exchange("dense,float16,bfloat16,topk,powersgd,diloco", 400), mbit=100),
     "exact": Bench(
         ["exchange", "--np", "2", "--strategies", "dense,exact", "--steps", "40", "--rounds", "3"],
         hosts=False,

@@ -14,11 +14,10 @@ from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.engine.plan import Interruptions
 from hvdtrain.run import build
 from hvdtrain.run.callbacks import Outputs, build_callbacks
-from hvdtrain.run.prepare import Start, prepare
+from hvdtrain.run.prepare import Start, prepare, prepare_environment
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run.spanning import leave_mesh
 from hvdtrain.run_files.folder import RunFolder
-from hvdtrain.runtime import environment
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.init import initialise
 from hvdtrain.runtime.signals import StopFlag
@@ -47,7 +46,7 @@ class AppLoop:
         topology: Topology | None = None,
     ) -> None:
         if topology is None:
-            environment.prepare()
+            prepare_environment(settings.config)
             topology = initialise()
         start = Start(time.perf_counter(), topology.local_rank)
         prepared = prepare(settings, topology, start, data)

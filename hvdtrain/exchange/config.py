@@ -16,8 +16,7 @@ class ExchangeConfig:
         name: `dense` (hvd.DistributedOptimizer sums in floating point) or `exact` (fixed-point
             sums: bitwise the same model on any number of ranks; takes `runtime.threads`)
         hierarchical: ranks sum within their host first, and across hosts each its slice; takes as
-            many ranks on each host. `auto`: where a step was measured to be faster: nowhere so far,
-            so off
+            many ranks on each host. `auto`: over Gloo, but not in elastic runs
         wire: as what gradients of `dense` travel: `float32`, `float16` with a scale that follows
             from overflows, or `bfloat16`
         reduce: `average`, or `adasum` (gradients that have nothing in common are added, not

@@ -17,6 +17,7 @@ from hvdtrain.run.bucketing import RunBuckets, build_buckets
 from hvdtrain.run.data import build_data
 from hvdtrain.run.exporting import Exported, build_exporter
 from hvdtrain.run.length import dataset_size, with_global_batch, with_steps
+from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.determinism import use_deterministic_kernels
 from hvdtrain.runtime.device import choose_device
@@ -90,6 +91,16 @@ class Prepared:
         else:
             self._exported.follow(exchange)
         return self.exporter
+
+
+def prepare_environment(config: Config) -> None:
+    """Before Horovod starts: what it and MPI read then, as this configuration needs it."""
+    environment.prepare(
+        timeout_seconds=config.elastic.timeout_seconds,
+        timeline=config.profile.steps is not None,
+        hierarchical=config.exchange.hierarchical,
+        process_sets=config.parallel.spans_ranks,
+    )
 
 
 def prepare(

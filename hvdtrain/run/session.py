@@ -33,7 +33,7 @@ from hvdtrain.run.build import RunComponents, build_components
 from hvdtrain.run.generation import Cause, Generation, Launched
 from hvdtrain.run.held import Held
 from hvdtrain.run.length import with_global_batch
-from hvdtrain.run.prepare import Start, prepare
+from hvdtrain.run.prepare import Start, prepare, prepare_environment
 from hvdtrain.run.rejoin import Failure, Rejoin
 from hvdtrain.run.spanning import check_spanning, leave_mesh
 from hvdtrain.run.start_checks import (
@@ -72,13 +72,7 @@ def run(settings: Settings, stop: StopFlag, began: float) -> int:
         UserError: Horovod cannot start; every rank raises it.
     """
     config = settings.config
-    environment.prepare(
-        timeout_seconds=config.elastic.timeout_seconds,
-        timeline=config.profile.steps is not None,
-        # auto: an all-reduce alone was faster over Gloo, a whole step was not (docs/exchange.md).
-        hierarchical=config.exchange.hierarchical is True,
-        process_sets=config.parallel.spans_ranks,
-    )
+    prepare_environment(config)
     try:
         session = Session(settings, stop, began)
     except RankLostError as error:

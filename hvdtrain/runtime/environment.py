@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 from hvdtrain.runtime.machine import cores, has_rdma
 
@@ -112,12 +113,23 @@ def _in_parameter_files() -> set[str]:
     return found
 
 
+def _better_within_hosts_first(env: Mapping[str, str]) -> bool:
+    """Gloo's ring sends 2 (n - 1) / n of a buffer over each host's link, where 2 (h - 1) / h do.
+
+    MPI chooses by itself, and was faster so (docs/exchange.md). Ranks of hosts that have not
+    equally many may disagree here: Horovod then takes the ring in any case.
+    """
+    ranks, of_host = launched_size(env) or 1, launched_local_size(env)
+    gloo = "gloo" in (env.get("HOROVOD_CPU_OPERATIONS"), env.get("HOROVOD_CONTROLLER"))
+    return gloo and not elastic(env) and 1 < of_host < ranks and ranks % of_host == 0
+
+
 def prepare(
     env: MutableMapping[str, str] = os.environ,
     host_cores: int | None = None,
     timeout_seconds: int = 0,
     timeline: bool = False,
-    hierarchical: bool = False,
+    hierarchical: Literal["auto"] | bool = "auto",
     process_sets: bool = False,
 ) -> None:
     """Sets what Horovod and MPI read when they start, and never over what the user set.
@@ -127,7 +139,8 @@ def prepare(
         host_cores: that this host's ranks share; default: those of this process.
         timeout_seconds: of a collective in elastic runs; 0 = by the number of ranks.
         timeline: Horovod's timeline will be asked for.
-        hierarchical: ranks sum within their host first (`exchange.hierarchical`).
+        hierarchical: ranks sum within their host first (`exchange.hierarchical`). auto: where it
+            was measured to be faster.
         process_sets: some collectives are those of a part of the ranks.
     """
     host_cores = host_cores or cores()
@@ -150,6 +163,8 @@ def prepare(
     if timeline and launched_size(env) is not None:
         # Must be there when Horovod starts, on every rank; the file is named later.
         env.setdefault("HOROVOD_TIMELINE", "DYNAMIC")
+    if hierarchical == "auto":
+        hierarchical = _better_within_hosts_first(env)
     env.setdefault("HOROVOD_HIERARCHICAL_ALLREDUCE", str(int(hierarchical)))
     if process_sets:
         env.setdefault("HOROVOD_DYNAMIC_PROCESS_SETS", "1")

@@ -94,6 +94,28 @@ def test_a_contender_of_scaling_is_missing() -> None:
     assert figures["2 ranks, no exchange"]["unit"] == "samples/s"
 
 
+_ENVIRONMENT = """
+import os, sys
+from pathlib import Path
+from hvdtrain.bench.app import AppLoop
+from hvdtrain.config import parse
+AppLoop(parse(sys.argv[2:]), Path(sys.argv[1]))
+print("hierarchical", os.environ["HOROVOD_HIERARCHICAL_ALLREDUCE"])
+"""
+
+
+def test_what_keys_ask_of_horovod_is_not_asked_where_it_is_measured(tmp_path: Path) -> None:
+    flags = [*TINY, *processes.QUIET, "--train.steps=1", "--exchange.hierarchical=true"]
+    done = subprocess.run(
+        [sys.executable, "-c", _ENVIRONMENT, str(tmp_path), *flags],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1:] == ["hierarchical 1"], done.stderr
+
+
 def test_a_layout_is_not_beside_torchs_own_script_or_trains_on_other_samples() -> None:
     report, figures = _figures("layout-speed", "--rounds", "2", more=["--model.layers=2"])
     assert all(float(apart) < 1e-5 for apart in report["losses_apart"].values())

@@ -99,6 +99,27 @@ def test_ranks_sum_within_their_host_first_unasked_or_do_not_where_asked(asked: 
     assert env["HOROVOD_HIERARCHICAL_ALLREDUCE"] == str(int(asked))
 
 
+@pytest.mark.parametrize(
+    ("launcher", "of_host", "more", "expected"),
+    [
+        ("horovodrun --gloo", 4, {}, "1"),
+        ("horovodrun --gloo", 1, {}, "0"),
+        ("horovodrun --gloo", 8, {}, "0"),
+        ("horovodrun --gloo", 3, {}, "0"),
+        ("horovodrun --gloo", 4, {"HOROVOD_ELASTIC": "1"}, "0"),
+        ("mpirun", 4, {}, "0"),
+    ],
+)
+def test_a_ring_through_all_ranks_is_taken_where_hosts_first_is_faster_or_the_other_way_round(
+    launcher: str, of_host: int, more: dict[str, str], expected: str
+) -> None:
+    gloo = {"HOROVOD_SIZE": "8", "HOROVOD_LOCAL_SIZE": str(of_host), "HOROVOD_CONTROLLER": "gloo"}
+    mpi = {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_SIZE": str(of_host)}
+    env = (mpi if launcher == "mpirun" else gloo) | more
+    prepare(env, host_cores=8)
+    assert env["HOROVOD_HIERARCHICAL_ALLREDUCE"] == expected
+
+
 def test_a_rank_that_never_comes_is_waited_for_without_end() -> None:
     env: dict[str, str] = {}
     prepare(env, host_cores=2)

@@ -36,6 +36,9 @@ def test_a_kill_a_resize_or_a_resume_on_other_hosts_changes_a_bit(
     running.set_hosts("node1:2")
     running.wait_for_world(2, 30)
     running.wait_for_more(5, 20)
+    running.set_hosts("node1:2 node2:2")
+    running.wait_for_world(4, 30)
+    running.wait_for_more(5, 20)
     running.end()
 
     resumed = MpiJob(cluster, runs, EXACT, UNPACED, np=2)

@@ -30,7 +30,6 @@ ROWS = [
 LEVEL = {room: -number for number, row in enumerate(ROWS) for room in row}
 # `hvdtrain bench` measures whole programs: it drives those of the first row.
 ALLOWED_UPWARDS = {("bench", "train")}
-LARGER_THAN_300_LINES = {"elastic/driver.py"}  # one state machine under one lock
 MAY_IMPORT_HOROVOD_TORCH = {"runtime", "exchange", "horovod_wheel"}
 
 
@@ -77,15 +76,6 @@ def test_horovod_is_used_outside_of_runtime_and_exchange() -> None:
         if any(name.startswith("horovod.torch") for name in _imports(path))
     }
     assert users <= MAY_IMPORT_HOROVOD_TORCH, users
-
-
-def test_a_file_has_more_lines_than_a_reader_takes_in() -> None:
-    large = {
-        str(path.relative_to(PACKAGE))
-        for path in _files()
-        if len(path.read_text().splitlines()) > 300
-    }
-    assert large == LARGER_THAN_300_LINES
 
 
 def _module(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The rooms of the code: what imports what, and how large a file may be."""
+"""Which module may import which."""
 
 from __future__ import annotations
 

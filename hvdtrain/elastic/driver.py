@@ -261,6 +261,16 @@ class ElasticDriver:
             if process is not None:
                 process.failure, process.failed_step = message, step
 
+    def replace(self, number: int, message: str) -> None:
+        """A healthy process ends, and a new one is to take its place: no failure of its slot."""
+        with self._changed:
+            process = self._heard_of(number)
+            if process is not None and process.state == "running":
+                process.become("removed")
+                process.replaced = True
+                _say(f"{process} is replaced by a new process: {message}")
+                self._changed.notify_all()
+
     def leave(self, number: int, message: str) -> None:
         """A process's host is about to be taken away: it leaves as one does that discovery has
         lost. Where no other has the state of the run, all ranks stop with a checkpoint."""
@@ -592,6 +602,8 @@ class ElasticDriver:
         if self._beats is not None:
             self._beats.drop(process.number)
         if state in ("removed", "lost") or process.leaving or self._shutdown.is_set():
+            if process.replaced and self._ending is None and not self._shutdown.is_set():
+                self._start_processes(self._max)
             return
         alone = (was_starting and self._rounds) or process.failure
         agreed = code in _FINAL and not alone

@@ -33,6 +33,10 @@ class RefusedError(Exception):
     """The job continues without this process, which does not fit it; the message says why."""
 
 
+class ReplacedError(Exception):
+    """This process takes part again only as a new process; the message says why."""
+
+
 class LostError(Exception):
     """The launcher does not answer any more."""
 
@@ -147,6 +151,14 @@ class Membership:
         """
         with suppress(OSError):
             ask(self.address, self.port, "failed", self._number, {"message": message, "step": step})
+
+    def replace(self, message: str) -> None:
+        """Asks the launcher for a new process in place of this one, which is about to end.
+
+        Raises:
+            OSError: it does not answer.
+        """
+        ask(self.address, self.port, "replace", self._number, {"message": message})
 
     def leave(self, message: str) -> None:
         """Tells the launcher that this host is about to be taken away: its ranks leave.

@@ -33,6 +33,7 @@ class Process:
         failure: why it ends, as it or its watchdog said.
         failed_step: the step in which it raised an error of its own.
         leaving: its host was taken away.
+        replaced: it ends, and a new process starts in its slot at once.
         end: set to end it.
     """
 
@@ -49,6 +50,7 @@ class Process:
     failure: str = ""
     failed_step: int | None = None
     leaving: bool = False
+    replaced: bool = False
     end: threading.Event = field(default_factory=threading.Event)
 
     def become(self, state: str) -> None:

@@ -4,6 +4,7 @@ GET /news/NUMBER     {"stop": bool, "hosts": bool}
 POST /join/NUMBER    a process asks for its ranks: a JSON object of them, or 404: not yet.
                      Its body says where the process stands (membership.py)
 POST /failed/NUMBER  {"message": str, "step": int or null}: the process is about to end for this
+POST /replace/NUMBER {"message": str}: a new process is to take the place of this one, which ends
 POST /leave/NUMBER   {"message": str}: its host is about to be taken away
 POST /stuck/NUMBER   {"message": str}: its watchdog cannot end it; it is not to be waited for
 GET /rank_and_size/HOST:LOCAL_RANK
@@ -45,6 +46,8 @@ class Driver(Protocol):
 
     def failed(self, number: int, message: str, step: int | None) -> None: ...
 
+    def replace(self, number: int, message: str) -> None: ...
+
     def leave(self, number: int, message: str) -> None: ...
 
     def stuck(self, number: int, message: str) -> None: ...
@@ -84,6 +87,8 @@ def _told(driver: Driver, what: str, number: int, body: dict[str, Any]) -> dict[
         return driver.join(number, _HOLD_SECONDS, body)
     if what == "failed":
         driver.failed(number, body["message"], body.get("step"))
+    elif what == "replace":
+        driver.replace(number, body["message"])
     elif what == "leave":
         driver.leave(number, body["message"])
     elif what == "stuck":

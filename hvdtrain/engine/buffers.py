@@ -40,6 +40,13 @@ class SavedBuffers:
         self._tensors = tensors
 
     @torch.no_grad()
+    def swap(self) -> None:
+        """Brings back what the last `keep` saw, and keeps the current values in its place."""
+        now = [getattr(module, name).detach().clone() for module, name in self.places]
+        self.restore()
+        self.values = now
+
+    @torch.no_grad()
     def restore(self) -> None:
         """Brings back what the last `keep` saw."""
         for (module, name), tensor, value in zip(

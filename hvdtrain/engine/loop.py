@@ -25,10 +25,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
+from hvdtrain.engine.applied import AppliedSteps
 from hvdtrain.engine.control import Flags
 from hvdtrain.engine.evaluations import Evaluations, evaluations_before, since_best
 from hvdtrain.engine.plan import Interruptions, Plan
@@ -96,6 +98,7 @@ class Loop:
     Args:
         step: the mathematics.
         loader: this rank's micro-batches, from `progress.samples` on.
+        applied: compared with `progress` before each step.
         callbacks: in the order in which they are called.
 
     Attributes:
@@ -110,6 +113,7 @@ class Loop:
         step: TrainStep,
         loader: TrainLoader,
         progress: Progress,
+        applied: AppliedSteps,
         callbacks: Sequence[Callback],
         interruptions: Interruptions,
         context: RankContext,
@@ -118,6 +122,7 @@ class Loop:
         self.batch = plan.batch
         self.topology = context.mesh.topology
         self.progress = progress
+        self._applied = applied
         self._step = step
         self._loader = loader
         self._learning_rate = plan.learning_rate
@@ -213,6 +218,7 @@ class Loop:
 
     def _one_step(self) -> StepRecord:
         progress = self.progress
+        self._applied.check(progress.step)
         lr = self._learning_rate(progress.step)
         start = time.perf_counter()
         result = self._step(
@@ -225,7 +231,21 @@ class Loop:
                 step=progress.step,
                 synchronise=self._synchronises_after(progress.step + 1),
             ),
+            partial(self._advance, lr, start),
         )
+        try:
+            self._step.complete()
+        finally:
+            # The step counts even if the other ranks' parameters did not arrive.
+            seconds = time.perf_counter() - start
+            progress.record = record = self._record(result, lr, seconds)
+        return record
+
+    def _advance(self, lr: float, start: float, result: StepResult) -> None:
+        """Counts a step, at the moment in which the parameters change."""
+        progress = self.progress
+        if not result.applied:
+            self._applied.skip()
         progress.step += 1
         progress.samples += result.used.samples
         nonfinite = not result.applied and not result.overflow
@@ -234,22 +254,16 @@ class Loop:
         # Asked to stop in the last step: the run is finished anyway.
         progress.preempted = result.stop and progress.step < self.train.steps
         self._membership_changed = result.membership_changed
-        try:
-            self._step.complete()
-        finally:
-            # It counts, whether the parameters of others have come or not.
-            seconds = time.perf_counter() - start
-            progress.record = record = self._record(result, lr, seconds)
-        return record
-
-    def _record(self, result: StepResult, lr: float, seconds: float) -> StepRecord:
-        progress = self.progress
+        progress.record = self._record(result, lr, result.ready_at - start)
         if result.overflow and self.topology.rank == 0:
             logger.info(
                 "step %d: the gradient overflows with a loss scale of %g; skipped on all ranks",
                 progress.step,
                 result.loss_scale,
             )
+
+    def _record(self, result: StepResult, lr: float, seconds: float) -> StepRecord:
+        progress = self.progress
         return {
             "step": progress.step,
             "loss": result.values["loss"],

@@ -1,4 +1,4 @@
-"""The run's state as all ranks last had it in common, for ranks that step on their own."""
+"""A copy of the run's state, to go back to."""
 
 from __future__ import annotations
 
@@ -12,21 +12,28 @@ from hvdtrain.engine.state import RunState
 
 
 class Snapshot:
-    """A copy in memory, beside the tensors themselves, of the replicated parts and the progress.
+    """A copy in memory of the replicated parts and the progress.
 
-    A failure between two synchronisations leaves ranks with states of their own, of which none
-    counts: those that are left go back to this one.
+    Ranks that step on their own keep their last common state: a failure between two
+    synchronisations leaves them with states of which none counts. A rank that receives a newer
+    state keeps its own one until the newer one is complete.
+
+    Args:
+        device: that holds the copy; default: each tensor's own.
     """
 
-    def __init__(self, state: RunState) -> None:
+    def __init__(self, state: RunState, device: torch.device | None = None) -> None:
         self._state = state
+        self._device = device
         self._progress = Progress()
+        self._applied = 0
         self._tensors: dict[str, dict[str, Tensor]] = {}
 
     @torch.no_grad()
     def keep(self) -> None:
         """Copies the state of now."""
         self._progress = replace(self._state.progress)
+        self._applied = self._state.applied.count
         for part in self._state.of_scope("replicated"):
             kept, now = self._tensors.setdefault(part.name, {}), part.tensors()
             for gone in kept.keys() - now.keys():
@@ -35,7 +42,7 @@ class Snapshot:
                 if name in kept and kept[name].shape == tensor.shape:
                     kept[name].copy_(tensor)
                 else:
-                    kept[name] = tensor.detach().clone()
+                    kept[name] = tensor.detach().to(self._device or tensor.device, copy=True)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -44,3 +51,4 @@ class Snapshot:
             # Copies: an optimizer would go on with the tensors that it is given.
             part.load([{name: t.clone() for name, t in self._tensors[part.name].items()}])
         vars(self._state.progress).update(vars(self._progress))
+        self._state.applied.count = self._applied

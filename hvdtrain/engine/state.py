@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from hvdtrain.checkpoint.format import Checkpoint, Shared, read_files_of_ranks
 from hvdtrain.checkpoint.layout import file_of_rank, part_and_rank
 from hvdtrain.checkpoint.spread import open_part
+from hvdtrain.engine.applied import AppliedSteps
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.whole_state import ModelState, OptimizerState
 from hvdtrain.errors import UserError
@@ -49,6 +50,7 @@ class RunState:
     Attributes:
         sharded: the optimizer's state, where ranks hold it in pieces.
         parts: all of them.
+        applied: steps that the tensors have been through.
     """
 
     model: nn.Module
@@ -59,8 +61,10 @@ class RunState:
     spanned: Sequence[ShardedPart] = ()
     sharded: ShardedOptimizerState | None = field(init=False, default=None)
     parts: tuple[StatePart, ...] = field(init=False)
+    applied: AppliedSteps = field(init=False)
 
     def __post_init__(self) -> None:
+        self.applied = AppliedSteps(self.optimizer)
         if self.spanned:
             self.parts = (*self.spanned, *self.further)
             return
@@ -152,7 +156,12 @@ class RunState:
             )
         for name, part in parts.items():
             part.load([saved[name]])
-        vars(self.progress).update(vars(Progress(**state)))
+        self._advance_to(Progress(**state))
+
+    def _advance_to(self, progress: Progress) -> None:
+        """The tensors are of this progress; it is copied, as the loop holds the own object."""
+        vars(self.progress).update(vars(progress))
+        self.applied.count = progress.step
 
     def _replicated(self, checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
         """What it has for the replicated parts, whether they were that when it was made or not."""
@@ -214,7 +223,7 @@ class RunState:
         self.optimizer.state.clear()
         for part in (*self.of_scope("sharded"), *self.further):
             part.load(())
-        vars(self.progress).update(vars(Progress()))
+        self._advance_to(Progress())
 
     def broadcast(self, root: int = 0) -> None:
         """Gives the replicated parts of rank `root` to all ranks, as they are.
@@ -225,8 +234,9 @@ class RunState:
         gradients, whereby weight decay changes the weights; here an empty one stays empty.
         """
         parts = self.of_scope("replicated")
-        kept = {
+        kept: dict[str, Any] = {
             "progress": asdict(self.progress),
+            "applied": self.applied.count,
             "layouts": {part.name: _layout(part.tensors()) for part in parts},
         }
         theirs = broadcast_json(kept, "state", root)
@@ -236,6 +246,7 @@ class RunState:
                 part.load([_empty(layout)])
             broadcast_tensors(part.tensors(), part.name, root)
         vars(self.progress).update(theirs["progress"])  # the loop holds this object
+        self.applied.count = theirs["applied"]
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

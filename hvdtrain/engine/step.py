@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from hvdtrain.data.buckets import SampleBuckets, Used
 from hvdtrain.data.config import BatchConfig
@@ -11,9 +13,10 @@ from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch
 from hvdtrain.engine.control import Agreed, ControlVector, Flags, Sizes, means
 from hvdtrain.engine.passes import Passes
-from hvdtrain.engine.update import Update, UpdateResult
+from hvdtrain.engine.update import ReadyUpdate, Update
 from hvdtrain.errors import EXIT_USER
 from hvdtrain.exchange.base import Exchange
+from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.runtime.collectives import AgreedError, RankLostError
 from hvdtrain.runtime.context import RankContext
@@ -33,6 +36,7 @@ class StepResult:
         stop: some rank was asked to stop
         membership_changed: some rank has heard that processes join or leave
         used: what the micro-batches of all ranks held
+        ready_at: time.perf_counter() when all but the update was done
     """
 
     values: dict[str, float]
@@ -43,6 +47,7 @@ class StepResult:
     stop: bool
     membership_changed: bool
     used: Used
+    ready_at: float
 
 
 class TrainStep:
@@ -57,6 +62,7 @@ class TrainStep:
         batch: samples of a step and of a micro-batch.
         buckets: with batch.max_tokens, what micro-batches hold.
         sharded: the optimizer, where it updates a part of the parameters.
+        agreement: if a rank must not take a step before all ranks can.
     """
 
     def __init__(
@@ -68,6 +74,7 @@ class TrainStep:
         context: RankContext,
         buckets: SampleBuckets | None = None,
         sharded: ShardedOptimizer | None = None,
+        agreement: Agreement | None = None,
     ) -> None:
         self._passes = passes
         self._exchange = exchange
@@ -75,6 +82,7 @@ class TrainStep:
         self._batch = batch
         self._buckets = buckets
         self._sharded = sharded
+        self._agreement = agreement
         self._context = context
         self._buffers = passes.buffers
         self._exposed = "comm_exposed" if context.mesh.world.size > 1 else "other"
@@ -87,7 +95,14 @@ class TrainStep:
         """All ranks hold the same state."""
         return self._exchange.synchronised
 
-    def __call__(self, batches: Iterator[Batch], deal: Deal, lr: float, flags: Flags) -> StepResult:
+    def __call__(
+        self,
+        batches: Iterator[Batch],
+        deal: Deal,
+        lr: float,
+        flags: Flags,
+        advance: Callable[[StepResult], None] = lambda result: None,
+    ) -> StepResult:
         """Runs one step.
 
         Args:
@@ -95,6 +110,8 @@ class TrainStep:
             deal: how many these are; may be 0.
             lr: learning rate.
             flags: sent to the other ranks in the control vector; `step` must be alike on all.
+            advance: advances what else belongs to the state, such as Progress. It is called
+                together with the update of the parameters, even if that happens late.
 
         Raises:
             RankLostError: another rank is gone.
@@ -104,6 +121,8 @@ class TrainStep:
         """
         timer = self._context.timer
         timer.enter("optimizer")
+        if self._agreement is not None:
+            self._agreement.forget()
         self._buffers.keep()
         try:
             agreed = self._exchanged(batches, deal, flags)
@@ -116,31 +135,75 @@ class TrainStep:
         values = means(self._passes.forward.names, agreed.sums, self._batch.micro_batches)
         self._exchange.rest([ranks > 0 for ranks in agreed.frozen])
         with timer.inside("optimizer"):
-            result = self._updated(lr, self._passes.forward.gradient_scale(agreed.sums[1][0]))
-        self._exchange.commit(result.applied)
+            scale = self._passes.forward.gradient_scale(agreed.sums[1][0])
+            ready = self._ready(lr, scale)
+            commit = partial(self._commit, ready, agreed, values, advance, time.perf_counter())
+            self._wait_for_all(flags.step + 1, ready, commit)
+            result = commit()
         pauses = agreed.stops > 0 or agreed.changes > 0
         if not self.synchronised and (pauses or flags.synchronise):
             with timer.inside(self._exposed):
                 self._exchange.synchronise()
-        return StepResult(
-            values=values,
-            grad_norm=result.grad_norm,
-            applied=result.applied,
-            loss_scale=result.loss_scale,
-            overflow=result.overflow,
-            stop=agreed.stops > 0,
-            membership_changed=agreed.changes > 0,
-            used=agreed.used,
-        )
+        return result
 
-    def _updated(self, lr: float, gradient_scale: float) -> UpdateResult:
+    def _ready(self, lr: float, gradient_scale: float) -> ReadyUpdate:
         try:
-            result = self._update.apply(lr, gradient_scale)
+            return self._update.prepare(lr, gradient_scale)
         except RankLostError:
             self._buffers.restore()
             raise
-        if not result.applied:
+
+    def _wait_for_all(
+        self, step: int, ready: ReadyUpdate, commit: Callable[[], StepResult]
+    ) -> None:
+        """Waits until all ranks can take the step.
+
+        Raises:
+            RankLostError: another rank is gone; `agreement` can take the step late.
+        """
+        if self._agreement is None:
+            return
+
+        def take_late() -> None:
+            self._buffers.swap()
+            self._update.restore_gradients(ready)
+            commit()
+            self._update.clear()
+
+        try:
+            with self._context.timer.inside("comm_exposed"):
+                self._agreement(step, take_late)
+        except RankLostError:
+            self._buffers.swap()
+            raise
+
+    def _commit(
+        self,
+        ready: ReadyUpdate,
+        agreed: Agreed,
+        values: dict[str, float],
+        advance: Callable[[StepResult], None],
+        ready_at: float,
+    ) -> StepResult:
+        """Moves all of this rank's state from before the step to after it; needs no other rank."""
+        updated = self._update.commit(ready)
+        if not updated.applied:
             self._buffers.restore()
+            if self._sharded is not None:
+                self._sharded.skip()
+        self._exchange.commit(updated.applied)
+        result = StepResult(
+            values=values,
+            grad_norm=updated.grad_norm,
+            applied=updated.applied,
+            loss_scale=updated.loss_scale,
+            overflow=updated.overflow,
+            stop=agreed.stops > 0,
+            membership_changed=agreed.changes > 0,
+            used=agreed.used,
+            ready_at=ready_at,
+        )
+        advance(result)
         return result
 
     def complete(self) -> None:

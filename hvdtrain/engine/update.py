@@ -17,6 +17,20 @@ from hvdtrain.runtime.parts import local
 
 
 @dataclass(frozen=True)
+class ReadyUpdate:
+    """An update of which only this rank's own part is left to do.
+
+    Args:
+        grad_norm, applied: see UpdateResult
+        gradients: of each parameter, clipped
+    """
+
+    grad_norm: float
+    applied: bool
+    gradients: list[Tensor | None]
+
+
+@dataclass(frozen=True)
 class UpdateResult:
     """What an update did.
 
@@ -38,12 +52,10 @@ class Update:
 
     Args:
         optimizer: over the parameters of `exchange`.
-        exchange: has exchanged the gradients when `apply` is called.
+        exchange: has exchanged the gradients when `prepare` is called.
         clip_norm: gradients are scaled down to this norm; 0 = never.
         loss_scale: follows from whether gradients are finite.
         total_norm: of the gradients of parameters; of a model that spans ranks, of all its parts.
-        agree: called before each step, with whether there is one: what steps in parts waits until
-            all ranks can.
     """
 
     def __init__(
@@ -53,21 +65,19 @@ class Update:
         clip_norm: float,
         loss_scale: LossScale | None = None,
         total_norm: Callable[[Sequence[Tensor]], Tensor] | None = None,
-        agree: Callable[[bool], None] = lambda applied: None,
     ) -> None:
         self._optimizer = optimizer
         self._exchange = exchange
         self._clip_norm = clip_norm
         self._loss_scale = loss_scale
         self._total_norm = total_norm or norm_of_gradients
-        self._agree = agree
 
     def clear(self) -> None:
         """Takes away the gradients of the step before."""
         self._optimizer.zero_grad()
 
-    def apply(self, lr: float, gradient_scale: float) -> UpdateResult:
-        """Updates the parameters, unless the gradient is not finite.
+    def prepare(self, lr: float, gradient_scale: float) -> ReadyUpdate:
+        """Scales, checks and clips the gradients; parameters and optimizer stay as they are.
 
         Every rank holds the same bits of the gradient, or those of its own and the same bits of a
         norm over all ranks; so all decide alike.
@@ -90,13 +100,21 @@ class Update:
             if self._clip_norm > 0:
                 _clip(own, self._clip_norm, norm)
             set_learning_rate(self._optimizer, lr)
-        self._agree(applied)
-        if applied:
+        return ReadyUpdate(float(agreed), applied, [p.grad for p in parameters])
+
+    def commit(self, ready: ReadyUpdate) -> UpdateResult:
+        """Updates the parameters, unless the gradient is not finite; needs no other rank."""
+        if ready.applied:
             self._optimizer.step()
         if self._loss_scale is None:
-            return UpdateResult(float(agreed), applied)
-        used = self._loss_scale.value
-        return UpdateResult(float(agreed), applied, used, self._loss_scale.update(applied))
+            return UpdateResult(ready.grad_norm, ready.applied)
+        used, overflow = self._loss_scale.value, self._loss_scale.update(ready.applied)
+        return UpdateResult(ready.grad_norm, ready.applied, used, overflow)
+
+    def restore_gradients(self, ready: ReadyUpdate) -> None:
+        """Gives the parameters the gradients of an update that is committed late."""
+        for parameter, gradient in zip(self._exchange.parameters, ready.gradients, strict=True):
+            parameter.grad = gradient
 
 
 def norm_of_gradients(parameters: Sequence[Tensor]) -> Tensor:

@@ -1,6 +1,8 @@
-"""That a step is taken by all ranks or by none, where each holds a part of the model."""
+"""All ranks take a step, or none does, if each holds a shard of the model or of its optimizer."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -10,23 +12,41 @@ from hvdtrain.runtime.collectives import sum_
 class Agreement:
     """Waits before a step until every rank has the gradients of it.
 
-    Then no rank can be a step ahead of another that could not follow: one that did not hear that
-    all are ready keeps its gradients, and takes the step when it meets a rank that did.
-
-    Attributes:
-        pending: whether the step that some rank may have taken, and this one not, changes the
-            parameters; None: there is no such step.
+    Then no rank can be a step ahead of another that could not follow: a rank that was not notified
+    that all are ready keeps its gradients, and takes the step when it meets a rank that took it.
     """
 
     def __init__(self) -> None:
-        self.pending: bool | None = None
+        self._pending: tuple[int, Callable[[], None]] | None = None
 
-    def __call__(self, applied: bool) -> None:
-        """Args: applied: the gradients are finite: the step changes the parameters.
+    def __call__(self, step: int, take: Callable[[], None]) -> None:
+        """Wait until all ranks can take a step.
+
+        Args:
+            step: its number.
+            take: takes this step later, after this call has failed: it changes all of this rank's
+                state and needs no other rank.
 
         Raises:
-            RankLostError: another rank is gone.
+            RankLostError: another rank is gone. Some rank may have taken the step.
         """
-        self.pending = applied
+        self._pending = step, take
         sum_(torch.zeros(1), "step.agree")
-        self.pending = None
+        self._pending = None
+
+    def forget(self) -> None:
+        """Drop the pending step: its gradients are about to be overwritten."""
+        self._pending = None
+
+    def reaches(self, step: int) -> int:
+        """Return the newest step that this rank, which is at `step`, can reach by itself."""
+        pending = self._pending is not None and self._pending[0] == step + 1
+        return step + 1 if pending else step
+
+    def catch_up(self, step: int, newest: int) -> None:
+        """Take the pending step if another rank, which is at `newest`, has taken it."""
+        if step < newest == self.reaches(step):
+            assert self._pending is not None
+            _, take = self._pending
+            self._pending = None
+            take()

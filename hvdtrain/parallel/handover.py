@@ -44,8 +44,8 @@ class Move:
 def hand_over(optimizer: ShardedOptimizer, topology: Topology, step: int) -> None:
     """Every rank holds its part among the ranks of now, and all parameters are complete.
 
-    A rank that kept the gradients of the last step takes it first, where another rank did. If a
-    rank dies meanwhile, what a rank held it still holds.
+    Ranks that could take the step of the most advanced of them have taken it. If a rank dies
+    meanwhile, what a rank held it still holds.
 
     Args:
         topology: the ranks of now; some may be new, and have no parameters yet.
@@ -55,7 +55,6 @@ def hand_over(optimizer: ShardedOptimizer, topology: Topology, step: int) -> Non
         PartLostError: on all ranks.
         RankLostError: another rank is gone.
     """
-    optimizer.roll_forward(step)
     valid = optimizer.version == step
     entries = optimizer.entries() if valid else {}
     told = {

@@ -1,9 +1,10 @@
-"""The parts of a model that spans ranks, on their way to the replicas of the next generation."""
+"""The shards of a model that spans ranks, on their way to the replicas of the next generation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,19 +14,27 @@ from hvdtrain.runtime.grid import Grid
 from hvdtrain.runtime.process_sets import ProcessSet, passing_set
 
 
-@dataclass
-class HeldPart:
-    """What a rank holds of a model that spans ranks, and of its optimizer.
+@dataclass(frozen=True)
+class HeldShard:
+    """One version of what a rank holds of a run whose model spans ranks; it moves as a unit.
 
     Args:
-        number: of the part, see Grid.part.
-        step: optimizer steps done.
-        tensors: this rank's own pieces, by "model/name" and "optimizer/name/entry".
+        number: of the part of the model, see Grid.part.
+        progress: where the run is, the fields of a Progress.
+        applied: see AppliedSteps.
+        tensors: this rank's pieces by "model/name", "optimizer/name/entry" and the like, and what
+            all ranks hold alike ("loss_scale/scale").
     """
 
     number: int
-    step: int
+    progress: dict[str, Any]
+    applied: int
     tensors: dict[str, Tensor]
+
+    @property
+    def step(self) -> int:
+        """The step after which it is the state."""
+        return int(self.progress["step"])
 
 
 @dataclass(frozen=True)
@@ -61,14 +70,12 @@ def plan(held: Sequence[int | None], grid: Grid) -> list[Transfer]:
     return transfers
 
 
-def transfer(
-    transfers: Sequence[Transfer], rank: int, own: Mapping[str, Tensor]
-) -> dict[str, Tensor] | None:
+def transfer(transfers: Sequence[Transfer], rank: int, own: HeldShard | None) -> HeldShard | None:
     """Every rank calls it; returns what this one receives, None: nothing.
 
     Args:
         rank: this one.
-        own: the tensors of the part that it holds; left as they are.
+        own: the shard that it holds; left as it is.
     """
     received = None
     for each in transfers:
@@ -77,17 +84,19 @@ def transfer(
             if rank == each.source:
                 _broadcast(own, each, group)
             elif rank in among:
-                received = _broadcast({}, each, group)
+                received = _broadcast(None, each, group)
     return received
 
 
-def _broadcast(own: Mapping[str, Tensor], each: Transfer, group: ProcessSet) -> dict[str, Tensor]:
-    layout = {key: [[*t.shape], str(t.dtype).removeprefix("torch.")] for key, t in own.items()}
+def _broadcast(own: HeldShard | None, each: Transfer, group: ProcessSet) -> HeldShard:
+    held: Mapping[str, Tensor] = own.tensors if own else {}
+    layout = {key: [[*t.shape], str(t.dtype).removeprefix("torch.")] for key, t in held.items()}
     name = f"part.{each.part}"
-    theirs = broadcast_json(layout, f"{name}.layout", each.source, group)
+    told = [layout, own.progress, own.applied] if own else None
+    theirs, progress, applied = broadcast_json(told, f"{name}.layout", each.source, group)
     tensors = {
-        key: own[key].cpu() if key in own else torch.empty(shape, dtype=getattr(torch, dtype))
+        key: held[key].cpu() if key in held else torch.empty(shape, dtype=getattr(torch, dtype))
         for key, (shape, dtype) in theirs.items()
     }
     broadcast_tensors(tensors, name, each.source, group)
-    return tensors
+    return HeldShard(each.part, progress, applied, tensors)

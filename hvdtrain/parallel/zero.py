@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.errors import UserError
 from hvdtrain.parallel.parts import Dealing, Slice, deal
-from hvdtrain.runtime.collectives import gather_rows, sum_
+from hvdtrain.runtime.collectives import gather_rows
 from hvdtrain.runtime.topology import Topology
 
 # What one all-gather of new parameters gives each rank, in elements.
@@ -29,9 +29,9 @@ Entries = dict[str, Tensor]
 class ShardedOptimizer(Optimizer):
     """An optimizer over a model's parameters that lets another one step on a part of them.
 
-    A step is `agree`, `step` and `gather`. After `agree` every rank is sure to hold the gradients,
-    so that a rank that could not step any more finds its part on others one step further, and those
-    that did not hear it can follow them (`roll_forward`).
+    A step is `step` or `skip`, and `gather`. In an elastic run the ranks agree before it (see
+    agreement.py), so that a rank that could not step any more finds its part on others one step
+    further, and a rank that was not notified can follow them.
 
     Its `state` is empty: what this rank holds is in `entries`.
 
@@ -39,7 +39,6 @@ class ShardedOptimizer(Optimizer):
         inner: over the model's parameters; elementwise, so that it does to a slice of a parameter
             what it does to all of it.
         copies: ranks that hold each part.
-        elastic: the step has to survive a rank.
         wrap: makes of the inner optimizer over slices the one that steps, such as MasterWeights.
 
     Attributes:
@@ -57,7 +56,6 @@ class ShardedOptimizer(Optimizer):
         self,
         inner: Optimizer,
         copies: int,
-        elastic: bool = False,
         wrap: Callable[[Optimizer], Optimizer] | None = None,
     ) -> None:
         super().__init__([{**group} for group in inner.param_groups], defaults={})
@@ -69,11 +67,8 @@ class ShardedOptimizer(Optimizer):
             )
         self._plain, self._inner, self._wrap = inner, inner, wrap
         self._copies = copies
-        self._elastic = elastic
         self.rank = 0
         self._slices: dict[Slice, nn.Parameter] = {}
-        # Gradients that some rank may have stepped with, and this one not.
-        self._kept: list[Tensor | None] | None = None
         self.dealing = Dealing((), ())
         self._differs = torch.zeros(0, dtype=torch.bool)
         self.version: int | None = None
@@ -96,7 +91,7 @@ class ShardedOptimizer(Optimizer):
                 (before the first step) may be left out.
         """
         self.dealing, self.rank, self.version = dealing, rank, version
-        self._kept, self.complete = None, True
+        self.complete = True
         device = self.parameters[0].device
         self._differs = torch.zeros(len(dealing.parts), dtype=torch.bool, device=device)
         self._slices = {
@@ -134,23 +129,6 @@ class ShardedOptimizer(Optimizer):
 
     # --- a step ---------------------------------------------------------------
 
-    def agree(self, applied: bool) -> None:
-        """Waits until every rank has the gradients of this step, clipped.
-
-        Args:
-            applied: `step` follows; else the step leaves parameters and state as they are.
-
-        Raises:
-            RankLostError: another rank is gone. The gradients are kept: some rank may have heard
-                that all have them.
-        """
-        self._kept = [p.grad for p in self.parameters] if applied else []
-        if self._elastic and len(self.dealing.holders) > 1:
-            sum_(torch.zeros(1), "zero.agree")
-        self._kept = None
-        assert self.version is not None
-        self.version += 1
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Steps on what this rank holds; a parameter without a gradient is passed over."""
@@ -163,6 +141,12 @@ class ShardedOptimizer(Optimizer):
         for parameter in self._slices.values():
             parameter.grad = None
         self.complete = self._copies >= len(self.dealing.holders)
+        self.skip()
+
+    def skip(self) -> None:
+        """A step after which this rank's part is what it was."""
+        assert self.version is not None
+        self.version += 1
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -211,22 +195,3 @@ class ShardedOptimizer(Optimizer):
     def _bytes(self, s: Slice) -> Tensor:
         # Horovod knows fewer dtypes than torch.
         return self.flat(s.number)[s.start : s.stop].view(torch.uint8)
-
-    # --- after a failure ------------------------------------------------------
-
-    def roll_forward(self, step: int) -> None:
-        """Steps with gradients that were kept, where another rank did that.
-
-        Args:
-            step: the most advanced rank's.
-        """
-        kept, self._kept = self._kept, None
-        if kept is None or self.version != step - 1:
-            return
-        if kept:
-            for parameter, gradient in zip(self.parameters, kept, strict=True):
-                parameter.grad = gradient
-            self.step()
-        self.version = step
-        for parameter in self.parameters:
-            parameter.grad = None

@@ -36,7 +36,7 @@ from hvdtrain.run.curve import build_identity
 from hvdtrain.run.fit import Trial, with_micro_size
 from hvdtrain.run.length import dataset_size
 from hvdtrain.run.model import build_flops, build_model
-from hvdtrain.run.optimizer import build_agree, build_run_optimizer
+from hvdtrain.run.optimizer import build_run_optimizer
 from hvdtrain.run.prepare import Prepared
 from hvdtrain.run.spanning import build_norm, form_mesh, shard_model, spanned_parts, split_model
 from hvdtrain.runtime import heartbeat
@@ -62,10 +62,11 @@ class RunComponents:
         prepared: what was made before.
         config: all of it, with what follows from the ranks and the data, see length.py.
         snapshot: where ranks step on their own and a failure does not end the run.
+        older: this rank's own state, complete and a step behind, while it receives a newer one.
         flops: None where they or the device's peak are not known.
         mesh: of a model that spans ranks.
         cut: with parallel.pipeline, this rank's stages.
-        agreement: of a model that spans ranks, which come and go.
+        agreement: if ranks that come and go hold shards of the model or of its optimizer.
         interleaved: with batch.interleave.
     """
 
@@ -82,6 +83,7 @@ class RunComponents:
     cut: CutModel | None = None
     agreement: Agreement | None = None
     interleaved: InterleavedBackward | None = None
+    older: Snapshot | None = None
 
     @property
     def task(self) -> Task:
@@ -114,10 +116,22 @@ class RunComponents:
         pin_memory = self.device.type == "cuda"
         return Loading(self.config.loader, pin_memory, collate_of(self.task))
 
-    def go_back(self) -> None:
-        """After a failure: to the state that all ranks last had in common."""
+    def go_back(self) -> bool:
+        """After a failure: to the state that all ranks last had in common, or to the own older one
+        if a newer one was received only in part. No collective may be under way.
+
+        Returns:
+            Whether this rank holds its own older state again.
+        """
         if self.snapshot is not None and not self.exchange.synchronised:
             self.snapshot.restore()
+        older, self.older = self.older, None
+        if older is None:
+            return False
+        older.restore()
+        step = self.state.progress.step
+        logger.info("a newer state did not arrive: back at this rank's own state of step %d", step)
+        return True
 
 
 def build_components(
@@ -147,7 +161,7 @@ def build_components(
         "batch.interleave", lambda: _interleaved(config, task, model, device)
     )
     optimizer = on_all_ranks(
-        "optimizer", lambda: build_run_optimizer(config, task, model, precision, elastic)
+        "optimizer", lambda: build_run_optimizer(config, task, model, precision)
     )
     micro_batches = config.batch.micro_batches
     exchange = (
@@ -178,7 +192,7 @@ def build_components(
         ema=ema,
         mesh=mesh if spans else None,
         cut=cut,
-        agreement=Agreement() if spans and elastic else None,
+        agreement=Agreement() if elastic and (spans or state.sharded is not None) else None,
         interleaved=interleaved,
     )  # fmt: skip
 
@@ -214,7 +228,6 @@ def build_loop(
         config.optim.clip_norm,
         loss_scale,
         build_norm(context.mesh, context.device, components.cut),
-        build_agree(components.agreement or (sharded.agree if sharded else None), context),
     )
     loader = TrainLoader(
         components.datasets.train,
@@ -235,9 +248,10 @@ def build_loop(
             dataset_size(components.datasets),
             config.exchange.sync_every or 1,
         ),
-        TrainStep(passes, exchange, update, batch, context, buckets, sharded),
+        TrainStep(passes, exchange, update, batch, context, buckets, sharded, components.agreement),
         loader,
         state.progress,
+        state.applied,
         callbacks,
         interruptions,
         context,

@@ -8,11 +8,14 @@ from __future__ import annotations
 import time
 from dataclasses import asdict, dataclass
 
+import torch
+
 from hvdtrain.config import Settings
 from hvdtrain.elastic.failures import HAND_OVER, TRAINING
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.membership import Membership
 from hvdtrain.engine.plan import Interruptions
+from hvdtrain.engine.snapshot import Snapshot
 from hvdtrain.errors import EXIT_PREEMPTED, UserError
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_loop
@@ -87,6 +90,7 @@ class Generation:
         self._cause = cause
         self._context = components.context(topology)
         self._statuses: list[RankStatus] = []
+        self._lost_step: int | None = None  # whose state was lost with the ranks that held it
 
     def run(self) -> int:
         """Trains to the run's end; returns the exit code.
@@ -111,19 +115,27 @@ class Generation:
     def _compare_ranks(self) -> tuple[int | None, list[Target]]:
         """Learns the status of all ranks: (the rank whose state counts or None, exporters)."""
         topology, components, held = self._topology, self._components, self._held
-        status = RankStatus(held.trained, components.state.progress.step)
+        step, agreement = components.state.progress.step, components.agreement
+        status = RankStatus(held.trained, step, agreement.reaches(step) if agreement else step)
         port = components.exporter.port if components.exporter else 0
         own = components.prepared.identity(self._launched.digest)
         facts = gather_json(
             {
                 "status": asdict(status),
+                "newest": held.newest,
                 "run": held.run_id,
                 "identity": asdict(own),
                 "target": Target(topology.host, self._launched.local_rank, port),
             },
             "rendezvous",
         )
-        self._statuses = [RankStatus(**fact["status"]) for fact in facts]
+        statuses = [RankStatus(**fact["status"]) for fact in facts]
+        newest = max((s.step for s in statuses if s.trained), default=-1)
+        if agreement is not None and held.trained:
+            agreement.catch_up(step, newest)
+        self._statuses = [status.caught_up(newest) for status in statuses]
+        known = [fact["newest"] for fact in facts if fact["newest"] is not None]
+        held.newest = max([*known, newest]) if known or newest >= 0 else None
         source = most_advanced(self._statuses)
         theirs = facts[source or 0]
         if source is None:  # else the launcher has seen to it
@@ -138,25 +150,51 @@ class Generation:
         Returns:
             `source`; None where no rank could give it.
         """
-        held, state, topology = self._held, self._components.state, self._topology
-        if source is not None:
-            # Half a new state is none, should a rank die meanwhile.
-            held.trained = self._statuses[topology.rank] == self._statuses[source]
-        lost = source is not None and (
-            held.parts_lost or not state.deal(topology, self._statuses[source].step)
-        )
-        if source is None or lost:
+        held, state = self._held, self._components.state
+        if source is None or not self._receive(source):
             source, held.trained = None, False
             on_all_ranks("folder", self._open_folder)
-            resume(self._config, self._components, held, topology, lost)
-        elif not all_equal(self._statuses):
-            held.initial = False
-            if not held.trained:
-                # What it owes is from before a step that it may have taken part in.
-                state.drop_local()
-            state.broadcast(root=source)
+            resume(self._config, self._components, held, self._topology)
         held.trained = True
+        step = state.progress.step
+        self._lost_step = held.newest if (held.newest or 0) > step else None
+        held.newest = None
+        # Otherwise `resume` has said so.
+        if source is not None and self._lost_step is not None and self._topology.rank == 0:
+            logger.warning(
+                "the state of step %d is lost with the ranks that held it: the run continues from "
+                "step %d",
+                self._lost_step,
+                step,
+            )
         return source
+
+    def _receive(self, source: int) -> bool:
+        """Every rank holds the state of rank `source` then.
+
+        If a rank dies meanwhile, each rank holds its own state or the new one (see
+        RunComponents.go_back), or, if it came without a state, none.
+
+        Returns:
+            False, on all ranks: a part was lost with the ranks that held it.
+        """
+        held, components, topology = self._held, self._components, self._topology
+        state, own, newest = components.state, self._statuses[topology.rank], self._statuses[source]
+        # Shards have no older version: ranks that hold some are never a step apart.
+        if own.trained and own != newest and state.sharded is None:
+            components.older = Snapshot(state, torch.device("cpu"))
+            components.older.keep()
+        held.trained = own == newest
+        if not state.deal(topology, newest.step):
+            return False
+        if not all_equal(self._statuses):
+            held.initial = False
+            state.broadcast(root=source)
+        if own != newest:
+            # What it owes is from before a step that it may have taken part in.
+            state.drop_local()
+        components.older = None
+        return True
 
     def _someone_trained(self) -> bool:
         return any(status.trained for status in self._statuses)
@@ -164,7 +202,9 @@ class Generation:
     # --- the run on disk ------------------------------------------------------
 
     def _open_folder(self) -> None:
-        self._held.open_folder(self._topology, self._claim(), self._someone_trained())
+        held = self._held
+        begun = held.newest is not None
+        held.open_folder(self._topology, self._claim(), self._someone_trained(), begun)
 
     def _claim(self) -> Claim | None:
         """Of this generation, in an elastic run."""
@@ -232,6 +272,7 @@ class Generation:
                 "seconds": time.time() - self._cause.since,
                 "silent": membership.silent if membership else [],
                 "residuals_lost": self._residuals_lost(source),
+                **({} if self._lost_step is None else {"lost_step": self._lost_step}),
                 **start_facts(self._components, self._topology),
             }
         )

@@ -36,7 +36,8 @@ class Held:
         generations: facts of each that this process took part in, as the ledger has them.
         trained: this process holds the state of the run.
         initial: its state is still what the seed gives.
-        parts_lost: it trained, and ranks died that alone held parts of a model that spans ranks.
+        newest: the newest step whose state a rank held in memory, as far as this process knows;
+            None once the run continues, or begins. If no rank holds a state, that one is lost.
         phase: of failures.py.
     """
 
@@ -52,7 +53,7 @@ class Held:
         self.generations: list[dict[str, Any]] = []
         self.trained = False
         self.initial = True
-        self.parts_lost = False
+        self.newest: int | None = None
         self.phase = RENDEZVOUS
         self._log_of: Topology | None = None  # the generation whose log is open
 
@@ -62,12 +63,15 @@ class Held:
         if self.folder.path.name != run_id:
             self.folder = RunFolder(Path(self._config.run.root) / run_id)
 
-    def open_folder(self, topology: Topology, claim: Claim | None, tolerate_errors: bool) -> None:
+    def open_folder(
+        self, topology: Topology, claim: Claim | None, tolerate_errors: bool, begun: bool = False
+    ) -> None:
         """Opens this rank's log, and on rank 0 the folder; a second call in a generation is empty.
 
         Args:
             claim: of this generation; None: that of the process.
             tolerate_errors: others hold a state that would be lost.
+            begun: this job has trained, whether a rank still holds its state or not.
 
         Raises:
             UserError: the folder cannot be written, or belongs to another process.
@@ -75,7 +79,7 @@ class Held:
         if self._log_of == topology:
             return
         if topology.rank == 0 and self.recorder is None:
-            fresh = self._config.run.resume == "never" and not tolerate_errors
+            fresh = self._config.run.resume == "never" and not (tolerate_errors or begun)
             self.claim = claim or self.claim
             self.folder.prepare(fresh, self.claim, tolerate_errors)
             log.to_screen(terminal())

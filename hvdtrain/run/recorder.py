@@ -119,24 +119,27 @@ class RunRecorder:
         if self.metrics is not None:
             self.metrics.sync()
 
-    def choose(self, resume: str) -> Checkpoint | None:
+    def choose(self, resume: str, begun: bool = False) -> Checkpoint | None:
         """The checkpoint from which the run continues; None: from the start.
 
         Args:
             resume: as run.resume.
+            begun: this job has trained: its own newest checkpoint counts, if it has one.
 
         Raises:
             UserError: there is no such checkpoint, or none that is whole.
         """
-        if resume == "never":
+        if resume == "never" and not begun:
             return None
+        if resume in ("auto", "never"):
+            return self.manager.newest()
         path = Path(resume)
-        if resume != "auto" and not path.is_dir():
+        if not path.is_dir():
             raise UserError(
                 f"run.resume {resume}: auto, never or the folder of a checkpoint is expected"
             )
         of_this_run = path.resolve().parent == self.manager.root.resolve()
-        if resume == "auto" or (named(self.manager.root) and not of_this_run):
+        if named(self.manager.root) and (begun or not of_this_run):
             # A checkpoint of another run is where this one began; it has continued since, also
             # where its own checkpoints were damaged.
             return self.manager.newest()

@@ -94,7 +94,7 @@ class Rejoin:
         return ProcessStatus(
             identity=self.prepared.identity(self.launched.digest),
             trained=self.held.trained,
-            step=self.prepared.progress.step,
+            step=own.step if own and own.part is not None else self.prepared.progress.step,
             patience=times * config.elastic.hang_seconds + more,
             failed=failure.phase,
             message=failure.message[:_LONGEST_MESSAGE],

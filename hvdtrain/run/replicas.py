@@ -1,40 +1,44 @@
-"""A model that spans ranks in an elastic run: each generation forms its replicas anew.
+"""A model that spans ranks in an elastic run: each generation forms its replicas again.
 
-every rank tells which part it holds, as of which step
-one that may have missed the last step takes it, where another has         (see Agreement)
-the ranks are arranged so that many keep the part that they hold           (Grid.of)
-the ranks of a replica form a torch.distributed world, and build their parts of the model
-whoever holds a part gives it to those that are to hold it and do not      (parallel/regroup.py)
+each rank reports which shard it holds, as of which step
+a rank that may have missed the last step takes it, if another rank has     (see Agreement)
+the ranks are arranged so that many keep the shard that they hold           (Grid.of)
+a rank that holds a shard sends it to those that are to hold it and do not  (parallel/regroup.py)
+the ranks of a replica form a torch.distributed world, and build their shards of the model
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from torch import Tensor
+
+from hvdtrain.elastic.membership import ReplacedError
+from hvdtrain.engine.loop import MembershipChanged
 from hvdtrain.engine.state import RunState
-from hvdtrain.parallel.regroup import HeldPart, PartLostError, plan, transfer
+from hvdtrain.parallel.regroup import HeldShard, PartLostError, plan, transfer
 from hvdtrain.parallel.spanned_state import SpannedEma, SpannedModel, SpannedOptimizer
 from hvdtrain.parallel.world import Connections, abandon, lost_peers
 from hvdtrain.run.build import RunComponents, build_components
 from hvdtrain.run.held import Held
 from hvdtrain.run.prepare import Prepared
 from hvdtrain.run.spanning import form_mesh
-from hvdtrain.run.start_checks import crash
-from hvdtrain.runtime.collectives import RankLostError, broadcast_json, gather_json
+from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.grid import Grid
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.topology import Topology
 
 
 class PartStatus(NamedTuple):
-    """What a rank tells of itself.
+    """The status of a rank in a rendezvous.
 
     Args:
-        part: that it holds, or None.
-        step: optimizer steps done.
-        reaches: the step that it can do alone, if another rank has: this or the next one.
+        part: whose shard it holds, or None.
+        step: optimizer steps done; -1: it holds nothing.
+        reaches: the step that it can reach by itself: this or the next one, see Agreement.
         before: the part that this process had last, whether it holds anything of it or not.
     """
 
@@ -43,9 +47,13 @@ class PartStatus(NamedTuple):
     reaches: int = -1
     before: int | None = None
 
+    def holds(self, newest: int) -> int | None:
+        """The part whose shard it holds, or can make, as of step `newest`; None: none."""
+        return self.part if newest in (self.step, self.reaches) else None
+
 
 class Replicas:
-    """This process's part of the model, from one generation to the next.
+    """This process's shard of the model, from one generation to the next.
 
     Args:
         held: says whether this process holds the state of the run; brought up to date.
@@ -54,9 +62,10 @@ class Replicas:
     def __init__(self, prepared: Prepared, held: Held) -> None:
         self._prepared = prepared
         self._held = held
-        # Of the last generation, if it got as far as to make some; else from before them.
+        # Of the last generation if it trained; they hold this rank's shard as long as `_shard` is
+        # None.
         self._components: RunComponents | None = None
-        self._part: HeldPart | None = None
+        self._shard: HeldShard | None = None
         # torch caches what DTensors do by the mesh, and not by this process's place in it: so a
         # process keeps its part.
         self._before: int | None = None
@@ -64,14 +73,14 @@ class Replicas:
 
     def status(self) -> PartStatus:
         """What this process holds."""
-        components = self._components
-        if components is not None and components.mesh is not None and self._held.trained:
+        if self._shard is not None:
+            step = self._shard.step
+            return PartStatus(self._shard.number, step, step, self._before)
+        if self._components is not None and self._held.trained:
+            assert self._components.agreement is not None
             step = self._prepared.progress.step
-            pending = components.agreement is not None and components.agreement.pending is not None
-            return PartStatus(self._before, step, step + pending, self._before)
-        if self._part is not None:
-            step = self._part.step
-            return PartStatus(self._part.number, step, step, self._before)
+            reaches = self._components.agreement.reaches(step)
+            return PartStatus(self._before, step, reaches, self._before)
         return PartStatus(before=self._before)
 
     def leave_world(self) -> None:
@@ -84,104 +93,118 @@ class Replicas:
         return lost_peers()
 
     def regroup(self, topology: Topology) -> RunComponents:
-        """What trains in this generation; every rank holds its part, if any rank held one.
+        """What trains in this generation; every rank holds its shard, if any rank held one.
 
-        Where a part was lost, `held.parts_lost` is set, and all is as at the start of a run.
+        If a part was lost, `held.newest` says so, and all is as at the start of a run.
 
         Raises:
-            RankLostError: another rank is gone; this process still holds what it held.
-            UserError: this process would have another part than before: it is to be started anew.
+            RankLostError: another rank is gone; this process still holds what it held, or the
+                newer shard that it has received.
+            ReplacedError: this process would have another part than before.
+            MembershipChanged: that is so on another rank.
         """
         own = self.status()
         statuses = [PartStatus(*theirs) for theirs in gather_json([*own], "parts")]
-        top = max(status.step for status in statuses)
-        if self._components is not None and self._held.trained:
-            if own.step < top == own.reaches:
-                _roll_forward(self._components)
-            self._part = _held_part(self._components, own, top)
+        newest = max(status.step for status in statuses)
+        if self._shard is None and own.part is not None:
+            assert self._components is not None and self._components.agreement is not None
+            self._components.agreement.catch_up(own.step, newest)
+            self._shard = _held_shard(self._components.state, own.part)
         self._components = None  # its memory is needed
-        before = [status.before for status in statuses]
-        grid = self._arrange(topology, before)
-        if top >= 0:
-            held = [s.part if top in (s.step, s.reaches) else None for s in statuses]
-            self._hand_over(grid, held, (top, [s.step for s in statuses].index(top)), topology.rank)
+        grid = self._arrange(topology, statuses, newest)
+        if newest >= 0:
+            self._hand_over(grid, statuses, newest, topology.rank)
         self._before = grid.part(topology.rank)
         with lost_peers():
-            made = self._build(topology, before)
-        if self._part is not None:
-            _take(made.state, self._part.tensors)
-            self._part, self._held.trained, self._held.initial = None, True, False
+            made = self._build(topology, grid)
+        if self._shard is not None:
+            _take(made.state, self._shard)
+            self._shard, self._held.trained, self._held.initial = None, True, False
         self._components = made
         return made
 
-    def _arrange(self, topology: Topology, before: list[int | None]) -> Grid:
-        parallel = self._prepared.config.parallel
-        grid = Grid.of(topology.hosts, parallel.degrees, parallel.place, before)
-        moved = [r for r in grid.ranks if before[r] not in (None, grid.part(r))]
+    def _arrange(self, topology: Topology, statuses: Sequence[PartStatus], newest: int) -> Grid:
+        grid, moved = arrange(
+            topology.hosts,
+            statuses,
+            newest,
+            self._prepared.config.parallel.degrees,
+            self._prepared.config.parallel.place,
+        )
         if topology.rank in moved:
-            raise crash(
-                f"this process had part {before[topology.rank]} of the model, of which there are "
-                f"enough; one that begins anew can have part {grid.part(topology.rank)}"
+            raise ReplacedError(
+                f"it had part {self._before} of the model, of which there are enough; a new "
+                f"process can have part {grid.part(topology.rank)}"
             )
         if moved:
-            raise RankLostError(f"rank {moved[0]} begins anew, with another part of the model")
+            raise MembershipChanged
         return grid
 
     def _hand_over(
-        self, grid: Grid, held: list[int | None], reached: tuple[int, int], rank: int
+        self, grid: Grid, statuses: Sequence[PartStatus], newest: int, rank: int
     ) -> None:
-        """Every rank holds its part, or none does where one was lost.
-
-        Args:
-            reached: the most advanced step, and a rank that has done it.
-            rank: this one.
-        """
-        step, source = reached
+        """Every rank holds its shard as of step `newest`, or none does if one was lost."""
+        held = [status.holds(newest) for status in statuses]
         try:
             transfers = plan(held, grid)
         except PartLostError:
-            self._held.parts_lost, self._part = True, None
+            self._shard, self._held.trained, self._held.newest = None, False, newest
             return
-        own = self._part.tensors if self._part else {}
-        received = transfer(transfers, rank, own)
-        progress = broadcast_json(asdict(self._prepared.progress), "parts.progress", source)
-        vars(self._prepared.progress).update(progress)
-        self._part = HeldPart(grid.part(rank), step, received or own)
+        received = transfer(transfers, rank, self._shard)
+        if received is not None:
+            self._shard = received
+        assert self._shard is not None
+        if (self._shard.number, self._shard.step) != (grid.part(rank), newest):
+            raise RuntimeError(
+                f"this rank holds part {self._shard.number} as of step {self._shard.step} instead "
+                f"of part {grid.part(rank)} as of step {newest}"
+            )
 
-    def _build(self, topology: Topology, before: list[int | None]) -> RunComponents:
+    def _build(self, topology: Topology, grid: Grid) -> RunComponents:
         prepared = self._prepared
 
         def form() -> Mesh:
             with self.connections.opened():
-                return form_mesh(prepared.config.parallel, topology, prepared.device, before)
+                return form_mesh(prepared.config.parallel, topology, prepared.device, grid)
 
         return build_components(prepared, topology, form)
 
 
-def _roll_forward(components: RunComponents) -> None:
-    """The step that another rank has done, whose gradients this one has."""
-    assert components.agreement is not None
-    if components.agreement.pending:
-        components.state.optimizer.step()
+def arrange(
+    hosts: Sequence[str],
+    statuses: Sequence[PartStatus],
+    newest: int,
+    degrees: dict[str, int],
+    place: Sequence[str],
+) -> tuple[Grid, list[int]]:
+    """Return which rank holds which part, and the ranks for which it is another than before."""
+    before = [status.before for status in statuses]
+    holders = [rank for rank, status in enumerate(statuses) if status.holds(newest) is not None]
+    grid = Grid.of(hosts, degrees, place, before, holders)
+    return grid, [rank for rank in grid.ranks if before[rank] not in (None, grid.part(rank))]
 
 
-def _held_part(components: RunComponents, own: PartStatus, top: int) -> HeldPart:
-    assert own.part is not None
-    step = top if own.reaches == top else own.step
-    tensors = {
-        f"{part.name}/{key}": t
-        for part in _parts(components.state)
-        for key, t in part.held().items()
-    }
-    return HeldPart(own.part, step, tensors)
+def _held_shard(state: RunState, number: int) -> HeldShard:
+    tensors = {f"{p.name}/{key}": t for p in _spanned(state) for key, t in p.held().items()}
+    alike = state.of_scope("replicated")
+    tensors |= {f"{part.name}/{key}": t for part in alike for key, t in part.tensors().items()}
+    return HeldShard(number, asdict(state.progress), state.applied.count, tensors)
 
 
-def _take(state: RunState, tensors: dict[str, Any]) -> None:
-    for part in _parts(state):
-        start = f"{part.name}/"
-        part.take({k.removeprefix(start): t for k, t in tensors.items() if k.startswith(start)})
+def _take(state: RunState, shard: HeldShard) -> None:
+    def of(name: str) -> dict[str, Tensor]:
+        start = f"{name}/"
+        found = shard.tensors.items()
+        return {key.removeprefix(start): t for key, t in found if key.startswith(start)}
+
+    for part in _spanned(state):
+        part.take(of(part.name))
+    for each in state.of_scope("replicated"):
+        each.load([of(each.name)])
+    vars(state.progress).update(shard.progress)
+    state.applied.count = shard.applied
 
 
-def _parts(state: RunState) -> list[SpannedModel | SpannedOptimizer | SpannedEma]:
+def _spanned(state: RunState) -> list[SpannedModel | SpannedOptimizer | SpannedEma]:
     every = SpannedModel | SpannedOptimizer | SpannedEma
     return [part for part in state.spanned if isinstance(part, every)]

@@ -22,14 +22,12 @@ from hvdtrain.runtime.topology import Topology
 _LAST_SAVE_SECONDS = 10.0  # for a save that is under way
 
 
-def resume(
-    config: Config, components: RunComponents, held: Held, topology: Topology, lost: bool = False
-) -> None:
+def resume(config: Config, components: RunComponents, held: Held, topology: Topology) -> None:
     """Gives all ranks the state of the checkpoint that `run.resume` means, or the initial one.
 
     Args:
-        held: its folder is open; rank 0's recorder has the checkpoints.
-        lost: they had trained, and parts of the state went with those that died.
+        held: its folder is open; rank 0's recorder has the checkpoints. If the ranks have trained
+            (`newest`), the run continues from its own newest checkpoint.
 
     Raises:
         AgreedError: there is no such checkpoint, or it does not fit.
@@ -41,8 +39,8 @@ def resume(
     logger.info("%s", describe(components.config, size, components.buckets.train))
     for note in components.datasets.notes:
         logger.info("%s", note)
-    folder = on_all_ranks("resume", lambda: _load(config, components, held, group, lost))
-    held.initial, held.parts_lost = False, False
+    folder = on_all_ranks("resume", lambda: _load(config, components, held, group))
+    held.initial = False
     state.broadcast(root=0)
     if state.of_scope("local", "sharded"):
         name = broadcast_json(str(folder.absolute()) if folder else "", "resume.folder")
@@ -65,19 +63,16 @@ def _load_own(config: Config, components: RunComponents, folder: Path | None, gr
         take_over(state.model, model_tensors(whole))
 
 
-def _load(
-    config: Config, components: RunComponents, held: Held, group: Group, lost: bool
-) -> Path | None:
+def _load(config: Config, components: RunComponents, held: Held, group: Group) -> Path | None:
     """On rank 0: loads the replicated parts; returns the checkpoint's folder, if there is one."""
+    lost = held.newest is not None
     writer = held.recorder.writer if held.recorder else None
     if lost and writer is not None:  # it may just be writing one
         with heartbeat.OWN.waiting():
             writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
-    checkpoint = (
-        held.recorder.choose("auto" if lost else config.run.resume) if held.recorder else None
-    )
-    if lost and group.rank == 0:
-        _say_lost(components, checkpoint)
+    checkpoint = held.recorder.choose(config.run.resume, lost) if held.recorder else None
+    if held.newest is not None and group.rank == 0:
+        _say_lost(components, checkpoint, held.newest)
     if checkpoint is not None:
         components.state.load(checkpoint)
         logger.info("resumed from the checkpoint of step %d", components.state.progress.step)
@@ -95,18 +90,22 @@ def _load(
     return None
 
 
-def _say_lost(components: RunComponents, checkpoint: Checkpoint | None) -> None:
+def _say_lost(components: RunComponents, checkpoint: Checkpoint | None, newest: int) -> None:
     where = (
         f"to the checkpoint of step {checkpoint.state['step']}" if checkpoint else "to its start"
     )
-    what, advice = "the optimizer's state", "parallel.zero_copies 2 keeps each part on two ranks"
     if components.mesh is not None:
-        what, advice = "the model", "with two replicas each part is on two ranks"
+        what, advice = "parts of the model", "with two replicas each part is on two ranks"
+    elif components.state.sharded is not None:
+        what = "parts of the optimizer's state"
+        advice = "parallel.zero_copies 2 keeps each part on two ranks"
+    else:
+        what, advice = "the state", "a checkpoint more often (checkpoint.every) loses less"
     logger.warning(
-        "ranks are gone that held parts of %s which no other rank has: from step %d the run goes "
-        "back %s; %s",
+        "ranks are gone that held %s which no other rank has: from step %d the run goes back %s; "
+        "%s",
         what,
-        components.state.progress.step,
+        newest,
         where,
         advice,
     )

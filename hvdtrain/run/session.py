@@ -25,7 +25,13 @@ from hvdtrain.config import Settings
 from hvdtrain.elastic import watchdog
 from hvdtrain.elastic.failures import HAND_OVER, TRAINING
 from hvdtrain.elastic.kept_watchdog import KeptWatchdog
-from hvdtrain.elastic.membership import LostError, Membership, RefusedError, RemovedError
+from hvdtrain.elastic.membership import (
+    LostError,
+    Membership,
+    RefusedError,
+    RemovedError,
+    ReplacedError,
+)
 from hvdtrain.engine.loop import MembershipChanged
 from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.log import logger
@@ -49,7 +55,7 @@ from hvdtrain.runtime import environment, heartbeat, notices
 from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json, on_all_ranks
 from hvdtrain.runtime.failure import abort_all_ranks, force_exit
 from hvdtrain.runtime.heartbeat import Activity
-from hvdtrain.runtime.init import abort_collectives, initialise
+from hvdtrain.runtime.init import abort_collectives, initialise, shut_down
 from hvdtrain.runtime.signals import StopFlag
 
 if TYPE_CHECKING:
@@ -239,6 +245,17 @@ class Session:
         with self._replicas.lost_peers() if self._replicas is not None else nullcontext():
             return generation.run()
 
+    def _let_replace(self, membership: Membership, reason: ReplacedError) -> int:
+        """Ends this healthy process for a new one; returns the exit code."""
+        logger.warning("this process ends, and a new one takes its place: %s", reason)
+        try:
+            membership.replace(str(reason))
+        except OSError as error:
+            raise crash(f"the launcher does not answer ({error}): {reason}") from None
+        with heartbeat.OWN.waiting():
+            shut_down()
+        return 0
+
     def _generations(self, membership: Membership) -> int:
         """Generation after generation, until the run's end."""
         rejoin = Rejoin(membership, self._launched, self._prepared, self.held, self._replicas)
@@ -256,13 +273,19 @@ class Session:
                 raise crash(f"the launcher does not answer any more ({error})") from None
             try:
                 return self._train(cause)
+            except ReplacedError as error:
+                return self._let_replace(membership, error)
             except MembershipChanged:
-                cause, failure = Cause("hosts", time.time()), Failure()
+                failure = Failure()
+                if self.held.phase == TRAINING:  # else this generation's cause is the next one's
+                    cause = Cause("hosts", time.time())
             except RankLostError as error:
                 failed = self._prepared.progress.step + 1
                 failure = Failure(self.held.phase, str(error))
-                if self._components is not None:
-                    self._components.go_back()
+                with heartbeat.OWN.waiting():
+                    shut_down()  # no collective writes into the state any more
+                if self._components is not None and self._components.go_back():
+                    self.held.trained = True
                 step = self._prepared.progress.step
                 logger.warning("step %d failed: %s", failed, error)
                 if cause.name != "failure" or step != failed_at:

@@ -1,14 +1,15 @@
-"""Which rank's state all resume from after they have met.
+"""Which rank's state all ranks resume from after a rendezvous.
 
-A step is applied on a rank only when its whole exchange was completed. So after a failure
-some ranks may have done one step more than others, and the state of any of the most advanced is
-what an undisturbed run has after that step: nothing is rolled back, and no copies are kept.
+A state is one value: tensors, progress and whatever else a step changes. On a rank a step changes
+all of it, or nothing. After a failure some ranks may have taken one step more than others; the
+state of any of the most advanced ranks is what an undisturbed run has after that step. A rank keeps
+its own state, even if it is a step behind, until it has received a newer one completely.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -18,10 +19,17 @@ class RankStatus:
     Args:
         trained: it holds the state of this run; a new process does not.
         step: optimizer steps done.
+        reaches: the step that it can reach by itself, see Agreement; default: `step`.
     """
 
     trained: bool
     step: int
+    reaches: int | None = None
+
+    def caught_up(self, newest: int) -> RankStatus:
+        """Return the status after the rank took its pending step if another one had taken it."""
+        step = newest if self.trained and self.reaches == newest else self.step
+        return replace(self, step=step, reaches=None)
 
 
 def most_advanced(statuses: Sequence[RankStatus]) -> int | None:

@@ -31,19 +31,19 @@ def form_mesh(
     config: ParallelConfig,
     topology: Topology,
     device: torch.device,
-    before: Sequence[int | None] = (),
+    grid: Grid | None = None,
 ) -> Mesh:
     """Which rank holds which part of the model; every rank calls it.
 
     The ranks of a replica have a torch.distributed world of their own then.
 
     Args:
-        before: the part that each rank had, see Grid.of.
+        grid: default: as the ranks stand.
 
     Raises:
         UserError: the ranks are not a whole number of replicas.
     """
-    grid = Grid.of(topology.hosts, config.degrees, config.place, before)
+    grid = grid or Grid.of(topology.hosts, config.degrees, config.place)
     if not config.spans_ranks:
         return Mesh(topology, grid)
     from torch.distributed.device_mesh import init_device_mesh

@@ -34,6 +34,7 @@ class Grid:
         degrees: Mapping[str, int],
         place: Sequence[str],
         before: Sequence[int | None] = (),
+        holders: Sequence[int] = (),
     ) -> Grid:
         """The grid in which neighbours are on one host, as far as there are enough ranks.
 
@@ -43,6 +44,7 @@ class Grid:
             place: these, the one that is to stay inside a host first.
             before: the part that each rank had before, as `part` numbers them, or None. It gets
                 the same one, unless too many have it; neighbours are then where they can be.
+            holders: ranks that hold what the run needs of their parts: they keep them first.
 
         Raises:
             UserError: the ranks are not a whole number of replicas.
@@ -55,7 +57,7 @@ class Grid:
             by_host.setdefault(host, []).append(rank)
         ranks = [rank for ranks in by_host.values() for rank in ranks]
         if any(part is not None for part in before):
-            ranks = _keeping(ranks, hosts, before, size)
+            ranks = _keeping(ranks, hosts, before, holders, size)
         return cls((*ranks,), {axis: degrees[axis] for axis in reversed([*place])})
 
     @classmethod
@@ -138,13 +140,17 @@ class Grid:
 
 
 def _keeping(
-    ranks: Sequence[int], hosts: Sequence[str], before: Sequence[int | None], size: int
+    ranks: Sequence[int],
+    hosts: Sequence[str],
+    before: Sequence[int | None],
+    holders: Sequence[int],
+    size: int,
 ) -> list[int]:
     """`ranks`, host by host, in an order in which they keep their parts."""
     replicas = len(ranks) // size
     of_part: list[list[int]] = [[] for _ in range(size)]
     free = []
-    for rank in ranks:
+    for rank in sorted(ranks, key=lambda rank: rank not in holders):
         part = before[rank]
         if part is None or len(of_part[part]) == replicas:
             free.append(rank)

@@ -30,6 +30,21 @@ def test_a_run_begins_with_half_of_a_state_whose_source_has_died(
     assert (running.run / "left_metrics.jsonl").exists()
 
 
+def test_state_outlives_a_source_that_dies_while_sending_a_newer_one(
+    job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
+) -> None:
+    flags = "--task tests.support.handover:LostAhead --checkpoint.every 0"
+    env = {"HVDTRAIN_TEST_STEP": "7", "HVDTRAIN_TEST_PACE": "0.02"}
+    running = job(hosts="node1:2 node2:1", np=3, arguments=flags, env=env)
+    running.wait_for_step(7)
+    running.wait_until(lambda: len(running.events("start")) > 1, 60, "second start")
+    second = running.events("start")[1]
+    assert (second["source"], second["step"]) == ("memory", 6)
+    running.wait_for_more(3, 30)
+    running.end()
+    assert_same_curve(running.lines(), reference)
+
+
 def test_a_host_that_leaves_as_asked_fails_the_step_of_a_rank_that_is_late(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:

@@ -95,5 +95,17 @@ def test_a_death_where_ranks_agree_on_a_step_loses_it(
     assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
 
 
+def test_a_step_taken_late_is_applied_once_if_the_transfer_is_aborted(
+    job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
+) -> None:
+    task = "--task tests.support.handover:DyingReplica"
+    die = {"HVDTRAIN_TEST_DIE": "3:after:3,1:late:3,0:transfer:1"}
+    running = job(arguments=f"{MODEL} {task} --parallel.tensor 2", min_np=2, env=die)
+    running.wait_for_step(8)
+    running.end()
+    assert_same_curve(running.lines(), curve)
+    assert running.events("start")[1]["source"] == "memory"
+
+
 def _failed_after(job: ElasticJob) -> list[int]:
     return [start["step"] for start in job.events("start") if start["cause"] == "failure"]

@@ -18,6 +18,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import build_optimizer, set_learning_rate
+from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.parallel.handover import PartLostError, hand_over
 from hvdtrain.parallel.parts import deal, hosts_that_hold_alone
 from hvdtrain.parallel.zero import ShardedOptimizer
@@ -40,7 +41,8 @@ class _Rank:
         self.model = _model(dtype)
         wrap = MasterWeights if dtype == torch.bfloat16 else None
         inner = build_optimizer(OptimConfig(name=name), self.model)  # type: ignore[arg-type]
-        self.optimizer = ShardedOptimizer(inner, copies, elastic=True, wrap=wrap)
+        self.optimizer = ShardedOptimizer(inner, copies, wrap=wrap)
+        self.agreement = Agreement()
         self.step: int | None = None  # None: it has not the run's state yet
 
     def train(self, topology: Topology, source: int, target: int, until: int) -> int:
@@ -48,7 +50,8 @@ class _Rank:
         if target < 0:
             self.optimizer.install(self.optimizer.deal(topology), topology.rank, 0)
         else:
-            self.step = target if self.step == target else None  # as Generation does
+            if self.step is not None:  # as Generation does
+                self.agreement.catch_up(self.step, target)
             hand_over(self.optimizer, topology, target)
             parameters = [p.detach().clone() for p in self.model.parameters()]
             for own, given in zip(
@@ -62,15 +65,21 @@ class _Rank:
 
     def _one_step(self) -> None:
         assert self.step is not None
-        _set_gradients(self.model, self.step)
         set_learning_rate(self.optimizer, _rate(self.step))
         exchange("gradients", None)
-        skipped = self.step == 4
-        self.optimizer.agree(not skipped)
-        if not skipped:
+        self.agreement(self.step + 1, self._take)
+        self._take()
+        self.optimizer.gather()
+
+    def _take(self) -> None:
+        """What TrainStep does once all ranks can take the step, or later."""
+        assert self.step is not None
+        _set_gradients(self.model, self.step)
+        if self.step == 4:
+            self.optimizer.skip()
+        else:
             self.optimizer.step()
         self.step += 1
-        self.optimizer.gather()
 
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -186,13 +195,13 @@ ONE, HOST = (3,), (2, 3)
 # Where ranks die, who hears the result all the same, and after which step the others go on.
 DEATHS = {
     "in the exchange": ("gradients", 4, (), 3),
-    "in the agreement": ("zero.agree", 4, (), 3),
-    "in the agreement, which one has heard": ("zero.agree", 4, (1,), 4),
-    "in the agreement, which all have heard": ("zero.agree", 4, (0, 1, 2), 4),
+    "in the agreement": ("step.agree", 4, (), 3),
+    "in the agreement, which one has heard": ("step.agree", 4, (1,), 4),
+    "in the agreement, which all have heard": ("step.agree", 4, (0, 1, 2), 4),
     "in the gather": ("zero.0", 4, (), 4),
     "in the gather, which one has": ("zero.0", 4, (0,), 4),
-    "in the agreement on a step that is skipped": ("zero.agree", 5, (0,), 5),
-    "in the agreement of the first step": ("zero.agree", 1, (0,), 1),
+    "in the agreement on a step that is skipped": ("step.agree", 5, (0,), 5),
+    "in the agreement of the first step": ("step.agree", 1, (0,), 1),
     "in the exchange of the first step": ("gradients", 1, (), 0),
 }
 
@@ -219,7 +228,7 @@ def test_a_death_loses_a_step_or_a_part(death: str, dead: tuple[int, ...]) -> No
 
 
 @pytest.mark.parametrize("at", ["zero.held", "zero.parameters", "zero.state", "model"])
-@pytest.mark.parametrize("first", ["zero.agree", "zero.0"])
+@pytest.mark.parametrize("first", ["step.agree", "zero.0"])
 def test_a_second_death_while_parts_move_loses_a_step_or_a_part(first: str, at: str) -> None:
     ranks = [_Rank(copies=3) for _ in "abcd"]
     _generation(ranks, "abcd", 7, Death((3,), first, 4, (1, 2)))
@@ -313,7 +322,7 @@ def _bytes_held(copies: int, ranks: int) -> int:
     for rank in made:
         rank.model = nn.Sequential(nn.Linear(64, 30), nn.Linear(30, 7))
         inner = torch.optim.AdamW(rank.model.parameters())
-        rank.optimizer = ShardedOptimizer(inner, copies, elastic=True)
+        rank.optimizer = ShardedOptimizer(inner, copies)
     _generation(made, "ab" * (ranks // 2) + "a" * (ranks % 2), until=2)
     tensors = [[t for e in rank.optimizer.entries().values() for t in e.values()] for rank in made]
     return max(sum(t.nbytes for t in own) for own in tensors)

@@ -13,8 +13,10 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from hvdtrain.engine import control
 from hvdtrain.engine.callbacks import stragglers
-from hvdtrain.parallel import agreement, zero
+from hvdtrain.parallel import agreement
+from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
 from tests.support.tasks import Paced
 
@@ -26,15 +28,36 @@ class DyingSource(Paced):
     def __init__(self) -> None:
         super().__init__()
         if psutil.Process().environ().get("HOROVOD_RANK") == "0":
-            broadcast = hvd.broadcast_async_
+            _die_while_sending("optimizer.")
 
-            def dying(tensor: Tensor, root: int, name: str, **more: Any) -> int:
-                if name.startswith("optimizer."):
-                    time.sleep(0.5)  # what was sent arrives
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return int(broadcast(tensor, root, name=name, **more))
 
-            hvd.broadcast_async_ = dying
+class LostAhead(Paced):
+    """Paced; a rank dies in an exchange that only one other rank completes, and then that one.
+
+    HVDTRAIN_TEST_STEP=7, with 3 processes (as their launcher counts): the exchange of step 7 ends
+    on process 0 alone, process 1 fails in it and process 2 is killed in it. Process 0 is killed
+    while it sends the state of step 7.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        number = psutil.Process().environ().get("HOROVOD_RANK")
+        if number == "0":
+            _die_while_sending("optimizer.")
+        else:
+            receive, calls = control.ControlVector.receive, 0
+
+            def failing(vector: control.ControlVector) -> control.Agreed:
+                nonlocal calls
+                agreed, calls = receive(vector), calls + 1
+                if calls == int(os.environ["HVDTRAIN_TEST_STEP"]):
+                    if number == "2":
+                        time.sleep(0.3)  # the others have it, or have failed
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    raise RankLostError("the exchange did not reach this rank")
+                return agreed
+
+            control.ControlVector.receive = failing  # type: ignore[method-assign]
 
 
 class LateFigures(Paced):
@@ -71,30 +94,62 @@ class DyingInStep(Paced):
 
     def __init__(self) -> None:
         super().__init__()
-        _die_where_ranks_agree(zero)
+        _die_where_ranks_agree()
 
 
 class DyingReplica(LanguageModel):
     """A language model; as DyingInStep, where ranks that hold parts of a model agree on a step.
 
-    3:stuck:10: process 3 waits for ever there.
+    3:stuck:10: process 3 waits for ever there. 1:late:10: process 1 is not notified that all ranks
+    agree. 0:transfer:1: process 0 is killed in the first transfer of shards.
     """
 
     def __init__(self, config: LanguageModelConfig) -> None:
         super().__init__(config)
-        _die_where_ranks_agree(agreement)
+        _die_where_ranks_agree()
 
 
-def _die_where_ranks_agree(module: Any) -> None:
+def _die_where_ranks_agree() -> None:
     own = psutil.Process().environ()  # as it was at the start
     for entry in filter(None, own.get("HVDTRAIN_TEST_DIE", "").split(",")):
         number, place, at = entry.split(":")
         if number == own.get("HOROVOD_RANK"):
-            _die(module, place, int(at))
+            if place == "transfer":
+                _die_in_transfer(int(at))
+            else:
+                _die(place, int(at))
 
 
-def _die(module: Any, place: str, at: int) -> None:
-    agree, calls = module.sum_, 0
+def _die_in_transfer(at: int) -> None:
+    from hvdtrain.run import replicas
+
+    calls = 0
+
+    def dying(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == at:
+            time.sleep(0.5)  # the others are in it
+            os.kill(os.getpid(), signal.SIGKILL)
+        return transfer(*arguments)
+
+    transfer, replicas.transfer = replicas.transfer, dying
+
+
+def _die_while_sending(name_starts: str) -> None:
+    broadcast = hvd.broadcast_async_
+
+    def dying(tensor: Tensor, root: int, name: str, **more: Any) -> int:
+        if name.startswith(name_starts):
+            time.sleep(0.5)  # what was sent arrives
+            os.kill(os.getpid(), signal.SIGKILL)
+        return int(broadcast(tensor, root, name=name, **more))
+
+    hvd.broadcast_async_ = dying
+
+
+def _die(place: str, at: int) -> None:
+    agree, calls = agreement.sum_, 0
 
     def dying(values: Tensor, name: str) -> Tensor:
         nonlocal calls
@@ -104,9 +159,11 @@ def _die(module: Any, place: str, at: int) -> None:
         if calls == at and place == "before":
             os.kill(os.getpid(), signal.SIGKILL)
         result = agree(values, name)
+        if calls == at and place == "late":
+            raise RankLostError("the agreement did not reach this rank")
         if calls == at:
             time.sleep(0.5)  # the others hear it, step, and wait for this one's part
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    module.sum_ = dying
+    agreement.sum_ = dying

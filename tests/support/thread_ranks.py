@@ -106,7 +106,7 @@ def exchange(name: str, value: Any) -> list[Any]:
 def _patched() -> Iterator[None]:
     room = "hvdtrain.parallel"
     with (
-        patch(f"{room}.zero.sum_", _sum),
+        patch(f"{room}.agreement.sum_", _sum),
         patch(f"{room}.zero.gather_rows", _gather_rows),
         patch(f"{room}.handover.gather_json", lambda value, name: exchange(name, value)),
         patch(f"{room}.handover.broadcast_tensors", _broadcast_tensors),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -105,6 +106,22 @@ def test_a_step_taken_late_is_applied_once_if_the_transfer_is_aborted(
     running.end()
     assert_same_curve(running.lines(), curve)
     assert running.events("start")[1]["source"] == "memory"
+
+
+def test_run_says_what_it_lost_if_all_holders_of_a_shard_die(
+    job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
+) -> None:
+    running = job(arguments=f"{MODEL} --parallel.tensor 2", min_np=2)
+    running.wait_for_step(3)
+    running.kill(1, 3)
+    start = running.wait_for_start(time.time(), 60)
+    assert start["source"] == "new" and start["lost_step"] >= 3, start
+    running.wait_for_more(2, 30)
+    done = running.end()
+    assert_same_curve(running.lines(), curve)
+    assert "is replaced by a new process: it had part 0" in done.stderr
+    assert "had part 0" not in done.stderr.replace("is replaced by a new process: it had part", "")
+    assert re.search(r"from step \d+ the run goes back to its start", done.stderr)
 
 
 def _failed_after(job: ElasticJob) -> list[int]:

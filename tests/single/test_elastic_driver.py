@@ -209,6 +209,25 @@ def test_half_a_replica_trains_or_a_whole_one_waits(
     assert given[2]["rank"] == 0, "it has the run's folder now"
 
 
+def test_replaced_process_starts_again_without_a_failure_of_its_slot(
+    job: Callable[..., Job], capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = job({"a": 2}, np=2, min_np=2)
+    assert sorted(r for r in running.ranks(0, 1) if r is not None) == [0, 1]
+    running.driver.replace(1, "it had part 0 of the model")
+    running.exits[0] = 137
+    _until(lambda: running.driver._processes[0].state == "gone")
+    running.exits[1] = 0  # the last process that is left
+    _until(lambda: len(running.driver._processes) == 3)
+    assert running.driver._processes[2].slot == 1, "its slot was used after a pause"
+    assert running.ranks(2) == [None]
+    _until(lambda: len(running.driver._processes) == 4)
+    assert sorted(r for r in running.ranks(2, 3) if r is not None) == [0, 1]
+    said = capsys.readouterr().err
+    assert "process 1 on a is replaced by a new process: it had part 0 of the model" in said
+    assert "process 1 on a ended" not in said
+
+
 def test_the_first_round_begins_without_everyone(job: Callable[..., Job]) -> None:
     running = job({"a": 2}, np=2)
     assert running.ranks(0) == [None]

@@ -13,6 +13,7 @@ from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.process import Process
 from hvdtrain.elastic.replicas import choose
 from hvdtrain.parallel.regroup import PartLostError, plan
+from hvdtrain.run.replicas import PartStatus, arrange
 from hvdtrain.runtime.grid import Grid
 
 IDENTITY = Identity("cpu", "digest", 8, None)
@@ -92,6 +93,12 @@ def test_a_new_process_goes_where_a_neighbour_lacks_it() -> None:
     hosts = ["a", "a", "b", "b"]
     grid = Grid.of(hosts, AXES, PLACE, [1, None, 0, 1])
     assert grid.replica_of(0) == (1, 0) and grid.replica_of(2) == (2, 3)
+
+
+def test_holder_of_the_newest_shard_keeps_its_part_before_a_spare() -> None:
+    spare, holder = PartStatus(before=0), PartStatus(part=0, step=9, reaches=9, before=0)
+    grid, moved = arrange(["a", "a"], [spare, holder], 9, AXES, PLACE)
+    assert moved == [0] and grid.part(1) == 0
 
 
 def test_a_part_is_given_by_one_that_is_behind_or_to_one_that_has_it() -> None:

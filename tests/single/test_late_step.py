@@ -1,0 +1,196 @@
+"""A step that a rank takes late, because another rank took it, changes all of its state at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hvdtrain.data.config import BatchConfig
+from hvdtrain.data.deal import Deal
+from hvdtrain.engine.config import TrainConfig
+from hvdtrain.engine.loop import Loop, Progress
+from hvdtrain.engine.passes import Accumulate
+from hvdtrain.engine.plan import Interruptions, Plan
+from hvdtrain.engine.state import RunState
+from hvdtrain.engine.step import TrainStep
+from hvdtrain.engine.update import Update
+from hvdtrain.optim.ema import Ema
+from hvdtrain.optim.loss_scale import LossScale
+from hvdtrain.parallel.agreement import Agreement
+from hvdtrain.runtime.collectives import RankLostError
+from hvdtrain.runtime.mesh import ALONE
+from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.runtime.topology import Topology
+from tests.support.contexts import replicated
+
+WIDTH, MICRO_BATCHES, LOST = 4, 2, 3
+_TIMES = ("time", "step_seconds", "samples_per_second")
+
+
+class _Task:
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        return {"loss": model(batch).square().mean()}
+
+
+class _Exchange:
+    """Of one rank; counts the steps that it committed, as error feedback would."""
+
+    synchronised = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parameters: Sequence[nn.Parameter] = [*model.parameters()]
+        self.committed: list[bool] = []
+
+    def begin(self, passes: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def rest(self, frozen: Sequence[bool]) -> None: ...
+
+    def frozen(self) -> list[bool]:
+        return [False] * len(self.parameters)
+
+    def agreed_norm(self, own: Tensor) -> Tensor:
+        return own
+
+    def commit(self, applied: bool) -> None:
+        self.committed.append(applied)
+
+
+class _Loader:
+    """The batches of each step; those of step `poisoned` are not finite."""
+
+    deal = Deal(MICRO_BATCHES, ALONE)
+
+    def __init__(self, poisoned: int) -> None:
+        self._poisoned = poisoned
+
+    def next_step(self, step: int) -> Any:
+        for number in range(MICRO_BATCHES):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            batch = torch.randn(8, WIDTH, generator=generator)
+            yield batch * float("nan") if step + 1 == self._poisoned else batch
+
+
+class _Rank:
+    """A rank with everything that a step changes."""
+
+    def __init__(self, poisoned: int = 0) -> None:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        optimizer = torch.optim.AdamW(model.parameters())
+        self.exchange, self.agreement, scale = _Exchange(model), Agreement(), LossScale()
+        parts = [Ema(optimizer, model, 0.5), scale]
+        self.state = RunState(model, optimizer, Progress(), {}, parts)
+        context = replicated(Topology(0, 1, 0, 1, ("a",)))
+        batch = BatchConfig(global_size=8 * MICRO_BATCHES, micro_size=8)
+        exchange: Any = self.exchange
+        task: Any = _Task()
+        loader: Any = _Loader(poisoned)
+        step = TrainStep(
+            Accumulate(task, model, MICRO_BATCHES, context),
+            exchange,
+            Update(optimizer, exchange, 0.1, scale),
+            batch,
+            context,
+            agreement=self.agreement,
+        )
+        train = TrainConfig(steps=10)
+        plan = Plan(train, batch, lambda s: 0.1 / (s + 1), lambda s: batch.global_size, 1000)
+        never = Interruptions(StopFlag(), lambda: False)
+        progress, applied = self.state.progress, self.state.applied
+        self.loop = Loop(plan, step, loader, progress, applied, [], never, context)
+
+    def run(self, until: int) -> None:
+        while self.state.progress.step < until:
+            self.loop._one_step()
+
+    def content(self) -> dict[str, Any]:
+        """All of the state, copied."""
+        found: dict[str, Any] = {
+            f"{part.name}/{key}": tensor.clone()
+            for part in self.state.parts
+            for key, tensor in part.tensors().items()
+        }
+        progress = dict(vars(self.state.progress))
+        record = progress["record"] or {}
+        progress["record"] = {name: v for name, v in record.items() if name not in _TIMES}
+        committed = [*self.exchange.committed]
+        return found | {
+            "progress": progress,
+            "applied": self.state.applied.count,
+            "committed": committed,
+        }
+
+
+@pytest.fixture(autouse=True)
+def _one_rank() -> Iterator[None]:
+    with patch("hvdtrain.parallel.agreement.sum_", lambda values, name: values):
+        yield
+
+
+def _assert_equal(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        same = torch.equal(value, other[name]) if isinstance(value, Tensor) else None
+        # A record may have NaN.
+        assert same or repr(value) == repr(other[name]), (name, value, other[name])
+
+
+def _lose_agreement(rank: _Rank) -> None:
+    def lost(values: Tensor, name: str) -> Tensor:
+        raise RankLostError(name)
+
+    with patch("hvdtrain.parallel.agreement.sum_", lost), pytest.raises(RankLostError):
+        rank.run(LOST)
+    for parameter in rank.exchange.parameters:
+        parameter.grad = None  # as Exchange.abort does
+
+
+@pytest.mark.parametrize("poisoned", [0, LOST], ids=["applied", "skipped"])
+def test_a_step_taken_late_advances_all_of_the_state(poisoned: int) -> None:
+    rank, undisturbed = _Rank(poisoned), _Rank(poisoned)
+    for each in (rank, undisturbed):
+        each.run(LOST - 1)
+    _lose_agreement(rank)
+    _assert_equal(rank.content(), undisturbed.content())
+    assert rank.agreement.reaches(LOST - 1) == LOST
+    rank.agreement.catch_up(LOST - 1, newest=LOST)
+    undisturbed.run(LOST)
+    _assert_equal(rank.content(), undisturbed.content())
+    for each in (rank, undisturbed):
+        each.run(LOST + 2)
+    _assert_equal(rank.content(), undisturbed.content())
+
+
+def test_a_step_that_no_rank_took_is_computed_again() -> None:
+    rank, undisturbed = _Rank(), _Rank()
+    rank.run(LOST - 1)
+    _lose_agreement(rank)
+    rank.agreement.catch_up(LOST - 1, newest=LOST - 1)
+    for each in (rank, undisturbed):
+        each.run(LOST + 1)
+    _assert_equal(rank.content(), undisturbed.content())
+    assert rank.agreement.reaches(LOST + 1) == LOST + 1
+
+
+def _apply_twice(rank: _Rank) -> None:
+    rank.state.optimizer.step()
+
+
+def _leave_out(rank: _Rank) -> None:
+    rank.state.progress.step += 1
+
+
+@pytest.mark.parametrize("fault", [_apply_twice, _leave_out])
+def test_a_step_applied_twice_or_left_out_ends_the_rank(fault: Callable[[_Rank], None]) -> None:
+    rank = _Rank()
+    rank.run(2)
+    fault(rank)
+    with pytest.raises(RuntimeError, match="a step was applied twice or left out"):
+        rank.run(4)

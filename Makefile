@@ -5,6 +5,7 @@
 # make chaos   faults of all kinds at random for 5 minutes: not part of make test
 # make plan-check   steps beside what `hvdtrain plan` predicts, 11 minutes alone on the machine: not part of make test
 # make exchange-check   ways to exchange gradients at several bandwidths, 50 minutes alone on the machine: not part of make test
+# make recorded-runs ARGS='record FILE'   bits of 100 tiny runs, for `compare FILE` after a change: not part of make test
 # make images  build the CPU image, train on two containers of it: not part of make test
 # make gpu-check   what this machine's GPUs do with hvdtrain, as a table: not part of make test
 # make gpu-kit     what gpu-check needs on a machine without network: build/gpu-check/kit
@@ -31,7 +32,7 @@ THREE := -n 3 --dist loadfile
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c .ci/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
-.PHONY: train test test-fast test-single test-gloo test-mpi test-cluster soak chaos plan-check exchange-check images gpu-check gpu-kit docs docs-site lint clean
+.PHONY: train test test-fast test-single test-gloo test-mpi test-cluster soak chaos plan-check exchange-check recorded-runs images gpu-check gpu-kit docs docs-site lint clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -44,7 +45,7 @@ test: test-single test-gloo test-mpi test-cluster
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests of the launchers look for `python`, `hvdtrain` and `horovodrun` on PATH.
-test-fast test-single test-gloo test-mpi test-cluster soak chaos plan-check exchange-check: export PATH := $(BIN):$(PATH)
+test-fast test-single test-gloo test-mpi test-cluster soak chaos plan-check exchange-check recorded-runs: export PATH := $(BIN):$(PATH)
 
 # Two workers on two cores: threads of their own would wait for each other.
 test-fast test-single: export OMP_NUM_THREADS := 1
@@ -84,6 +85,10 @@ plan-check: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 # As plan-check. ARGS='one-host exact': these rows alone.
 exchange-check: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 6000 $(BIN)/python -m tests.soak.exchange_check $(ARGS)
+
+# ARGS='record FILE' before a change, ARGS='compare FILE' after it; words after FILE select cases.
+recorded-runs: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
+	timeout -k 30 3000 $(BIN)/python -m tests.soak.recorded_runs $(ARGS)
 
 # Root, and Debian's docker.io, docker-compose and debootstrap; no registry of images.
 images: $(STAMPS)/train

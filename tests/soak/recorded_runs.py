@@ -302,7 +302,8 @@ def _hash(tensor: torch.Tensor, place: str) -> str:
 def _machine() -> dict[str, str]:
     cpus = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.partition(":")[2].strip() for line in cpus if "model name" in line), "")
-    return {"cpu": model or platform.machine(), "torch": torch.__version__}
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return {"cpu": f"{model or platform.machine()} ({instructions})", "torch": torch.__version__}
 
 
 def _differences(before: Record, after: Record) -> list[str]:
@@ -361,15 +362,17 @@ def _compare(path: Path, wanted: Sequence[str]) -> int:
     content = json.loads(path.read_text())
     before: Mapping[str, Record] = content["cases"]
     for fact, value in _machine().items():
-        if value != content["machine"][fact]:
-            was = content["machine"][fact]
-            print(f"warning: {fact} was {was} and is {value}: bits may differ for that alone")
+        if value != (was := content["machine"].get(fact)):
+            print(f"warning: {fact} was {was} and is {value}: bits may differ")
     known = _cases()
-    for name in sorted(known.keys() ^ before.keys()):
-        print(f"warning: {name} is only {'in the table' if name in known else f'in {path}'}")
-    names = _select([name for name in known if name in before], wanted)
-    differ = 0
-    for name, record in _run_all(names):
+    if new := len(known.keys() - before.keys()):
+        print(f"warning: {new} of {len(known)} cases are not in {path} and are not compared")
+    names = _select([*before], wanted)
+    lost = [name for name in names if name not in known]
+    for name in lost:
+        print(f"{name} LOST: it is in {path} but not in the table")
+    differ = len(lost)
+    for name, record in _run_all([name for name in names if name in known]):
         failed = isinstance(record, str)
         lines = [record] if isinstance(record, str) else _differences(before[name], record)
         if lines:

@@ -31,6 +31,7 @@ from typing import Any
 from uuid import uuid4
 
 from hvdtrain.errors import UserError
+from hvdtrain.runtime import heartbeat
 
 MARKER = "complete"
 SUMS = "files.json"
@@ -40,6 +41,7 @@ MODEL = "model" + TENSORS
 # A hidden folder of another host, of whose process nothing can be known, is a leftover when
 # nothing was written into it for this long. A writer that wakes up later fails at its rename.
 _STALE_SECONDS = 3600.0
+_READ = 1 << 20  # bytes; reading so many is progress, on a slow disk too
 
 
 def file_of_rank(name: str, rank: int) -> str:
@@ -156,8 +158,9 @@ def check_marker(folder: Path) -> None:
 def sha256_of(path: Path) -> str:
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
-        while block := file.read(1 << 22):
+        while block := file.read(_READ):
             digest.update(block)
+            heartbeat.OWN.advance()
     return digest.hexdigest()
 
 

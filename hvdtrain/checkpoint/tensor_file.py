@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.pieces import Piece
 
 _DTYPES = {
@@ -41,6 +42,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK = 8 << 20  # bytes; hashing and writing one lets other threads run
+_READ = 1 << 20  # bytes; reading so many is progress, on a slow disk too
 _UNSYNCED = 64 << 20  # at most as many bytes wait in memory for the disk
 _ALIGNMENT = 8
 _METADATA = "__metadata__"
@@ -122,9 +124,10 @@ def read_file(path: Path) -> tuple[Tensor, dict[str, Any]]:
     data = content.numpy().data
     with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as hashing:
         # One chunk is hashed while the next is read.
-        while read := file.readinto(data[size : size + _CHUNK]):
+        while read := file.readinto(data[size : size + _READ]):
             hashing.submit(digest.update, data[size : size + read])
             size += read
+            heartbeat.OWN.advance()
     return content, {"bytes": size, "sha256": digest.hexdigest()}
 
 

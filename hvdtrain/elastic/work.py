@@ -1,6 +1,6 @@
-"""How much a rank has worked, seen from outside: its main thread, and the processes it waits for.
+"""How much a rank has worked, seen from outside: its threads, and the processes it waits for.
 
-Other threads of its own do not count: Horovod's never rests.
+Horovod's threads do not count: they poll, and forward what other ranks send.
 """
 
 from __future__ import annotations
@@ -9,16 +9,23 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-_BLOCK = 4096  # bytes; read or written, one counts as much as a tick of CPU time
-# Fields of /proc/PID/stat after the name: ticks of itself, and of children that have ended.
+from hvdtrain.runtime.thread_names import HOROVOD
+
+_BLOCK = 4096  # bytes; read or written, a block counts as much as a tick of CPU time
+_FAULT = 4  # blocks that a major page fault reads, at least: a file that is mapped, not read
+# Fields of /proc/PID/stat after the name.
+_MAJOR_FAULTS = 9
+# Ticks of itself, and of children that have ended.
 _OWN_TICKS, _ENDED_TICKS = slice(11, 13), slice(13, 15)
+# What reached the disk, and what system calls transferred: some file systems count only these.
+_DISK, _CALLS = ("read_bytes", "write_bytes"), ("rchar", "wchar")
 
 
 def work(pid: int, without: int = 0) -> int:
-    """Ticks (10 ms) of CPU time, and blocks of the disk, that a rank has used so far.
+    """Ticks (10 ms) of CPU time, and blocks read or written, that a rank has used so far.
 
-    Of its main thread and of all its descendants: a compiler, a decoder, a download. It may
-    be less than before when one of these has ended.
+    Of all its threads but Horovod's, and of all its descendants: a compiler, a decoder, a
+    download. It may be less than before when one of these has ended.
 
     Args:
         without: a descendant that does not count: the watchdog.
@@ -26,24 +33,40 @@ def work(pid: int, without: int = 0) -> int:
     Raises:
         OSError: the rank is gone.
     """
-    main = Path(f"/proc/{pid}/task/{pid}")
-    done = _ticks(main, _OWN_TICKS) + _blocks(main) + _ticks(Path(f"/proc/{pid}"), _ENDED_TICKS)
+    done = _ticks(_stat(Path(f"/proc/{pid}"))[1], _ENDED_TICKS)
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # it has ended
+            done += _work_of_thread(thread)
     for child in _descendants(pid, without):
         with suppress(OSError):  # it has ended
             folder = Path(f"/proc/{child}")
-            done += _ticks(folder, _OWN_TICKS) + _ticks(folder, _ENDED_TICKS)
-            done += _blocks(folder)
+            fields = _stat(folder)[1]
+            done += _ticks(fields, _OWN_TICKS) + _ticks(fields, _ENDED_TICKS)
+            done += _blocks(folder, _DISK)
     return done
 
 
-def _ticks(folder: Path, which: slice) -> int:
-    fields = (folder / "stat").read_text().rpartition(")")[2].split()
+def _work_of_thread(thread: Path) -> int:
+    name, fields = _stat(thread)
+    if name == HOROVOD:
+        return 0
+    faults = int(fields[_MAJOR_FAULTS])
+    return _ticks(fields, _OWN_TICKS) + _FAULT * faults + _blocks(thread, _DISK + _CALLS)
+
+
+def _stat(folder: Path) -> tuple[str, list[str]]:
+    """The name of a process or thread, and the fields after it."""
+    head, _, tail = (folder / "stat").read_text().rpartition(")")
+    return head.partition("(")[2], tail.split()
+
+
+def _ticks(fields: list[str], which: slice) -> int:
     return sum(map(int, fields[which]))
 
 
-def _blocks(folder: Path) -> int:
+def _blocks(folder: Path, which: tuple[str, ...]) -> int:
     counts = dict(line.split(": ") for line in (folder / "io").read_text().splitlines())
-    return (int(counts["read_bytes"]) + int(counts["write_bytes"])) // _BLOCK
+    return sum(int(counts[name]) for name in which) // _BLOCK
 
 
 def _descendants(pid: int, without: int) -> Iterator[int]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -34,6 +37,8 @@ _LOWEST_BANDWIDTH = 12.5e6  # bytes a second
 _GLOO_TIMEOUT_S = 30.0  # Horovod's, where the environment names none
 _LARGEST_PIECE = 64 << 20
 _SMALLEST_PIECE = 64 << 10
+_LONGEST_TURN_S = 30.0
+_LEAVE_SECONDS = 2.0
 
 
 @contextmanager
@@ -160,6 +165,10 @@ def _ranks_of_a_host(name: str, among: hvd.ProcessSet) -> int:
 @_waits
 def sum_(values: Tensor, name: str) -> Tensor:
     """The sum over the ranks."""
+    return _sum(values, name)
+
+
+def _sum(values: Tensor, name: str) -> Tensor:
     return values if hvd.size() == 1 else hvd.allreduce(values, op=hvd.Sum, name=name)
 
 
@@ -231,8 +240,10 @@ class AgreedError(UserError):
 def on_all_ranks(name: str, part: Callable[[], R]) -> R:
     """Runs a part that may fail on some ranks and not on others: then all continue, or none does.
 
+    The part may take any time on any rank, such as reading a large checkpoint on rank 0.
+
     Args:
-        name: of the exchange; alike on all ranks.
+        name: of the exchange; identical on all ranks.
 
     Returns:
         What `part` returned here.
@@ -241,19 +252,77 @@ def on_all_ranks(name: str, part: Callable[[], R]) -> R:
         AgreedError: on every rank, if `part` raised UserError on any; the lowest one's counts.
     """
     result, error = None, None
+    turns = _Turns(f"{name}.failures")
     try:
         result = part()
     except UserError as failure:
         error = failure
-    _agree(error, name)
+    except BaseException:
+        turns.abandon()
+        raise
+    if turns.failures(failed=error is not None):
+        _raise_first(error, name)
     return result  # type: ignore[return-value]
 
 
-def _agree(error: UserError | None, name: str) -> None:
-    failures = sum_(torch.tensor(float(error is not None)), f"{name}.failures")
-    if not failures:
-        return  # as nearly always; with many ranks each exchange less is time saved
+def _raise_first(error: UserError | None, name: str) -> None:
     own = None if error is None else [str(error), error.exit_code]
     for rank, theirs in enumerate(gather_json(own, name)):
         if theirs is not None:
             raise AgreedError(theirs[0], theirs[1], rank)
+
+
+class _Turns:
+    """Ranks learn together when the last of them has finished a part, and how many failed.
+
+    Until then they exchange every 30 s that one is still at work: Horovod reports a rank that
+    takes no part in a collective after 60 s, and ends the run after 900 s. A thread does so
+    without a heartbeat: the watchdog judges by the part whether the rank makes progress.
+
+    Args:
+        name: of the exchange; identical on all ranks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._finished = threading.Event()
+        self._failed = self._abandoned = False
+        self._failures: Future[int] = Future()
+        self._thread = threading.Thread(target=self._take, name="turns", daemon=True)
+        if hvd.size() > 1:
+            self._thread.start()
+
+    def failures(self, failed: bool) -> int:
+        """Waits for all ranks; returns on how many the part failed.
+
+        Raises:
+            RankLostError: another rank is gone.
+        """
+        self._failed = failed
+        self._finished.set()
+        if hvd.size() == 1:
+            return int(failed)
+        with heartbeat.OWN.waiting():
+            return self._failures.result()
+
+    def abandon(self) -> None:
+        """Another error ends the part: this rank takes no further turn."""
+        self._abandoned = True
+        self._finished.set()
+        if self._thread.is_alive():
+            self._thread.join(_LEAVE_SECONDS)
+
+    def _take(self) -> None:
+        most = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or math.inf) / 3
+        try:
+            unfinished = 1
+            while unfinished:
+                finished = self._finished.wait(min(most, _LONGEST_TURN_S))
+                if self._abandoned:
+                    return
+                with lost_ranks():
+                    votes = torch.tensor([not finished, finished and self._failed]).int()
+                    unfinished, failures = _sum(votes, self._name).tolist()
+            self._failures.set_result(failures)
+        except BaseException as error:  # raised in the thread that waits for the result
+            self._failures.set_exception(error)

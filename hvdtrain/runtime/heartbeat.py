@@ -9,11 +9,13 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 
 _LAYOUT = struct.Struct("=QI")
+_ADVANCES = struct.Struct("=Q")
 
 
 class Activity(IntEnum):
@@ -44,15 +46,23 @@ class Heartbeat:
     def __init__(self, descriptor: int | None = None) -> None:
         if descriptor is None:
             descriptor = os.memfd_create("hvdtrain-heartbeat")
-            os.ftruncate(descriptor, _LAYOUT.size)
+            os.ftruncate(descriptor, _LAYOUT.size + _ADVANCES.size)
         self.descriptor = descriptor
-        self._memory = mmap.mmap(descriptor, _LAYOUT.size)
+        self._memory = mmap.mmap(descriptor, _LAYOUT.size + _ADVANCES.size)
         self._beats = 0
+        self._advances = 0
+        self._lock = threading.Lock()
 
     def beat(self, activity: Activity) -> None:
         """Something was finished; `activity` begins."""
         self._beats += 1
         _LAYOUT.pack_into(self._memory, 0, self._beats, activity)
+
+    def advance(self) -> None:
+        """A chunk of a long activity was finished, such as 1 MiB of a file; from any thread."""
+        with self._lock:
+            self._advances += 1
+            _ADVANCES.pack_into(self._memory, _LAYOUT.size, self._advances)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -65,9 +75,10 @@ class Heartbeat:
             self.beat(before)
 
     def read(self) -> tuple[int, Activity]:
-        """(number of beats, what the rank does), from any process."""
+        """(number of beats and advances, what the rank does), from any process."""
         beats, activity = _LAYOUT.unpack_from(self._memory, 0)
-        return beats, Activity(activity)
+        (advances,) = _ADVANCES.unpack_from(self._memory, _LAYOUT.size)
+        return beats + advances, Activity(activity)
 
 
 # This process's own: it has one watchdog, as it has one Horovod. Collectives beat it.

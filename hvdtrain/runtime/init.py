@@ -13,6 +13,7 @@ from horovod.common.exceptions import HorovodInternalError
 from hvdtrain.errors import UserError
 from hvdtrain.runtime import environment, machine
 from hvdtrain.runtime.collectives import gather_json
+from hvdtrain.runtime.thread_names import HOROVOD, threads_named
 from hvdtrain.runtime.topology import Topology
 
 
@@ -28,7 +29,8 @@ def initialise(threads: int = 0) -> Topology:
     """
     expected = environment.launched_size()
     try:
-        hvd.init()
+        with threads_named(HOROVOD):
+            hvd.init()
     except ValueError as error:
         raise HorovodInternalError(str(error)) from None
     if expected is not None and expected != hvd.size():

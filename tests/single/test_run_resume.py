@@ -145,3 +145,19 @@ def test_a_folder_that_cannot_be_written_is_not_wrong_input(root: Path) -> None:
     done = _run(root, "run", "--run.root", below)
     assert done.returncode == 2, done
     assert "Traceback" not in done.stderr and "run.root" in done.stderr, done
+
+
+@pytest.mark.slow
+def test_resume_outlives_the_watchdog_when_reading_is_slow(tmp_path: Path) -> None:
+    # Rank 0 reads the model, then both ranks read the optimizer's files: each takes 6 s, longer
+    # than a rank may be idle, or missing in a collective.
+    flags = [
+        *("--task", "tests.support.slow_disk:OnSlowDisk", "--parallel.zero", "1"),
+        *("--batch.global_size", "4", "--batch.micro_size", "2", "--elastic.hang_seconds", "3"),
+        *("--telemetry.port", "0", "--run.root", str(tmp_path), "--run.id", "slow"),
+    ]
+    env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "2", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
+    for steps in ("2", "4"):
+        done = run(tmp_path, [*flags, "--train.steps", steps], "gloo:2", env)
+        assert done.returncode == 0, done
+    assert "resumed from the checkpoint of step 2" in done.stderr, done

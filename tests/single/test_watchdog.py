@@ -15,11 +15,16 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
+StartRank = Callable[..., subprocess.Popen[str]]
+
 # A rank whose watchdog takes it for hung after 2 s; it prints a line before each thing it does.
 RANK = """
-import subprocess, sys, time
+import os, subprocess, sys, time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
+from threading import Thread
 from hvdtrain.elastic import watchdog
 from hvdtrain.elastic.kept_watchdog import KeptWatchdog
 from hvdtrain.runtime.heartbeat import OWN, Activity
@@ -28,19 +33,39 @@ def work():
     OWN.beat(Activity.WORKING)
     print("works", flush=True)
 
-kept = KeptWatchdog(partial(watchdog.start, OWN, 2.0, "", 0, None))
+def hash_until(end):  # without the interpreter's lock
+    while time.monotonic() < end:
+        sha256(bytes(1 << 22))
+
+kept = KeptWatchdog(partial(watchdog.start, OWN, HANG_SECONDS, "", 0, None))
 kept.write_to(Path(sys.argv[1]))
 """
 SPIN = "import time; end = time.monotonic() + 5\\nwhile time.monotonic() < end: pass"
+# Waits 0.1 s for each read of a checkpoint; for longer than a rank may be busy without progress.
+SLOW_DISK = """
+import io
+from hvdtrain.checkpoint import tensor_file
+
+class SlowFile(io.FileIO):
+    def readinto(self, buffer):
+        time.sleep(0.1)
+        return super().readinto(buffer[:64])
+
+tensor_file.open = lambda path, mode, buffering: SlowFile(path)
+work()
+with ThreadPoolExecutor(1) as pool:
+    pool.submit(tensor_file.read_file, Path(sys.argv[1]).with_name("file")).result()
+"""
 
 
 @pytest.fixture
-def rank(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+def rank(tmp_path: Path) -> Iterator[StartRank]:
     """Starts a process that runs `RANK` and these lines; killed at the end."""
     started = []
 
-    def start(lines: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", RANK + lines, str(tmp_path / "stacks")]
+    def start(lines: str, hang_seconds: float = 2.0) -> subprocess.Popen[str]:
+        code = RANK.replace("HANG_SECONDS", str(hang_seconds)) + lines
+        command = [sys.executable, "-c", code, str(tmp_path / "stacks")]
         started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
         assert started[-1].stdout is not None
         started[-1].stdout.readline()  # it works
@@ -58,7 +83,7 @@ def _watchdog(rank: subprocess.Popen[str]) -> psutil.Process:
 
 
 def test_a_rank_that_waits_for_a_busy_child_is_killed(
-    rank: Callable[[str], subprocess.Popen[str]],
+    rank: StartRank,
 ) -> None:
     # Through a shell, as compilers are started: the work is done by a grandchild.
     busy = rank(f'work()\nsubprocess.run(["sh", "-c", f"{{sys.executable}} -c \'{SPIN}\'; true"])')
@@ -66,7 +91,7 @@ def test_a_rank_that_waits_for_a_busy_child_is_killed(
 
 
 def test_a_rank_that_waits_for_an_idle_child_lives(
-    rank: Callable[[str], subprocess.Popen[str]],
+    rank: StartRank,
 ) -> None:
     began = time.monotonic()
     idle = rank('work()\nsubprocess.run(["sleep", "12"], stdout=subprocess.DEVNULL)')
@@ -75,7 +100,7 @@ def test_a_rank_that_waits_for_an_idle_child_lives(
 
 
 def test_a_suspended_job_is_killed_when_it_goes_on(
-    rank: Callable[[str], subprocess.Popen[str]],
+    rank: StartRank,
 ) -> None:
     healthy = rank("for _ in range(4):\n    work()\n    time.sleep(1.6)")
     assert healthy.stdout is not None
@@ -92,9 +117,35 @@ def test_a_suspended_job_is_killed_when_it_goes_on(
 
 
 def test_a_rank_is_not_watched_after_its_watchdog_died(
-    rank: Callable[[str], subprocess.Popen[str]], tmp_path: Path
+    rank: StartRank, tmp_path: Path
 ) -> None:
     hung = rank("work()\ntime.sleep(60)")
     _watchdog(hung).kill()
     assert hung.wait(20) == -signal.SIGKILL
+    assert "no progress, no work for 2 s, while WORKING" in (tmp_path / "stacks").read_text()
+
+
+def test_a_rank_that_waits_for_its_computing_threads_lives(rank: StartRank) -> None:
+    lines = "with ThreadPoolExecutor(2) as pool: pool.submit(hash_until, time.monotonic() + 5)"
+    assert rank(f"work()\n{lines}").wait(20) == 0
+
+
+def test_reading_a_checkpoint_slowly_is_progress(rank: StartRank, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(130 * 64))  # 13 s; busy without progress: 10 s
+    assert rank(SLOW_DISK, hang_seconds=1.0).wait(30) == 0
+
+
+def test_horovods_polling_threads_are_not_work(rank: StartRank, tmp_path: Path) -> None:
+    start = (
+        "from hvdtrain.runtime.init import initialise\n"
+        "initialise()\n"
+        "from hvdtrain.runtime.thread_names import HOROVOD, threads_named\n"
+        "names = [p.read_text().strip() for p in Path('/proc/self/task').glob('*/comm')]\n"
+        "assert HOROVOD in names and Path('/proc/self/comm').read_text().strip() != HOROVOD\n"
+        "with threads_named(HOROVOD):\n"
+        "    Thread(target=hash_until, args=[time.monotonic() + 60], name=HOROVOD).start()\n"
+        "work()\n"
+        "time.sleep(60)"
+    )
+    assert rank(start).wait(30) == -signal.SIGKILL
     assert "no progress, no work for 2 s, while WORKING" in (tmp_path / "stacks").read_text()

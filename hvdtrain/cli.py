@@ -115,8 +115,9 @@ def _dispatch(arguments: list[str], is_process: bool) -> int:
     if named == "train":
         # It has a command line of its own, made from the configuration.
         train = importlib.import_module("hvdtrain.train")
-        began = process_start() if is_process else None
-        return int(train.main(arguments[1:], began) or 0)
+        if is_process:
+            train.end_process(train.main(arguments[1:], process_start()))
+        return int(train.main(arguments[1:]))
     for name, line in COMMANDS.items():
         subparser = subparsers.add_parser(name, description=line)
         if name == named or (named == "completion" and name != "train"):

@@ -14,6 +14,7 @@ from hvdtrain.config import Settings, parse
 from hvdtrain.errors import UserError, of_import
 from hvdtrain.runtime import lazy_dynamo
 from hvdtrain.runtime.environment import launched_rank, process_start
+from hvdtrain.runtime.process_end import end_process
 from hvdtrain.runtime.signals import StopFlag
 
 
@@ -62,4 +63,4 @@ def _load_run() -> Callable[[Settings, StopFlag, float], int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

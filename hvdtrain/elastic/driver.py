@@ -47,6 +47,7 @@ from hvdtrain.elastic.rendezvous import make_handler
 from hvdtrain.elastic.replicas import choose, replica_size
 from hvdtrain.elastic.slots import Slots
 from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
+from hvdtrain.runtime.signals import handle
 
 # Seconds between discoveries: while ranks are missing, and while all are there. Most of what a
 # script costs is its start.
@@ -183,7 +184,7 @@ class ElasticDriver:
     def register_shutdown_event(self) -> threading.Event:
         """SIGTERM and SIGUSR1: the ranks write a checkpoint and end; again, or SIGINT: at once."""
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+            handle(number, self._on_signal)
         return self._shutdown
 
     def start(self, num_proc: int, create_worker: CreateWorker) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from hvdtrain.log import logger
@@ -28,6 +30,7 @@ class KeptWatchdog:
         self._stacks: Path | None = None
         self._lock = threading.Lock()
         self._process = start()
+        os.register_at_fork(after_in_child=partial(faulthandler.unregister, signal.SIGQUIT))
         threading.Thread(target=self._keep, name="watchdog", daemon=True).start()
 
     def write_to(self, stacks: Path) -> None:

@@ -44,7 +44,13 @@ _BUSY_FACTOR = 10
 _LOADING_FACTOR = 10
 _IDLE_TICKS = 2  # of 10 ms: what a thread uses that wakes up to look and sleeps on
 # What a rank does on its own -> how many hang_seconds it may be idle.
-_IDLE_FACTORS = {Activity.LOADING: _LOADING_FACTOR, Activity.PREPARING: 1, Activity.WORKING: 1}
+_IDLE_FACTORS = {
+    Activity.LOADING: _LOADING_FACTOR,
+    Activity.PREPARING: 1,
+    Activity.WORKING: 1,
+    Activity.ENDING: 1,
+}
+_ENDING_SECONDS = 60.0  # at least: a rank bounds its own end (process_end.py)
 
 
 def start(
@@ -143,12 +149,15 @@ class HangDetector:
         same = judged and beats == self._seen[0]
         idle = same and abs(work - self._seen[1]) <= _IDLE_TICKS
         self._seen = (beats, work)
-        limit = _IDLE_FACTORS.get(activity, 1) * self._hang_seconds
+        hang = self._hang_seconds
+        limit = _IDLE_FACTORS.get(activity, 1) * hang
+        if activity == Activity.ENDING:
+            limit = max(limit, _ENDING_SECONDS)
         if self._idle.seconds(idle) > limit:
             return f"no progress, no work for {limit:.0f} s"
-        busy = same and activity != Activity.LOADING
-        if self._no_beat.seconds(busy) > _BUSY_FACTOR * self._hang_seconds:
-            return f"busy without progress for {_BUSY_FACTOR * self._hang_seconds:.0f} s"
+        busy, limit = same and activity != Activity.LOADING, max(limit, _BUSY_FACTOR * hang)
+        if self._no_beat.seconds(busy) > limit:
+            return f"busy without progress for {limit:.0f} s"
         return None
 
 

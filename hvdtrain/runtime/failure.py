@@ -78,11 +78,12 @@ def force_exit(code: int) -> NoReturn:
     """Ends this rank although a library hangs, whose way of ending would be to wait."""
     sys.stdout.flush()
     sys.stderr.flush()
-    _leave_horovod(_SHUTDOWN_SECONDS)
+    leave_horovod()
     os._exit(code)
 
 
-def _leave_horovod(seconds: float) -> None:
+def leave_horovod(seconds: float = _SHUTDOWN_SECONDS) -> None:
+    """Shuts Horovod down, which waits for the other ranks to do so, for `seconds` at most."""
     leaving = threading.Thread(target=hvd.shutdown, daemon=True)
     leaving.start()
     leaving.join(seconds)
@@ -104,4 +105,4 @@ def _end_others(code: int) -> None:
 
         time.sleep(_FLUSH_SECONDS)
         MPI.COMM_WORLD.Abort(code)
-    _leave_horovod(_LEAVE_SECONDS)
+    leave_horovod(_LEAVE_SECONDS)

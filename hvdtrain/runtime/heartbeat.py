@@ -27,6 +27,7 @@ class Activity(IntEnum):
     WAITING: for what has a bound of its own: other ranks in a collective (these have watchdogs,
         Horovod a timeout), or a thread, up to a deadline.
     RENDEZVOUS: for the launcher, which says who takes part.
+    ENDING: the run is done; the process ends (process_end.py).
     """
 
     LOADING = 0
@@ -34,6 +35,7 @@ class Activity(IntEnum):
     WORKING = 2
     WAITING = 3
     RENDEZVOUS = 4
+    ENDING = 5
 
 
 class Heartbeat:

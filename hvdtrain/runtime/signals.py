@@ -8,12 +8,57 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import NoReturn
 
 _PAIR_SECONDS = 1.0
 _LAUNCHER_SECONDS = 5.0
+
+Handler = Callable[[int, FrameType | None], object] | signal.Handlers
+
+# Signals that ask a run to stop, and what its forked children do with them. A batch system sends
+# SIGUSR1 to children, too: it would end processes that the last steps need.
+_SIGNALS: Mapping[int, Handler] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGUSR1: signal.SIG_IGN,
+}
+
+
+def handle(number: int, handler: Handler) -> None:
+    """Installs a handler for this process alone; a forked child gets the default back.
+
+    With its parent's handler a child would survive `terminate()`, which is how `multiprocessing`
+    ends its daemons. Call it in the main thread.
+    """
+    signal.signal(number, handler)
+    _replace_in_children({number: signal.SIG_DFL}, lambda installed: installed == handler)
+
+
+def _replace_in_children(
+    replacements: Mapping[int, Handler], is_ours: Callable[[object], bool]
+) -> None:
+    """Forked children get `replacements` for the handlers that are this process's own.
+
+    The signals wait until then: one that comes right after the fork would be lost.
+    """
+    masks = threading.local()  # of each thread that forks
+
+    def block() -> None:
+        masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, replacements)
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.before)
+
+    def replace() -> None:
+        for number, handler in replacements.items():
+            if is_ours(signal.getsignal(number)):
+                signal.signal(number, handler)
+        unblock()
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=replace)
 
 
 def leave_on_sigterm() -> None:
@@ -21,7 +66,7 @@ def leave_on_sigterm() -> None:
 
     The exit code is 143. Not for a run, see StopFlag. Call it in the main thread.
     """
-    signal.signal(signal.SIGTERM, _leave)
+    handle(signal.SIGTERM, _leave)
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
@@ -41,6 +86,7 @@ class StopFlag:
     def __init__(self) -> None:
         self.raised_at: float | None = None
         self._counted_from: float | None = None  # from now on a signal is a later one
+        self._ignored = False
 
     @property
     def raised(self) -> bool:
@@ -58,13 +104,18 @@ class StopFlag:
 
     def install(self) -> None:
         """Takes over the two signals; call it in the main thread."""
-        for number in (signal.SIGUSR1, signal.SIGTERM):
+        for number in _SIGNALS:
             signal.signal(number, self._handle)
+        _replace_in_children(_SIGNALS, self._is_ours)
 
     def ignore(self) -> None:
         """The work is done: a late signal must not make a failure of its end."""
-        for number in (signal.SIGUSR1, signal.SIGTERM):
+        self._ignored = True
+        for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
+
+    def _is_ours(self, handler: object) -> bool:
+        return handler == self._handle or (self._ignored and handler == signal.SIG_IGN)
 
     def raise_(self) -> None:
         """As if a signal had come; a second time changes nothing."""

@@ -7,6 +7,7 @@ import time
 from types import FrameType
 
 from hvdtrain.errors import EXIT_PREEMPTED
+from hvdtrain.runtime.signals import handle
 
 _TICK_SECONDS = 0.1
 
@@ -28,7 +29,7 @@ class StopRequests:
     def install(self) -> None:
         """Takes over the signals; call it in the main thread."""
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
+            handle(number, self._note)
 
     def __bool__(self) -> bool:
         return bool(self._signals)

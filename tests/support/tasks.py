@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -39,6 +40,17 @@ class Regression:
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         """`batch`: (samples, FEATURES + 1) float32, the target in the last column."""
         return {"loss": nn.functional.mse_loss(model(batch[:, :-1]), batch[:, -1:])}
+
+
+class Forking(Regression):
+    """Leaves behind a daemon process and a pool of processes, all forked."""
+
+    def datasets(self) -> Datasets:
+        context = multiprocessing.get_context("fork")
+        context.Process(target=time.sleep, args=(600,), daemon=True).start()
+        self._pool = context.Pool(1)
+        self._waiting = self._pool.map_async(time.sleep, [600])
+        return super().datasets()
 
 
 class Large(Regression):

@@ -11,7 +11,8 @@ PARTS = {
     "steps": "steps that count",
     "redone": "steps that were taken back and done again",
     "recovery": "recovery in memory: from the last step before a failure or a change of hosts",
-    "restart": "start of the program, and from there to the first step",
+    "start": "first start of the program, until its first step",
+    "restart": "later starts of the program, each until its first step",
     "down": "from the last step before the program ended until it was started again",
     "checkpoint": "held up by checkpoints, at most",
     "evaluation": "evaluation",
@@ -41,7 +42,7 @@ def measure(ledger: Ledger) -> Goodput:
     generations = ledger.generations
     first, end = generations[0].start, generations[-1].last_time
     goodput = Goodput(max(0.0, end - ledger.began))
-    goodput.parts["restart"] += first.seconds
+    goodput.parts["start"] += first.seconds
     now = first.time
     for generation, following in zip(generations, [*generations[1:], None], strict=True):
         stop = max(now, following.start.time if following else end)
@@ -76,8 +77,10 @@ def _add_gap(
     parts: dict[str, float], generation: Generation, step: int, following: int, gap: float
 ) -> None:
     """Adds time in which no step ran, between the lines of two steps."""
-    if step == generation.start.step:
-        parts["restart" if generation.start.cause == "launch" else "recovery"] += gap
+    start = generation.start
+    if step == start.step:
+        launched = "restart" if start.generation else "start"
+        parts[launched if start.cause == "launch" else "recovery"] += gap
         return
     # A checkpoint that is written in the background takes longer than it holds up.
     saving = min(gap, sum(generation.checkpoints.get(s, 0.0) for s in range(step, following)))

@@ -1,16 +1,18 @@
 """What a run wrote about itself, read into one object.
 
 The generations of a run are the stretches between its starts: a launch, or a restart in
-memory after a failure or a change of hosts. A line of metrics belongs to the last
-generation that began before its step ended, also if it was written after the next start.
-So the clocks of hosts have to differ by less than a restart takes.
+memory after a failure or a change of hosts. A line of metrics names the generation that did
+its step; the next generation may have written it. No check depends on times, because a clock
+may be set back and the clocks of two hosts may differ. Lines of older versions name no
+generation: these belong to the last one that began before their time.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_right
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -35,6 +37,7 @@ class Start:
         sync_every: steps that ranks take on their own before they have one state again; 0 = none.
         per_step: micro-batches of a step, with `buckets`.
         buckets: with batch.max_tokens, see data/buckets.py.
+        log_every: steps between lines of metrics; 0: an older version, see manifest.json.
     """
 
     time: float
@@ -56,6 +59,7 @@ class Start:
     sync_every: int = 0
     per_step: int = 0
     buckets: list[list[int]] | None = None
+    log_every: int = 0
 
     @cached_property
     def order(self) -> Buckets | None:
@@ -71,8 +75,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Line:
-    """What a line of metrics says about its step; `kept` if no restart took it back."""
+    """What a line of metrics says about its step; `kept` if no restart took it back.
 
+    Args:
+        generation: its number in the run; None: an older version wrote the line.
+    """
+
+    generation: int | None
     step: int
     samples: int
     world_size: int
@@ -96,6 +105,7 @@ class Generation:
         healed: step -> ranks
         early_stop: step after which the validation loss ended the run; 0: it did not
         end: (step, exit code), or None if it was killed or still runs
+        events: (step, time) of each event after the start
         last_time: of its last sign of life
         log_every: steps between lines
     """
@@ -108,6 +118,7 @@ class Generation:
     healed: dict[int, list[int]] = field(default_factory=dict)
     early_stop: int = 0
     end: tuple[int, int] | None = None
+    events: list[tuple[int, float]] = field(default_factory=list)
     last_time: float = 0.0
     log_every: int = 1
 
@@ -125,18 +136,18 @@ class Generation:
 
 @dataclass
 class Ledger:
-    """A run.
+    """A run. Times are corrected: none is before the time of what came before it.
 
     Args:
         generations: in the order of their starts
         saved: steps of the finished checkpoints on disk
-        older: steps of lines that are older than the first start
+        strays: steps of lines whose generation has no start event
     """
 
     path: Path
     generations: list[Generation]
     saved: list[int]
-    older: list[int]
+    strays: list[int]
 
     @property
     def began(self) -> float:
@@ -162,7 +173,7 @@ def read(path: Path) -> Ledger:
     try:
         events = read_lines(folder.events)
         generations = _generations(events)
-        older = _deal_out(_lines(folder), generations)
+        strays = _assign(_lines(folder), generations)
         configs = json.loads(folder.manifest.read_text())["starts"]
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
@@ -171,12 +182,10 @@ def read(path: Path) -> Ledger:
     if not generations:
         raise UserError(f"{folder.events} names no start of the run")
     for generation in generations:
-        first = min([generation.start.time, *(line.time for line in generation.lines)])
-        generation.log_every = _log_every(configs, max(first, generation.start.time))
-        generation.last_time = max(
-            [generation.last_time, *(line.time for line in generation.lines)]
-        )
-    return Ledger(path, generations, _saved(folder), older)
+        start = generation.start
+        generation.log_every = start.log_every or _log_every(configs, start.time)
+    _correct_times(generations)
+    return Ledger(path, generations, _saved(folder), strays)
 
 
 def _generations(events: list[dict[str, Any]]) -> list[Generation]:
@@ -186,10 +195,11 @@ def _generations(events: list[dict[str, Any]]) -> list[Generation]:
         if kind == "start":
             start = Start(**{f.name: event[f.name] for f in fields(Start) if f.name in event})
             generations.append(Generation(start))
-        elif not generations:
+            continue
+        if not generations:
             continue
         now = generations[-1]
-        now.last_time = event["time"]
+        now.events.append((event.get("step", 0), event["time"]))
         if kind == "checkpoint":
             now.checkpoints[event["step"]] = event["seconds"]
             if "stall_seconds" in event:
@@ -213,6 +223,7 @@ def _lines(folder: RunFolder) -> list[Line]:
                 continue  # what a crash left, moved aside
             found.append(
                 Line(
+                    generation=line.get("generation"),
                     step=line["step"],
                     samples=line["samples"],
                     world_size=line["world_size"],
@@ -226,19 +237,53 @@ def _lines(folder: RunFolder) -> list[Line]:
     return found
 
 
-def _deal_out(lines: list[Line], generations: list[Generation]) -> list[int]:
-    """Gives each generation its lines; returns the steps of those older than the first."""
+def _assign(lines: list[Line], generations: list[Generation]) -> list[int]:
+    """Gives each generation its lines; returns the steps of those that have no generation."""
+    numbered = {generation.start.generation: generation for generation in generations}
     times = list(accumulate((generation.start.time for generation in generations), max))
-    older = []
+    strays = []
     for line in lines:
-        number = bisect_right(times, line.time) - 1
-        if number < 0:
-            older.append(line.step)
+        if line.generation is None:
+            number = bisect_right(times, line.time) - 1
+            found = generations[number] if number >= 0 else None
         else:
-            generations[number].lines.append(line)
+            found = numbered.get(line.generation)
+        if found is None:
+            strays.append(line.step)
+        else:
+            found.lines.append(line)
     for generation in generations:
         generation.lines.sort(key=lambda line: line.step)
-    return older
+    return strays
+
+
+def _correct_times(generations: list[Generation]) -> None:
+    """Shifts what follows a clock that went back, or a host whose clock is behind.
+
+    The shift leaves as much time as is known to have passed: that of a start or of steps.
+    """
+    now, shift = -math.inf, 0.0
+
+    def corrected(time: float, passed: float) -> float:
+        nonlocal now, shift
+        if time + shift < now:
+            shift = now + passed - time
+        now = time + shift
+        return now
+
+    for generation in generations:
+        start = generation.start
+        seconds = max(0.0, start.seconds)
+        start = replace(start, time=corrected(start.time, seconds), seconds=seconds)
+        generation.start, step = start, start.step
+        for number, line in enumerate(generation.lines):
+            time = corrected(line.time, max(0, line.step - step) * line.step_seconds)
+            if time != line.time:
+                generation.lines[number] = replace(line, time=time)
+            step = line.step
+        for at, time in generation.events:
+            now = max(now, time + shift) if at >= step else now
+        generation.last_time = now
 
 
 def _saved(folder: RunFolder) -> list[int]:

@@ -9,8 +9,9 @@ the lines that stayed are the steps of the newest state, each applied once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from hvdtrain.audit.ledger import Generation, Ledger, Line
+from hvdtrain.audit.ledger import Generation, Ledger, Line, Start
 
 # What must not change in a run, as it stands in its start events.
 _IDENTITY = ("seed", "global_size", "dataset_size", "fingerprint", "per_step", "buckets")
@@ -41,18 +42,32 @@ class Segment:
     world_size: int
 
 
+class Redone(NamedTuple):
+    """How many steps a start took back, at least and at most; the two are usually equal."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return f"{self.least:,}" if self.least == self.most else f"{self.least:,} to {self.most:,}"
+
+    def counted(self) -> str:
+        """Such as "1 step"."""
+        return f"{self} step{'' if self == (1, 1) else 's'}"
+
+
 @dataclass
 class Lineage:
     """What the checks found.
 
     Args:
-        redone: for each generation, steps that were done before and were taken back by its start
+        redone: for each generation, how many steps its start took back, see `redone_steps`
         skipped: steps of the newest state whose gradient was not finite
     """
 
     findings: list[Finding] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
-    redone: list[int] = field(default_factory=list)
+    redone: list[Redone] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
 
     def wrong(self, kind: str, message: str) -> None:
@@ -66,8 +81,10 @@ def trace(ledger: Ledger) -> Lineage:
     """Checks a ledger."""
     lineage = Lineage()
     generations = ledger.generations
-    if ledger.older:
-        lineage.wrong("ledger", f"steps {ledger.older} are older than the first start of the run")
+    if ledger.strays:
+        lineage.wrong(
+            "ledger", f"no start event is known for the generation of steps {ledger.strays}"
+        )
     taken_back = _taken_back(generations)
     for number, generation in enumerate(generations):
         _check_start(lineage, generations[0], generation, number)
@@ -84,6 +101,21 @@ def trace(ledger: Ledger) -> Lineage:
             lineage.segments.append(Segment(number, first + 1, last, start, stop, world_size))
         lineage.skipped += [line.step for line in generation.lines if line.kept and line.skipped]
     return lineage
+
+
+def redone_steps(before: Generation, start: Start) -> Redone:
+    """How many steps of a generation the next start took back.
+
+    Steps after the last line are only known from an end event: a killed process writes none.
+    """
+    reached = most = before.reached
+    if before.end is None:
+        # The next multiple of train.log_every would have had a line, and so would the last step.
+        unlogged = (reached // before.log_every + 1) * before.log_every - 1
+        since_common_state = start.step + before.start.sync_every
+        limit = since_common_state if start.source == "memory" else before.start.total_steps - 1
+        most = max(reached, min(unlogged, limit))
+    return Redone(max(0, reached - start.step), max(0, most - start.step))
 
 
 def _taken_back(generations: list[Generation]) -> list[int | None]:
@@ -132,8 +164,7 @@ def _check_lines(lineage: Lineage, generation: Generation, number: int, beyond: 
         if line.step <= generation.start.step:
             lineage.wrong(
                 "double",
-                f"step {line.step} was done in {where}, which began at step {before} (or the "
-                "clocks of the hosts differ)",
+                f"step {line.step} was done in {where}, which began at step {before}",
             )
             continue
         if line.step == before:
@@ -212,7 +243,9 @@ def _check_states(lineage: Lineage, ledger: Ledger) -> None:
         start = generation.start
         if number:
             _check_state(lineage, ledger, number, saved, reached)
-        lineage.redone.append(max(0, reached - start.step))
+            lineage.redone.append(redone_steps(ledger.generations[number - 1], start))
+        else:
+            lineage.redone.append(Redone(0, 0))
         saved = {step for step in saved if step <= start.step} | generation.checkpoints.keys()
         reached = generation.reached
     for step in sorted(set(ledger.saved) - saved):

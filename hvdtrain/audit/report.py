@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.audit.goodput import PARTS, Goodput, measure
 from hvdtrain.audit.ledger import Ledger, read
-from hvdtrain.audit.lineage import Lineage, trace
+from hvdtrain.audit.lineage import Lineage, Redone, trace
 from hvdtrain.audit.order import OrderCheck, check_buckets, check_order
 
 
@@ -84,7 +84,7 @@ def _row(audit: Audit, number: int) -> dict[str, Any]:
         "hosts": start.hosts,
         "world_size": start.world_size,
         "seconds": start.seconds,
-        "redone": audit.lineage.redone[number],
+        **dict(zip(("redone", "redone_at_most"), audit.lineage.redone[number], strict=True)),
         "sync_every": start.sync_every,
         "checkpoints_failed": generation.failed,
         "healed": generation.healed,
@@ -98,13 +98,14 @@ def _verdict(audit: Audit) -> list[str]:
     begin = audit.ledger.generations[0].start.step
     last = max([begin, *(segment.last for segment in audit.lineage.segments)])
     wrong = [finding for finding in audit.lineage.findings if not finding.warning]
-    name, all_redone = audit.ledger.path, sum(audit.lineage.redone)
+    name, restarts = audit.ledger.path, len(audit.ledger.generations) - 1
+    redone = Redone(*map(sum, zip(*audit.lineage.redone, strict=True)))
     if wrong:
         lines = [f"{name}: NOT clean, {len(wrong)} findings"]
     else:
         lines = [
             f"{name}: clean. Steps {begin + 1} to {last} were each applied exactly once; "
-            f"{len(audit.ledger.generations) - 1} restarts, {all_redone} steps redone"
+            f"{restarts} restart{'' if restarts == 1 else 's'}, {redone.counted()} redone"
         ]
     for finding in audit.lineage.findings:
         kind = f"{'warning, ' if finding.warning else ''}{finding.kind}"
@@ -115,7 +116,7 @@ def _verdict(audit: Audit) -> list[str]:
         lines.append(f"  skipped, their gradient was not finite: steps {audit.lineage.skipped}")
     for number, generation in enumerate(audit.ledger.generations):
         start, redone = generation.start, audit.lineage.redone[number]
-        if start.sync_every and start.source == "memory" and redone:
+        if start.sync_every and start.source == "memory" and any(redone):
             lines.append(
                 f"  generation {number}: went back to step {start.step}, after which all ranks "
                 f"last had the same state (exchange.sync_every {start.sync_every}); steps redone: "
@@ -140,7 +141,7 @@ def _generations(audit: Audit) -> list[str]:
                 str(row["from_step"]),
                 str(row["to_step"]),
                 f"{row['seconds']:.2f}",
-                str(row["redone"]),
+                str(audit.lineage.redone[number]),
                 "-" if row["end"] is None else str(row["end"]["exit_code"]),
                 f"{row['world_size']} ({hosts})",
             ]

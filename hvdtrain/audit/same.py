@@ -12,7 +12,7 @@ from hvdtrain.run_files.events_file import each_line
 from hvdtrain.run_files.folder import RunFolder
 
 # How a step was computed and how long it took, not what came out of it.
-_CIRCUMSTANCES = {"world_size", "time", "healed"}
+_CIRCUMSTANCES = {"world_size", "time", "generation", "healed"}
 _TIMES = ("_seconds", "_per_second")
 HASH = "state_hash"
 

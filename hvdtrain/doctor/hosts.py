@@ -189,8 +189,7 @@ def compare_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
             "clock",
             host,
             f"its clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} this one",
-            "the order of events of a run becomes wrong: restarts, goodput and stragglers are "
-            "reckoned with times of several hosts",
+            "goodput and the length of restarts are computed from the times of several hosts",
             f"systemctl restart chrony   # on {host} (or systemd-timesyncd); chronyc makestep",
             WARNING,
         )

@@ -132,6 +132,7 @@ class Loop:
         self._callbacks = callbacks
         self._interruptions = interruptions
         self._heartbeat = context.heartbeat
+        self._claim = context.claim
         self._membership_changed = False  # as the ranks agreed on in the last step
 
     @property
@@ -275,6 +276,7 @@ class Loop:
             "step_seconds": seconds,
             "samples_per_second": result.used.samples / seconds,
             "time": time.time(),
+            "claim": self._claim,
             **{name: value for name, value in result.values.items() if name != "loss"},
             **result.used.figures(seconds),
             **({} if result.loss_scale is None else {"loss_scale": result.loss_scale}),

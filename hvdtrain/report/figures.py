@@ -9,6 +9,7 @@ import numpy as np
 
 from hvdtrain.audit.goodput import Goodput, measure
 from hvdtrain.audit.ledger import Generation
+from hvdtrain.audit.lineage import redone_steps
 from hvdtrain.report.layout import layout
 from hvdtrain.report.run import Column, Ranks, Run
 
@@ -235,10 +236,15 @@ def restarts(run: Run) -> list[Figures] | None:
             "hosts_lost": sorted(set(before.start.hosts) - set(now.start.hosts)),
             "hosts_gained": sorted(set(now.start.hosts) - set(before.start.hosts)),
             "seconds_without_steps": _pause(before, now),
-            "redone_steps": max(0, before.reached - now.start.step),
+            **_redone(before, now),
         }
         for number, (before, now) in enumerate(pairwise(generations), start=1)
     ]
+
+
+def _redone(before: Generation, now: Generation) -> Figures:
+    redone = redone_steps(before, now.start)
+    return {"redone_steps": redone.least, "redone_steps_at_most": redone.most}
 
 
 def _pause(before: Generation, now: Generation) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hvdtrain.audit.lineage import Redone
 from hvdtrain.report import units
 from hvdtrain.report.figures import Figures, who
 
@@ -135,11 +136,12 @@ def _restarts(figures: Figures) -> Tile:
     if not restarts:
         return Tile("Restarts", "0")
     cost = sum(restart["seconds_without_steps"] for restart in restarts)
-    again = sum(restart["redone_steps"] for restart in restarts)
+    bounds = ("redone_steps", "redone_steps_at_most")
+    redone = Redone(*(sum(restart[name] for restart in restarts) for name in bounds))
     return Tile(
         "Restarts",
         str(len(restarts)),
-        f"{units.seconds(cost)} without steps, {units.plural(again, 'step')} done again",
+        f"{units.seconds(cost)} without steps, {redone.counted()} redone",
     )
 
 

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass
 
 from hvdtrain.audit.goodput import PARTS
+from hvdtrain.audit.lineage import Redone
 from hvdtrain.report import units
 from hvdtrain.report.figures import Figures, who
 from hvdtrain.report.run import Run
@@ -59,14 +60,14 @@ def _restart_table(figures: Figures) -> Table:
             f"{restart['step']:,}",
             f"{restart['ranks_before']} → {restart['ranks_after']}",
             units.seconds(restart["seconds_without_steps"]),
-            f"{restart['redone_steps']:,}",
+            str(Redone(restart["redone_steps"], restart["redone_steps_at_most"])),
         ]
         for restart in restarts
     ]
     costly = sorted(restarts, key=lambda r: -r["seconds_without_steps"])[:_ROWS]
     shown = {restart["number"] for restart in costly}
     left = f"The {_ROWS} costliest of {len(rows)}." if len(rows) > _ROWS else ""
-    head = ["restart", "cause", "after step", "ranks", "without steps", "steps done again"]
+    head = ["restart", "cause", "after step", "ranks", "without steps", "steps redone"]
     return Table("Restarts", head, [row for row in rows if int(row[0]) in shown], left, 2)
 
 

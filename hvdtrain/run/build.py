@@ -105,11 +105,12 @@ class RunComponents:
     def buckets(self) -> RunBuckets:
         return self.prepared.buckets
 
-    def context(self, topology: Topology) -> RankContext:
+    def context(self, topology: Topology, claim: str = "") -> RankContext:
         """For a generation with these ranks."""
         mesh = self.mesh or Mesh.replicated(topology)
         prepared = self.prepared
-        return RankContext(mesh, self.device, self.heartbeat, prepared.timer, prepared.memory)
+        timer, memory = prepared.timer, prepared.memory
+        return RankContext(mesh, self.device, self.heartbeat, timer, memory, claim)
 
     def loading(self) -> Loading:
         """Of batches, in training and evaluation."""

@@ -106,6 +106,7 @@ def build_callbacks(
         else None,
         log=LogMetrics(
             recorder.metrics if recorder else None,
+            recorder.generation if recorder else _nothing,
             recorder.sinks if recorder else (),
             # Samples with lengths count their tokens themselves.
             None if config.batch.max_tokens else optional(components.task, "units"),

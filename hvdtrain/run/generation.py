@@ -88,7 +88,7 @@ class Generation:
         self._held = held
         self._topology = topology
         self._cause = cause
-        self._context = components.context(topology)
+        self._context = components.context(topology, str(self._claim() or held.claim))
         self._statuses: list[RankStatus] = []
         self._lost_step: int | None = None  # whose state was lost with the ranks that held it
 
@@ -261,12 +261,11 @@ class Generation:
     def _emit_start(self, source: int | None) -> None:
         """On every rank: should rank 0 die before it can write this, another one does."""
         state, membership = self._components.state, self._launched.membership
-        claim = self._claim() or self._held.claim
         origin = "memory" if source is not None else "checkpoint" if state.progress.step else "new"
         self._held.generations.append(
             {
                 "time": time.time(),
-                "claim": f"{claim.job:x}.{claim.generation}",
+                "claim": self._context.claim,
                 "cause": self._cause.name,
                 "source": origin,
                 "seconds": time.time() - self._cause.since,

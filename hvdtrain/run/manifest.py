@@ -92,6 +92,7 @@ def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]
         "sync_every": config.exchange.sync_every,
         "fingerprint": datasets.fingerprint,
         "total_steps": config.train.steps,
+        "log_every": config.train.log_every,
     }
 
 

@@ -67,6 +67,7 @@ class RunRecorder:
         self.starts = folder.starts()
         self._small = LateFiles(partial(folder.ownership.confirm, _CONFIRM_S))
         self._sinks_ended = False
+        self._numbers: dict[str, int] = {}  # of generations, by their claims
         self._restarts = 0
         self._lost_steps = 0
 
@@ -170,6 +171,12 @@ class RunRecorder:
             steps = lost if facts is generations[-1] else 0
             self.events.write("start", generation=number, lost_steps=steps, **facts)
         self._restarts = len(starts) + len(missing) - 1
+        events = (event for event in self.events.lines() if event.get("event") == "start")
+        self._numbers = {event.get("claim", ""): event["generation"] for event in events}
+
+    def generation(self, claim: str) -> int | None:
+        """Number in the run of the generation with this claim; None: it has no start event."""
+        return self._numbers.get(claim)
 
     def emit_end(self, step: int, exit_code: int) -> None:
         """Writes the ledger's line of an end that the ranks agreed on."""
@@ -207,7 +214,9 @@ class RunRecorder:
             "restarts", "Generations of the run after its first one", lambda: self._restarts
         )
         exporter.watch_total(
-            "lost_steps", "Steps that were done again after a restart", lambda: self._lost_steps
+            "lost_steps",
+            "Steps redone after restarts, up to the last one that was logged (train.log_every)",
+            lambda: self._lost_steps,
         )
         exporter.watch_total(
             "file_failures",

@@ -27,6 +27,9 @@ class Claim:
     def of_this_process(cls) -> Claim:
         return cls(secrets.randbits(62))
 
+    def __str__(self) -> str:
+        return f"{self.job:x}.{self.generation}"
+
 
 @dataclass(frozen=True)
 class Token:

@@ -22,6 +22,7 @@ class RankContext:
         heartbeat: tells the watchdog that this rank makes progress.
         timer: counts the seconds of each phase.
         memory: knows what each phase takes of it.
+        claim: of the generation, as in its start event in RUN/events.jsonl.
     """
 
     mesh: Mesh
@@ -29,3 +30,4 @@ class RankContext:
     heartbeat: Heartbeat
     timer: PhaseTimer
     memory: PeakMemory
+    claim: str = ""

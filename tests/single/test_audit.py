@@ -6,7 +6,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,8 +26,12 @@ Lines = list[dict[str, Any]]
 
 
 @st.composite
-def _histories(draw: st.DrawFn) -> Callable[[Path], History]:
-    """Plans of runs with up to 6 generations; each is played into a folder."""
+def _histories(draw: st.DrawFn, off: Sequence[float] = (0.0,)) -> Callable[[Path], History]:
+    """Plans of runs with up to 6 generations; each is played into a folder.
+
+    Args:
+        off: by which the clocks may differ, in seconds.
+    """
     log_every, save_every = draw(st.sampled_from([1, 1, 1, 4])), draw(st.sampled_from([0, 3, 5]))
     eval_every = draw(st.sampled_from([0, 6]))
     plan = draw(
@@ -41,12 +45,15 @@ def _histories(draw: st.DrawFn) -> Callable[[Path], History]:
         )
     )
     finished = draw(st.booleans())
+    clocks = draw(st.lists(st.sampled_from(off), min_size=12, max_size=12))
 
     def play(folder: Path) -> History:
         history = History(folder, log_every, eval_every, save_every)
+        history.off = clocks[0]
         history.launch(2)
         history.steps(draw(st.integers(0, 14)))
-        for how, ranks, steps in plan:
+        for number, (how, ranks, steps) in enumerate(plan, start=1):
+            history.off = clocks[2 * number]
             if how == "preempted":
                 history.end(75)
             elif how in ("kill", "torn"):
@@ -57,7 +64,9 @@ def _histories(draw: st.DrawFn) -> Callable[[Path], History]:
                 history.recover(ranks, cause, back=int(how == "back" and logged))
             else:
                 history.launch(ranks)
-            history.steps(steps)
+            history.steps(steps // 2)
+            history.off = clocks[2 * number + 1]
+            history.steps(steps - steps // 2)
         if finished:
             history.steps(TOTAL)
             history.end(0)
@@ -80,6 +89,55 @@ def test_a_history_without_fault_is_not_clean(play: Callable[[Path], History]) -
         assert all(seconds >= 0 for seconds in found.goodput.parts.values())
         json.loads(found.to_json())
         assert "clean. Steps 1 to " in found.to_text()
+
+
+@settings(max_examples=100, deadline=None)
+@given(_histories(off=(0.0, -2.0, 2.0, -3600.0, 3600.0)))
+def test_audit_does_not_depend_on_clocks(play: Callable[[Path], History]) -> None:
+    with TemporaryDirectory() as root:
+        history = play(Path(root) / "run")
+        found = audit(history.folder)
+        assert found.clean and not found.lineage.findings, found.to_text()
+        assert sum(found.goodput.parts.values()) == pytest.approx(found.goodput.wall, abs=1e-3)
+        assert all(seconds >= 0 for seconds in found.goodput.parts.values())
+
+
+def test_clock_that_is_set_back_takes_no_steps_from_goodput(tmp_path: Path) -> None:
+    history = History(tmp_path / "run", save_every=0)
+    history.launch(2)
+    history.steps(20)
+    history.off = -3600.0
+    history.steps(TOTAL)
+    history.end(0)
+    goodput = audit(history.folder).goodput
+    assert goodput.parts["steps"] == pytest.approx(TOTAL)
+    assert goodput.wall == pytest.approx(history.wall)
+
+
+def test_run_of_an_older_version_is_audited_by_its_times(history: History) -> None:
+    lines, events = _read(history.folder, "metrics"), _read(history.folder, "events")
+    _write(history.folder, "metrics", [_without(line, "generation") for line in lines])
+    _write(history.folder, "events", [_without(event, "log_every") for event in events])
+    left = _read(history.folder, "left_metrics")
+    _write(history.folder, "left_metrics", [_without(line, "generation") for line in left])
+    config = "train: {log_every: 1}"
+    manifest = {"starts": [{"time": history.begin, "config": config}]}
+    (history.folder / "manifest.json").write_text(json.dumps(manifest))
+    found = audit(history.folder)
+    assert found.clean and not found.lineage.findings, found.to_text()
+    assert found.lineage.redone == [(0, 0), (3, 3), (0, 0), (1, 1)]
+
+
+def test_line_of_a_generation_without_start_is_reported(history: History) -> None:
+    lines = _read(history.folder, "metrics")
+    lines[30]["generation"] = 9
+    _write(history.folder, "metrics", lines)
+    messages = [finding.message for finding in audit(history.folder).lineage.findings]
+    assert "no start event is known for the generation of steps [31]" in messages
+
+
+def _without(record: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name != key}
 
 
 def _drop(lines: Lines, starts: Lines, at: int) -> None:
@@ -217,7 +275,9 @@ def test_the_start_of_the_program_is_left_out_of_the_time(tmp_path: Path, module
     assert done.returncode == 0, done
     goodput = audit(tmp_path / "a").goodput
     first = _read(tmp_path / "a", "metrics")[0]
-    assert goodput.parts["restart"] == pytest.approx(
+    assert first["generation"] == 0
+    assert goodput.parts["restart"] == 0.0
+    assert goodput.parts["start"] == pytest.approx(
         first["time"] - first["step_seconds"] - before, abs=0.3
     )
     assert sum(goodput.parts.values()) == pytest.approx(goodput.wall)
@@ -247,6 +307,38 @@ def test_the_table_of_restarts_or_the_samples_are_wrong(
     assert "3 restarts, 4 steps redone" in text
     assert "3  " in text and "3 (node1:0-1 node2:2)" in text
     assert "steps 18 to 20: samples 170 to 199 of the order, 3 ranks, generation 2" in text
+
+
+@pytest.mark.parametrize(
+    ("log_every", "steps", "sync_every", "end", "said"),
+    [
+        (1, 13, 0, None, "1 restart, 3 steps redone"),
+        (10, 37, 0, None, "1 restart, 0 to 9 steps redone"),  # of 7, no line was written
+        (10, 34, 0, 1, "1 restart, 4 steps redone"),  # the end event has the step
+        (20, 59, 0, None, "1 restart, 0 to 4 steps redone"),  # the last step has a line
+        (10, 23, 8, "back", "1 restart, 4 to 8 steps redone"),
+    ],
+)
+def test_audit_bounds_redone_steps_between_lines(
+    tmp_path: Path, log_every: int, steps: int, sync_every: int, end: int | str | None, said: str
+) -> None:
+    save_every = {1: 10, 10: 30, 20: 55}[log_every]
+    history = History(tmp_path / "run", log_every, 0, save_every, sync_every)
+    history.launch(4)
+    history.steps(steps)
+    if end == "back":
+        history.recover(3, back=steps - 16)
+    else:
+        history.end(end) if isinstance(end, int) else history.crash()
+        history.launch(4)
+    before = history.lowest
+    history.steps(TOTAL)
+    history.end(0)
+    found = audit(history.folder)
+    assert found.clean and said in found.to_text(), found.to_text()
+    row = json.loads(found.to_json())["generations"][1]
+    least, most = row["redone"], row["redone_at_most"]
+    assert least <= steps - before <= most
 
 
 def test_a_line_that_a_failure_kept_from_being_written_is_not_missed(history: History) -> None:
@@ -280,7 +372,7 @@ def test_ranks_that_step_on_their_own_go_back_further_or_anywhere(
     if message is None:
         said = f"generation 1: went back to step {at - back}, after which all ranks last had"
         assert (said in found.to_text()) == (back > 0), found.to_text()
-        assert f"1 restarts, {back} steps redone" in found.to_text()
+        assert f"1 restart, {back} steps redone" in found.to_text()
     else:
         assert message in found.lineage.findings[0].message
 

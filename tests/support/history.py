@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import weakref
 from collections import Counter
@@ -23,6 +22,9 @@ class History:
         folder: RUN.
         log_every, eval_every, save_every: steps; 0 = never (of the last two).
         sync_every: steps that ranks take on their own; 0 = none.
+
+    Attributes:
+        off: seconds by which the clock of the host that writes differs; may change at any time.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class History:
         self.log_every, self.eval_every, self.save_every = log_every, eval_every, save_every
         self.sync_every = sync_every
         self.clock = 1_700_000_000.0
+        self.off = 0.0
         self.begin = self.clock
         self.step = 0
         self.ranks = 0
@@ -46,22 +49,21 @@ class History:
         self.spent: Counter[str] = Counter()  # seconds, as the audit has to find them
         self.saved: list[int] = []
         folder.mkdir(parents=True)
-        config = f"train: {{log_every: {log_every}}}"
-        manifest = {"starts": [{"time": self.clock, "config": config}]}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        (folder / "manifest.json").write_text('{"starts": []}')
         self.events = EventsFile(folder / "events.jsonl")
         self._lines: dict[int, float] = {}  # step -> seconds, of the lines that count
         self._last = self._sign = self.clock
 
     def launch(self, ranks: int) -> None:
-        """From the newest checkpoint, or anew."""
+        """From the newest checkpoint, or from the beginning."""
+        part = "start" if self.generation < 0 else "restart"
         if self.generation >= 0:
             self._pass("down", 30.0)
-        self._pass("restart", STARTING)
+        self._pass(part, STARTING)
         self.step = max(self.saved, default=0)
         source = "checkpoint" if self.saved else "new"
         self._start("launch", source, ranks, STARTING)
-        self._pass("restart", WARMING)
+        self._pass(part, WARMING)
 
     def recover(self, ranks: int, cause: str = "failure", back: int = 0) -> None:
         """In memory; `back` is 1 where the rank that was most advanced is gone.
@@ -129,6 +131,7 @@ class History:
             dataset_size=64,
             fingerprint="f00",
             total_steps=TOTAL,
+            log_every=self.log_every,
             micro_size=2,
             sync_every=self.sync_every,
         )
@@ -146,7 +149,8 @@ class History:
             "world_size": self.ranks,
             "step_seconds": STEP,
             "samples_per_second": SIZE / STEP,
-            "time": self.clock,
+            "time": self.clock + self.off,
+            "generation": self.generation,
             **({"validation_loss": 1 + TOTAL / self.step} if evaluated else {}),
             **({"validation_perplexity": float(self.step)} if evaluated else {}),
         }
@@ -170,7 +174,7 @@ class History:
         return self.folder / f"checkpoints/step_{step:08}"
 
     def _write(self, event: str, **fields: Any) -> None:
-        self.events.write(event, time=self.clock, **fields)
+        self.events.write(event, time=self.clock + self.off, **fields)
 
     def _pass(self, part: str, seconds: float) -> None:
         self.clock += seconds

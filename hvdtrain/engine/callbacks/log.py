@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tqdm import tqdm
 
@@ -26,6 +26,7 @@ class LogMetrics:
 
     Args:
         metrics: None on the other ranks.
+        generation: gives a generation's number by its claim; None: it has no start event.
         sinks: get what metrics gets.
         units: name and number of what a sample counts as, such as ("tokens", 128).
     """
@@ -33,10 +34,12 @@ class LogMetrics:
     def __init__(
         self,
         metrics: MetricsFile | None,
+        generation: Callable[[str], int | None],
         sinks: Sequence[BackgroundSink],
         units: tuple[str, int] | None,
     ) -> None:
         self._metrics = metrics
+        self._generation = generation
         self._sinks = sinks
         self._units = units
         self._bar: tqdm | None = None
@@ -62,7 +65,10 @@ class LogMetrics:
         self.last = {**self.last, **record}
         if self._metrics is None or loop.progress.step <= (self._metrics.last_step or 0):
             return
-        self._metrics.write({key: _strict(value) for key, value in record.items()})
+        # The last step of a generation may be written by rank 0 of the next one.
+        line = {**record, "generation": self._generation(record["claim"])}
+        del line["claim"]
+        self._metrics.write({key: _strict(value) for key, value in line.items()})
         for sink in self._sinks:
             sink.write(record)
         if terminal() is not None:

@@ -104,20 +104,36 @@ def _line_with(sign: str, lines: list[str]) -> str:
 
 
 def _python(host: str, login: Login) -> Iterable[Finding]:
-    """`python`, as one types it here, has to be the same over ssh."""
+    """Whether launchers start the same `python` there as the user starts here.
+
+    horovodrun forwards PATH, and so does `mpirun -x PATH`. Plain mpirun looks on the PATH that
+    ssh has on the host.
+    """
     own = shutil.which("python")
     if own is None or Path(own).parent != Path(sys.executable).parent or login.said:
         return  # here they are called by their path
-    if not login.python or Path(login.python).parent != Path(own).parent:
-        folder = Path(sys.executable).parent
+    if not _same_folder(login.python, own):
         yield Finding(
             "python",
             host,
-            f"`python` is {login.python or 'nothing'} for a command over ssh, and {own} here",
+            f"`python` is {login.python or 'nothing'} on the PATH of this shell, and {own} here",
             "`horovodrun ... python -m hvdtrain.train` starts another Python there",
-            f"export PATH={folder}:$PATH   # first line of ~/.bashrc on {host}, before its "
-            "test of an interactive shell, and nothing after it that puts another one in front",
+            f"export PATH={Path(own).parent}:$PATH   # here, in front of all other directories",
         )
+    elif not _same_folder(login.ssh_python, own):
+        yield Finding(
+            "python",
+            host,
+            f"`python` is {login.ssh_python or 'nothing'} for a command over ssh, and {own} here",
+            "`mpirun ... python` starts that one, because it does not forward PATH; "
+            "horovodrun and hvdtrain launch start the right one",
+            "mpirun -x PATH ... python -m hvdtrain.train   # or the whole path of this python",
+            WARNING,
+        )
+
+
+def _same_folder(found: str, own: str) -> bool:
+    return bool(found) and Path(found).parent == Path(own).parent
 
 
 def check_answers(host: str, failures: Sequence[str]) -> Iterable[Finding]:

@@ -25,7 +25,7 @@ from hvdtrain.launch.commands import SSH_OPTIONS
 T = TypeVar("T")
 
 LOGIN_SECONDS = 25.0  # ssh itself gives up after 3
-_PYTHON, _NO_FOLDER, _NO_PYTHON = "python", "no-folder", "no-python"
+_PYTHON, _SSH_PYTHON, _NO_FOLDER, _NO_PYTHON = "python", "ssh-python", "no-folder", "no-python"
 _AGENT = [sys.executable, "-m", "hvdtrain.doctor.agent"]
 
 
@@ -38,13 +38,15 @@ class Login:
     """How the first word with a host went.
 
     Args:
-        python: what `python` is there for a command over ssh; "" where it is nothing.
+        python: path of `python` there with this process's PATH; "" if there is none.
+        ssh_python: path of `python` there with the PATH of a command over ssh.
         folder: this working folder is there.
         interpreter: this very Python is there, under the same path.
         said: the last lines of ssh or Python, where no agent spoke.
     """
 
     python: str = ""
+    ssh_python: str = ""
     folder: bool = True
     interpreter: bool = True
     said: list[str] = field(default_factory=list)
@@ -129,6 +131,8 @@ class Session:
         kind, _, rest = word.partition(" ")
         if kind == _PYTHON:
             self.login.python = rest
+        elif kind == _SSH_PYTHON:
+            self.login.ssh_python = rest
         elif kind == _NO_FOLDER:
             self.login.folder = False
         elif kind == _NO_PYTHON:
@@ -233,11 +237,13 @@ def together(sessions: Iterable[Session], do: Callable[[Session], T]) -> dict[st
 
 
 def _remote_command() -> str:
-    """For a shell of any kind: says what `python` is, then becomes the agent."""
+    """For a shell of any kind: reports what `python` is, then becomes the agent."""
     word = f"printf '{MARK}%s\\n'"
     folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
+    path = shlex.quote(os.environ.get("PATH", os.defpath))
     script = (
-        f'{word} "{_PYTHON} $(command -v python)"; '
+        f'{word} "{_SSH_PYTHON} $(command -v python)"; '
+        f'{word} "{_PYTHON} $(PATH={path}; command -v python)"; '
         f"cd {folder} 2>/dev/null || {word} {_NO_FOLDER}; "
         f"[ -x {python} ] || {{ {word} {_NO_PYTHON}; exit 9; }}; "
         f"exec {shlex.join(_AGENT)}"

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import REPOSITORY, Cluster
-from tests.support.doctor_faults import BOTH, OF_A_HOST, OF_A_LOGIN, OWN, TOGETHER, Fault
+from tests.support.doctor_faults import BASHRC, BOTH, OF_A_HOST, OF_A_LOGIN, OWN, TOGETHER, Fault
 from tests.support.doctored import Examined, named
 from tests.support.namespaces import ENVIRONMENT
 
@@ -64,7 +64,8 @@ def _check(doctor: Examined, faults: Sequence[Fault], cwd: Path = REPOSITORY) ->
         for fault in faults:
             stack = mended_by_itself if fault.mend == OWN else undone
             stack.enter_context(_made(doctor, fault))
-        findings = doctor.findings(hosts=faults[0].hosts, cwd=cwd)
+        path = {"PATH": f"/tmp/other:{ENVIRONMENT['PATH']}"}  # node1 has no such folder
+        findings = doctor.findings(hosts=faults[0].hosts, cwd=cwd, env=path)
         for fault in faults:
             found = named(findings, fault.check, fault.where)
             assert fault.says in found["what"] and found["severity"] == fault.severity, found
@@ -80,6 +81,22 @@ def _check(doctor: Examined, faults: Sequence[Fault], cwd: Path = REPOSITORY) ->
 @pytest.mark.parametrize("names", TOGETHER, ids=" and ".join)
 def test_a_fault_of_a_host_is_not_named(doctor: Examined, names: Sequence[str]) -> None:
     _check(doctor, [OF_A_HOST[name] for name in names])
+
+
+def test_doctor_finds_the_python_that_launchers_start(doctor: Examined) -> None:
+    doctor.on("node2", BASHRC.format(line="export PATH=/usr/bin:/bin"))
+    show = ["python", "-c", "import os, sys; print(f'{os.uname().nodename} {sys.executable} ')"]
+    starts = f"node2 {Path(sys.prefix, 'bin/python')} "
+    try:
+        for launcher, right in (("horovodrun", True), ("mpirun -x PATH", True), ("mpirun", False)):
+            argv = [*launcher.split(), "-np", "2", "-H", BOTH, *show]
+            done = doctor.cluster.run("node1", argv, timeout=60)
+            assert (starts in done.stdout) == right, done
+        (found,) = doctor.findings()
+        assert (found["check"], found["severity"]) == ("python", "warning"), found
+        assert "mpirun -x PATH" in found["mend"], found
+    finally:
+        doctor.on("node2", "umount -l ~/.bashrc")
 
 
 @pytest.fixture

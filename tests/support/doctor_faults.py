@@ -80,11 +80,10 @@ OF_A_HOST = {
         "locale", BASHRC.format(line="export LC_ALL=xx_YY.UTF-8"), "LC_ALL=xx_YY.UTF-8",
         "umount -l ~/.bashrc", severity="warning",
     ),
-    "another Python in ~/.bashrc": Fault(
+    "another Python in front on PATH": Fault(
         "python",
-        "mkdir -p /tmp/other && ln -sf /usr/bin/env /tmp/other/python && "
-        + BASHRC.format(line="export PATH=/tmp/other:$PATH"),
-        "`python` is /tmp/other/python", "umount -l ~/.bashrc",
+        "mkdir -p /tmp/other && ln -sf /usr/bin/env /tmp/other/python",
+        "`python` is /tmp/other/python", "rm -r /tmp/other",
     ),
     "a GPU with errors": Fault(
         "gpu",
@@ -125,7 +124,7 @@ OF_A_HOST = {
 # Which of them are made at once: those of one file or folder are in different ones.
 TOGETHER = (
     ("own name", "small /dev/shm", "few open files", "full disk", "a locale that is not there"),
-    ("the name of another", "nearly full disk", "another Python in ~/.bashrc", "no mpirun"),
+    ("the name of another", "nearly full disk", "another Python in front on PATH", "no mpirun"),
     ("a GPU with errors", "read-only disk", "another version", "one address on both hosts"),
     ("a folder of its own", "other source files"),
     ("too many ranks", "more ranks than cores", "locks that others do not see"),

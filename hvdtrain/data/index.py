@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from hvdtrain.data.files import deal
+from hvdtrain.data.hidden_copy import hidden_copy, remove_leftovers
 from hvdtrain.data.order import Indices
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
@@ -80,6 +81,7 @@ def open_indexes(files: Sequence[Path], kind: Format, cache: str | None = None) 
     Raises:
         UserError: a file is broken or cannot be read.
     """
+    _remove_leftovers(files, cache)
     order = list(range(len(files)))
     random.Random(os.getpid()).shuffle(order)
     found = {i: _open(files[i], kind, cache) for i in order}
@@ -114,6 +116,7 @@ def build_indexes(files: Sequence[Path], kind: Format, cache: str | None, ranks:
 def _plan(files: Sequence[Path], kind: Format, cache: str | None, ranks: int) -> _Plan:
     if cache is not None:
         Path(cache).expanduser().mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(files, cache)
     stale = [(path, _head(path)) for path in files if _load(path, cache) is None]
     pieces = []
     for number, (_, head) in enumerate(stale):
@@ -168,6 +171,11 @@ def _open(path: Path, kind: Format, cache: str | None) -> Indices:
     return whole[len(head) :]
 
 
+def _remove_leftovers(files: Sequence[Path], cache: str | None) -> None:
+    for folder in {index_path(path, cache).parent for path in files}:
+        remove_leftovers(folder, f".*.index.npy.{'?' * 8}.tmp.npy")
+
+
 def _load(path: Path, cache: str | None) -> Indices | None:
     """None where there is none, or the file has changed since."""
     kept = index_path(path, cache)
@@ -200,8 +208,6 @@ def _write(path: Path, cache: str | None, whole: Indices) -> None:
     """A process that reads it meanwhile sees all of it, or the one before."""
     kept = index_path(path, cache)
     new = kept.with_name(f".{kept.name.strip('.')}.{secrets.token_hex(4)}.tmp.npy")
-    try:
+    with hidden_copy(new):
         np.save(new, whole)
         new.replace(kept)
-    finally:
-        new.unlink(missing_ok=True)

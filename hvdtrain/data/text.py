@@ -9,6 +9,7 @@ tokenized once (`hvdtrain data tokenize`) and memory-mapped (`data.source tokens
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from hvdtrain.data.tokens import TokenArray, TokenMeta, with_separator
 from hvdtrain.errors import UserError
 
 BYTES_VOCABULARY = 256
+_LONGEST_LINE = 1 << 24
 # Names that tokenizers give to the token that ends a document.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
 # data.source -> files of it; those of others hold one document each.
@@ -196,6 +198,42 @@ def _rows(path: Path, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((f"row {number}", row) for number, row in enumerate(rows, start=first + 1))
 
 
+def refuse_records(key: str, paths: Sequence[Path], source: str, text_key: str) -> None:
+    """Files that are to be read as plain text must not hold records in most of their bytes.
+
+    Args:
+        key: that names the files, for the message.
+        source, text_key: the keys to set instead.
+
+    Raises:
+        UserError: they hold records.
+    """
+    kinds = {path: kind for path in paths if (kind := _kind_of_records(path))}
+    size = sum(path.stat().st_size for path in paths)
+    if 2 * sum(path.stat().st_size for path in kinds) <= size:
+        return
+    path, kind = next(iter(kinds.items()))
+    raise UserError(
+        f"{key}: {path} is a {RECORDS[kind].name}, but {source} is text, which would train on its "
+        f"raw content; set {source} {kind}, and {text_key} to the name that its text has"
+    )
+
+
+def _kind_of_records(path: Path) -> str | None:
+    """Which of RECORDS a file holds, by its name and its beginning; None: none of them."""
+    kind = next((kind for kind, form in RECORDS.items() if path.suffix in form.suffixes), None)
+    if kind is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            beginning = file.readline(_LONGEST_LINE)
+        if kind == "parquet":
+            return kind if beginning.startswith(b"PAR1") else None
+        return kind if isinstance(json.loads(beginning), dict) else None
+    except (OSError, ValueError):
+        return None  # reading it as text says what is wrong
+
+
 def encode_file(
     path: Path, tokenizer: Tokenizer, source: str, text_key: str, separator: int | None
 ) -> TokenArray:
@@ -221,8 +259,12 @@ def text_files(config: DataConfig) -> tuple[list[Path], list[Path]]:
     of_records = RECORDS.get(config.source)
     kind = (of_records.suffixes, of_records.name) if of_records else ()
     train = expand("data.train", config.train, *kind) if config.train else standard_library()
-    if config.validation:
-        return train, expand("data.validation", config.validation, *kind)
+    validation = expand("data.validation", config.validation, *kind) if config.validation else []
+    if of_records is None:
+        for name, files in (("data.train", train), ("data.validation", validation)):
+            refuse_records(name, files, "data.source", "data.text_key")
+    if validation:
+        return train, validation
     if len(train) == 1:
         return train, []
     return split(train, config.validation_fraction)

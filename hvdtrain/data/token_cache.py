@@ -6,12 +6,12 @@ import hashlib
 import json
 import os
 import secrets
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
+from hvdtrain.data.hidden_copy import hidden_copy, remove_leftovers
 from hvdtrain.data.tokens import TokenArray
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_folder
@@ -34,27 +34,32 @@ def cached(
     Processes that come here at the same time each call it, and use what the first one has kept.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the folder cannot be written, or what it holds is damaged.
     """
     kept = folder.expanduser() / name
     new = kept.with_name(f".{name}.{secrets.token_hex(4)}.tmp")
-    try:
-        if not kept.is_dir():
-            tokens = make()
-            new.mkdir(parents=True)
-            _write(new, tokens)
-            try:
-                new.rename(kept)
-            except OSError:
-                if not kept.is_dir():
-                    raise
+    remove_leftovers(kept.parent, f".{'[0-9a-f]' * 16}.*.tmp")
+    if not kept.is_dir():
+        tokens = make()
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with hidden_copy(new):
+                new.mkdir()
+                _write(new, tokens)
+                _rename(new, kept)
             sync_folder(kept.parent)
-        train, validation = (_read(kept / f"{split}.npy") for split in _SPLITS)
-    except (OSError, ValueError) as error:
-        raise UserError(f"data.cache: {kept}: {error}") from None
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
+        except OSError as error:
+            raise UserError(f"data.cache: {kept}: {error}") from None
+    train, validation = (_read(kept, split) for split in _SPLITS)
     return train, validation
+
+
+def _rename(new: Path, kept: Path) -> None:
+    try:
+        new.rename(kept)
+    except OSError:
+        if not kept.is_dir():  # else another process was quicker
+            raise
 
 
 def _write(folder: Path, tokens: tuple[TokenArray, TokenArray]) -> None:
@@ -65,6 +70,12 @@ def _write(folder: Path, tokens: tuple[TokenArray, TokenArray]) -> None:
             os.fsync(file.fileno())
 
 
-def _read(path: Path) -> TokenArray:
-    tokens: TokenArray = np.load(path, mmap_mode="r")
+def _read(kept: Path, split: str) -> TokenArray:
+    try:
+        tokens: TokenArray = np.load(kept / f"{split}.npy", mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(
+            f"data.cache: {kept / f'{split}.npy'} cannot be read ({error}): delete the directory "
+            f"{kept}, and the next start makes it again"
+        ) from None
     return tokens

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvdtrain.data.files import deal, expand, split, standard_library
-from hvdtrain.data.text import RECORDS, Tokenizer, cut, encode_file
+from hvdtrain.data.hidden_copy import hidden_copy, remove_leftovers
+from hvdtrain.data.text import RECORDS, Tokenizer, cut, encode_file, refuse_records
 from hvdtrain.data.tokens import DTYPES, TokenArray, TokenMeta
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_folder
@@ -97,14 +98,12 @@ def tokenize(source: Source, out: Path, ranks: Ranks) -> dict[Path, int]:
     first = ranks.rank == 0
     plan = on_all_ranks(ranks, lambda: _plan(source, out, ranks.size) if first else None)[0]
     assert plan is not None
-    try:
+    with ExitStack() as parts:
+        on_all_ranks(ranks, lambda: _hold_parts(parts, plan, ranks.rank))
         counts = on_all_ranks(ranks, lambda: _write_parts(plan, source, ranks.rank))
         on_all_ranks(ranks, lambda: _join_part(plan, counts, ranks.rank))
         total = {name: sum(count[name] for count in counts) for name in SPLITS}
         on_all_ranks(ranks, lambda: _publish(plan, total) if first else None)
-    finally:
-        for name in SPLITS:
-            plan.part(name, ranks.rank).unlink(missing_ok=True)
     return {plan.result(name): total[name] for name in SPLITS}
 
 
@@ -116,10 +115,14 @@ def _plan(source: Source, out: Path, ranks: int) -> Plan:
     records = RECORDS.get(source.kind)
     kind = (records.suffixes, records.name) if records else ()
     paths = expand("--input", source.patterns, *kind) if source.patterns else standard_library()
+    if records is None:
+        refuse_records("--input", paths, "--source", "--text-key")
     train, validation = (paths, []) if len(paths) == 1 else split(paths, fraction)
     files = [("train", path) for path in train] + [("validation", path) for path in validation]
     owners = deal([path.stat().st_size for _, path in files], ranks)
     out.mkdir(parents=True, exist_ok=True)
+    for name in SPLITS:
+        remove_leftovers(out, f".{name}.u*.tmp")
     return Plan(
         out,
         [(name, path, owner) for (name, path), owner in zip(files, owners, strict=True)],
@@ -127,6 +130,12 @@ def _plan(source: Source, out: Path, ranks: int) -> Plan:
         replace(tokenizer.meta, separator=tokenizer.separator(source.kind, source.separate)),
         secrets.token_hex(4),
     )
+
+
+def _hold_parts(stack: ExitStack, plan: Plan, rank: int) -> None:
+    """This rank's parts are removed at the end; after a kill, by the next run into the folder."""
+    for name in SPLITS:
+        stack.enter_context(hidden_copy(plan.part(name, rank)))
 
 
 def _write_parts(plan: Plan, source: Source, rank: int) -> Counts:

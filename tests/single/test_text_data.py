@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +18,13 @@ from hypothesis import strategies as st
 
 from hvdtrain.data.config import DataConfig
 from hvdtrain.data.files import expand, split, standard_library
+from hvdtrain.data.hidden_copy import hidden_copy
 from hvdtrain.data.text import Tokenizer, read, read_text, text_files
+from hvdtrain.data.tokenize import Source, tokenize
 from hvdtrain.data.tokens import TokenMeta, TokenWindows, read_token_files
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt_config import GPTConfig
+from hvdtrain.runtime.mpi import Alone
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
 from tests.support.runs import CORPUS
 
@@ -352,3 +358,72 @@ def test_cached_tokens_are_of_other_text_or_made_again(
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"data\.cache: .*file"):
         read_text(DataConfig(train=[str(corpus)], cache=str(tmp_path / "file")), Tokenizer(None))
+
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from hvdtrain.data import token_cache
+
+def write(folder, tokens):
+    np.save(folder / "train.npy", tokens[0])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+token_cache._write = write
+token_cache.cached(Path(sys.argv[1]), "0123456789abcdef", lambda: (np.zeros(9999), np.zeros(9)))
+"""
+
+
+def test_cache_copy_of_a_killed_process_is_removed(corpus: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(cache)], timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = cache.glob(".*.tmp")
+    living = left.with_name(left.name.replace("0123", "fedc"))
+    living.mkdir()
+    with hidden_copy(living):
+        read_text(DataConfig(train=[str(corpus)], cache=str(cache)), Tokenizer(None))
+        assert living.is_dir() and not left.exists()
+    (kept,) = cache.iterdir()  # no lock is left either
+    assert not kept.name.startswith(".")
+
+
+def test_damaged_cache_file_is_named_with_what_to_delete(corpus: Path, tmp_path: Path) -> None:
+    config = DataConfig(train=[str(corpus)], cache=str(tmp_path / "cache"))
+    read_text(config, Tokenizer(None))
+    (kept,) = (tmp_path / "cache").iterdir()
+    for content in (b"", b"no array", (kept / "train.npy").read_bytes()[:200]):
+        (kept / "train.npy").write_bytes(content)
+        with pytest.raises(UserError, match=f"train.npy cannot be read .*: delete .* {kept},"):
+            read_text(config, Tokenizer(None))
+
+
+@pytest.mark.parametrize(
+    ("files", "refused"),
+    [
+        ({"a.jsonl": '{"text": "a"}\n' * 9}, "a.jsonl is a file of JSON lines"),
+        ({"a.ndjson": '{"body": "a"}\n' * 9, "README.md": "a"}, "a.ndjson is a file of JSON lines"),
+        ({"a.jsonl": "plain text\n" * 9}, ""),
+        ({"a.txt": '{"text": "a"}\n' * 9}, ""),
+        ({"a.jsonl": '{"text": "a"}\n' * 9, "a.txt": "a" * 999}, ""),
+        ({"a.parquet": "PAR1 ... PAR1" * 9}, "a.parquet is a Parquet file"),
+    ],
+)
+def test_json_lines_are_refused_as_plain_text(
+    tmp_path: Path, files: dict[str, str], refused: str
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    source = Source([str(tmp_path)])
+    if not refused:
+        assert text_files(DataConfig(train=[str(tmp_path)]))[0]
+        tokenize(source, tmp_path / "out", Alone())
+        return
+    kind = "parquet" if "Parquet" in refused else "jsonl"
+    for key in ("data.train", "data.validation"):
+        config = DataConfig(**{"train": [], key.removeprefix("data."): [str(tmp_path)]})  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=rf"{key}: .*{refused}.*data\.source {kind}"):
+            text_files(config)
+    with pytest.raises(UserError, match=f"--input: .*{refused}.*--source {kind}, and --text-key"):
+        tokenize(source, tmp_path / "out", Alone())

@@ -11,28 +11,20 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shutil
-import sys
 import sysconfig
 import tarfile
 import tempfile
 from pathlib import Path
 
-from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.horovod_wheel import cuda, prerequisites, recipe
 from hvdtrain.horovod_wheel.diagnose import diagnose
-from hvdtrain.horovod_wheel.process import run_logged
+from hvdtrain.horovod_wheel.process import BuildError, pip, run_logged, say
 
 DOWNLOAD_TIMEOUT_S = 900.0
 PATCH_TIMEOUT_S = 60.0
 COMPILE_TIMEOUT_S = 5400.0
 INSTALL_TIMEOUT_S = 600.0
 _MEMORY_PER_JOB = 2 * 1024**3  # bytes: what g++ takes for one file that includes torch
-
-
-class BuildError(UserError):
-    """Horovod did not compile, or could not be fetched or installed."""
-
-    exit_code = EXIT_CRASH
 
 
 def default_wheel_dir() -> Path:
@@ -48,18 +40,19 @@ def build(
 
     Raises UserError where something is missing, BuildError where a step fails.
     """
-    prerequisites.check(gpu, mpi)
+    toolkit = cuda.find() if gpu != "none" else None
+    prerequisites.check(mpi, toolkit)
     made = recipe.detect(gpu, mpi)
     folder = (wheel_dir or default_wheel_dir()).expanduser().absolute()
     cached = _find(folder, made)
     if cached:
-        _say(f"Horovod's wheel is there: {cached.name}")
+        say(f"Horovod's wheel is there: {cached.name}")
         return cached
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Inside the cache, so that the last step is a rename on one file system.
         with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
-            return _make(made, Path(scratch), folder, verbose)
+            return _make(made, toolkit, Path(scratch), folder, verbose)
     except OSError as error:
         raise BuildError(
             f"cannot build in {folder}: {error}; choose another --wheel-dir"
@@ -73,16 +66,16 @@ def install(wheel: Path) -> None:
     """
     version = wheel.name.split("-")[1]
     if installed_version() == version:
-        _say(f"horovod {version} is installed already")
+        say(f"horovod {version} is installed already")
         return
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "pip.log")
         # --no-deps: what Horovod needs is in hvdtrain's extra and was checked for.
-        code = run_logged([*_pip("install"), str(wheel)], log, INSTALL_TIMEOUT_S)
+        code = run_logged([*pip("install"), str(wheel)], log, INSTALL_TIMEOUT_S)
         if code:
             line, _ = diagnose(log.read_text(errors="replace"))
             raise BuildError(f"pip could not install {wheel}: {line}")
-    _say(f"horovod {version} is installed")
+    say(f"horovod {version} is installed")
 
 
 def installed_version() -> str | None:
@@ -101,7 +94,7 @@ def download(folder: Path) -> Path:
     requirements = folder / "requirements.txt"
     requirements.write_text(f"horovod=={recipe.VERSION} --hash=sha256:{recipe.SDIST_SHA256}\n")
     log = folder / "download.log"
-    command = [*_pip("download"), "--no-binary", ":all:", "--no-build-isolation"]
+    command = [*pip("download"), "--no-binary", ":all:", "--no-build-isolation"]
     command += ["--require-hashes", "-d", str(folder), "-r", str(requirements)]
     code = run_logged(command, log, DOWNLOAD_TIMEOUT_S)
     archive = folder / f"horovod-{recipe.VERSION}.tar.gz"
@@ -131,21 +124,25 @@ def unpack_and_patch(archive: Path, folder: Path) -> Path:
     return source
 
 
-def _make(made: recipe.Recipe, scratch: Path, folder: Path, verbose: bool) -> Path:
-    _say(f"building horovod {made.version}")
-    _say("downloading the source")
+def _make(
+    made: recipe.Recipe, toolkit: cuda.Toolkit | None, scratch: Path, folder: Path, verbose: bool
+) -> Path:
+    say(f"building horovod {made.version}")
+    say("downloading the source")
     source = unpack_and_patch(download(scratch), scratch)
-    _say(f"compiling on {_jobs()} cores: this takes a few minutes, once")
+    say(f"compiling on {_jobs()} cores: this takes a few minutes, once")
     log = scratch / "compile.log"
     out = scratch / "out"
     # Error messages name source files: without the folder, which is gone by then. Horovod asks
     # distutils for Python's headers, which Python 3.12 has no more.
     headers = sysconfig.get_path("include")
     flags = f"{os.environ.get('CXXFLAGS', '')} -I{headers} -ffile-prefix-map={source}/="
-    environment = {**os.environ, **made.environment, "MAKEFLAGS": _makeflags(), "CXXFLAGS": flags}
-    if made.gpu != "none":
-        environment |= cuda.environment(scratch)
-    command = [*_pip("wheel"), "-v", "--no-build-isolation", "-w", str(out), str(source)]
+    # The wheel's name says which GPU operations it has, so the user's variables choose none.
+    theirs = {name: text for name, text in os.environ.items() if not name.startswith("HOROVOD_GPU")}
+    environment = {**theirs, **made.environment, "MAKEFLAGS": _makeflags(), "CXXFLAGS": flags}
+    if toolkit is not None:
+        environment |= cuda.environment(toolkit, scratch)
+    command = [*pip("wheel"), "-v", "--no-build-isolation", "-w", str(out), str(source)]
     code = run_logged(command, log, COMPILE_TIMEOUT_S, environment, verbose=verbose, progress=True)
     wheel = _find(out, made)
     if code or wheel is None:
@@ -162,10 +159,6 @@ def _find(folder: Path, made: recipe.Recipe) -> Path | None:
     return next(iter(sorted(folder.glob(made.wheel_pattern()))), None)
 
 
-def _pip(action: str) -> list[str]:
-    return [sys.executable, "-m", "pip", action, "--no-deps", "--no-input"]
-
-
 def _jobs() -> int:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(len(os.sched_getaffinity(0)), memory // _MEMORY_PER_JOB))
@@ -175,7 +168,3 @@ def _makeflags() -> str:
     # Under `make` the variable holds flags of that make, which are not for this one.
     under_make = "MAKELEVEL" in os.environ
     return (not under_make and os.environ.get("MAKEFLAGS")) or f"-j{_jobs()}"
-
-
-def _say(line: str) -> None:
-    print(f"hvdtrain: {line}", file=sys.stderr, flush=True)

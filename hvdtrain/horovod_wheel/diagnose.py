@@ -18,6 +18,10 @@ _CUDA_ADVICE = (
     "install NVIDIA's CUDA toolkit of torch's version, or set HOROVOD_CUDA_HOME, "
     "or build with --gpu none"
 )
+_STANDARD_ADVICE = (
+    "the compiler or its flags stop at an older C++: use g++ {gcc} or newer "
+    "(sudo apt-get install g++; CXX chooses another), and leave -std out of CXXFLAGS"
+)
 # Lines are matched without their indent; "-- Could NOT find" is CMake's news of what it
 # can do without, so those patterns start at the line's first word.
 # The causes before the symptoms: the first pattern that occurs in the log wins.
@@ -28,10 +32,14 @@ _CAUSES = (
         r"(Killed signal terminated program|internal compiler error: Killed|fatal error: Killed)",
         "the machine ran out of memory: add memory or swap, or set MAKEFLAGS=-j1",
     ),
+    # __cplusplus of g++ 9 and 10 is less than C++20's, which torch asks for.
     (
-        r"C\+\+17 or later|CXX_STANDARD.*17.*not|unrecognized.*-std=(c|gnu)\+\+17",
-        "the compiler or its flags stop at an older C++: use g++ 9 or newer "
-        "(sudo apt-get install g++; CXX chooses another), and leave -std out of CXXFLAGS",
+        r"C\+\+20 or later|CXX_STANDARD.*20.*not|CXX20|unrecognized.*-std=(c|gnu)\+\+2[0a]",
+        _STANDARD_ADVICE.format(gcc="11"),
+    ),
+    (
+        r"C\+\+17 or later|CXX_STANDARD.*17.*not|CXX17|unrecognized.*-std=(c|gnu)\+\+17",
+        _STANDARD_ADVICE.format(gcc="9"),
     ),
     # Any other error of the compiler outranks what CMake only looked for without success.
     (r"^\S+:\d+:(\d+:)? error: ", ""),

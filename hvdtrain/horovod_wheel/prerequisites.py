@@ -11,7 +11,7 @@ import sysconfig
 from pathlib import Path
 
 from hvdtrain.errors import UserError
-from hvdtrain.horovod_wheel import cuda
+from hvdtrain.horovod_wheel.cuda import Toolkit
 
 # program -> Debian/Ubuntu package
 PROGRAMS = {
@@ -35,8 +35,13 @@ MODULES = {
 }
 
 
-def check(gpu: str = "none", mpi: bool = True) -> None:
-    """Raise UserError that names everything that is missing, and how to install it."""
+def check(mpi: bool = True, toolkit: Toolkit | None = None) -> None:
+    """Raise UserError that names everything that is missing, and how to install it.
+
+    Args:
+        mpi: whether Horovod is built with MPI.
+        toolkit: CUDA for a build with GPU operations.
+    """
     needed = PROGRAMS | (MPI_PROGRAMS if mpi else {})
     programs = [name for name in needed if not _has_program(name)]
     packages = [needed[name] for name in programs]
@@ -44,7 +49,7 @@ def check(gpu: str = "none", mpi: bool = True) -> None:
         programs.append("Python.h")
         packages.append("python3-dev")
     modules = [MODULES[name] for name in MODULES if importlib.util.find_spec(name) is None]
-    no_cuda = gpu != "none" and cuda.toolkit() is None
+    no_cuda = toolkit.missing if toolkit else ""
     if not (programs or modules or no_cuda):
         return
     lines = ["Horovod cannot be compiled here yet."]
@@ -58,10 +63,7 @@ def check(gpu: str = "none", mpi: bool = True) -> None:
         lines.append(f"  missing in this Python environment: {', '.join(modules)}")
         lines.append(f"    {python} -m pip install {' '.join(modules)}")
     if no_cuda:
-        lines.append(f"  missing for --gpu {gpu}: nvcc")
-        lines.append(
-            "    install NVIDIA's CUDA toolkit of torch's version, or set HOROVOD_CUDA_HOME"
-        )
+        lines.append(f"  missing for GPUs: {no_cuda}")
     raise UserError("\n".join(lines))
 
 

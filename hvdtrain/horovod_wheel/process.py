@@ -17,6 +17,12 @@ REPORT_EVERY_S = 30.0
 END_GRACE_S = 10.0
 
 
+class BuildError(UserError):
+    """Horovod did not compile, or could not be fetched or installed."""
+
+    exit_code = EXIT_CRASH
+
+
 class TimedOutError(UserError):
     """A command took longer than it ever should."""
 
@@ -62,10 +68,27 @@ def run_logged(
                     )
                 if progress and not verbose and now - reported >= REPORT_EVERY_S:
                     reported = now
-                    print(f"hvdtrain: {_percent(log)}{now - started:.0f} s", file=sys.stderr)
+                    say(f"{_percent(log)}{now - started:.0f} s")
         finally:
             if process.poll() is None:
                 _end(process)
+
+
+def pip(action: str, dependencies: bool = False) -> list[str]:
+    """The beginning of a command of this environment's pip, which asks no questions."""
+    return [
+        sys.executable,
+        "-m",
+        "pip",
+        action,
+        "--no-input",
+        *([] if dependencies else ["--no-deps"]),
+    ]
+
+
+def say(line: str) -> None:
+    """Tell the user what the build does."""
+    print(f"hvdtrain: {line}", file=sys.stderr, flush=True)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from packaging.version import Version
 from hvdtrain.errors import UserError
 from hvdtrain.horovod_wheel import build, check, cuda, prerequisites, recipe
 from hvdtrain.horovod_wheel.diagnose import diagnose
-from hvdtrain.horovod_wheel.process import TimedOutError, run_logged
+from hvdtrain.horovod_wheel.process import BuildError, TimedOutError, run_logged
 from hvdtrain.launch.commands import horovodrun
 
 # Cut from logs of real builds with the thing in question taken away.
@@ -28,6 +29,7 @@ CAUSES = {
     "no-python-header": ("fatal error: Python.h: No such file", "apt-get install python3-dev"),
     "no-cuda": ("Could NOT find CUDAToolkit", "--gpu none"),
     "cxx14": ("#error C++17 or later", "g++ 9 or newer"),
+    "cxx17": ("#error C++20 or later", "g++ 11 or newer"),
 }
 LINES = {
     "a.cc:3:10: fatal error: mpi.h: No such file or directory": "libopenmpi-dev",
@@ -36,6 +38,7 @@ LINES = {
     "c++: fatal error: Killed signal terminated program cc1plus": "MAKEFLAGS=-j1",
     "/usr/bin/ld: final link failed: No space left on device": "make room",
     "ModuleNotFoundError: No module named 'cffi'": "pip install cffi",
+    'Target "pytorch" requires the language dialect "CXX20" , but': "g++ 11 or newer",
     "a.cc:3:10: error: 'x' was not declared in this scope": "",
 }
 
@@ -117,16 +120,81 @@ def test_a_patch_does_not_say_why() -> None:
         assert len(why) > 60, patch
 
 
-@pytest.mark.slow
-def test_a_patch_does_not_apply_to_the_sdist(tmp_path: Path) -> None:
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Horovod's source with every patch applied."""
     try:
         archive = build.download(tmp_path)
-    except build.BuildError as error:
+    except BuildError as error:
         pytest.skip(str(error))
-    source = build.unpack_and_patch(archive, tmp_path)
+    return build.unpack_and_patch(archive, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_patch_does_not_apply_to_the_sdist(source: Path) -> None:
     assert "set(CMAKE_CXX_STANDARD 17)" in (source / "CMakeLists.txt").read_text()
     assert "ProcessFailedError" in (source / "horovod/runner/launch.py").read_text()
     assert not list(source.rglob("*.rej")) and not list(source.rglob("*.orig"))
+
+
+@pytest.mark.slow
+def test_cxx_standard_is_the_one_torchs_headers_name(source: Path, tmp_path: Path) -> None:
+    for standard, flags in {"17": {"c++17"}, "20": {"c++20", "c++2a"}}.items():
+        compiled = _configure(source, tmp_path / standard, standard)
+        named = set(re.findall(r"-std=(\S+)", compiled))
+        assert len(named) == 1 and named <= flags
+
+
+@pytest.mark.slow
+def test_build_for_cpus_ignores_a_partial_cuda(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "cuda"
+    _nvcc(home / "bin")  # compiles nothing, and there are neither headers nor libraries
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    monkeypatch.setenv("PATH", f"{home / 'bin'}:{os.environ['PATH']}")
+    compiled = _configure(source, tmp_path, "20")
+    assert "mpi_ops_v2.cc" in compiled and "CUDA" not in compiled
+
+
+def _configure(source: Path, folder: Path, standard: str) -> str:
+    """Run CMake with a stand-in for torch 2.14+cu130; return the compilers' commands."""
+    torch = folder / "site/torch"
+    headers = folder / "include"
+    files = {
+        torch / "__init__.py": (
+            "import sys\n"
+            "from torch import version\n"
+            "torch = sys.modules['torch']\n"
+            "__version__ = '2.14.1+cu130'\n"
+            "def compiled_with_cxx11_abi():\n"
+            "    return True\n"
+        ),
+        torch / "version.py": "cuda, hip = '13.0', None\n",
+        torch / "utils/cpp_extension.py": (
+            "import os\n"
+            "CUDA_HOME, ROCM_HOME = os.environ.get('CUDA_HOME'), None\n"
+            "class CppExtension:\n"
+            "    def __init__(self, *_):\n"
+            f"        self.include_dirs = [{str(headers)!r}]\n"
+            "        self.library_dirs, self.libraries = [], []\n"
+            "CUDAExtension = CppExtension\n"
+        ),
+        headers / "ATen/ATen.h": f"#error C++{standard} or later compatible compiler is required\n",
+    }
+    for file, text in files.items():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    out = folder / "configured"
+    environment = {**os.environ, **recipe.Recipe("2.14.1", "").environment}
+    environment |= {"PYTHONPATH": str(folder / "site"), "HOROVOD_WITHOUT_GLOO": "1"}
+    command = ["cmake", "-S", str(source), "-B", str(out), "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON"]
+    command += [f"-DPYTHON_EXECUTABLE={sys.executable}"]
+    command += [f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY_RELWITHDEBINFO={out}"]
+    command += ["-DCMAKE_BUILD_TYPE=RelWithDebInfo"]
+    code = run_logged(command, folder / "cmake.log", 120.0, environment)
+    assert code == 0, (folder / "cmake.log").read_text()
+    return (out / "compile_commands.json").read_text()
 
 
 def test_missing_prerequisites_are_not_told_all_at_once(
@@ -148,26 +216,110 @@ def test_missing_prerequisites_are_not_told_all_at_once(
     assert "mpicxx" not in str(told.value) and "--without" not in str(told.value)
 
 
-def _nvcc(folder: Path, says: str = "") -> None:
+def _nvcc(folder: Path, says: str = "", release: str = "13.0", code: int = 0) -> None:
+    """A stand-in that tells its release, and ends with `code` if it shall compile."""
     folder.mkdir(parents=True)
-    (folder / "nvcc").write_text(f"#!/bin/sh\necho '{says}' >&2\n")
+    version = f'[ "$1" = --version ] && echo "release {release}, V{release}.88" && exit 0'
+    (folder / "nvcc").write_text(f"#!/bin/sh\n{version}\necho '{says}' >&2\nexit {code}\n")
     (folder / "nvcc").chmod(0o755)
 
 
-def test_an_nvcc_that_is_a_script_hides_the_toolkit_it_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def no_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch for CUDA 13.0 on a machine without CUDA."""
     monkeypatch.delenv("HOROVOD_CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(cuda, "DEFAULT_HOME", str(tmp_path / "none"))
+    monkeypatch.setattr(cuda, "_cuda_of_torch", lambda: "13.0")
+    monkeypatch.setattr(cuda, "_requirement", lambda: "")
+
+
+def test_toolkit_is_the_one_that_an_nvcc_script_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_toolkit: None
+) -> None:
     _nvcc(tmp_path / "cuda/bin")
     _nvcc(tmp_path / "bin", f"#$ TOP={tmp_path}/cuda/bin/..")
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    assert cuda.toolkit() == tmp_path / "cuda"
-    made = cuda.environment(tmp_path)
+    toolkit = cuda.find()
+    assert toolkit.home == tmp_path / "cuda" and not toolkit.missing
+    made = cuda.environment(toolkit, tmp_path)
     assert made["CUDA_HOME"] == made["HOROVOD_CUDA_HOME"] == str(tmp_path / "cuda")
+    assert made["PATH"].split(":")[0] == str(tmp_path / "cuda/bin")
     _nvcc(tmp_path / "other/bin")
     monkeypatch.setenv("HOROVOD_CUDA_HOME", str(tmp_path / "other"))
-    assert cuda.toolkit() == tmp_path / "other"
+    assert cuda.find().home == tmp_path / "other"
+
+
+def test_toolkit_compiles_and_has_torchs_major_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_toolkit: None
+) -> None:
+    _nvcc(tmp_path / "old/bin", release="12.8")
+    _nvcc(tmp_path / "partial/bin", "/usr/bin/ld: cannot find -lcudart", code=1)
+    monkeypatch.setenv("HOROVOD_CUDA_HOME", str(tmp_path / "old"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "partial"))
+    toolkit = cuda.find()
+    assert toolkit.home is None
+    assert toolkit.rejected == (
+        f"{tmp_path}/old is CUDA 12, torch has CUDA 13.0",
+        f"{tmp_path}/partial does not compile and link a program: "
+        "/usr/bin/ld: cannot find -lcudart",
+    )
+    with pytest.raises(UserError, match=r"missing for GPUs: NVIDIA's CUDA toolkit 13\.0.*partial"):
+        prerequisites.check(toolkit=toolkit)
+    _nvcc(tmp_path / "newer/bin", release="13.2")
+    monkeypatch.setattr(cuda, "DEFAULT_HOME", str(tmp_path / "newer"))
+    assert cuda.find().home == tmp_path / "newer"
+    monkeypatch.setattr(cuda, "_cuda_of_torch", str)
+    assert cuda.find().missing == "a build of torch with CUDA"
+
+
+def test_pip_brings_cudas_compiler_if_the_machine_has_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_toolkit: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(cuda, "_requirement", lambda: "cuda-toolkit[nvcc]==13.0.3")
+    toolkit = cuda.find()
+    assert toolkit.home is None and not toolkit.missing
+    home = tmp_path / "cuda/nvidia/cu13"
+
+    def run_pip(command: list[str], *_: object) -> int:
+        assert command[-2:] == [str(tmp_path / "cuda"), "cuda-toolkit[nvcc]==13.0.3"]
+        _nvcc(home / "bin")
+        (home / "lib").mkdir()
+        (home / "lib/libcudart.so.13").touch()
+        return 0
+
+    monkeypatch.setattr(cuda, "run_logged", run_pip)
+    made = cuda.environment(toolkit, tmp_path)
+    assert made["CUDA_HOME"] == made["HOROVOD_CUDA_HOME"] == str(home)
+    # Linkers look for these names, which the packages lack.
+    assert (home / "lib64/libcudart.so").resolve() == home / "lib/libcudart.so.13"
+    assert "CUDA's compiler: cuda-toolkit[nvcc]==13.0.3 (pip)" in capsys.readouterr().err
+
+
+def test_gpu_operations_are_those_of_the_wheels_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, str] = {}
+
+    def run_pip(
+        command: list[str], log: Path, timeout: float, environment: dict[str, str], **_: bool
+    ) -> int:
+        log.touch()
+        seen.update(environment)
+        return 1
+
+    monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
+    monkeypatch.setattr(prerequisites, "check", lambda *_: None)
+    monkeypatch.setattr(build, "download", lambda folder: folder)
+    monkeypatch.setattr(build, "unpack_and_patch", lambda archive, folder: folder)
+    monkeypatch.setattr(build, "run_logged", run_pip)
+    with pytest.raises(BuildError, match="did not compile"):
+        build.build(mpi=False, wheel_dir=tmp_path)
+    assert seen["HOROVOD_WITHOUT_MPI"] == "1" and "HOROVOD_GPU_OPERATIONS" not in seen
 
 
 def test_torchs_own_nccl_is_not_found_or_taken_where_another_is_named(
@@ -179,13 +331,14 @@ def test_torchs_own_nccl_is_not_found_or_taken_where_another_is_named(
         (wheel / file).touch()
     scratch.mkdir()
     monkeypatch.syspath_prepend(tmp_path / "site")
-    made = cuda.environment(scratch)
+    toolkit = cuda.Toolkit("13.0", tmp_path / "cuda")
+    made = cuda.environment(toolkit, scratch)
     assert made["HOROVOD_NCCL_INCLUDE"] == str(wheel / "include")
     # The wheel has no libnccl.so, by which a linker finds a library.
     assert Path(made["HOROVOD_NCCL_LIB"], "libnccl.so").resolve() == wheel / "lib/libnccl.so.2"
     assert made["HOROVOD_NCCL_LINK"] == "SHARED"
     monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")
-    assert not any("NCCL" in name for name in cuda.environment(scratch))
+    assert not any("NCCL" in name for name in cuda.environment(toolkit, scratch))
 
 
 def test_a_cached_wheel_is_compiled_again(tmp_path: Path) -> None:
@@ -210,7 +363,7 @@ def test_a_wheel_dir_that_cannot_be_written_is_a_traceback(tmp_path: Path) -> No
     except UserError as error:
         pytest.skip(str(error))
     (tmp_path / "file").touch()
-    with pytest.raises(build.BuildError, match="choose another --wheel-dir"):
+    with pytest.raises(BuildError, match="choose another --wheel-dir"):
         build.build(wheel_dir=tmp_path / "file" / "wheels")
 
 

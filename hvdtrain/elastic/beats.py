@@ -1,14 +1,16 @@
-"""Signs of life of the processes, and the driver's word that a generation is over: UDP datagrams.
+"""Heartbeats of the processes, and the driver's word that a generation is over: UDP datagrams.
 
-    watchdog -> driver   BEAT number, its clock in ns; four times a second
-    either   -> driver   MUTE number, its clock in ns; no beats will come, because the rank has
-                         ended, or because its watchdog has
+    watchdog -> driver   BEAT number, its clock in ns, the rank's port; four times a second
+    driver   -> watchdog ACK number, the same clock: the beat has arrived
+    either   -> driver   MUTE number, its clock in ns, the rank's port; no beats will come, because
+                         the rank has ended, or because its watchdog has
     driver   -> rank     OVER number, generation; again in answer to each beat
 
 The driver listens on the port, in UDP, that its HTTP server has in TCP. A datagram ends with
 16 bytes of HMAC-SHA256 keyed with the job's secret, and counts only where its clock is later
 than the last one's. All of it only makes faster what happens without it too: where datagrams
-do not get through, ssh ends over the dead link and Gloo's timeout passes.
+do not get through, ssh ends over the dead link and Gloo's timeout passes. A watchdog whose beats
+are not acknowledged tells the driver over TCP that its rank is alive.
 """
 
 from __future__ import annotations
@@ -20,23 +22,20 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from hvdtrain.elastic.failure_detector import Arrivals
+from hvdtrain.elastic.failure_detector import BEAT_SECONDS, THIS_HOST, FailureDetector, Silence
 from hvdtrain.runtime import environment
+from hvdtrain.runtime.network import source_towards
 
-BEAT_SECONDS = 0.25
 _LOOK_SECONDS = 0.05
-# A driver that did not get to look for so long (suspended, starved) has heard nobody.
-_LATE_SECONDS = 0.25
-_LEAST_SECONDS = 1.0  # that a process may be silent, whatever was seen
+_UNACKNOWLEDGED_BEATS = 2  # in a row: datagrams get lost one by one, too
 _SECRET = "HOROVOD_RENDEZVOUS_SECRET"
 _BUFFER_BYTES = 4 << 20
-_BODY = struct.Struct("!BIQ")
+_BODY = struct.Struct("!BIQH")
 _DIGEST_BYTES = 16
 _MUTE_TIMES, _MUTE_SECONDS = 3, 0.05  # datagrams get lost
 
@@ -47,31 +46,16 @@ class Kind(IntEnum):
     BEAT = 1
     MUTE = 2
     OVER = 3
+    ACK = 4
 
 
 class Message(NamedTuple):
-    """`figure`: the sender's clock in ns, or a generation."""
+    """`figure`: a sender's clock in ns, or a generation; `port`: where a rank listens, or 0."""
 
     kind: Kind
     number: int
     figure: int
-
-
-@dataclass(frozen=True)
-class Silence:
-    """A process was not heard any more.
-
-    Args:
-        number: of the process.
-        seconds: for so long.
-        bound: that it might have been without being taken for gone.
-        phi: see failure_detector.py.
-    """
-
-    number: int
-    seconds: float
-    bound: float
-    phi: float
+    port: int = 0
 
 
 def encode(message: Message, secret: bytes) -> bytes:
@@ -85,41 +69,75 @@ def decode(data: bytes, secret: bytes) -> Message | None:
     right = hmac.digest(secret, body, "sha256")[:_DIGEST_BYTES]
     if len(body) < _BODY.size or not hmac.compare_digest(digest, right):
         return None
-    kind, number, figure = _BODY.unpack(body)
+    kind, number, figure, port = _BODY.unpack(body)
     try:
-        return Message(Kind(kind), number, figure)
+        return Message(Kind(kind), number, figure, port)
     except ValueError:
         return None
 
 
 class Line:
-    """A process's end: its watchdog sends, the rank itself listens, on one socket.
+    """A process's end: its watchdog sends from one socket, the rank itself listens on another.
 
     Args:
         address, port: of the driver.
         number: the process's.
-        descriptor: of the socket, where there is one already.
+        rank_port: where the rank listens; None: on this very socket.
+
+    Attributes:
+        port: where the rank listens.
 
     Raises:
         OSError: `address` is none.
     """
 
-    def __init__(self, address: str, port: int, number: int, descriptor: int | None = None) -> None:
+    def __init__(self, address: str, port: int, number: int, rank_port: int | None = None) -> None:
         self.number = number
         self._secret = os.environ.get(_SECRET, "").encode()
         found = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, driver = found[0]
         self._driver: Any = driver
         # Not connected: a driver with several addresses may answer from another one.
-        self._socket = socket.socket(family, kind, protocol, fileno=descriptor)
-        self.descriptor = self._socket.fileno()
+        self._socket = socket.socket(family, kind, protocol)
+        self._socket.bind(("", 0))
+        self.port: int = rank_port or self._socket.getsockname()[1]
         self._generation = -1
         self._lock = threading.Lock()
+        self._told = False  # over TCP, since the last beat that was acknowledged
 
-    def beat_for_ever(self) -> None:
+    def beat_for_ever(self, tell: Callable[[], object]) -> None:
+        """Beats; in the watchdog.
+
+        Args:
+            tell: tells the driver over TCP that the rank is alive; called once, in a thread of its
+                own, when beats are no longer acknowledged. Raises OSError: it was not told.
+        """
+        unacknowledged, telling = 0, threading.Thread()
         while True:
             self._send(Kind.BEAT)
-            time.sleep(BEAT_SECONDS)
+            if self._acknowledged(time.monotonic() + BEAT_SECONDS):
+                unacknowledged, self._told = 0, False
+                continue
+            unacknowledged += 1
+            due = unacknowledged >= _UNACKNOWLEDGED_BEATS and not self._told
+            if due and not telling.is_alive():
+                telling = threading.Thread(target=self._tell, args=(tell,), daemon=True)
+                telling.start()
+
+    def _acknowledged(self, deadline: float) -> bool:
+        """Reads until the deadline; whether a beat was acknowledged meanwhile."""
+        acknowledged = False
+        while (left := deadline - time.monotonic()) > 0:
+            self._socket.settimeout(left)
+            with suppress(OSError):
+                message = decode(self._socket.recv(256), self._secret)
+                acknowledged |= message is not None and message[:2] == (Kind.ACK, self.number)
+        return acknowledged
+
+    def _tell(self, tell: Callable[[], object]) -> None:
+        with suppress(OSError):
+            tell()
+            self._told = True
 
     def join(self, generation: int) -> None:
         """This process is in this generation now; it ignores what is said of others."""
@@ -159,18 +177,24 @@ class Line:
 
     def _send(self, kind: Kind) -> None:
         with suppress(OSError):
-            message = Message(kind, self.number, time.monotonic_ns())
+            message = Message(kind, self.number, time.monotonic_ns(), self.port)
             self._socket.sendto(encode(message, self._secret), self._driver)
 
 
-@dataclass
-class _Heard:
-    """What the driver knows of a process from its beats."""
+class Listener(Protocol):
+    """What the driver does with what `Beats` finds out; called from a thread of its own."""
 
-    address: tuple[str, int]
-    clock: int
-    arrivals: Arrivals
-    silent: bool = False  # so that it was taken for gone
+    def on_silence(self, silence: Silence) -> bool:
+        """A process fell silent; whether it is given up. Otherwise it is reported again."""
+
+    def on_return(self, silence: Silence) -> None:
+        """A process that was given up is heard again."""
+
+    def on_unheard(self, silence: Silence) -> None:
+        """A process is alive, but its datagrams do not arrive: beats say nothing about it."""
+
+    def on_deaf(self, seconds: float) -> None:
+        """Processes fell silent all at once and are not given up; 0: this is over."""
 
 
 class Beats:
@@ -182,7 +206,7 @@ class Beats:
 
     Attributes:
         port: where it listens.
-        longest, phi: the longest delay of a beat that was no alarm, in seconds, and its phi.
+        detector: its view of the processes.
 
     Raises:
         OSError: the port is taken.
@@ -195,97 +219,87 @@ class Beats:
         self._socket.bind(("", port))
         self._socket.settimeout(_LOOK_SECONDS)
         self.port: int = self._socket.getsockname()[1]
-        self._heard: dict[int, _Heard] = {}
+        self.detector = FailureDetector(environment.answer_seconds(1))
+        self._clocks: dict[int, int] = {}
+        self._addresses: dict[int, tuple[str, int]] = {}  # where each rank listens
+        self._hosts: dict[str, str] = {}  # address -> the same, or THIS_HOST
         self._over: dict[int, int] = {}  # process: its generation, which is over
-        self._least, self._most = _LEAST_SECONDS, environment.answer_seconds(1)
-        self.longest, self.phi = 0.0, 0.0
+        self._deaf = False
 
-    def listen(
-        self, on_silence: Callable[[Silence], bool], on_return: Callable[[Silence], None]
-    ) -> None:
-        """Starts a thread that calls these when a process falls silent, and is heard again.
-
-        Args:
-            on_silence: returns whether it took the process for gone; else it is asked again.
-        """
-        threading.Thread(target=self._listen, args=(on_silence, on_return), daemon=True).start()
+    def listen(self, listener: Listener) -> None:
+        """Starts a thread that tells the listener what it finds out."""
+        threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
 
     def tell(self, numbers: Iterable[int], generation: int) -> None:
         """Tells processes that their generation is over, at each of their beats until `begin`."""
         for number in numbers:
             self._over[number] = generation
-            if (heard := self._heard.get(number)) is not None:
-                self._send_over(number, generation, heard.address)
+            if (rank := self._addresses.get(number)) is not None:
+                self._send(Message(Kind.OVER, number, generation), rank)
 
-    def begin(self, ranks: int) -> None:
-        """A generation of so many ranks begins."""
+    def begin(self, ranks: Collection[int]) -> None:
+        """A generation of these processes begins."""
         self._over = {}
-        self._most = environment.answer_seconds(ranks)
+        self.detector.begin(ranks, environment.answer_seconds(len(ranks)))
+
+    def answered(self, number: int) -> None:
+        """A process has sent a request over TCP."""
+        self.detector.answered(number, time.monotonic())
 
     def drop(self, number: int) -> None:
         """A process has ended."""
-        self._heard.pop(number, None)
+        self.detector.drop(number)
+        self._clocks.pop(number, None)
+        self._addresses.pop(number, None)
 
-    def _listen(
-        self, on_silence: Callable[[Silence], bool], on_return: Callable[[Silence], None]
-    ) -> None:
+    def _listen(self, listener: Listener) -> None:
         looked = time.monotonic()
         while True:
             data, address = b"", ("", 0)
             with suppress(OSError):
                 data, address = self._socket.recvfrom(256)
             now = time.monotonic()
-            late = now - looked - _LOOK_SECONDS
-            if late > _LATE_SECONDS:
-                for heard in list(self._heard.values()):
-                    heard.arrivals.forgive(late)
-                looked = now
             message = decode(data, self._secret)
             if message is not None:
                 back = self._take(message, address, now)
                 if back is not None:
-                    on_return(back)
+                    listener.on_return(back)
             if now - looked >= _LOOK_SECONDS:
                 looked = now
-                for silence, heard in self._silent(now):
-                    heard.silent = on_silence(silence)
+                self._look(listener, now)
 
     def _take(self, message: Message, address: tuple[str, int], now: float) -> Silence | None:
-        """Returns how long a process was silent that was taken for gone and is heard again."""
-        heard = self._heard.get(message.number)
-        if message.kind == Kind.OVER or (heard and message.figure <= heard.clock):
+        """Returns how long a process was silent that had been given up and is heard again."""
+        kind, number, clock, port = message
+        if kind not in (Kind.BEAT, Kind.MUTE) or clock <= self._clocks.get(number, -1):
             return None
-        if (generation := self._over.get(message.number)) is not None:
-            self._send_over(message.number, generation, address)
-        if heard is None or message.kind == Kind.MUTE:
-            self._heard[message.number] = _Heard(address, message.figure, Arrivals(now))
+        self._clocks[number], self._addresses[number] = clock, (address[0], port)
+        if kind == Kind.BEAT:
+            self._send(Message(Kind.ACK, number, clock), address)
+        if (generation := self._over.get(number)) is not None:
+            self._send(Message(Kind.OVER, number, generation), self._addresses[number])
+        if kind == Kind.MUTE:
+            self.detector.mute(number, self._host(address[0]), now)
             return None
-        silence, back = heard.arrivals.silence(now), None
-        if heard.silent:
-            # It lives: from here on all may be as late as this.
-            back = Silence(message.number, silence, self._least, heard.arrivals.phi(now))
-            self._least = min(self._most, max(self._least, 2 * silence))
-        elif silence > self.longest:
-            self.longest, self.phi = silence, heard.arrivals.phi(now)
-        heard.address, heard.clock, heard.silent = address, message.figure, False
-        heard.arrivals.heard(now)
-        return back
+        return self.detector.beat(number, self._host(address[0]), now)
 
-    def _silent(self, now: float) -> list[tuple[Silence, _Heard]]:
-        """Those that are silent for longer than their bound, and not yet taken for gone."""
-        found = []
-        for number, heard in list(self._heard.items()):
-            seconds = heard.arrivals.silence(now)
-            if heard.silent or seconds <= self._least:
-                continue  # nearly all: no more arithmetic
-            bound = heard.arrivals.bound(self._least, self._most)
-            if bound is not None and seconds > bound:
-                phi = heard.arrivals.phi(now)
-                found.append((Silence(number, seconds, bound, phi), heard))
-        return found
+    def _host(self, address: str) -> str:
+        if address not in self._hosts:
+            own = source_towards(address) == address
+            self._hosts[address] = THIS_HOST if own else address
+        return self._hosts[address]
 
-    def _send_over(self, number: int, generation: int, address: tuple[str, int]) -> None:
+    def _look(self, listener: Listener, now: float) -> None:
+        verdicts = self.detector.look(now)
+        for silence in verdicts.unheard:
+            listener.on_unheard(silence)
+        for silence in verdicts.silent:
+            if listener.on_silence(silence):
+                self.detector.give_up(silence.number)
+        if bool(verdicts.deaf) != self._deaf:
+            self._deaf = bool(verdicts.deaf)
+            listener.on_deaf(verdicts.deaf)
+
+    def _send(self, message: Message, address: tuple[str, int]) -> None:
         with suppress(OSError):
-            self._socket.sendto(
-                encode(Message(Kind.OVER, number, generation), self._secret), address
-            )
+            self._socket.sendto(encode(message, self._secret), address)

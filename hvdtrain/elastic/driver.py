@@ -37,8 +37,9 @@ from typing import Any, NamedTuple
 from horovod.runner.common.util.hosts import SlotInfo
 
 from hvdtrain.elastic import interfaces
-from hvdtrain.elastic.beats import Beats, Silence
+from hvdtrain.elastic.beats import Beats
 from hvdtrain.elastic.command import starts_training
+from hvdtrain.elastic.failure_detector import Silence
 from hvdtrain.elastic.failures import RENDEZVOUS, TRAINING, Failures, ProcessStatus
 from hvdtrain.elastic.host_list import HostList
 from hvdtrain.elastic.identity import Identity
@@ -55,8 +56,8 @@ _DISCOVERY_SECONDS = (1.0, 5.0)
 _LOOK_SECONDS = 0.25  # the driver is woken besides whenever a process asks or ends
 # New processes wait this long for each other, so that one meeting takes in all of them.
 _GATHER_SECONDS = 2.0
-# A process that was told to leave, or outlives the end of the others.
-_LEAVE_SECONDS = 2.0
+# A process that is to leave, while others wait for it; one that outlives the end of the others.
+_LEAVE_SECONDS = 30.0
 _END_SECONDS = 30.0
 # How long the others wait for a process that still runs in a failed generation: longer than its
 # watchdog takes to judge it, so this is for one that has lost its watchdog or its host.
@@ -203,7 +204,7 @@ class ElasticDriver:
         except OSError as error:
             _say(f"signs of life are not listened to: {error}")
             return
-        self._beats.listen(self._on_silence, self._on_return)
+        self._beats.listen(self)
 
     def get_results(self) -> Results:
         """Waits for the end of the job."""
@@ -254,6 +255,11 @@ class ElasticDriver:
         with self._changed:
             self._heard_of(number)
             return {"stop": self._stop_requested, "hosts": self._others_come_or_go()}
+
+    def alive(self, number: int) -> None:
+        """A process is alive, although its heartbeats are not acknowledged."""
+        with self._changed:
+            self._heard_of(number)
 
     def failed(self, number: int, message: str, step: int | None) -> None:
         """A process is about to end, and says why; `step` where it raised an error in one."""
@@ -308,6 +314,8 @@ class ElasticDriver:
         if process is None or process.state in ("gone", "lost"):
             return None
         process.heard = True
+        if self._beats is not None:
+            self._beats.answered(number)
         return process
 
     def ranks_of(self, host: str, local_rank: int) -> str | None:
@@ -394,8 +402,6 @@ class ElasticDriver:
         if running:
             if not survivors:
                 self._start_processes(self._max)
-            elif all(p.leaving for p in running):
-                self._end_leaving(running)
             return
         self._form_round(waiting, survivors, [p for p in alive if p.state == "starting"])
 
@@ -496,18 +502,22 @@ class ElasticDriver:
             self._end_round()
 
     def _end_overdue(self, alive: list[Process]) -> None:
-        """The last resort: each process that others wait for has a bound."""
+        """The last resort: each process that others wait for has a bound.
+
+        None that is ended takes part again: SIGTERM makes a rank ask all others to stop.
+        """
         survivors = [p for p in alive if p.state == "waiting" and p.first_round is not None]
         waited = max((p.lasted() for p in survivors), default=0.0)
         patience = max((p.status.patience for p in survivors if p.status), default=0.0)
         for process in alive:
-            if process.state == "running" and waited > max(patience, _LAST_RESORT_SECONDS):
-                process.end.set()
+            bound = _LEAVE_SECONDS if process.leaving else max(patience, _LAST_RESORT_SECONDS)
+            if process.state == "running" and waited > bound:
                 self._lose(process, f"the others have waited for it for {waited:.0f} s")
+                process.end.set()
             elif process.state == "starting" and not process.heard:
                 if process.lasted() > self._timeout:
-                    process.end.set()
                     self._lose(process, f"it has not said a word for {self._timeout} s")
+                    process.end.set()
             elif process.state == "removed" and process.lasted() > _END_SECONDS:
                 process.end.set()
 
@@ -515,7 +525,7 @@ class ElasticDriver:
         self._plan = plan = assign(taking_part)
         self._rendezvous.init(plan, self._rounds)
         if self._beats is not None:
-            self._beats.begin(len(plan))
+            self._beats.begin([process.number for process in taking_part])
         silent, self._silent = self._silent, []
         for slot_info, process in zip(plan, in_order(taking_part), strict=True):
             process.become("running")
@@ -624,13 +634,13 @@ class ElasticDriver:
             if reason:
                 self._give_up(reason)
 
-    def _on_silence(self, silence: Silence) -> bool:
+    def on_silence(self, silence: Silence) -> bool:
         """A process was not heard for too long: the others continue without it, at once.
 
         It is ended, too, as soon as it can be reached: nobody knows what it still does.
         """
         with self._changed:
-            process = next((p for p in self._processes if p.number == silence.number), None)
+            process = self._process(silence)
             if process is None or process.state not in ("running", "waiting"):
                 return False
             if self._ending is not None or self._shutdown.is_set():
@@ -640,16 +650,45 @@ class ElasticDriver:
                 f"{silence.bound:.2f} s, phi {silence.phi:.0f})"
             )
             self._silent.append(f"{process} {what}")
-            process.end.set()
+            # The others learn it first: SIGTERM to a rank that is alive must not stop all of them.
             self._lose(process, what)
+            process.end.set()
             self._changed.notify_all()
             return True
 
-    def _on_return(self, silence: Silence) -> None:
+    def on_return(self, silence: Silence) -> None:
+        """A process that counts as gone is heard again."""
         with self._changed:
-            process = next((p for p in self._processes if p.number == silence.number), None)
+            process = self._process(silence)
             if process is not None and process.state == "lost":
                 _say(f"{process} is heard again after {silence.seconds:.2f} s; it is replaced")
+
+    def on_unheard(self, silence: Silence) -> None:
+        """A process answers over TCP alone."""
+        with self._changed:
+            process = self._process(silence)
+            if process is not None and process.state in ("running", "waiting"):
+                _say(
+                    f"{process} answers over TCP, but no heartbeat (UDP) has arrived for "
+                    f"{silence.seconds:.2f} s: until heartbeats arrive again, ssh and "
+                    "elastic.timeout_seconds detect its failure"
+                )
+
+    def on_deaf(self, seconds: float) -> None:
+        """Processes fell silent all at once; 0 seconds: this is over."""
+        with self._changed:
+            if self._ending is not None or self._shutdown.is_set():
+                return
+            if seconds:
+                _say(
+                    f"heartbeats stopped all at once {seconds:.2f} s ago: the network of this host "
+                    "may have failed, so no rank is ended"
+                )
+            else:
+                _say("heartbeats: the common silence is over")
+
+    def _process(self, silence: Silence) -> Process | None:
+        return next((p for p in self._processes if p.number == silence.number), None)
 
     def _end_round(self) -> None:
         """One of the generation is gone: the others must not find out by a timeout."""
@@ -661,15 +700,11 @@ class ElasticDriver:
 
     def _finish(self, code: int) -> None:
         if self._verbose and self._beats is not None:
-            longest, phi = self._beats.longest, self._beats.phi
+            detector = self._beats.detector
+            longest, phi = detector.longest, detector.phi
             _say(f"signs of life: the longest delay was {longest:.2f} s (phi {phi:.0f})")
         self._results["job"] = (code if code >= 0 else 128 - code, time.time())
         self._finished.set()
-
-    def _end_leaving(self, leaving: list[Process]) -> None:
-        for process in leaving:
-            if process.lasted() > _LEAVE_SECONDS:
-                process.end.set()
 
     def _others_come_or_go(self) -> bool:
         alive = self._alive()

@@ -3,6 +3,7 @@
 GET /news/NUMBER     {"stop": bool, "hosts": bool}
 POST /join/NUMBER    a process asks for its ranks: a JSON object of them, or 404: not yet.
                      Its body says where the process stands (membership.py)
+POST /alive/NUMBER   {}: by its watchdog, whose heartbeats are not acknowledged
 POST /failed/NUMBER  {"message": str, "step": int or null}: the process is about to end for this
 POST /replace/NUMBER {"message": str}: a new process is to take the place of this one, which ends
 POST /leave/NUMBER   {"message": str}: its host is about to be taken away
@@ -43,6 +44,8 @@ class Driver(Protocol):
     ) -> dict[str, Any] | None: ...
 
     def news(self, number: int) -> dict[str, bool]: ...
+
+    def alive(self, number: int) -> None: ...
 
     def failed(self, number: int, message: str, step: int | None) -> None: ...
 
@@ -85,7 +88,9 @@ def make_handler(driver: Driver) -> type:
 def _told(driver: Driver, what: str, number: int, body: dict[str, Any]) -> dict[str, Any] | None:
     if what == "join":
         return driver.join(number, _HOLD_SECONDS, body)
-    if what == "failed":
+    if what == "alive":
+        driver.alive(number)
+    elif what == "failed":
         driver.failed(number, body["message"], body.get("step"))
     elif what == "replace":
         driver.replace(number, body["message"])

@@ -26,12 +26,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from hvdtrain.elastic.beats import Line
 from hvdtrain.elastic.hung_rank import Launcher, end
+from hvdtrain.elastic.rendezvous import ask
 from hvdtrain.elastic.work import work
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 
@@ -66,14 +68,13 @@ def start(
     """
     command = [sys.executable, "-m", "hvdtrain.elastic.watchdog"]
     arguments = [os.getpid(), os.getppid(), heartbeat.descriptor, hang_seconds, launcher, number]
-    arguments += [line.descriptor] if line else []
-    descriptors = [heartbeat.descriptor, *([line.descriptor] if line else [])]
+    arguments += [line.port] if line else []
     process = subprocess.Popen(
         [*command, *map(str, arguments)],
         stdin=subprocess.PIPE,  # closed with this process; takes the log's path before that
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        pass_fds=descriptors,
+        pass_fds=[heartbeat.descriptor],
     )
     if line is not None:
         line.mute_after(process.pid)
@@ -167,7 +168,8 @@ def main(arguments: list[str]) -> int:
         return _watch(arguments)
     address, _, port = arguments[4].rpartition(":")
     line = Line(address, int(port), *map(int, arguments[5:]))
-    threading.Thread(target=line.beat_for_ever, daemon=True).start()
+    tell = partial(ask, address, int(port), "alive", line.number, {})
+    threading.Thread(target=line.beat_for_ever, args=(tell,), daemon=True).start()
     try:
         return _watch(arguments)
     finally:

@@ -199,3 +199,36 @@ def test_a_link_that_is_cut_stops_training_where_datagrams_do_not_get_through(
     assert_same_curve(running.lines(), reference)
     assert recovered <= 8, f"{recovered:.2f} s without a step: {done}"
     assert "fell silent" not in running.job.output()
+
+
+def test_launcher_without_ranks_survives_a_short_link_failure(
+    cluster: Cluster, job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
+) -> None:
+    running = job(hosts="node2:2", **TWO)
+    running.wait_for_step(40)
+    cluster.link("node1", up=False)
+    try:
+        time.sleep(1.6)
+    finally:
+        cluster.link("node1", up=True)
+    running.wait_for_more(20, 30)
+    running.end()
+    assert_same_curve(running.lines(), reference)
+    assert len(running.events("start")) == 1, running.job.output()
+
+
+def test_no_rank_is_ended_when_its_datagrams_are_dropped(
+    cluster: Cluster, job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
+) -> None:
+    running = job(hosts="node1:1 node2:1", **TWO)
+    running.wait_for_step(40)
+    cluster.datagrams("node2", leave=False)
+    try:
+        time.sleep(3)
+    finally:
+        cluster.datagrams("node2", leave=True)
+    running.wait_for_more(20, 30)
+    running.end()
+    assert_same_curve(running.lines(), reference)
+    assert len(running.events("start")) == 1, running.job.output()
+    assert "process 1 on node2 answers over TCP" in running.job.output()

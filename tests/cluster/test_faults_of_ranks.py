@@ -136,7 +136,7 @@ def test_a_newcomer_that_does_not_fit_ends_those_who_train(
     assert_clean(running.run)
 
 
-def test_fewer_ranks_than_the_least_end_the_run_or_go_on(
+def test_a_run_outlives_a_discovery_gap_and_waits_for_ranks_it_needs(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:
     # A survivor and a newcomer call collectives of the task's own, too.
@@ -144,9 +144,15 @@ def test_fewer_ranks_than_the_least_end_the_run_or_go_on(
     running = job(hosts="node1:1 node2:1", np=2, min_np=2, arguments=task, env=PACE)
     running.wait_for_step(10)
     running.set_hosts("node1:1")
-    running.job.wait_for("node2 is not there any more", 30)
-    running.kill_processes_of("node2")
     running.job.wait_for("waiting for hosts", 30)
+    running.set_hosts("node1:1 node2:1")
+    running.wait_for_more(10, 30)
+    assert "ended (" not in running.job.output(), "the processes are those of before"
+    running.kill_processes_of("node2")
+    running.set_hosts("node1:1")
+    running.wait_until(
+        lambda: running.job.output().count("waiting for hosts") == 2, 30, "word of the launcher"
+    )
     step = running.last()["step"]
     time.sleep(3)
     assert running.last()["step"] == step, "1 rank trained where 2 are the least"

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import pytest
 
 from hvdtrain.elastic import beats
-from hvdtrain.elastic.beats import BEAT_SECONDS, Beats, Kind, Line, Message, Silence
+from hvdtrain.elastic.beats import Beats, Kind, Line, Message
+from hvdtrain.elastic.failure_detector import BEAT_SECONDS, Silence
 
 pytestmark = pytest.mark.alone
 SECRET = b"secret"
@@ -20,17 +21,29 @@ SECRET = b"secret"
 class Ear:
     """A driver's end that notes what it hears of whom."""
 
-    def __init__(self, block: float = 0.0) -> None:
+    def __init__(self, *ranks: int, block: float = 0.0) -> None:
         self.beats = Beats(0, SECRET)
         self.silent: list[int] = []
         self.returned: list[int] = []
+        self.unheard: list[int] = []
+        self.deaf: list[bool] = []
         self._block = block
-        self.beats.listen(self._on_silence, lambda silence: self.returned.append(silence.number))
+        self.beats.begin(ranks)
+        self.beats.listen(self)
 
-    def _on_silence(self, silence: Silence) -> bool:
+    def on_silence(self, silence: Silence) -> bool:
         self.silent.append(silence.number)
         time.sleep(self._block)
         return True
+
+    def on_return(self, silence: Silence) -> None:
+        self.returned.append(silence.number)
+
+    def on_unheard(self, silence: Silence) -> None:
+        self.unheard.append(silence.number)
+
+    def on_deaf(self, seconds: float) -> None:
+        self.deaf.append(seconds > 0)
 
 
 class Beating:
@@ -66,7 +79,7 @@ def _until(condition: Callable[[], bool], seconds: float) -> float:
 def test_a_process_that_fell_silent_is_noticed_late_or_one_that_lives_is_taken_for_it(
     beating: Callable[[Ear, int], Beating],
 ) -> None:
-    ear = Ear()
+    ear = Ear(0, 1, 2)
     processes = [beating(ear, number) for number in range(3)]
     time.sleep(3)
     assert not ear.silent
@@ -83,13 +96,75 @@ def test_a_process_that_fell_silent_is_noticed_late_or_one_that_lives_is_taken_f
 def test_a_driver_that_did_not_listen_takes_all_for_silent(
     beating: Callable[[Ear, int], Beating],
 ) -> None:
-    ear = Ear(block=2.5)
+    ear = Ear(0, 1, 2, 3, block=2.5)
     processes = [beating(ear, number) for number in range(4)]
     time.sleep(2.5)
     processes[0].on.clear()
     _until(lambda: bool(ear.silent), 3)
     time.sleep(4)
     assert ear.silent == [0]
+
+
+def test_no_process_is_given_up_when_all_fall_silent_at_once(
+    beating: Callable[[Ear, int], Beating],
+) -> None:
+    ear = Ear(0, 1, 2)
+    processes = [beating(ear, number) for number in range(3)]
+    time.sleep(2.5)
+    for process in processes:
+        process.on.clear()
+    time.sleep(1.6)
+    assert ear.deaf == [True]
+    for process in processes:
+        process.on.set()
+    _until(lambda: ear.deaf == [True, False], 1)
+    processes[1].on.clear()
+    assert _until(lambda: bool(ear.silent), 3) > 0.5
+    assert ear.silent == [1]
+
+
+def test_a_process_that_answers_over_tcp_is_not_given_up(
+    beating: Callable[[Ear, int], Beating],
+) -> None:
+    ear = Ear(0, 1)
+    processes = [beating(ear, number) for number in range(2)]
+    time.sleep(2.5)
+    ear.beats.answered(1)
+    processes[1].on.clear()
+    time.sleep(0.6)
+    ear.beats.answered(1)
+    _until(lambda: ear.unheard == [1], 2)
+    processes[1].on.set()
+    time.sleep(2.5)
+    processes[1].on.clear()
+    _until(lambda: ear.silent == [1], 3)  # what it said while beats came does not count
+    assert ear.unheard == [1]
+
+
+def test_a_watchdog_tells_the_driver_once_when_its_beats_are_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOROVOD_RENDEZVOUS_SECRET", SECRET.decode())
+    ear, told = Ear(0), [0]
+    line = Line("127.0.0.1", ear.beats.port, 0)
+    driver, nobody = line._driver, ("127.0.0.1", 9)
+
+    def tell() -> None:
+        told[0] += 1
+        if told[0] == 1:
+            raise OSError("not reached")
+
+    threading.Thread(target=line.beat_for_ever, args=(tell,), daemon=True).start()
+    time.sleep(1)
+    assert told == [0], "its beats are acknowledged"
+    line._driver = nobody
+    assert _until(lambda: told == [2], 3) < 1.5, "it tries again if it did not reach the driver"
+    time.sleep(1)
+    assert told == [2]
+    line._driver = driver
+    time.sleep(0.6)
+    line._driver = nobody
+    _until(lambda: told == [3], 2)
 
 
 def test_a_driver_that_hears_nothing_from_the_start_says_something() -> None:
@@ -109,7 +184,7 @@ def test_a_forged_or_repeated_datagram_counts(beating: Callable[[Ear, int], Beat
         for _ in range(20):
             anybody.sendto(genuine, ("127.0.0.1", ear.beats.port))
     time.sleep(0.3)
-    (heard,) = ear.beats._heard.values()
+    (heard,) = ear.beats.detector._heard.values()
     assert heard.arrivals.bound(1, 3) is None, "the same datagram counted again"
 
 
@@ -120,7 +195,7 @@ def test_a_round_that_is_over_goes_on_or_ends_another(
     process, over = beating(ear, 7), threading.Event()
     process.line.listen(over.set)
     process.line.join(3)
-    _until(lambda: 7 in ear.beats._heard, 2)
+    _until(lambda: 7 in ear.beats._addresses, 2)
     ear.beats.tell([7], 2)
     time.sleep(3 * BEAT_SECONDS)
     assert not over.is_set(), "round 3 was ended by the end of round 2"
@@ -128,7 +203,7 @@ def test_a_round_that_is_over_goes_on_or_ends_another(
     assert over.wait(0.2)
     over.clear()
     assert over.wait(3 * BEAT_SECONDS), "it was told once, and datagrams get lost"
-    ear.beats.begin(2)
+    ear.beats.begin([7, 8])
     time.sleep(0.1)
     over.clear()
     assert not over.wait(3 * BEAT_SECONDS)
@@ -137,12 +212,12 @@ def test_a_round_that_is_over_goes_on_or_ends_another(
 def test_a_rank_whose_watchdog_died_is_taken_for_gone(
     beating: Callable[[Ear, int], Beating],
 ) -> None:
-    ear = Ear()
-    process = beating(ear, 0)
+    ear = Ear(0, 1)
+    process, witness = beating(ear, 0), beating(ear, 1)
     time.sleep(2.5)
     with subprocess.Popen(["sleep", "60"]) as watchdog:
         process.line.mute_after(watchdog.pid)
         process.on.clear()
         watchdog.kill()
     time.sleep(2)
-    assert not ear.silent
+    assert not ear.silent and witness.on.is_set()

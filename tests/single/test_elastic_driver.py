@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from hvdtrain.elastic import driver as driver_module
 from hvdtrain.elastic import watchdog
-from hvdtrain.elastic.beats import Silence
 from hvdtrain.elastic.driver import ElasticDriver
+from hvdtrain.elastic.failure_detector import Silence
 from hvdtrain.elastic.failures import HAND_OVER, TRAINING, ProcessStatus
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.process import Process, assign, describe, in_order
@@ -271,7 +271,7 @@ def test_one_that_fell_silent_is_waited_for_or_takes_part_again(
     running = job({"a": 3}, np=3)
     running.join(0, 1, 2)
     running.unkillable.add(2)
-    running.driver._on_silence(Silence(2, seconds=1.2, bound=1.0, phi=9.0))
+    running.driver.on_silence(Silence(2, seconds=1.2, bound=1.0, phi=9.0))
     got = running.join(0, 1)
     assert {n: got[n]["rank"] for n in (0, 1)} == {0: 0, 1: 1}
     assert "process 2 on a fell silent: nothing heard for 1.20 s" in got[0]["silent"][0]
@@ -314,6 +314,28 @@ def test_a_host_with_a_notice_at_the_start_ends_the_job(job: Callable[..., Job])
     running = job({"a": 1, "b": 1}, np=2)
     running.driver.leave(1, "notice")
     assert running.ranks(0, 1) == [0, -1] and not running.news()["stop"]
+
+
+def test_rank_is_not_signalled_while_it_leaves_or_when_its_host_returns(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = job({"a": 1, "b": 1}, np=2, min_np=2)
+    running.join(0, 1)
+    time.sleep(2.5)  # the generation is older than any grace period
+    del running.hosts["b"]
+    _until(lambda: running.news()["hosts"])
+    assert running.ranks(0) == [None], "process 1 has not asked yet"
+    assert not running.driver._processes[1].end.is_set(), "SIGTERM would preempt the run"
+    assert running.ranks(0, 1) == [None, None], "2 ranks are needed"
+    running.hosts["b"] = 1
+    _until(lambda: not running.driver._processes[1].leaving)
+    assert running.ranks(0, 1) == [0, 1]
+    del running.hosts["b"]
+    _until(lambda: running.news()["hosts"])
+    monkeypatch.setattr(driver_module, "_LEAVE_SECONDS", 0.5)
+    running.ranks(0)
+    _until(lambda: running.driver._processes[1].end.is_set())
+    assert running.ranks(1) == [-1], "a rank that was signalled must not take part again"
 
 
 def test_the_last_hosts_with_a_notice_leave_without_a_checkpoint(job: Callable[..., Job]) -> None:

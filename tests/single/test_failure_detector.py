@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.elastic.failure_detector import Arrivals
+from hvdtrain.elastic.failure_detector import BEAT_SECONDS, THIS_HOST, Arrivals, FailureDetector
 
 LEAST, MOST = 1.0, 3.0
 DELAYS = st.lists(st.floats(0.01, 1.2), min_size=8, max_size=600)
@@ -66,3 +66,115 @@ def test_time_in_which_nobody_listened_counts_as_silence() -> None:
     arrivals, now = _after([0.25] * 20)
     arrivals.forgive(60)
     assert arrivals.silence(now + 60.25) == 0.25
+
+
+class Network:
+    """Ranks that beat with some jitter to a detector, over links that can fail.
+
+    Args:
+        hosts: the host of each rank.
+        late: seconds by which beats are late, one after the other.
+    """
+
+    def __init__(self, hosts: list[str], late: list[float]) -> None:
+        self.detector = FailureDetector(MOST)
+        self.detector.begin(range(len(hosts)), MOST)
+        self.now = 1000.0
+        self.silent: dict[int, float] = {}  # rank -> when it was given up
+        self.deaf = self.unheard = 0
+        self._hosts = hosts
+        self._due = [self.now + late[rank % len(late)] for rank in range(len(hosts))]
+        self._late = late
+        self._beats = 0
+
+    def run(self, seconds: float, cut: frozenset[str] = frozenset()) -> None:
+        """Lets time pass; beats of the hosts in `cut` are lost."""
+        end = self.now + seconds
+        while self.now < end:
+            for rank, host in enumerate(self._hosts):
+                if self._due[rank] <= self.now:
+                    self._beats += 1
+                    self._due[rank] += (
+                        BEAT_SECONDS - 0.075 + self._late[self._beats % len(self._late)]
+                    )
+                    if host not in cut:
+                        self.detector.beat(rank, host, self.now)
+            verdicts = self.detector.look(self.now)
+            self.deaf += verdicts.deaf > 0
+            self.unheard += len(verdicts.unheard)
+            for silence in verdicts.silent:
+                self.silent.setdefault(silence.number, self.now)
+                self.detector.give_up(silence.number)
+            self.now += 0.05
+
+
+OTHERS = ["a", "b", "c"]
+ON_OTHER_HOSTS = st.lists(st.sampled_from(OTHERS), min_size=1, max_size=6)
+LATE = st.lists(st.floats(0, 0.15), min_size=5, max_size=9)
+OUTAGES = st.floats(0.1, 8)
+SEVERAL = ON_OTHER_HOSTS.filter(lambda hosts: len(set(hosts)) > 1)
+
+
+@given(ON_OTHER_HOSTS, OUTAGES, LATE)
+def test_no_rank_is_given_up_when_the_launcher_without_ranks_is_cut_off(
+    hosts: list[str], seconds: float, late: list[float]
+) -> None:
+    network = Network(hosts, late)
+    network.run(5)
+    network.run(seconds, cut=frozenset(hosts))
+    network.run(5)
+    assert not network.silent
+    assert network.deaf or seconds < 3.5
+
+
+@given(SEVERAL, st.integers(1, 2), OUTAGES, LATE)
+def test_no_rank_is_given_up_when_all_other_hosts_fall_silent_at_once(
+    hosts: list[str], own: int, seconds: float, late: list[float]
+) -> None:
+    network = Network([*hosts, *[THIS_HOST] * own], late)
+    network.run(5)
+    network.run(seconds, cut=frozenset(hosts))
+    network.run(5)
+    assert not network.silent
+
+
+@given(SEVERAL, st.integers(0, 2), st.sampled_from(OTHERS), LATE)
+def test_one_host_of_several_that_falls_silent_is_given_up_in_time(
+    hosts: list[str], own: int, dead: str, late: list[float]
+) -> None:
+    network = Network([*hosts, *[THIS_HOST] * own], late)
+    network.run(5)
+    cut_at = network.now
+    network.run(5, cut=frozenset([dead]))
+    assert set(network.silent) == {rank for rank, host in enumerate(hosts) if host == dead}
+    assert all(at - cut_at <= 1.7 for at in network.silent.values())
+
+
+@given(st.integers(1, 3), st.integers(1, 3), LATE)
+def test_the_only_other_host_is_given_up_in_time_by_the_ranks_of_this_host(
+    others: int, own: int, late: list[float]
+) -> None:
+    network = Network([*["a"] * others, *[THIS_HOST] * own], late)
+    network.run(5)
+    cut_at = network.now
+    network.run(5, cut=frozenset("a"))
+    assert set(network.silent) == set(range(others))
+    assert all(at - cut_at <= 1.7 for at in network.silent.values())
+
+
+def test_the_wait_without_a_witness_has_an_end() -> None:
+    network = Network(OTHERS, [0.0, 0.1])
+    network.run(5)
+    network.run(65, cut=frozenset(OTHERS))
+    assert set(network.silent) == set(range(len(OTHERS)))
+
+
+def test_a_newcomer_is_no_witness() -> None:
+    detector = FailureDetector(MOST)
+    detector.begin([0], MOST)
+    for tick in range(200):
+        now = 100 + tick * BEAT_SECONDS
+        detector.beat(1, "b", now)
+        if now < 105:
+            detector.beat(0, "a", now)
+        assert not detector.look(now).silent, "nobody could continue without rank 0"

@@ -4,7 +4,7 @@
         wait until enough hosts answer
         kill what an earlier start left on them
         start the launcher on them; training resumes from its newest checkpoint
-        watch it: signals pass through, a host that falls silent ends it
+        watch it: signals pass through; a host that falls silent ends it if no step is completed
         finished, preempted, or no use in trying again: the end
 
 Nothing is kept but the run's own files, so the same command resumes from them anywhere.
@@ -30,11 +30,13 @@ from hvdtrain.supervise.host_watch import ROUND_SECONDS, HostWatch
 from hvdtrain.supervise.known_hosts import KnownHosts
 from hvdtrain.supervise.launcher import Launcher
 from hvdtrain.supervise.orphans import VARIABLE, end_orphans
+from hvdtrain.supervise.pace import Pace
 from hvdtrain.supervise.policy import RestartPolicy
 from hvdtrain.supervise.stop_requests import Stop, StopRequests
 
-# Long enough for a busy host to answer, in two rounds.
+# Long enough for a busy host to answer, in two rounds; then its silence is reported.
 _SILENT_SECONDS = 5.0
+_LOOK_SECONDS = 1.0  # between two looks at the run's files
 _STEADY_SECONDS = 10.0
 # A host that joined and brought a run down is tried again after so long.
 _ASIDE_SECONDS = 300.0
@@ -201,12 +203,22 @@ class Supervisor:
     def _watch(self, launcher: Launcher, watch: HostWatch, job: Sequence[Host]) -> tuple[int, bool]:
         """Waits for the launcher's end; returns its exit code, and whether to grow is why."""
         began_at, regrow, asked = run_progress.newest_step(self._plan.run), False, False
+        pace, looked, reported = Pace(time.monotonic(), began_at), time.monotonic(), False
         while (code := launcher.poll()) is None:
             if self._requests and not asked:
                 _say("asked to stop: the ranks write a checkpoint")
                 launcher.send(signal.SIGUSR1)
                 asked = True
-            if watch.silent(_SILENT_SECONDS):
+            now = time.monotonic()
+            if now - looked > _LOOK_SECONDS:
+                looked = now
+                pace.saw(now, run_progress.newest_step(self._plan.run))
+            silent = watch.silent(_SILENT_SECONDS)
+            if silent and not reported:
+                _say(f"no answer from {', '.join(silent)}; the run continues while it makes steps")
+            reported = bool(silent)
+            if pace.stalled(now) and (lost := watch.silent(pace.patience())):
+                _say(f"no answer from {', '.join(lost)} and no step for {pace.patience():.0f} s")
                 launcher.kill()  # it would wait for the silent ones
                 return EXIT_CRASH, False
             if not asked and self._can_grow(watch, job, began_at):

@@ -18,7 +18,7 @@ from tests.support.cluster import Cluster
 from tests.support.job import Finished, Job, poll
 
 # More than are done before the last test, which does the rest quickly.
-STEPS = 600
+STEPS = 900
 EVERY = 20
 # Of which most is the start of the ranks: on a machine where that takes longer, this does too.
 # 8 to 14 s alone; here another test may start its ranks at the same time.
@@ -324,6 +324,26 @@ def test_frozen_rank_of_a_killed_launch_keeps_the_next_from_starting(
     assert not old & {process.pid for process in cluster.ranks()}
     supervised.check_curve(undisturbed)
     supervised.check_recovery(seconds, lost, record_property)
+
+
+def test_run_outlives_probes_that_fail_while_it_completes_steps(
+    supervised: Supervised, undisturbed: list[float]
+) -> None:
+    supervised.train_on(ALL)
+    cluster, began, step = supervised.cluster, time.time(), supervised.last()["step"]
+    sshd = cluster.processes("node2", containing="sshd")[0].pid
+    cluster.name("node2", known=False)
+    os.kill(sshd, signal.SIGSTOP)
+    try:
+        supervised.job.wait_for("no answer from node2; the run continues", 15)
+        time.sleep(7)  # longer than a host may be silent without a step
+    finally:
+        os.kill(sshd, signal.SIGCONT)
+        cluster.name("node2", known=True)
+    supervised.wait_for_step(supervised.last()["step"] + 10)
+    assert not supervised.world_sizes(began), supervised.job.output()
+    assert supervised.last()["step"] > step + EVERY
+    supervised.check_curve(undisturbed)
 
 
 # Both hosts train again afterwards: each test begins so.

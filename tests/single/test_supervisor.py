@@ -7,8 +7,10 @@ import os
 import shlex
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -16,9 +18,12 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import elastic_horovodrun, mpirun_that_notices
-from hvdtrain.supervise import run_progress
+from hvdtrain.supervise import pace as pace_module
+from hvdtrain.supervise import run_progress, supervisor
 from hvdtrain.supervise.orphans import VARIABLE, end_orphans
+from hvdtrain.supervise.pace import Pace
 from hvdtrain.supervise.policy import RestartPolicy
+from hvdtrain.supervise.supervisor import Plan, Supervisor
 from tests.support.job import poll
 from tests.support.runs import environment
 
@@ -73,6 +78,56 @@ def test_run_that_only_loses_hosts_is_started_for_ever() -> None:
     policy = RestartPolicy(2, step=0)
     waits = [policy.after(1, 0, host_lost=True).wait for _ in range(3)]
     assert waits == [1, 2, None]
+
+
+# --- when a silent host is believed to be lost
+
+
+@given(st.lists(st.floats(0.01, 300), min_size=3, max_size=50), st.floats(0, 2.9))
+def test_pause_like_those_before_is_not_a_stall(pauses: list[float], times: float) -> None:
+    pace, now = Pace(0.0, 7), 500.0
+    for step, pause in enumerate(pauses, start=8):
+        pace.saw(now, step)
+        assert not pace.stalled(now)
+        now += pause
+    assert not pace.stalled(now - pauses[-1] + times * max(pauses[:-1]))
+
+
+@given(st.lists(st.floats(0.01, 300), max_size=50))
+def test_start_without_steps_is_a_stall_after_a_bound(pauses: list[float]) -> None:
+    pace, now = Pace(0.0, 0), 20.0
+    for step, pause in enumerate(pauses, start=1):
+        pace.saw(now, step)
+        now += pause
+    assert pace.stalled(now + 60 + 3 * max(pauses, default=0.0))
+    assert 10 <= pace.patience() <= max(60, 3.01 * max(pauses, default=0.0))
+
+
+def test_silent_host_ends_a_start_only_if_no_step_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pace_module, "_LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(supervisor, "_LOOK_SECONDS", 0.1)
+    plan = Plan("mpi", 1, None, 1, 1.0, list, [], lambda name, deadline: False, [], tmp_path)
+    killed = threading.Event()
+    launcher = SimpleNamespace(poll=lambda: None, kill=killed.set)
+    watch = SimpleNamespace(silent=lambda seconds: ["b"], steady=lambda seconds: [])
+    ended: list[tuple[int, bool]] = []
+    watching = threading.Thread(
+        target=lambda: ended.append(Supervisor(plan)._watch(launcher, watch, [])),  # type: ignore[arg-type]
+        daemon=True,
+    )
+    watching.start()
+    for step in range(1, 15):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step}) + "\n")
+        time.sleep(0.2)
+    assert not killed.is_set()
+    watching.join(10)
+    assert killed.is_set() and ended == [(1, False)]
+    said = capsys.readouterr().err
+    assert said.count("no answer from b; the run continues while it makes steps") == 1
+    assert "no answer from b and no step for" in said
 
 
 # --- what is started

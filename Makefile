@@ -74,7 +74,8 @@ soak: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 $$((1200 + 4 * $${HVDTRAIN_SOAK_SECONDS:-300})) $(BIN)/python -m pytest -q --color=no tests/soak/test_soak.py
 	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no -m soak tests/cluster
 
-# HVDTRAIN_CHAOS_SECONDS: for how long faults are done; HVDTRAIN_CHAOS_SEED: which ones.
+# HVDTRAIN_CHAOS_SECONDS: how long faults are injected; HVDTRAIN_CHAOS_SEED: which ones;
+# HVDTRAIN_CHAOS_LAYOUT: whole, tensor or zero.
 chaos: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	$(BIN)/python -m pytest -q --color=no tests/soak/test_chaos.py
 

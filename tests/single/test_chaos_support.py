@@ -1,26 +1,38 @@
-"""The sequence of faults of `make chaos`, and its table."""
+"""The faults of `make chaos`, its table, and how it compares parameters."""
 
 from __future__ import annotations
 
 from itertools import islice
 
-from tests.support.chaos import FAULTS, Outcome, sequence, table
+import pytest
+import torch
+
+from tests.support.chaos import FAULTS, Outcome, difference, sequence, table
 
 
 def _names(seed: int) -> list[str]:
-    return [draw.name for draw in islice(sequence(seed, list(FAULTS)), 200)]
+    return [draw.name for draw in islice(sequence(seed, list(FAULTS)), 300)]
 
 
-def test_a_seed_gives_another_sequence_of_faults_or_one_that_cannot_be() -> None:
+def test_seed_decides_the_faults_and_hosts_leave_only_after_they_came() -> None:
     assert _names(7) == _names(7) != _names(8)
     assert set(_names(7)) == set(FAULTS)
     guest = [name for name in _names(7) if FAULTS[name].guest is not None]
     assert guest[:4] == ["add a host", "remove a host"] * 2
 
 
-def test_the_table_leaves_out_a_fault_or_its_longest_recovery() -> None:
+def test_table_has_count_median_and_longest_recovery_of_a_fault() -> None:
     seconds = [0.5, 3.25, 0.75]
     found = table([Outcome("stop a rank", s, 4, 3) for s in seconds])
     assert found.splitlines()[1].split() == [
         "stop", "a", "rank", "3", "0.75", "3.25", "4>3", "(3)"
     ]  # fmt: skip
+
+
+def test_difference_is_relative_and_zero_only_for_equal_bits() -> None:
+    wanted = {"weight": torch.tensor([4.0, 0.0]), "count": torch.tensor(3)}
+    assert difference({name: t.clone() for name, t in wanted.items()}, wanted) == 0
+    assert difference(wanted | {"weight": torch.tensor([4.0, 0.5])}, wanted) == 0.125
+    assert 0 < difference(wanted | {"weight": torch.tensor([4.0, -0.0])}, wanted) < 1e-30
+    with pytest.raises(AssertionError, match="count"):
+        difference({"weight": wanted["weight"]}, wanted)

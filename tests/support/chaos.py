@@ -5,51 +5,95 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+from torch import Tensor
 
 from hvdtrain.errors import EXIT_PREEMPTED
 from hvdtrain.run_files.events_file import read_lines
 from tests.support.cluster import Cluster, Process
 from tests.support.faults import PACED, is_launcher
 from tests.support.helped import HELPER
-from tests.support.job import Finished, Job, poll
+from tests.support.job import Job, poll
 from tests.support.small_disk import SmallDisk
 
-HOME, SECOND, GUEST = "node1", "node2", "node3"
+# The launcher's host has no ranks: a fault that hits this host alone must not end any.
+HOME, GUEST = "head", "node3"
+WORKERS = ("node1", "node2")
+HOSTS = (HOME, *WORKERS, GUEST)
 SLOTS = 2
 NO_STEP_SECONDS = 90.0  # so long without a step, and the run is lost
 _STEPS_AGAIN = 10
 _LEAST_RANKS = 3
 _TAIL_BYTES = 8000
+_DISK_MIB = 192
+# With a constant rate the undisturbed run needs no more steps than the disturbed one did.
+ALWAYS = "--schedule.name constant --train.replica_check_every 10 --runtime.threads 1"
+_HANG_SECONDS = 20  # longer than any fault keeps a rank waiting, except for the slow disk
+# Reading the checkpoint's 8 MiB takes longer than `_HANG_SECONDS`.
+_SLOW_BYTES_PER_SECOND = 280_000
+_RESUME_SECONDS = 180.0
+_END_SECONDS = 120.0
+_OWN_ERROR = " ended (exit code "
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a chaos run trains.
+
+    Args:
+        arguments: of this run and of the undisturbed one it is compared with.
+        spread: of this run alone: how its ranks share model or optimizer.
+        min_np: ranks without which it waits.
+        tolerance: largest relative difference of a parameter at the end; 0: bitwise identical.
+    """
+
+    arguments: str
+    spread: str
+    min_np: int
+    tolerance: float
+
+
+LAYOUTS = {
+    "whole": Layout("--task tests.support.helped:Helped --exchange.name exact", "", 3, 0.0),
+    "tensor": Layout(
+        "--task tests.support.helped:HelpedPerceptron", "--parallel.tensor 2", 2, 1e-4
+    ),
+    "zero": Layout("--task tests.support.helped:Helped", "--parallel.zero 1", 1, 1e-4),
+}
 
 
 class ChaosJob:
-    """`hvdtrain launch --controller gloo` on node1 and node2; node3 comes and goes.
+    """`hvdtrain launch --controller gloo` with ranks on node1 and node2; node3 comes and goes.
 
     Args:
-        folder: for what the hosts share; its disk, with the run's folder, is one of its own.
+        folder: for what the hosts share; the run's directory is on a disk of its own in it.
         steps: more than it can do.
     """
 
-    def __init__(self, cluster: Cluster, folder: Path, steps: int) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, layout: Layout, steps: int) -> None:
         self.cluster = cluster
-        self.disk = SmallDisk(cluster, [HOME, SECOND, GUEST], folder / "disk")
+        self.disk = SmallDisk(cluster, list(HOSTS), folder / "disk", _DISK_MIB)
         self.run = self.disk.here / "case"
         self.run_on_hosts = folder / "disk/case"
+        self.hostfile = folder / "hostfile"
+        self.listed: tuple[str, ...] = ()
         self._folder = folder
-        self._hostfile = folder / "hostfile"
-        self.list_hosts(HOME, SECOND)
-        launch = f"launch --controller gloo --hostfile {self._hostfile} --max-np 6 --"
+        self.list_hosts(*WORKERS)
+        launch = f"launch --controller gloo --hostfile {self.hostfile} --max-np 6"
+        launch += f" --min-np {layout.min_np} --"
         run = f"--run.root {folder / 'disk'} --run.id case --train.steps {steps}"
-        task = "--task tests.support.helped:Helped"
-        self._command = f"python -m hvdtrain.cli {launch} {PACED} {run} {task}".split()
+        run += f" --elastic.hang_seconds {_HANG_SECONDS}"
+        train = f"{PACED} {ALWAYS} {layout.arguments} {layout.spread}"
+        self._command = f"python -m hvdtrain.cli {launch} {train} {run}".split()
         self._jobs: list[Job] = []
         self.start()
 
@@ -63,14 +107,39 @@ class ChaosJob:
         self._jobs.append(self.cluster.start(HOME, self._command, env))
 
     def list_hosts(self, *hosts: str) -> None:
-        new = self._hostfile.with_suffix(".new")
+        """What the hostfile says from now on."""
+        self.listed = hosts
+        self.write_hostfile(*hosts)
+
+    def write_hostfile(self, *hosts: str) -> None:
+        new = self.hostfile.with_suffix(".new")
         new.write_text("".join(f"{host} slots={SLOTS}\n" for host in hosts))
-        new.rename(self._hostfile)
+        new.rename(self.hostfile)
 
     def ranks(self, host: str | None = None) -> list[Process]:
         """Those that train, in an order that does not depend on their age."""
         found = [p for p in self.cluster.ranks(host) if _name(p.pid) not in (HELPER, None)]
         return sorted(found, key=lambda p: (p.host, p.pid))
+
+    def holders(self) -> list[list[Process]]:
+        """The ranks that hold each shard of the model, for all shards that have several."""
+        by_shard: dict[str, list[Process]] = {}
+        for process in self.ranks():
+            file = self._folder / f"shard-{_number(process)}"
+            if file.exists():
+                by_shard.setdefault(file.read_text(), []).append(process)
+        return [by_shard[shard] for shard in sorted(by_shard) if len(by_shard[shard]) > 1]
+
+    def helpers(self) -> list[Process]:
+        """Forked children of ranks, and those that outlived theirs."""
+        return [p for p in self.cluster.ranks() if _name(p.pid) == HELPER]
+
+    def ask_for_helper(self, rank: Process) -> None:
+        """Returns when the rank has forked a process."""
+        wish = self._folder / f"fork-{_number(rank)}"
+        wish.touch()
+        # It may be one that is only starting, which takes its time on a busy machine.
+        poll(lambda: not wish.exists(), 90, "the helper process")
 
     def lines(self) -> list[dict[str, Any]]:
         """metrics.jsonl so far; a line that is being written is left out."""
@@ -118,15 +187,28 @@ class ChaosJob:
     def launcher(self) -> Process:
         return next(p for p in self.cluster.processes(HOME) if is_launcher(p.command))
 
-    def end(self) -> Finished:
-        """Asks it to stop; it must end with 75 and a checkpoint."""
+    def end(self) -> float:
+        """Asks it to stop; all must end with 75, the ranks by themselves. Returns the seconds."""
+        began, numbers = time.monotonic(), {_number(rank) for rank in self.ranks()}
         os.kill(self.supervisor().pid, signal.SIGTERM)
-        done = self.job.wait(120)
+        done = self.job.wait(_END_SECONDS)
+        # The last launcher says it at its end, also of those that ended long before.
+        codes = dict(re.findall(r"^Process (\d+) exit with status code (\d+)", done.stdout, re.M))
+        wrong = {n: code for n in sorted(numbers) if (code := codes.get(n)) != str(EXIT_PREEMPTED)}
         assert done.returncode == EXIT_PREEMPTED, done
-        return done
+        assert not wrong, f"process: exit code {wrong}\n{self.log()}"
+        return time.monotonic() - began
+
+    def errors(self) -> list[str]:
+        """The lines about ranks that ended with an error of their own."""
+        return [line for line in self.output().splitlines() if _OWN_ERROR in line]
+
+    def output(self) -> str:
+        """All that was written to the screen."""
+        return "".join(job.output() for job in self._jobs)
 
     def log(self) -> str:
-        """The end of what was written to the screen, without the lines of steps."""
+        """The end of it, without the lines of steps."""
         lines = self.job.output().splitlines(keepends=True)
         return "".join(line for line in lines if " samples/s " not in line)[-_TAIL_BYTES:]
 
@@ -140,6 +222,14 @@ def _name(pid: int) -> str | None:
         return psutil.Process(pid).name()
     except psutil.Error:
         return None
+
+
+def _number(process: Process) -> str:
+    """As its launcher counts; "" once it has ended."""
+    try:
+        return psutil.Process(process.pid).environ().get("HOROVOD_RANK", "")
+    except psutil.Error:
+        return ""
 
 
 def _named(process: Process) -> str:
@@ -158,11 +248,15 @@ class Fault:
             has returned nothing keeps the job from its work.
         restarts: the supervisor has to start the ranks again. After all others the ranks that
             are left continue.
+        harmless: no rank may be lost.
+        errors: ranks may end with an error of their own.
         guest: node3 must take part (True), or must not (False).
     """
 
     inject: Callable[[ChaosJob, random.Random], str]
     restarts: bool = False
+    harmless: bool = False
+    errors: bool = False
     guest: bool | None = None
 
 
@@ -174,21 +268,26 @@ def _kill(job: ChaosJob, choice: random.Random) -> str:
 
 def _kill_with_helper(job: ChaosJob, choice: random.Random) -> str:
     victim = choice.choice(job.ranks())
-    number = psutil.Process(victim.pid).environ()["HOROVOD_RANK"]
-    wish = job.run_on_hosts.parents[1] / f"fork-{number}"
-    wish.touch()
-    # It may be one that is only starting, which takes its time on a busy machine.
-    poll(lambda: not wish.exists(), 90, "the helper process")
+    job.ask_for_helper(victim)
     job.cluster.kill([victim])
     return _named(victim)
 
 
 def _kill_in_a_rendezvous(job: ChaosJob, choice: random.Random) -> str:
-    first, second = choice.sample(job.ranks(), 2)
-    job.cluster.kill([first])
-    time.sleep(choice.uniform(0, 0.5))
-    job.cluster.kill([second])
-    return f"{_named(first)}, {_named(second)}"
+    return _kill_in_turn(job, choice, choice.sample(job.ranks(), 2))
+
+
+def _kill_two_holders(job: ChaosJob, choice: random.Random) -> str:
+    """Of the same shard; of a whole model each rank holds the same."""
+    poll(lambda: bool(job.holders()), NO_STEP_SECONDS, "two ranks that hold the same shard")
+    return _kill_in_turn(job, choice, choice.sample(choice.choice(job.holders()), 2))
+
+
+def _kill_in_turn(job: ChaosJob, choice: random.Random, victims: Sequence[Process]) -> str:
+    for victim in victims:
+        job.cluster.kill([victim])
+        time.sleep(choice.uniform(0, 0.5))
+    return ", ".join(map(_named, victims))
 
 
 def _stop(job: ChaosJob, choice: random.Random) -> str:
@@ -210,15 +309,59 @@ def _kill_a_watchdog(job: ChaosJob, choice: random.Random) -> str:
 
 
 def _cut_a_link(job: ChaosJob, choice: random.Random) -> str:
-    host, seconds = _away_from_home(job, choice), choice.uniform(1, 12)
+    return _cut(job, _host_with_ranks(job, choice), choice.uniform(1, 12))
+
+
+def _cut_the_launchers_link(job: ChaosJob, choice: random.Random) -> str:
+    return _cut(job, HOME, choice.uniform(1, 3))
+
+
+def _cut(job: ChaosJob, host: str, seconds: float) -> str:
     job.cluster.link(host, up=False)
     time.sleep(seconds)
     job.cluster.link(host, up=True)
     return f"{host} for {seconds:.1f} s"
 
 
+def _drop_datagrams(job: ChaosJob, choice: random.Random) -> str:
+    """No heartbeat arrives, from any rank; connections are as they were."""
+    seconds = choice.uniform(2, 8)
+    hosts = [host for host in HOSTS if job.cluster.is_up(host)]
+    for host in hosts:
+        job.cluster.datagrams(host, leave=False)
+    time.sleep(seconds)
+    for host in hosts:
+        job.cluster.datagrams(host, leave=True)
+    return f"for {seconds:.1f} s"
+
+
+def _lose_the_host_list(job: ChaosJob, choice: random.Random) -> str:
+    """The hostfile lacks a host, is empty, or is not there: discovery fails then."""
+    kind, seconds = choice.choice(["lacks a host", "empty", "not there"]), choice.uniform(2, 12)
+    if kind == "lacks a host":
+        missing = _host_with_ranks(job, choice)
+        job.write_hostfile(*(host for host in job.listed if host != missing))
+    elif kind == "empty":
+        job.write_hostfile()
+    else:
+        job.hostfile.unlink()
+    time.sleep(seconds)
+    job.write_hostfile(*job.listed)
+    return f"{kind} for {seconds:.1f} s"
+
+
+def _lose_host_names(job: ChaosJob, choice: random.Random) -> str:
+    """The name of one host, or of all that have ranks: these "do not answer" then."""
+    lost = choice.choice([[_host_with_ranks(job, choice)], [*WORKERS, GUEST]])
+    seconds = choice.uniform(6, 12)
+    job.cluster.resolve([host for host in HOSTS if host not in lost])
+    time.sleep(seconds)
+    job.cluster.resolve(HOSTS)
+    return f"{' '.join(lost)} for {seconds:.1f} s"
+
+
 def _cut_the_power(job: ChaosJob, choice: random.Random) -> str:
-    host, seconds = _away_from_home(job, choice), choice.uniform(1, 12)
+    host, seconds = _host_with_ranks(job, choice), choice.uniform(1, 12)
     job.cluster.kill_host(host)
     time.sleep(seconds)
     job.cluster.boot(host)
@@ -226,9 +369,8 @@ def _cut_the_power(job: ChaosJob, choice: random.Random) -> str:
     return f"{host} for {seconds:.1f} s"
 
 
-def _away_from_home(job: ChaosJob, choice: random.Random) -> str:
-    """A host with ranks that is not the supervisor's."""
-    return choice.choice(sorted({p.host for p in job.ranks()} - {HOME}) or [SECOND])
+def _host_with_ranks(job: ChaosJob, choice: random.Random) -> str:
+    return choice.choice(sorted({p.host for p in job.ranks()}) or [*WORKERS])
 
 
 def _block_the_disk(job: ChaosJob, choice: random.Random) -> str:
@@ -266,13 +408,13 @@ def _holder(job: ChaosJob, name: str) -> int:
 
 
 def _add_a_host(job: ChaosJob, choice: random.Random) -> str:
-    job.list_hosts(HOME, SECOND, GUEST)
+    job.list_hosts(*WORKERS, GUEST)
     poll(lambda: GUEST in job.starts()[-1]["hosts"], NO_STEP_SECONDS, "ranks on a new host")
     return GUEST
 
 
 def _remove_a_host(job: ChaosJob, choice: random.Random) -> str:
-    job.list_hosts(HOME, SECOND)
+    job.list_hosts(*WORKERS)
     poll(lambda: GUEST not in job.starts()[-1]["hosts"], NO_STEP_SECONDS, "a host's leave")
     return GUEST
 
@@ -280,6 +422,15 @@ def _remove_a_host(job: ChaosJob, choice: random.Random) -> str:
 def _kill_the_launcher(job: ChaosJob, choice: random.Random) -> str:
     job.cluster.kill([job.launcher()])
     return "horovodrun"
+
+
+def _restart_on_a_slow_disk(job: ChaosJob, choice: random.Random) -> str:
+    """Reading the checkpoint takes longer than a rank may make no progress."""
+    launches, began = job.launches(), time.monotonic()
+    with job.disk.slow(_SLOW_BYTES_PER_SECOND):
+        job.cluster.kill([job.launcher()])
+        poll(lambda: job.launches() > launches, _RESUME_SECONDS, "a start from a slow disk")
+    return f"horovodrun, resumed after {time.monotonic() - began:.0f} s"
 
 
 def _kill_the_supervisor(job: ChaosJob, choice: random.Random) -> str:
@@ -293,16 +444,22 @@ FAULTS = {
     "kill a rank": Fault(_kill),
     "kill a rank with a helper process": Fault(_kill_with_helper),
     "kill a second rank in the rendezvous": Fault(_kill_in_a_rendezvous),
+    "kill two holders of one shard": Fault(_kill_two_holders),
     "stop a rank": Fault(_stop),
     "kill a watchdog, then a rank": Fault(_kill_a_watchdog),
-    "cut a link": Fault(_cut_a_link),
-    "cut the power of a host": Fault(_cut_the_power),
+    "cut a link": Fault(_cut_a_link, errors=True),
+    "cut the launcher's link": Fault(_cut_the_launchers_link, harmless=True),
+    "drop datagrams": Fault(_drop_datagrams, harmless=True),
+    "cut the power of a host": Fault(_cut_the_power, errors=True),
     "block the disk": Fault(_block_the_disk),
     "fill the disk": Fault(_fill_the_disk),
     "kill a rank on a full disk": Fault(_kill_on_a_full_disk),
+    "lose the host list": Fault(_lose_the_host_list),
+    "lose host names": Fault(_lose_host_names),
     "add a host": Fault(_add_a_host, guest=False),
     "remove a host": Fault(_remove_a_host, guest=True),
     "kill the launcher": Fault(_kill_the_launcher, restarts=True),
+    "restart on a slow disk": Fault(_restart_on_a_slow_disk, restarts=True),
     "kill the supervisor": Fault(_kill_the_supervisor, restarts=True),
 }
 
@@ -348,6 +505,26 @@ class Outcome:
     seconds: float
     before: int
     after: int
+
+
+def difference(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """The largest difference of two elements, relative to the largest element of their tensor.
+
+    0 only if all bits are equal.
+
+    Raises:
+        AssertionError: the names or shapes of the tensors differ.
+    """
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    largest = 0.0
+    for name, expected in wanted.items():
+        tensor = found[name]
+        assert tensor.shape == expected.shape, name
+        if tensor.numpy().tobytes() != expected.numpy().tobytes():
+            error = (tensor.double() - expected.double()).abs().max().item()
+            scale = expected.double().abs().max().item() or 1.0
+            largest = max(largest, error / scale, sys.float_info.min)
+    return largest
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

@@ -65,7 +65,7 @@ class Cluster:
         self._warm = False
 
     def __enter__(self) -> Cluster:
-        hosts = {name: f"{SUBNET}.{i}" for i, name in enumerate(self.names, start=1)}
+        hosts = {name: self._address(name) for name in self.names}
         self._folder = ClusterFolder(hosts, ENVIRONMENT)
         self.shared = self._folder.shared
         atexit.register(self.close)
@@ -175,8 +175,14 @@ class Cluster:
 
     def connections(self, host: str, to: str, port: int, leave: bool) -> None:
         """Keeps a host from a TCP port of another, as a firewall would, or lets it again."""
-        address = f"{SUBNET}.{self.names.index(to) + 1}"
-        self._firewall(host, leave, "to", address, "ipproto", "tcp", "dport", str(port))
+        self._firewall(host, leave, "to", self._address(to), "ipproto", "tcp", "dport", str(port))
+
+    def resolve(self, names: Iterable[str]) -> None:
+        """The names of hosts that all hosts can look up from now on; at first those of all."""
+        self._folder.write_names({name: self._address(name) for name in names})
+
+    def _address(self, host: str) -> str:
+        return f"{SUBNET}.{self.names.index(host) + 1}"
 
     def _firewall(self, host: str, leave: bool, *what: str) -> None:
         rule = ["rule", "delete" if leave else "add", *what, "blackhole", "pref", "10"]

@@ -59,8 +59,7 @@ class ClusterFolder:
             self._lock = _try_lock(self.path)
         self.shared = self.path / "shared"
         self.shared.mkdir()
-        names = "".join(f"{address} {name}\n" for name, address in hosts.items())
-        (self.path / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+        self.write_names(hosts)
         ssh_config = SSH_CONFIG.format(names=" ".join(hosts), folder=self.path)
         (self.path / "ssh_config").write_text(ssh_config)
         # Without PAM sshd refuses an account whose password is locked, as root's often is.
@@ -73,6 +72,18 @@ class ClusterFolder:
             _make_key(own / "host_key", environment)
             config = SSHD_CONFIG.format(folder=self.path, name=name, path=environment["PATH"])
             (own / "sshd_config").write_text(config)
+
+    def write_names(self, hosts: Mapping[str, str]) -> None:
+        """The names that hosts can look up: name -> IPv4 address."""
+        names = "".join(f"{address} {name}\n" for name, address in hosts.items())
+        text = f"127.0.0.1 localhost\n{names}".encode()
+        # In place, as hosts have mounted this very file; in one write, as they read it meanwhile.
+        descriptor = os.open(self.path / "hosts", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            size = os.fstat(descriptor).st_size
+            os.pwrite(descriptor, text.ljust(size, b"\n"), 0)
+        finally:
+            os.close(descriptor)
 
     def remove(self) -> None:
         """Removes it; may be called twice."""

@@ -1,44 +1,121 @@
-"""A task whose ranks get a forked helper process while they run."""
+"""Tasks of chaos runs: every rank has a forked child, and forks a helper process on request."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import torch
 from torch import Tensor, nn
 
 from hvdtrain.runtime.environment import launched_rank
-from tests.support.tasks import Paced
+from hvdtrain.tasks import Datasets
+from tests.support.tasks import FEATURES, Paced
 
 HELPER = "helper"  # its name for ps; its command line is the rank's
 _HELPER_SECONDS = 120.0
+# Floats of the frozen tensor: with a slow disk, reading a checkpoint takes long (SmallDisk.slow).
+_LARGE = 2 << 20
+_WIDTH = 16
 
 
 class Helped(Paced):
-    """Paced; a rank forks a helper process when it is asked to, by a file.
+    """Paced, with a large frozen tensor; a rank forks a helper process when a file asks for it.
 
     HVDTRAIN_TEST_CONTROL: a folder; process N (as its launcher counts) forks when there is a
     file fork-N, which it removes. The helper holds all that the rank had open, as a worker of
-    multiprocessing does, sleeps, and outlives the rank.
+    multiprocessing does, sleeps, and outlives the rank. The file shard-N has the number of the
+    model's shard that the process holds.
+
+    `datasets` forks a child as well: a daemon process of multiprocessing, or a Pool's worker. It
+    sleeps forever, so it is left over unless it ends with its rank.
     """
 
     def __init__(self) -> None:
         super().__init__()
         number = launched_rank(psutil.Process().environ())  # as it was at the start
-        self._wish = Path(os.environ["HVDTRAIN_TEST_CONTROL"]) / f"fork-{number}"
+        self._number = number or 0
+        control = Path(os.environ["HVDTRAIN_TEST_CONTROL"])
+        self._wish, self._shard_file = control / f"fork-{number}", control / f"shard-{number}"
+        self._shard_file.unlink(missing_ok=True)
+        self._shard: int | None = None
+
+    def datasets(self) -> Datasets:
+        context = multiprocessing.get_context("fork")
+        if self._number % 2:
+            self._pool = context.Pool(1, _rename)
+        else:
+            context.Process(target=_sleep, daemon=True).start()
+        return super().datasets()
+
+    def model(self) -> nn.Module:
+        return _with_large_tensor(super().model())
 
     def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
         if self._wish.exists():
             self._fork()
+        if (shard := self.shard(model)) != self._shard:
+            self._shard = shard
+            self._shard_file.write_text(str(shard))
         return super().loss(model, batch)
+
+    def shard(self, model: nn.Module) -> int:
+        """The number of the model's shard that this process holds; 0 if it holds all of it."""
+        return 0
 
     def _fork(self) -> None:
         if os.fork() == 0:
             with suppress(BaseException):
-                Path("/proc/self/comm").write_text(HELPER)
+                _rename()
                 self._wish.unlink()
                 time.sleep(_HELPER_SECONDS)
             os._exit(0)
+
+
+class HelpedPerceptron(Helped):
+    """Helped with a model that tensor parallelism can split."""
+
+    def model(self) -> nn.Module:
+        return _with_large_tensor(Perceptron())
+
+    def shard(self, model: nn.Module) -> int:
+        mesh = getattr(model.get_parameter("up.weight"), "device_mesh", None)
+        return 0 if mesh is None else int(mesh.get_local_rank())
+
+
+class Perceptron(nn.Module):
+    """One hidden layer; its input is normalised, so some of the target cannot be learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(FEATURES)
+        self.up = nn.Linear(FEATURES, _WIDTH)
+        self.down = nn.Linear(_WIDTH, 1)
+
+    def tensor_plan(self) -> dict[str, str]:
+        return {"up": "column", "down": "row"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x`: (samples, FEATURES); returns (samples, 1)."""
+        result: Tensor = self.down(torch.tanh(self.up(self.norm(x))))
+        return result
+
+
+def _with_large_tensor(model: nn.Module) -> nn.Module:
+    large = torch.arange(_LARGE, dtype=torch.float32)
+    model.register_parameter("large", nn.Parameter(large, requires_grad=False))
+    return model
+
+
+def _rename() -> None:
+    Path("/proc/self/comm").write_text(HELPER)
+
+
+def _sleep() -> None:
+    _rename()
+    while True:
+        time.sleep(60)

@@ -174,6 +174,8 @@ def _cases() -> dict[str, list[Start]]:
     for name, flags in (("dense", ""), ("exact", EXACT), ("top-k", EXCHANGES["top-k"]),
                         ("zero", "--parallel.zero 1")):  # fmt: skip
         found[f"kill {name} on elastic:3"] = [Start("elastic:3", f"{KILLED} {flags}", "2:4")]
+    for axis in ("shard", "pipeline"):  # a whole replica is lost
+        found[f"kill {axis} on elastic:4"] = [Start("elastic:4", f"{KILLED} {AXES[axis]}", "3:4")]
 
     def resume(name: str, *starts: tuple[str, str]) -> None:
         """Add a run of several starts, each (launcher, flags) and three steps."""

@@ -148,11 +148,11 @@ def test_a_run_outlives_a_discovery_gap_and_waits_for_ranks_it_needs(
     running.set_hosts("node1:1 node2:1")
     running.wait_for_more(10, 30)
     assert "ended (" not in running.job.output(), "the processes are those of before"
-    running.kill_processes_of("node2")
     running.set_hosts("node1:1")
     running.wait_until(
         lambda: running.job.output().count("waiting for hosts") == 2, 30, "word of the launcher"
     )
+    running.kill_processes_of("node2")
     step = running.last()["step"]
     time.sleep(3)
     assert running.last()["step"] == step, "1 rank trained where 2 are the least"

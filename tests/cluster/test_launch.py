@@ -332,14 +332,14 @@ def test_run_outlives_probes_that_fail_while_it_completes_steps(
     supervised.train_on(ALL)
     cluster, began, step = supervised.cluster, time.time(), supervised.last()["step"]
     sshd = cluster.processes("node2", containing="sshd")[0].pid
-    cluster.name("node2", known=False)
+    cluster.resolve(["node1"])
     os.kill(sshd, signal.SIGSTOP)
     try:
         supervised.job.wait_for("no answer from node2; the run continues", 15)
         time.sleep(7)  # longer than a host may be silent without a step
     finally:
         os.kill(sshd, signal.SIGCONT)
-        cluster.name("node2", known=True)
+        cluster.resolve(cluster.names)
     supervised.wait_for_step(supervised.last()["step"] + 10)
     assert not supervised.world_sizes(began), supervised.job.output()
     assert supervised.last()["step"] > step + EVERY

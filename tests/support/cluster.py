@@ -156,15 +156,6 @@ class Cluster:
         """Cuts a host off, or joins it again: packets vanish, nothing is refused."""
         self._switch("ip", "link", "set", self._port(host), "up" if up else "down")
 
-    def name(self, host: str, known: bool) -> None:
-        """Makes a host's name unknown to all hosts, as a gap in DNS would, or known again."""
-        file = self._folder.path / "hosts"
-        lines = [line for line in file.read_text().splitlines() if line.split()[1:] != [host]]
-        if known:
-            lines.append(f"{SUBNET}.{self.names.index(host) + 1} {host}")
-        # In place: every host has this very file mounted.
-        file.write_text("\n".join(lines) + "\n")
-
     def path_mtu(self, host: str, size: int) -> None:
         """The largest packet that reaches a host: larger ones vanish, and nobody is told."""
         self._switch("ip", "link", "set", self._port(host), "mtu", str(size))

@@ -1,6 +1,7 @@
 # make train   set up this machine, then train the default task on NP ranks
 # make test    set up this machine, then run every test
 # make test-fast   of these, those that start no whole runs: under 3 minutes
+# make test-newest-torch   of these, those marked smoke and tests/parallel, on the newest torch
 # make soak    kills for 5 minutes, 16 ranks on two hosts for as long, long tests of tests/cluster: not part of make test
 # make chaos   faults of all kinds at random for 5 minutes: not part of make test
 # make plan-check   steps beside what `hvdtrain plan` predicts, 11 minutes alone on the machine: not part of make test
@@ -14,38 +15,43 @@
 # make lint    ruff and mypy alone
 # make clean   remove what was built here (the cached Horovod wheel stays)
 #
-# Each step of the set-up leaves a stamp in .venv and is not done twice.
+# TORCH=2.14.1 (or TORCH=newest) does any of these with another torch than that of
+# .ci/constraints.txt, in an environment of its own: .venv-torch-2.14.1.
+# Each step of the set-up leaves a stamp in the environment and is not done twice.
 
 PYTHON ?= python3
 NP ?= 2
 ARGS ?=
 GPU ?= none
+PINNED := $(shell sed -n 's/^torch==//p' .ci/constraints.txt)
+TORCH ?= $(PINNED)
 
 export PYTHON
-BIN := $(CURDIR)/.venv/bin
-STAMPS := .venv/stamps
+VENV := .venv$(if $(filter-out $(PINNED),$(TORCH)),-torch-$(TORCH))
+BIN := $(CURDIR)/$(VENV)/bin
+STAMPS := $(VENV)/stamps
 LOGS := build/tests
 # Two tests of tests/single at a time, three of tests/cluster (see tests/conftest.py), which
 # often wait; those that are marked alone judge a time of seconds, and come after them.
 TWO := -n 2 --dist loadfile
 THREE := -n 3 --dist loadfile
-PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c .ci/constraints.txt
+PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c $(VENV)/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
-.PHONY: train test test-fast test-single test-gloo test-mpi test-cluster soak chaos plan-check exchange-check recorded-runs images gpu-check gpu-kit docs docs-site lint clean
+.PHONY: train test test-fast test-single test-gloo test-mpi test-cluster test-smoke test-newest-torch soak chaos plan-check exchange-check recorded-runs images gpu-check gpu-kit docs docs-site lint clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
 train: $(STAMPS)/horovod-$(GPU)
 	$(BIN)/horovodrun -np $(NP) --mpi-args='--mca orte_tag_output 0' $(BIN)/python -m hvdtrain.train $(ARGS)
 
-test: test-single test-gloo test-mpi test-cluster
+test: test-single test-gloo test-mpi test-cluster test-newest-torch
 
 # Without its bytecode every rank compiles hvdtrain anew (0.3 s), and every worker the tests.
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests of the launchers look for `python`, `hvdtrain` and `horovodrun` on PATH.
-test-fast test-single test-gloo test-mpi test-cluster soak chaos plan-check exchange-check recorded-runs: export PATH := $(BIN):$(PATH)
+test-fast test-single test-gloo test-mpi test-cluster test-smoke soak chaos plan-check exchange-check recorded-runs: export PATH := $(BIN):$(PATH)
 
 # Two workers on two cores: threads of their own would wait for each other.
 test-fast test-single: export OMP_NUM_THREADS := 1
@@ -68,6 +74,12 @@ test-gloo test-mpi: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no $(THREE) -m "not alone and not soak" tests/cluster
 	timeout -k 30 2400 $(BIN)/python -m pytest -q --color=no -m "alone and not soak" tests/cluster
+
+test-smoke: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
+	timeout -k 30 600 $(BIN)/python -m pytest -q --color=no $(TWO) -m smoke $$(grep -rl mark.smoke tests/single tests/cluster)
+
+test-newest-torch:
+	@$(MAKE) TORCH=newest test-smoke test-gloo test-mpi
 
 # HVDTRAIN_SOAK_SECONDS: about how long the disturbed run is.
 soak: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
@@ -114,28 +126,31 @@ lint: $(STAMPS)/test
 	$(BIN)/python -m pytest -q --color=no tests/single/test_code_style.py
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-torch-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # --- set-up ---------------------------------------------------------------
 
-.venv/bin/python:
+$(VENV)/bin/python:
 	@.ci/set-up build
-	@$(PYTHON) -m venv .venv
+	@$(PYTHON) -m venv $(VENV)
 
-$(STAMPS)/train: setup.cfg pyproject.toml .ci/constraints.txt .ci/packages | .venv/bin/python
+$(VENV)/constraints.txt: .ci/constraints.txt | $(VENV)/bin/python
+	@sed 's/^torch==.*/torch$(if $(filter newest,$(TORCH)),>=$(PINNED),==$(TORCH))/' $< > $@
+
+$(STAMPS)/train: setup.cfg pyproject.toml $(VENV)/constraints.txt .ci/packages | $(VENV)/bin/python
 	@.ci/set-up build
-	@echo "hvdtrain: installing Python packages into .venv (pip's output: build/set-up.log)"
+	@echo "hvdtrain: installing Python packages into $(VENV) (pip's output: build/set-up.log)"
 	@$(PIP_INSTALL) -e '.[horovod]'
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/test: $(STAMPS)/train
 	@.ci/set-up build test
-	@echo "hvdtrain: installing what the tests need into .venv (pip's output: build/set-up.log)"
+	@echo "hvdtrain: installing what the tests need into $(VENV) (pip's output: build/set-up.log)"
 	@$(PIP_INSTALL) -e '.[horovod,test]'
 	@touch $@
 
 $(STAMPS)/docs: $(STAMPS)/train
-	@echo "hvdtrain: installing what the site needs into .venv (pip's output: build/set-up.log)"
+	@echo "hvdtrain: installing what the site needs into $(VENV) (pip's output: build/set-up.log)"
 	@$(PIP_INSTALL) -e '.[docs]'
 	@touch $@
 

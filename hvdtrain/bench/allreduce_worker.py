@@ -154,8 +154,12 @@ def _torch_gloo() -> Side:
     from hvdtrain.parallel.world import leave
 
     join_ranks()
+
+    def all_reduce(values: Tensor) -> None:
+        dist.all_reduce(values)
+
     rank, size = dist.get_rank(), dist.get_world_size()
-    return Side(rank, size, torch.device("cpu"), dist.all_reduce, leave)
+    return Side(rank, size, torch.device("cpu"), all_reduce, leave)
 
 
 KINDS: dict[str, Callable[[], Side]] = {

@@ -121,6 +121,6 @@ class _TimedWork(dist.Work):
 class _TimedReduceScatter(DefaultReduceScatter):
     """As above."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Work; or None, from torch 2.14
         with comm.OWN.waiting("shard"):
             return super().__call__(*args, **kwargs)

@@ -20,6 +20,7 @@ EXACT = f"--exchange.name exact --runtime.threads 1 --train.steps {STEPS}"
 UNPACED = {"HVDTRAIN_TEST_PACE": "0"}
 
 
+@pytest.mark.smoke
 def test_a_kill_a_resize_or_a_resume_on_other_hosts_changes_a_bit(
     job: Callable[..., ElasticJob], cluster: Cluster, runs: Path
 ) -> None:

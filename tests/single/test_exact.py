@@ -49,6 +49,7 @@ def _audit(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, s
     return code, capsys.readouterr().out
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_another_number_of_ranks_or_launcher_changes_a_bit(
     root: Path, launcher: str, capsys: pytest.CaptureFixture[str]

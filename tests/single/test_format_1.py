@@ -29,6 +29,7 @@ def old(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.smoke
 def test_an_old_checkpoint_is_refused_or_continued_with_another_curve(
     tmp_path: Path, old: Path
 ) -> None:

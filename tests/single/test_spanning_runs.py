@@ -50,6 +50,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "chain", one
 
 
+@pytest.mark.smoke
 def test_a_layout_has_another_curve_or_does_not_continue_the_checkpoint_of_another(
     chain: tuple[Path, Path],
 ) -> None:

@@ -5,8 +5,8 @@ The rank is killed, after what it was doing is written to RUN/logs, when
 - it is stopped (SIGSTOP, a frozen terminal) for a second;
 - it does something on its own, but finishes nothing, and neither its threads (Horovod's apart)
   nor a process that it started use processor or disk for `hang_seconds`; if they do, only after
-  10 times as long: a slow rank lives. Before it takes part nobody waits for it: it may be idle for 10
-  times as long, and busy without a bound;
+  10 times as long: a slow rank lives. Before it takes part no rank waits for it: it may be idle
+  for 10 times as long, and busy without a bound;
 - it has no launcher any more: the process that started it is gone, or, while it waits for
   the launcher to say who takes part, the launcher cannot be reached.
 

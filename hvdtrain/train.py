@@ -11,11 +11,13 @@ from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 
 from hvdtrain.config import Settings, parse
-from hvdtrain.errors import UserError, of_import
+from hvdtrain.errors import EXIT_USER, UserError, of_import
 from hvdtrain.runtime import lazy_dynamo
-from hvdtrain.runtime.environment import launched_rank, process_start
+from hvdtrain.runtime.environment import launched_rank, process_start, torchrun_rank
 from hvdtrain.runtime.process_end import end_process
 from hvdtrain.runtime.signals import StopFlag
+
+_LET_RANK_0_SPEAK = 2.0
 
 
 def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
@@ -30,6 +32,9 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
     # First of all: importing torch takes seconds, in which a signal would end the process.
     stop = StopFlag()
     stop.install()
+    torchrun = torchrun_rank()
+    if torchrun is not None:
+        return _refuse_torchrun(*torchrun)
     try:
         # --help and --print_config print: once.
         with nullcontext() if launched_rank() == 0 else redirect_stdout(StringIO()):
@@ -45,6 +50,21 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
             where = f"rank {launched_rank()} on {socket.gethostname()}"
             print(f"hvdtrain: error: {where}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+
+
+def _refuse_torchrun(rank: int, ranks: int) -> int:
+    """Returns the exit code; rank 0 says why, before torchrun ends it because of the others."""
+    if rank == 0:
+        print(
+            f"hvdtrain: error: torchrun started {ranks} processes, which would train "
+            f"independently: ranks communicate over Horovod; use `horovodrun -np {ranks} python -m "
+            "hvdtrain.train ...`, mpirun or hvdtrain launch",
+            file=sys.stderr,
+            flush=True,
+        )
+    else:
+        time.sleep(_LET_RANK_0_SPEAK)
+    return EXIT_USER
 
 
 def _load_run() -> Callable[[Settings, StopFlag, float], int]:

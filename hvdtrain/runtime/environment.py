@@ -51,6 +51,25 @@ def launched_size(env: Mapping[str, str] = os.environ) -> int | None:
     return _first(env, "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
+def torchrun_rank(env: Mapping[str, str] = os.environ) -> tuple[int, int] | None:
+    """(Rank, world size) of a process that torchrun started with others; None: it did not.
+
+    Horovod does not read torchrun's variables, so each of these processes would train alone.
+    """
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    rank, size, local_rank = (_first(env, name) for name in names)
+    if rank is None or size is None or local_rank is None or size < 2 or elastic(env):
+        return None
+    if "TORCHELASTIC_RUN_ID" in env:
+        # srun may have started torchrun itself, so Slurm's variables are not about this process.
+        launched = _first(env, "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")
+    elif "MASTER_ADDR" in env:
+        launched = launched_size(env)
+    else:
+        return None
+    return (rank, size) if launched is None else None
+
+
 def elastic(env: Mapping[str, str] = os.environ) -> bool:
     """Whether an elastic launcher started this process."""
     return env.get("HOROVOD_ELASTIC") == "1"

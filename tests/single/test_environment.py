@@ -14,8 +14,11 @@ from hvdtrain.runtime.environment import (
     launched_rank,
     launched_size,
     prepare,
+    torchrun_rank,
 )
 from hvdtrain.runtime.machine import has_rdma
+from tests.support.runs import TINY
+from tests.support.runs import environment as environment_of_a_run
 
 LAUNCHERS = {
     "horovodrun": {
@@ -161,3 +164,43 @@ def test_ranks_that_have_faster_sums_get_those_for_tcp(
     env = {**LAUNCHERS["mpirun"], "OMPI_COMM_WORLD_LOCAL_SIZE": str(ranks)}
     prepare(env, host_cores=1)
     assert ("HOROVOD_MPI_RING_ALLREDUCE" in env) is ring
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "node1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "found"),
+    [
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, (1, 2)),
+        ({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none", "SLURM_STEP_NUM_TASKS": "1"}, (1, 2)),
+        (TORCHRUN, (1, 2)),
+        ({**TORCHRUN, "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, None),
+        *(({**TORCHRUN, **launched}, None) for launched in LAUNCHERS.values()),
+        ({**TORCHRUN, "HOROVOD_ELASTIC": "1"}, None),
+    ],
+)
+def test_torchrun_is_recognized_unless_another_launcher_started_the_rank(
+    env: dict[str, str], found: tuple[int, int] | None
+) -> None:
+    assert torchrun_rank(env) == found
+
+
+def test_torchrun_ends_with_one_line_instead_of_independent_runs(tmp_path: Path) -> None:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
+    train = ["-m", "hvdtrain.train", *TINY, "--run.root", str(tmp_path / "runs")]
+    done = subprocess.run(
+        [*torchrun, *train], env=environment_of_a_run({}), capture_output=True, text=True,
+        timeout=100, check=False,
+    )  # fmt: skip
+    assert done.stderr.count("hvdtrain: error: torchrun started 2 processes") == 1, done
+    assert done.stderr.count("exitcode  : 2") >= 1, done  # as torchrun reports it
+    assert done.returncode != 0 and not (tmp_path / "runs").exists()

@@ -81,7 +81,10 @@ def _recommended(outlook: Outlook) -> str:
             f"({least.layout.flags or 'defaults'}): more ranks, a smaller batch.micro_size, or "
             "--memory.checkpoint_activations blocks"
         )
-    return f"Cheapest that fits:\n  {command(outlook, best)}"
+    known = {"memory": best.fits, "price": best.price}
+    unknown = [name for name, value in known.items() if value is None]
+    head = "Recommended, " + " and ".join(unknown) + " unknown" if unknown else "Cheapest that fits"
+    return f"{head}:\n  {command(outlook, best)}"
 
 
 def command(outlook: Outlook, placed: Placed) -> str:

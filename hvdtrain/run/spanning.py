@@ -116,7 +116,7 @@ def split_model(
         if plan is None:
             raise UserError(
                 f"parallel.tensor {parallel.tensor}: {of_task} does not say how it is split: give "
-                "it a method tensor_plan() (docs/parallel.md)"
+                "it a method tensor_plan() (docs/custom-tasks.md#how-ranks-split-a-model)"
             )
         apply_tensor(model, mesh.model["tensor"], plan())
     if parallel.context > 1:

@@ -7,6 +7,7 @@ checked before torch is loaded.
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
@@ -124,4 +125,18 @@ def load_class(name: str) -> type:
     config = optional(task, "Config")
     if config is not None and not is_dataclass(config):
         raise UserError(f"task: {name}.Config must be a dataclass")
+    _check_init(task, name, takes_config=config is not None)
     return task
+
+
+def _check_init(task: type, name: str, takes_config: bool) -> None:
+    signature = inspect.signature(task)
+    try:
+        signature.bind(*([None] if takes_config else []))
+    except TypeError as error:
+        what, fix = "has no Config", "write it without, or add a dataclass called Config"
+        if takes_config:
+            what, fix = "has a Config", "write `def __init__(self, config)`"
+        raise UserError(
+            f"task: {name} {what}, which its __init__{signature} does not match ({error}); {fix}"
+        ) from None

@@ -87,6 +87,7 @@ def test_a_task_cannot_have_a_mapping_as_a_value(
         "    shares: dict[str, float] = field(default_factory=dict)\n"
         "class Task:\n"
         "    Config = Settings\n"
+        "    def __init__(self, config): ...\n"
         "    def datasets(self): ...\n"
         "    def model(self): ...\n"
         "    def loss(self, model, batch): ...\n"
@@ -152,6 +153,14 @@ def test_the_printed_configuration_gives_another_one(tmp_path: Path) -> None:
         (["--task", "no_module:Task"], "no module 'no_module'"),
         (["--task", "tests.support.tasks:Regresion"], "no class 'Regresion'"),
         (["--task", "pathlib:Path"], "has no method datasets, model, loss"),
+        (
+            ["--task", "tests.support.tasks:NeedsConfig"],
+            r"NeedsConfig has no Config, .*__init__\(config: .*required argument: 'config'\); ",
+        ),
+        (
+            ["--task", "tests.support.tasks:IgnoresConfig"],
+            r"IgnoresConfig has a Config, .*__init__\(\) .*; write `def __init__\(self, config\)`",
+        ),
     ],
 )
 def test_a_wrong_flag_is_taken_or_badly_explained(argv: list[str], message: str) -> None:

@@ -126,6 +126,16 @@ def test_a_link_leads_nowhere(page: Path) -> None:
     assert broken == []
 
 
+def test_messages_name_pages_and_headings_that_exist() -> None:
+    for path in (REPOSITORY / "hvdtrain").rglob("*.py"):
+        content = path.read_text()
+        for page, anchor in re.findall(r"docs/([\w-]+\.md)(?:#([\w-]+))?", content):
+            assert (DOCS / page).is_file(), (path, page)
+            assert not anchor or anchor in anchors(DOCS / page), (path, page, anchor)
+        for method, page in re.findall(r"a method (\w+)\(\) \(docs/([\w-]+\.md)", content):
+            assert f"def {method}(" in (DOCS / page).read_text(), (path, method, page)
+
+
 @pytest.mark.parametrize("index", [README, DOCS / "README.md"], ids=["README", "docs"])
 def test_a_page_cannot_be_reached_in_one_click(index: Path) -> None:
     reached = {(index.parent / link.partition("#")[0]).resolve() for link in links(index)}

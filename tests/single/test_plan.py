@@ -380,6 +380,16 @@ def test_a_plan_recommends_what_does_not_fit(
     assert "No layout fits" in out
 
 
+def test_plan_calls_a_layout_cheapest_if_memory_and_price_are_known(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--from", files["job"], "--hosts", "4", "--bandwidth", "1gbit", "--price", "2")
+    _, out, _ = _plan(capsys, *given, "--memory", "64")
+    assert "Cheapest that fits:" in out
+    _, out, _ = _plan(capsys, *given)
+    assert "Recommended, memory unknown:" in out
+
+
 def test_the_table_does_not_say_what_is_not_known(
     files: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -388,7 +398,7 @@ def test_the_table_does_not_say_what_is_not_known(
         capsys, "--from", files["job"], "--hosts", "4", "--bandwidth", "1gbit", "--plot", str(plot)
     )
     assert code == 0
-    assert "Cheapest that fits" in out
+    assert "Recommended, memory and price unknown:" in out and "Cheapest" not in out
     assert "python -m hvdtrain.train --exchange.wire" in out
     for word in ("--memory", "--mtbf", "--price", "slow ranks"):
         assert word in out[out.index("Not known") :]

@@ -31,7 +31,7 @@ from hvdtrain.top.scrape import Rank, Scraper, Target, read_targets
 from hvdtrain.top.table import View, fit
 from tests.single.test_exporter import certificate as certificate  # a fixture
 from tests.support.job import Finished, Job, poll
-from tests.support.runs import environment, start
+from tests.support.runs import REPOSITORY, environment, start
 
 HOST = "127.0.0.1"
 TOP = [sys.executable, "-m", "hvdtrain.cli", "top"]
@@ -67,6 +67,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Path]]:
     poll(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 25, 60, "steps")
     yield running, root / "mine"
     running.kill()
+
+
+def test_docs_show_the_columns_that_top_prints(job: tuple[Job, Path]) -> None:
+    heads = _top(job[1], "--once", "--interval", "1").stdout.splitlines()[2].split()
+    page = (REPOSITORY / "docs/monitoring.md").read_text()
+    (shown,) = (line.split() for line in page.splitlines() if line.startswith("rank  host "))
+    assert shown == heads
 
 
 def test_what_the_ranks_export_is_not_what_is_shown(job: tuple[Job, Path]) -> None:

@@ -53,6 +53,19 @@ class Forking(Regression):
         return super().datasets()
 
 
+class NeedsConfig(Regression):
+    """Its constructor requires a configuration that it does not declare."""
+
+    def __init__(self, config: object) -> None:
+        self.config = config
+
+
+class IgnoresConfig(Regression):
+    """Its constructor does not accept the configuration that it declares."""
+
+    Config = LanguageModelConfig
+
+
 class Large(Regression):
     """Its loss wants more memory than any host has, of micro-batches beyond `most` samples."""
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.exchange.bucketed import BucketedExchange, flat_views, receive_each
 from hvdtrain.exchange.config import ExchangeConfig
+from hvdtrain.exchange.identical import orthonormal, product
 from hvdtrain.exchange.residuals import Residuals, require_same_buckets
 from hvdtrain.runtime.collectives import begin_sum, completed
 from hvdtrain.runtime.state_part import Scope, StatePart
@@ -29,6 +30,8 @@ def powersgd_exchange(
     made orthonormal, and Q (columns x rank) summed. Q is the start of the next step's power
     iteration. Vectors, and matrices to which P and Q would be no smaller, travel as they are; in
     the first `start_step` steps all do. The result depends on the number of ranks by nature.
+    Each rank makes P orthonormal and multiplies by Q itself, with bitwise identical results on
+    unlike processors (identical.py).
     """
 
     def make(number: int, parameters: Sequence[nn.Parameter]) -> _Bucket:
@@ -158,7 +161,7 @@ class _Bucket:
             return
         shapes = [(len(p), self._config.rank) for p in self._matrices]
         *ps, _ = _parted(self._sent, shapes)
-        self._ps = [torch.linalg.qr(p).Q for p in ps]
+        self._ps = orthonormal(ps)
         sums = (_matrix(self._sum_of[p]) for p in self._matrices)
         self._own_qs = [m.t() @ p for m, p in zip(sums, self._ps, strict=True)]
         self._sent_qs = _joined(self._own_qs)
@@ -181,11 +184,11 @@ class _Bucket:
         return sent
 
     def _multiply(self) -> None:
-        """P times Q transposed is the gradient; `_sum` is what this rank owes then."""
+        """Computes the gradient, P times Q transposed, and this rank's residual in `_sum`."""
         self._new_qs = _parted(self._sent_qs, [q.shape for q in self._own_qs])[:-1]
         products = zip(self._matrices, self._ps, self._own_qs, self._new_qs, strict=True)
         for parameter, p, own_q, q in products:
-            self._gradient_of[parameter].copy_((p @ q.t()).view(parameter.shape))
+            product(p, q, out=_matrix(self._gradient_of[parameter]))
             owed = _matrix(self._sum_of[parameter]) - p @ own_q.t()
             self._sum_of[parameter].copy_(owed.view(parameter.shape))
         offset = sum(p.numel() for p in self._ps)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +18,11 @@ from hvdtrain.engine.state import RunState
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.exchange.dense import DenseExchange
+from hvdtrain.exchange.identical import orthonormal
 from hvdtrain.exchange.powersgd import powersgd_exchange
 from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.runtime.init import initialise
-from tests.support.runs import TINY, losses, run, train, weights
+from tests.support.runs import TINY, TRAIN, environment, losses, run, start, train, weights
 
 STEPS, HALF = 100, 50
 FLAGS = ["--train.steps", str(STEPS), "--checkpoint.every", str(HALF)]
@@ -132,3 +136,55 @@ def test_keys_that_exclude_each_other_are_not_one_sentence(tmp_path: Path, flags
     done = run(tmp_path, [*TINY, *flags.split()])
     assert done.returncode == 2 and MISTAKES[flags] in done.stderr, done
     assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done
+
+
+ON_A_PROCESSOR = """
+import hashlib, torch
+from hvdtrain.exchange.identical import orthonormal, product
+numbers = [torch.arange(n * 4, dtype=torch.float32).mul(0.7).frac().view(n, 4) for n in (1000, 333)]
+ps = orthonormal(numbers)
+out = torch.empty(1000, 333)
+product(ps[0], numbers[1], out)
+library = torch.linalg.qr(numbers[0]).Q @ numbers[1].t()
+for tensor in (*ps, out, library):
+    print(hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_powersgd_computes_the_same_bits_on_unlike_processors() -> None:
+    found = []
+    for unlike in ({}, {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"}):
+        command = [sys.executable, "-c", ON_A_PROCESSOR]
+        env = environment(unlike)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        found.append(done.stdout.split())
+        assert len(found[-1]) == 4, done
+    assert found[0][:3] == found[1][:3]
+
+
+@pytest.mark.slow
+def test_powersgd_keeps_ranks_on_unlike_processors_identical(tmp_path: Path) -> None:
+    # MKL computes as on another processor on rank 1; ranks are compared after each step.
+    rank = tmp_path / "rank.sh"
+    rank.write_text(
+        '#!/bin/sh\n[ "$HOROVOD_RANK" = 1 ] && export MKL_CBWR=COMPATIBLE\n'
+        f'exec {shlex.join(TRAIN)} "$@"\n'
+    )
+    rank.chmod(0o755)
+    flags = [*FLAGS_OF["powersgd"], "--exchange.start_step", "2", "--train.steps", "6"]
+    where = ["--run.root", str(tmp_path), "--train.replica_check_every", "1"]
+    arguments = [*TINY, "--model.width", "64", *flags, *where]
+    done = start(tmp_path / "output", arguments, "gloo:2", command=[str(rank)]).wait(120)
+    assert done.returncode == 0, done
+
+
+def test_orthonormal_columns_span_those_of_any_matrix() -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(50, 3, generator=generator)
+    dependent, zero = whole[:, :1].repeat(1, 3), torch.zeros(7, 3)
+    for matrix, found in zip(
+        (whole, dependent, zero), orthonormal([whole, dependent, zero]), strict=True
+    ):
+        assert torch.allclose(found.t() @ found, torch.eye(3), atol=1e-5)
+        assert torch.allclose(found @ (found.t() @ matrix), matrix, atol=1e-4)

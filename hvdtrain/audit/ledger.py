@@ -38,6 +38,9 @@ class Start:
         per_step: micro-batches of a step, with `buckets`.
         buckets: with batch.max_tokens, see data/buckets.py.
         log_every: steps between lines of metrics; 0: an older version, see manifest.json.
+        applied: steps that the tensors of the state have been through; older runs did not write it.
+        lost_step: the step whose state was lost with the ranks that held it, if one was.
+        state_hash: of the state, if it came from memory and train.replica_check_every is not 0.
     """
 
     time: float
@@ -60,6 +63,9 @@ class Start:
     per_step: int = 0
     buckets: list[list[int]] | None = None
     log_every: int = 0
+    applied: int | None = None
+    lost_step: int | None = None
+    state_hash: str | None = None
 
     @cached_property
     def order(self) -> Buckets | None:
@@ -90,6 +96,7 @@ class Line:
     kept: bool
     skipped: bool
     evaluated: bool
+    state_hash: str | None = None
 
 
 @dataclass
@@ -232,6 +239,7 @@ def _lines(folder: RunFolder) -> list[Line]:
                     kept=kept,
                     skipped=line.get("skipped", False),
                     evaluated="validation_loss" in line,
+                    state_hash=line.get("state_hash"),
                 )
             )
     return found

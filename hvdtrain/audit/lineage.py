@@ -4,10 +4,14 @@ Each generation must show the steps from its start on, one after the other, each
 later start at step s takes back what was done beyond s. So, if every start resumes from a
 state that there was, and the lines that stayed are those that no later start took back,
 the lines that stayed are the steps of the newest state, each applied once.
+
+That a start at step s resumes from the state after step s follows from the number of steps that its
+parameters have been through, and, where both were hashed, from equal hashes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -149,6 +153,12 @@ def _check_start(lineage: Lineage, first: Generation, generation: Generation, nu
             f"generation {number} begins at sample {start.samples}, but step {start.step} ends at "
             f"{start.samples_at(start.step)}",
         )
+    if start.applied is not None and start.applied != start.step:
+        lineage.wrong(
+            "double" if start.applied > start.step else "gap",
+            f"generation {number} begins at step {start.step}, but {start.applied} steps were "
+            "applied to its parameters",
+        )
     ranks = sorted(rank for ranks in start.hosts.values() for rank in ranks)
     if ranks != list(range(start.world_size)):
         lineage.wrong(
@@ -260,6 +270,11 @@ def _check_state(
     start, begin = ledger.generations[number].start, ledger.generations[0].start
     where = f"generation {number} begins at step {start.step}"
     if start.source == "memory":
+        before_hash = _hash_before(ledger.generations[:number], start.step)
+        if None not in (before_hash, start.state_hash) and before_hash != start.state_hash:
+            lineage.wrong(
+                "state", f"{where} from another state than that after this step (hashes differ)"
+            )
         # The lines in between tell no more; the ranks are at most one step apart, or go back to
         # the last step after which they had one state: every so many, and where a generation ends.
         before = ledger.generations[number - 1]
@@ -278,3 +293,16 @@ def _check_state(
             lineage.wrong("state", f"{where} as a new run, but the run began at step {begin.step}")
     elif start.step not in {*saved, *ledger.saved} and start.step != begin.step:
         lineage.wrong("state", f"{where} from a checkpoint, but none of that step was finished")
+
+
+def _hash_before(generations: Sequence[Generation], step: int) -> str | None:
+    """The hash of the newest state after `step`; None: it is not known."""
+    for generation in reversed(generations):
+        hashes = [line.state_hash for line in generation.lines if line.step == step]
+        if hashes:
+            return hashes[-1]
+        if generation.start.step != step:
+            return None
+        if generation.start.state_hash is not None:
+            return generation.start.state_hash
+    return None

@@ -85,6 +85,7 @@ def _row(audit: Audit, number: int) -> dict[str, Any]:
         "world_size": start.world_size,
         "seconds": start.seconds,
         **dict(zip(("redone", "redone_at_most"), audit.lineage.redone[number], strict=True)),
+        "lost_step": start.lost_step,
         "sync_every": start.sync_every,
         "checkpoints_failed": generation.failed,
         "healed": generation.healed,
@@ -121,6 +122,11 @@ def _verdict(audit: Audit) -> list[str]:
                 f"  generation {number}: went back to step {start.step}, after which all ranks "
                 f"last had the same state (exchange.sync_every {start.sync_every}); steps redone: "
                 f"{redone}"
+            )
+        if start.lost_step is not None:
+            lines.append(
+                f"  generation {number}: the state of step {start.lost_step} was lost with the "
+                f"ranks that held it; continued from step {start.step} ({start.source})"
             )
         for step, ranks in generation.healed.items():
             lines.append(f"  generation {number}: ranks {ranks} were healed after step {step}")

@@ -1,4 +1,4 @@
-"""Hashes of a state that ranks hold in parts."""
+"""Hashes of a state, also of one that ranks hold in parts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from torch import Tensor
 
+from hvdtrain.engine.state import RunState
 from hvdtrain.engine.tensor_hash import DIGEST_BYTES, PieceSums, TensorHash, whole_sums
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import gather_json
@@ -57,6 +58,15 @@ class PartHash:
             for key, t in self._sharded.tensors().items()
         }
         return whole_digest(self._hash, own, replicated)
+
+
+def state_hash(state: RunState, of_tensors: TensorHash) -> str:
+    """The hash of parameters and optimizer state, however ranks hold them; every rank calls it."""
+    if state.spanned:
+        return whole_digest(of_tensors, state.saved_pieces()).hex()
+    if state.sharded is not None:
+        return PartHash(state.sharded, of_tensors).whole(state.compared()).hex()
+    return of_tensors(state.compared()).hex()
 
 
 def whole_digest(

@@ -14,8 +14,10 @@ from hvdtrain.config import Settings
 from hvdtrain.elastic.failures import HAND_OVER, TRAINING
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.membership import Membership
+from hvdtrain.engine.part_hash import state_hash
 from hvdtrain.engine.plan import Interruptions
 from hvdtrain.engine.snapshot import Snapshot
+from hvdtrain.engine.tensor_hash import TensorHash
 from hvdtrain.errors import EXIT_PREEMPTED, UserError
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_loop
@@ -259,8 +261,9 @@ class Generation:
         folder.list_targets()
 
     def _emit_start(self, source: int | None) -> None:
-        """On every rank: should rank 0 die before it can write this, another one does."""
+        """On every rank: if rank 0 dies before it has written this, another one does."""
         state, membership = self._components.state, self._launched.membership
+        hashed = source is not None and self._config.train.replica_check_every > 0
         origin = "memory" if source is not None else "checkpoint" if state.progress.step else "new"
         self._held.generations.append(
             {
@@ -272,6 +275,7 @@ class Generation:
                 "silent": membership.silent if membership else [],
                 "residuals_lost": self._residuals_lost(source),
                 **({} if self._lost_step is None else {"lost_step": self._lost_step}),
+                **({"state_hash": state_hash(state, TensorHash())} if hashed else {}),
                 **start_facts(self._components, self._topology),
             }
         )

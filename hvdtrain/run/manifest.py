@@ -79,6 +79,7 @@ def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]
     return {
         "step": state.progress.step,
         "samples": state.progress.samples,
+        "applied": state.applied.count,
         "world_size": topology.world_size,
         "hosts": topology.ranks_by_host(),
         "global_size": config.batch.global_size,

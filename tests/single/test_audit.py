@@ -185,7 +185,21 @@ def _identity(lines: Lines, starts: Lines, at: int) -> None:
     starts[at % len(starts)][key] = 5
 
 
+def _applied(lines: Lines, starts: Lines, at: int) -> None:
+    start = starts[at % len(starts)]
+    start["applied"] = start["step"] + (1 if at % 2 else -1)
+
+
+def _state_hash(lines: Lines, starts: Lines, at: int) -> None:
+    start = starts[at % len(starts)]
+    before = [line for line in lines if line["time"] < start["time"]]
+    assume(start["source"] == "memory" and before and before[-1]["step"] == start["step"])
+    before[-1]["state_hash"], start["state_hash"] = "after the step", "after the step, twice"
+
+
 ALTERED = {
+    "applied": (_applied, {"double", "gap"}),
+    "state hash": (_state_hash, {"state"}),
     "drop": (_drop, {"gap"}),
     "double": (_double, {"double"}),
     "samples": (_samples, {"samples"}),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hvdtrain.engine.loop import Loop, StepRecord
-from hvdtrain.engine.part_hash import PartHash, whole_digest
+from hvdtrain.engine.part_hash import PartHash, state_hash
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.tensor_hash import DIGEST_BYTES, TensorHash
 from hvdtrain.errors import EXIT_CRASH
@@ -112,7 +112,7 @@ class ReplicaCheck:
                 most = [holders[place] for place in largest_group(of_holders) or ()]
                 message = _parts_differ(holders, topology, step, self._alike, most)
                 raise AgreedError(message, EXIT_CRASH, 0)
-        return whole_digest(self._hash, self._state.saved_pieces()).hex()
+        return state_hash(self._state, self._hash)
 
     def _due(self, loop: Loop) -> bool:
         saved = self._save_every > 0 and loop.due(self._save_every)

@@ -50,12 +50,14 @@ class Shared:
     Args:
         folder: its hidden name, which rank 0 has chosen.
         others: the files of the other ranks, without their ending; rank 0 waits for them.
-        given_up: set where nobody needs to wait any more: a rank may be gone.
+        given_up: set where nobody needs to wait any more: a rank may be gone, or has failed.
+        failures: why other ranks could not write theirs, if they have said so.
     """
 
     folder: str
     others: tuple[str, ...] = ()
     given_up: Event = field(default_factory=Event)
+    failures: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -157,6 +159,8 @@ def _sums_of_others(folder: Path, shared: Shared) -> dict[str, dict[str, Any]]:
     for name in (f"{other}{TENSORS}" for other in shared.others):
         found = folder / f"{name}{_SUM}"
         while not found.exists():
+            if shared.failures:
+                raise OSError(errno.EIO, "; ".join(shared.failures))
             if shared.given_up.is_set() or time.monotonic() > deadline:
                 raise TimeoutError(
                     errno.ETIMEDOUT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from threading import Thread
 from typing import Protocol
 
@@ -126,6 +126,15 @@ class CheckpointWriter:
         """The save in progress waits for no other rank's files any more: a rank may be gone."""
         if self._staging is not None and self._staging.shared is not None:
             self._staging.shared.given_up.set()
+
+    def fail(self, failures: Sequence[str]) -> None:
+        """The save in progress has failed on other ranks; does nothing if there is none.
+
+        Args:
+            failures: what each of them says.
+        """
+        if self.busy and self._staging is not None and self._staging.shared is not None:
+            self._staging.shared.failures.extend(failures)
 
     def patience(self) -> float:
         """The longest that anybody waits for the save in progress, in seconds."""

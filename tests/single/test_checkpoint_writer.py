@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import subprocess
@@ -21,16 +22,18 @@ from torch import Tensor
 
 from hvdtrain.checkpoint import tensor_file, writer
 from hvdtrain.checkpoint.config import CheckpointConfig
-from hvdtrain.checkpoint.format import Checkpoint, read
+from hvdtrain.checkpoint.format import Checkpoint, Shared, read
 from hvdtrain.checkpoint.layout import DamagedError, delete_leftovers, finished, hidden_name, verify
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints, Saving
 from hvdtrain.engine.state import ALONE
 from hvdtrain.runtime.init import initialise
+from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.phases import PhaseTimer
 from tests.support.job import Finished
 from tests.support.runs import REPOSITORY, metrics, run, start
+from tests.support.thread_ranks import exchange, on_ranks
 
 LIMIT = 20.0  # seconds for what takes milliseconds
 
@@ -105,6 +108,64 @@ class Training:
         for _ in range(number):
             self.step()
             assert self.writer.wait(time.monotonic() + LIMIT)
+
+
+class _Shard:
+    """One of two ranks that save a shard each; the disk of rank 1 is full."""
+
+    def __init__(self, root: Path, rank: int, last: int) -> None:
+        self._rank, self._last = rank, last
+        manager: Any = CheckpointManager(root, 1) if rank == 0 else self
+        self._writer = CheckpointWriter(manager)
+        self._loop: Any = SimpleNamespace(
+            progress=SimpleNamespace(step=0), preempted=False, ending=False, synchronised=True
+        )
+        state: Any = SimpleNamespace(capture=self._capture, of_scope=lambda *_: ["optimizer"])
+        saving = Saving(state, Group(rank, 2), self._writer, lambda: None)
+        config = CheckpointConfig(every=2)
+        self._callback = SaveCheckpoints(config, 0.0, saving, PhaseTimer(0.0))
+
+    def has(self, step: int) -> bool:
+        return False
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def _capture(self, group: Group, folder: str = "") -> Checkpoint:
+        names = ["optimizer.rank_00000", "optimizer.rank_00001"]
+        others = (names[1],) if self._rank == 0 else ()
+        parts = {names[self._rank]: {"weight": torch.ones(1)}}
+        step = self._loop.progress.step
+        return Checkpoint(parts, {"step": step}, Shared(folder, others) if folder else None)
+
+    def run(self) -> str:
+        """Steps until rank 0's save has ended; what it says."""
+        deadline = time.monotonic() + LIMIT
+        for step in range(1, 100_000):
+            self._loop.progress.step, self._loop.ending = step, step == self._last
+            self._callback.on_step(self._loop, {})
+            error = self._writer.error if self._rank == 0 else None
+            late = time.monotonic() > deadline
+            if self._loop.ending or exchange("ended", bool(error) or late)[0]:
+                break
+            time.sleep(0.01)
+        return str(self._writer.error)
+
+
+@pytest.mark.parametrize("last", [1, 0], ids=["last checkpoint", "checkpoint between steps"])
+def test_failed_write_of_a_shard_fails_the_checkpoint_on_rank_0(
+    last: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = "hvdtrain.engine.callbacks.checkpoint"
+    monkeypatch.setattr(f"{module}.sum_", lambda values, name: sum(exchange(name, values)))
+    monkeypatch.setattr(f"{module}.gather_json", lambda value, name: exchange(name, value))
+    monkeypatch.setattr(f"{module}.broadcast_json", lambda value, name: exchange(name, value)[0])
+    began = time.monotonic()
+    ranks = [_Shard(tmp_path, rank, last) for rank in range(2)]
+    said, _ = on_ranks([rank.run for rank in ranks])
+    assert said == "[Errno 5] rank 1: [Errno 28] No space left on device"
+    assert time.monotonic() - began < LIMIT, "it waited for the files of rank 1"
+    assert finished(tmp_path) == []
 
 
 def _saved(root: Path) -> dict[int, float]:

@@ -25,7 +25,7 @@ from hvdtrain.engine.evaluations import is_best
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.engine.state import RunState
 from hvdtrain.log import logger
-from hvdtrain.runtime.collectives import broadcast_json, sum_
+from hvdtrain.runtime.collectives import broadcast_json, gather_json, sum_
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.phases import PhaseTimer
 
@@ -82,6 +82,7 @@ class SaveCheckpoints:
         self._saving = saving
         self._writer = saving.writer
         self._decides = saving.group.rank == 0
+        self._told_of = -1  # the step whose save has failed here
         self._warned_of = -1  # the step whose save was in the way of the next
         self.error: Exception | None = None  # why the run's last state is not saved
 
@@ -104,8 +105,11 @@ class SaveCheckpoints:
             writer.wait(time.monotonic() + _BEST_SECONDS)
         if self._saving.shared:
             # Each rank's writer must be free.
-            votes = torch.tensor([float(begin), float(writer.busy)])
-            wanted, busy = sum_(votes, "checkpoint.begin").tolist()
+            failure = self._new_failure(writer)
+            votes = torch.tensor([float(begin), float(writer.busy), float(failure is not None)])
+            wanted, busy, failed = sum_(votes, "checkpoint.begin").tolist()
+            if failed:
+                self._tell(writer, failure)
             if wanted and not busy:
                 self._begin(step)
                 return
@@ -124,6 +128,20 @@ class SaveCheckpoints:
             )
         elif not writer.prepared and not writer.busy:
             writer.prepare(self._saving.state.capture(self._saving.group))
+
+    def _new_failure(self, writer: CheckpointWriter) -> Exception | None:
+        """Why this rank could not write its files for rank 0, unless the ranks know it already."""
+        failed = not self._decides and not writer.busy and writer.error is not None
+        if not failed or self._told_of == writer.taken_step:
+            return None
+        self._told_of = writer.taken_step
+        return writer.error
+
+    def _tell(self, writer: CheckpointWriter, failure: Exception | None) -> None:
+        """Rank 0 waits no longer for files that another rank cannot write; every rank calls it."""
+        group = self._saving.group
+        own = None if failure is None else f"rank {group.rank}: {failure}"
+        writer.fail([theirs for theirs in gather_json(own, "checkpoint.failed") if theirs])
 
     def _due(self, writer: CheckpointWriter, step: int) -> bool:
         every, seconds = self._config.every, self._config.every_seconds
@@ -159,9 +177,16 @@ class SaveCheckpoints:
             limit = loop.asked_to_stop_at + self._grace if self._grace else math.inf
             deadline = limit if loop.preempted else math.inf
             turns = self._save_last(self._writer, step, deadline)
-        while turn := float(sum_(torch.tensor(next(turns, _DONE)), "checkpoint.saving")):
+        while True:
+            failure = self._new_failure(self._writer) if self._writer is not None else None
+            votes = torch.tensor([next(turns, _DONE), float(failure is not None)])
+            turn, failed = sum_(votes, "checkpoint.saving").tolist()
+            if failed and self._writer is not None:
+                self._tell(self._writer, failure)
             if turn == _BEGIN:
                 self._begin(step)
+            elif turn == _DONE:
+                return
 
     def _save_last(self, writer: CheckpointWriter, step: int, deadline: float) -> Iterator[float]:
         """Saves the run's last state if there is time to, and waits until it is on disk.

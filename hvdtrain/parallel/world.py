@@ -73,16 +73,29 @@ class Connections:
 
     def __init__(self) -> None:
         self._before = set[int]()  # sockets of this process that were there before the world
-        self._own: set[int] | None = set()  # its own; None: it is just being formed
+        self._servers = set[int]()  # ports on which this process listened before
+        self._own: set[int] | None = set()  # the world's; None: it is just being formed
         self._left = threading.Event()
 
     @contextmanager
-    def opened(self) -> Iterator[None]:
-        """Around what forms the world, and all groups within it."""
+    def opened(self, ranks: Sequence[int]) -> Iterator[None]:
+        """Around what forms the world, and all groups within it; every rank calls it.
+
+        Sockets that other threads open meanwhile do not belong to the world: both ends of its
+        connections are in its processes.
+
+        Args:
+            ranks: of the world.
+        """
         self._left.clear()
-        self._before, self._own = set(_sockets().values()), None
+        before = _sockets()
+        self._before, self._own = set(before.values()), None
+        self._servers = {port for port in map(_listens_on, before) if port is not None}
         yield
-        self._own = set(_sockets().values()) - self._before
+        ends = {inode: ends for inode, ends in _connected().items() if inode not in self._before}
+        told = gather_json([*ends.values()], "torch.connections")
+        others = {(tuple(peer), tuple(own)) for rank in ranks for own, peer in told[rank]}
+        self._own = {inode for inode, ends in ends.items() if ends in others}
 
     def leave(self) -> None:
         """Ends them, when this process is in no collective: the others' ones fail.
@@ -111,18 +124,56 @@ class Connections:
         _abort_nccl()
 
     def _connections(self) -> Iterator[socket.socket]:
-        """Of the world, each by a descriptor of its own; none that listens."""
+        """Of the world, each by a descriptor of its own; none that listens.
+
+        While it is being formed: those opened since then that no earlier server has accepted.
+        """
         for descriptor, inode in _sockets().items():
             if inode in self._before or (self._own is not None and inode not in self._own):
                 continue
             with suppress(OSError):
                 connection = socket.socket(fileno=os.dup(descriptor))
-                try:
-                    connection.getpeername()
-                except OSError:  # it listens, and must not be shut down
+                ends = _ends(connection)
+                if ends is None or (self._own is None and ends[0][1] in self._servers):
                     connection.close()
                 else:
                     yield connection
+
+
+_End = tuple[str, int]  # address, port
+
+
+def _ends(connection: socket.socket) -> tuple[_End, _End] | None:
+    """The own end and the peer's; None: it is not a TCP connection, or it listens."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return None
+    try:
+        own, peer = connection.getsockname(), connection.getpeername()
+    except OSError:
+        return None
+    # A server of both families sees IPv4 addresses as mapped ones.
+    (a, p), (b, q) = ((end[0].removeprefix("::ffff:"), end[1]) for end in (own, peer))
+    return (a, p), (b, q)
+
+
+def _connected() -> dict[int, tuple[_End, _End]]:
+    """The TCP connections of this process: inode -> their ends."""
+    found = {}
+    for descriptor, inode in _sockets().items():
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            ends = _ends(connection)
+            if ends is not None:
+                found[inode] = ends
+    return found
+
+
+def _listens_on(descriptor: int) -> int | None:
+    """The port on which a socket listens; None: it does not."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+        inet = found.family in (socket.AF_INET, socket.AF_INET6)
+        if inet and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return int(found.getsockname()[1])
+    return None
 
 
 def _has_ended(connection: socket.socket) -> bool:

@@ -164,7 +164,7 @@ class Replicas:
         prepared = self._prepared
 
         def form() -> Mesh:
-            with self.connections.opened():
+            with self.connections.opened(grid.replica_of(topology.rank)):
                 return form_mesh(prepared.config.parallel, topology, prepared.device, grid)
 
         return build_components(prepared, topology, form)

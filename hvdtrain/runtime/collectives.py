@@ -250,6 +250,7 @@ def on_all_ranks(name: str, part: Callable[[], R]) -> R:
 
     Raises:
         AgreedError: on every rank, if `part` raised UserError on any; the lowest one's counts.
+        RankLostError: another rank is gone.
     """
     result, error = None, None
     turns = _Turns(f"{name}.failures")
@@ -289,7 +290,9 @@ class _Turns:
         self._failed = self._abandoned = False
         self._failures: Future[int] = Future()
         self._thread = threading.Thread(target=self._take, name="turns", daemon=True)
-        if hvd.size() > 1:
+        with lost_ranks():
+            self._alone = hvd.size() == 1
+        if not self._alone:
             self._thread.start()
 
     def failures(self, failed: bool) -> int:
@@ -300,7 +303,7 @@ class _Turns:
         """
         self._failed = failed
         self._finished.set()
-        if hvd.size() == 1:
+        if self._alone:
             return int(failed)
         with heartbeat.OWN.waiting():
             return self._failures.result()
@@ -313,11 +316,12 @@ class _Turns:
             self._thread.join(_LEAVE_SECONDS)
 
     def _take(self) -> None:
-        most = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS") or math.inf) / 3
         try:
+            # 0: a rank may be missing for any time.
+            limit = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0)) or math.inf
             unfinished = 1
             while unfinished:
-                finished = self._finished.wait(min(most, _LONGEST_TURN_S))
+                finished = self._finished.wait(min(limit / 3, _LONGEST_TURN_S))
                 if self._abandoned:
                     return
                 with lost_ranks():

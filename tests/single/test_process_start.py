@@ -77,6 +77,17 @@ def test_a_program_that_is_not_there_is_not_named() -> None:
     assert "not-there cannot be started: No such file" in out.getvalue()
 
 
+def test_a_program_path_may_contain_an_equals_sign(tmp_path: Path) -> None:
+    program = tmp_path / "lr=0.1" / "run"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho $A\n")
+    program.chmod(0o755)
+    out = io.StringIO()
+    command = shlex.join(["env", "A=b=/c", str(program)])
+    code = guarded_exec.execute(command, None, SETTINGS, guarded_exec.Output(out, out))
+    assert (code, out.getvalue()) == (0, "b=/c\n")
+
+
 def test_output_before_the_end_is_lost() -> None:
     code, text = _run("import os; os.write(1, b'x' * 300_000 + b'!'); os.kill(os.getpid(), 9)")
     assert (code, len(text), text[-1]) == (137, 300_001, "!")

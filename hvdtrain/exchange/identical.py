@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-_TINY = 1e-30  # beside a column that is not zero it changes nothing
+# Noise by which columns become independent: of their largest element, far below its precision in
+# float32; of a column of zeros, absolute.
+_NOISE, _TINY = 1e-12, 1e-30
 _CACHED = 1 << 16  # elements that stay in a processor's cache
 
 
@@ -29,14 +31,14 @@ def orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
     columns = pad_sequence([m.double() for m in matrices], batch_first=True).transpose(1, 2)
     columns = columns.contiguous()
     noise = pad_sequence([_noise(m) for m in matrices], batch_first=True).transpose(1, 2)
+    largest = columns.abs().amax(dim=2, keepdim=True)
+    columns.add_(noise * (largest * _NOISE + _TINY))
     for i in range(columns.shape[1]):
         column = columns[:, i]
-        for added in (noise[:, i] * _TINY, None):
+        for _ in range(2):
             factors = _sum(columns[:, :i] * column.unsqueeze(1))
             for j in range(i):
                 column.sub_(factors[:, j : j + 1] * columns[:, j])
-            if added is not None:
-                column.add_(added)
         column.div_(_sum(column * column).sqrt().unsqueeze(1))
     return [
         found[:, : len(m)].t().to(m.dtype)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError, of_import
 from hvdtrain.launch.commands import forget_singleton
 from hvdtrain.runtime.environment import process_start
+from hvdtrain.untrusted import printable_lines
 
 # Group of --help -> name -> its line. The module is hvdtrain.commands.NAME with HELP,
 # add_arguments(parser) and run(args) -> exit code.
@@ -94,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hvdtrain: error: {reported}", file=sys.stderr)
         return reported.exit_code
     except UserError as error:
-        print(f"hvdtrain: error: {error}", file=sys.stderr)
+        # It may name files of other users.
+        print(f"hvdtrain: error: {printable_lines(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130

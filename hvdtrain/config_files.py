@@ -7,20 +7,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hvdtrain.errors import UserError
+from hvdtrain.untrusted import parse_yaml, read_regular, shown
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text()) or {}
+        content = parse_yaml(read_regular(path)) or {}
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not YAML: {error}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{path}: keys and values are expected, not {content!r}")
+        raise UserError(f"{path}: keys and values are expected, not {shown(content)}")
     return content
 
 

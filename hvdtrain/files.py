@@ -1,9 +1,16 @@
-"""Files that are either whole or not there."""
+"""Files that are either complete or absent."""
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+_ROOT = 0
 
 
 def sync_folder(folder: Path) -> None:
@@ -23,16 +30,64 @@ def write_synced(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Replaces a file: a reader sees the old content or the new, never a part.
+def write_atomic(path: Path, content: bytes, shared: bool = False) -> None:
+    """Replaces a file: a reader sees the old content or the new content, never a mixture.
+
+    Neither a link in place of `path` nor a temporary name that was created in advance redirects
+    what is written: a new file gets a random name in the opened directory, and is renamed there.
+
+    Args:
+        shared: other users may write to the directory. It must not be a link, and must belong to
+            this user or to root, or have the sticky bit (as /tmp).
 
     Raises:
         OSError: the old content is still there.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with opened_folder(path.parent, follow=not shared) as folder:
+        temporary = f".{path.name}.{secrets.token_hex(8)}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        handle = os.open(temporary, flags, 0o666, dir_fd=folder)
+        try:
+            with open(handle, "wb") as file:
+                if shared:
+                    # A file server may map this user to another: the new file's owner is known.
+                    _check_owner(os.fstat(folder), os.fstat(handle).st_uid, path.parent)
+                file.write(content)
+                file.flush()
+                os.fsync(handle)
+            os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(temporary, dir_fd=folder)
+            raise
+        os.fsync(folder)
+
+
+def _check_owner(folder: os.stat_result, user: int, path: Path) -> None:
+    if folder.st_uid in (user, _ROOT) or folder.st_mode & stat.S_ISVTX:
+        return
+    reason = f"the directory belongs to another user (uid {folder.st_uid})"
+    raise PermissionError(errno.EPERM, reason, str(path))
+
+
+@contextmanager
+def opened_folder(path: Path, follow: bool = True) -> Iterator[int]:
+    """The descriptor of a directory, which stays the same directory if its name is replaced.
+
+    Args:
+        follow: `path` may be a link.
+
+    Raises:
+        OSError: it is not a directory, or cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     try:
-        write_synced(temporary, content)
-        os.replace(temporary, path)
+        handle = os.open(path, flags if follow else flags | os.O_NOFOLLOW)
+    except NotADirectoryError as error:
+        if not follow:
+            error.strerror = "the directory is a link, or not a directory"
+        raise
+    try:
+        yield handle
     finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+        os.close(handle)

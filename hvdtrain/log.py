@@ -11,6 +11,8 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from hvdtrain.untrusted import printable_lines
+
 logger = logging.getLogger("hvdtrain")
 
 
@@ -71,7 +73,7 @@ class _Screen(logging.Handler):
         # Nobody listens any more: training continues.
         with suppress(OSError), tqdm.external_write_mode(file=stream):
             # In one piece, as a launcher puts its prefix before each that it gets.
-            stream.write(f"hvdtrain: {mark}{record.getMessage()}\n")
+            stream.write(f"hvdtrain: {mark}{printable_lines(record.getMessage())}\n")
             stream.flush()
 
 

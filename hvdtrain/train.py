@@ -16,6 +16,7 @@ from hvdtrain.runtime import lazy_dynamo
 from hvdtrain.runtime.environment import launched_rank, process_start, torchrun_rank
 from hvdtrain.runtime.process_end import end_process
 from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.untrusted import printable_lines
 
 _LET_RANK_0_SPEAK = 2.0
 
@@ -44,11 +45,12 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
         return code
     except UserError as error:
         if launched_rank() == 0:
-            print(f"hvdtrain: error: {error}", file=sys.stderr, flush=True)
+            print(f"hvdtrain: error: {printable_lines(str(error))}", file=sys.stderr, flush=True)
         elif not stop.raised_by_launcher():
             # Rank 0 had nothing to say, the mistake is on this host alone.
             where = f"rank {launched_rank()} on {socket.gethostname()}"
-            print(f"hvdtrain: error: {where}: {error}", file=sys.stderr, flush=True)
+            said = printable_lines(f"{where}: {error}")
+            print(f"hvdtrain: error: {said}", file=sys.stderr, flush=True)
         return error.exit_code
 
 

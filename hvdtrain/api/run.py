@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,8 @@ from hvdtrain.checkpoint.layout import finished
 from hvdtrain.config_files import read_yaml
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import each_line
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.folder import RunFolder, configured
+from hvdtrain.untrusted import read_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,8 +49,9 @@ class Run:
     def manifest(self) -> dict[str, Any]:
         """Versions, hosts and their ranks, starts, fingerprint of the data."""
         try:
-            return dict(json.loads(self._files.manifest.read_text()))
-        except (OSError, ValueError) as error:
+            found = read_json(self._files.manifest)
+            return {**found, "starts": configured(found.get("starts", []))}
+        except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{self._files.manifest} cannot be read: {error}") from None
 
     @property

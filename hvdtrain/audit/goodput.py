@@ -83,6 +83,11 @@ def _add_gap(
         parts[launched if start.cause == "launch" else "recovery"] += gap
         return
     # A checkpoint that is written in the background takes longer than it holds up.
-    saving = min(gap, sum(generation.checkpoints.get(s, 0.0) for s in range(step, following)))
+    steps, saved = range(step, following), generation.checkpoints
+    if len(steps) < len(saved):
+        whole = sum(saved.get(s, 0.0) for s in steps)
+    else:
+        whole = sum(seconds for s, seconds in saved.items() if s in steps)
+    saving = min(gap, whole)
     parts["checkpoint"] += saving
     parts["evaluation" if step in generation.evaluated else "other"] += gap - saving

@@ -9,22 +9,26 @@ generation: these belong to the last one that began before their time.
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_right
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hvdtrain.checkpoint.layout import finished
 from hvdtrain.data.buckets import Buckets
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import each_line, read_lines
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.folder import RunFolder, configured
+from hvdtrain.untrusted import checked, is_of, parse_yaml, read_json, shown
+
+# Beyond these, arithmetic on positions in the order of samples leaves 63 bits.
+_MOST_STEPS = 1 << 32
+_MOST_SAMPLES = 1 << 30
+_MOST_POSITION = _MOST_STEPS * _MOST_SAMPLES
+_MOST_SECONDS = 1e11  # a date in the year 5138
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,22 @@ class Start:
     lost_step: int | None = None
     state_hash: str | None = None
 
+    def __post_init__(self) -> None:
+        _in_range("time", self.time, -_MOST_SECONDS, _MOST_SECONDS)
+        _in_range("seconds", self.seconds, -_MOST_SECONDS, _MOST_SECONDS)
+        _in_range("samples", self.samples, 0, _MOST_POSITION)
+        for name in ("step", "total_steps", "sync_every", "per_step", "log_every"):
+            _in_range(name, getattr(self, name), 0, _MOST_STEPS)
+        for name in ("global_size", "world_size", "dataset_size"):
+            low = 0 if name == "global_size" else 1
+            most = _MOST_POSITION if name == "dataset_size" else _MOST_SAMPLES
+            _in_range(name, getattr(self, name), low, most)
+        for bucket in self.buckets or ():
+            if len(bucket) != 2:
+                raise ValueError(f"buckets has {shown(bucket)}")
+            for count in bucket:
+                _in_range("buckets", count, 1, _MOST_STEPS)
+
     @cached_property
     def order(self) -> Buckets | None:
         """Of micro-batches by length."""
@@ -94,9 +114,15 @@ class Line:
     step_seconds: float
     time: float
     kept: bool
-    skipped: bool
-    evaluated: bool
+    skipped: bool = False
+    evaluated: bool = False
     state_hash: str | None = None
+
+    def __post_init__(self) -> None:
+        _in_range("step", self.step, 0, _MOST_STEPS)
+        _in_range("samples", self.samples, 0, _MOST_POSITION)
+        _in_range("time", self.time, -_MOST_SECONDS, _MOST_SECONDS)
+        _in_range("step_seconds", self.step_seconds, 0, _MOST_SECONDS)
 
 
 @dataclass
@@ -181,17 +207,17 @@ def read(path: Path) -> Ledger:
         events = read_lines(folder.events)
         generations = _generations(events)
         strays = _assign(_lines(folder), generations)
-        configs = json.loads(folder.manifest.read_text())["starts"]
+        _correct_times(generations)
+        configs = configured(read_json(folder.manifest)["starts"])
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: a file is not as hvdtrain writes it ({error!r})") from None
+        raise UserError(f"{path}: a file is not as hvdtrain writes it ({error})") from None
     if not generations:
         raise UserError(f"{folder.events} names no start of the run")
     for generation in generations:
         start = generation.start
-        generation.log_every = start.log_every or _log_every(configs, start.time)
-    _correct_times(generations)
+        generation.log_every = start.log_every or _log_every(configs, start.time, folder)
     return Ledger(path, generations, _saved(folder), strays)
 
 
@@ -200,48 +226,60 @@ def _generations(events: list[dict[str, Any]]) -> list[Generation]:
     for event in events:
         kind = event.get("event")
         if kind == "start":
-            start = Start(**{f.name: event[f.name] for f in fields(Start) if f.name in event})
-            generations.append(Generation(start))
+            generations.append(Generation(checked(Start, event)))
             continue
         if not generations:
             continue
         now = generations[-1]
-        now.events.append((event.get("step", 0), event["time"]))
+        now.events.append((_step(event) if "step" in event else 0, _value(event, "time", float)))
         if kind == "checkpoint":
-            now.checkpoints[event["step"]] = event["seconds"]
+            step = _step(event)
+            now.checkpoints[step] = _value(event, "seconds", float)
             if "stall_seconds" in event:
-                now.stalls[event["step"]] = event["stall_seconds"]
+                now.stalls[step] = _value(event, "stall_seconds", float)
         elif kind == "checkpoint_failed":
-            now.failed.append(event["step"])
+            now.failed.append(_step(event))
         elif kind == "healed":
-            now.healed[event["step"]] = event["ranks"]
+            now.healed[_step(event)] = _value(event, "ranks", list[int])
         elif kind == "early_stop":
-            now.early_stop = event["step"]
+            now.early_stop = _step(event)
         elif kind == "end":
-            now.end = event["step"], event["exit_code"]
+            now.end = _step(event), _value(event, "exit_code", int)
     return generations
+
+
+def _value(event: dict[str, Any], name: str, kind: Any) -> Any:
+    """Raises ValueError if it is missing, or of another type."""
+    value: Any = event.get(name)
+    if not is_of(value, kind) or (kind is float and not abs(value) <= _MOST_SECONDS):
+        raise ValueError(f"{name} of event {shown(event.get('event'))} is {shown(value)}")
+    return value
+
+
+def _step(event: dict[str, Any]) -> int:
+    step: int = _value(event, "step", int)
+    _in_range("step", step, 0, _MOST_STEPS)
+    return step
+
+
+def _in_range(name: str, value: float, low: float, most: float) -> None:
+    if not low <= value <= most:
+        raise ValueError(f"{name} is {value}")
 
 
 def _lines(folder: RunFolder) -> list[Line]:
     found = []
     for path, kept in ((folder.metrics, True), (folder.superseded_metrics, False)):
-        for line in each_line(path) if path.exists() else []:
+        lines = each_line(path) if path.exists() else ()
+        for number, line in enumerate(lines, start=1):
             if line is None or not isinstance(line.get("step"), int):
                 continue  # what a crash left, moved aside
-            found.append(
-                Line(
-                    generation=line.get("generation"),
-                    step=line["step"],
-                    samples=line["samples"],
-                    world_size=line["world_size"],
-                    step_seconds=line["step_seconds"],
-                    time=line["time"],
-                    kept=kept,
-                    skipped=line.get("skipped", False),
-                    evaluated="validation_loss" in line,
-                    state_hash=line.get("state_hash"),
-                )
-            )
+            facts = {"generation": None, **line, "kept": kept}
+            facts["evaluated"] = "validation_loss" in line
+            try:
+                found.append(checked(Line, facts))
+            except ValueError as error:
+                raise ValueError(f"{path.name}, line {number}: {error}") from None
     return found
 
 
@@ -298,7 +336,17 @@ def _saved(folder: RunFolder) -> list[int]:
     return [int(path.name.removeprefix("step_")) for path in finished(folder.checkpoints)]
 
 
-def _log_every(starts: list[dict[str, Any]], at: float) -> int:
-    """train.log_every of the last launch before a time."""
-    before = [start for start in starts if start["time"] <= at] or starts[:1]
-    return int(yaml.safe_load(before[-1]["config"])["train"]["log_every"])
+def _log_every(starts: list[dict[str, Any]], at: float, folder: RunFolder) -> int:
+    """train.log_every of the last launch before a time.
+
+    Raises:
+        UserError: the manifest does not say.
+    """
+    try:
+        before = [start for start in starts if start["time"] <= at] or starts[:1]
+        every = parse_yaml(before[-1]["config"])["train"]["log_every"]
+        if not is_of(every, int) or every < 1:
+            raise ValueError(f"train.log_every is {shown(every)}")
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{folder.manifest} is not as hvdtrain writes it ({error})") from None
+    return int(every)

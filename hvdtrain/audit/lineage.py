@@ -160,7 +160,7 @@ def _check_start(lineage: Lineage, first: Generation, generation: Generation, nu
             "applied to its parameters",
         )
     ranks = sorted(rank for ranks in start.hosts.values() for rank in ranks)
-    if ranks != list(range(start.world_size)):
+    if len(ranks) != start.world_size or ranks != list(range(start.world_size)):
         lineage.wrong(
             "world_size",
             f"generation {number} has {start.world_size} ranks, but its hosts hold ranks {ranks}",

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.checkpoint.layout import MODEL, STATE, TENSORS, verify
+from hvdtrain.checkpoint.layout import MODEL, STATE, TENSORS, DamagedError, parse_state, verify
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_folder
+from hvdtrain.untrusted import SMALL_FILE_BYTES, is_of, open_regular, parse_json, read_regular
 
 
 def export(checkpoint: Path, config: dict[str, Any], out: Path, ema: bool = False) -> None:
@@ -28,10 +29,18 @@ def export(checkpoint: Path, config: dict[str, Any], out: Path, ema: bool = Fals
     """
     _check_free(out)
     verify(checkpoint)
-    state = json.loads((checkpoint / STATE).read_text())
-    trained = {name: state[name] for name in ("step", "samples")}
-    weights = averaged_weights(checkpoint) if ema else _weights(checkpoint)
-    write_export(out, {**_with_vocabulary(config, weights), **trained}, weights)
+    try:
+        state = parse_state(read_regular(checkpoint / STATE))
+        trained = {name: state[name] for name in ("step", "samples")}
+        weights = averaged_weights(checkpoint) if ema else _weights(checkpoint)
+        if isinstance(weights, Path):
+            _header(weights)
+        known = {**_with_vocabulary(config, weights), **trained}
+    except OSError as error:
+        raise DamagedError(f"checkpoint {checkpoint}: {error.filename}: {error.strerror}") from None
+    except (ValueError, LookupError, TypeError, OverflowError) as error:
+        raise DamagedError(f"checkpoint {checkpoint}: {error}") from None
+    write_export(out, known, weights)
 
 
 def _weights(checkpoint: Path) -> Path | dict[str, Any]:
@@ -105,9 +114,13 @@ def dtypes(out: Path) -> list[str]:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        header: dict[str, Any] = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    return header
+    """Raises ValueError: it is not a safetensors file."""
+    with open_regular(path) as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = parse_json(file.read(size)) if size < SMALL_FILE_BYTES else None
+    if header is None or not is_of(header, dict[str, dict[str, Any]]):
+        raise ValueError("not a safetensors file")
+    return dict(header)
 
 
 def _check_free(out: Path) -> None:

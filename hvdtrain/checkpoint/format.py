@@ -29,6 +29,7 @@ from hvdtrain.checkpoint.layout import (
     delete,
     folder_name,
     hidden_name,
+    parse_state,
     part_and_rank,
     sha256_of,
 )
@@ -210,7 +211,7 @@ def _read(
             for check in checks:
                 check.result()
         parts = {name: unpack(file) for name, file in zip(own, files, strict=True)}
-        return Checkpoint(parts, json.loads(state.numpy().tobytes()), folder=folder)
+        return Checkpoint(parts, parse_state(state.numpy().tobytes()), folder=folder)
     except OSError as error:
         raise DamagedError(f"checkpoint {folder}: {error.filename}: {error.strerror}") from None
     except (KeyError, ValueError) as error:

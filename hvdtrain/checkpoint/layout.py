@@ -19,7 +19,6 @@ is pickled. Nothing here imports torch.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -32,6 +31,15 @@ from uuid import uuid4
 
 from hvdtrain.errors import UserError
 from hvdtrain.runtime import heartbeat
+from hvdtrain.untrusted import (
+    is_of,
+    number,
+    open_regular,
+    parse_json,
+    read_json,
+    read_regular,
+    shown,
+)
 
 MARKER = "complete"
 SUMS = "files.json"
@@ -78,10 +86,10 @@ def finished(root: Path) -> list[Path]:
 def loss_of(folder: Path) -> float | None:
     """The validation loss after a checkpoint's step; None: not evaluated then, or not finite."""
     try:
-        state = json.loads((folder / STATE).read_bytes())
+        state = read_json(folder / STATE)
         step, loss = (state.get("evaluations") or [[None, None]])[-1]
-        return loss if step == state["step"] else None
-    except (OSError, ValueError, TypeError, KeyError):
+        return number(loss) if step == state["step"] else None
+    except (OSError, ValueError, TypeError, LookupError):
         return None
 
 
@@ -107,10 +115,32 @@ def checked_sums(folder: Path) -> dict[str, dict[str, Any]]:
         DamagedError: files.json is not what was written.
         OSError: it or the marker cannot be read.
     """
-    content = (folder / SUMS).read_bytes()
-    if hashlib.sha256(content).hexdigest().encode() != (folder / MARKER).read_bytes():
+    content = read_regular(folder / SUMS)
+    if hashlib.sha256(content).hexdigest().encode() != read_regular(folder / MARKER):
         raise DamagedError(f"checkpoint {folder}: {SUMS} or {MARKER} was altered")
-    return dict(json.loads(content))
+    try:
+        sums = parse_json(content)
+        for name, wanted in sums.items():
+            # A name must not lead out of the folder.
+            if name != Path(name).name or not is_of(wanted, dict[str, Any]):
+                raise ValueError(f"it lists {shown(name)}")
+            if not is_of(wanted.get("bytes"), int) or not is_of(wanted.get("sha256"), str):
+                raise ValueError(f"{shown(name)} has no size or no checksum")
+    except (ValueError, AttributeError) as error:
+        raise DamagedError(f"checkpoint {folder}: {SUMS}: {error}") from None
+    return dict(sums)
+
+
+def parse_state(content: bytes) -> dict[str, Any]:
+    """The content of state.json.
+
+    Raises:
+        ValueError: it is not as hvdtrain writes it.
+    """
+    state = parse_json(content)
+    if not is_of(state, dict[str, Any]) or not is_of(state.get("step"), int):
+        raise ValueError(f"{STATE} has no step")
+    return dict(state)
 
 
 def compare(folder: Path, name: str, wanted: dict[str, Any], size: int, sha256: str) -> None:
@@ -157,7 +187,7 @@ def check_marker(folder: Path) -> None:
 
 def sha256_of(path: Path) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
+    with open_regular(path) as file:
         while block := file.read(_READ):
             digest.update(block)
             heartbeat.OWN.advance()

@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.pieces import Piece
+from hvdtrain.untrusted import is_of, open_regular, parse_json, shown
 
 _DTYPES = {
     "F64": torch.float64,
@@ -122,7 +124,7 @@ def read_file(path: Path) -> tuple[Tensor, dict[str, Any]]:
     digest, size = hashlib.sha256(), 0
     content = torch.empty(path.stat().st_size, dtype=torch.uint8)
     data = content.numpy().data
-    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as hashing:
+    with open_regular(path) as file, ThreadPoolExecutor(1) as hashing:
         # One chunk is hashed while the next is read.
         while read := file.readinto(data[size : size + _READ]):
             hashing.submit(digest.update, data[size : size + read])
@@ -139,15 +141,30 @@ def unpack(content: Tensor) -> dict[str, Tensor]:
     """
     begin, header = _header(content)
     header.pop(_METADATA, None)
-    tensors = {}
-    try:
-        for name, entry in header.items():
-            start, end = entry["data_offsets"]
-            flat = content[begin + start : begin + end].view(_DTYPES[entry["dtype"]])
-            tensors[name] = flat.view(entry["shape"])
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"not a safetensors file: {error}") from None
+    data, tensors = content[begin:], {}
+    for name, entry in header.items():
+        if not is_of(entry, dict[str, Any]):
+            raise _not_safetensors(f"{shown(name)} is {shown(entry)}")
+        dtype, shape = entry.get("dtype"), entry.get("shape")
+        offsets = entry.get("data_offsets")
+        known = is_of(dtype, str) and dtype in _DTYPES
+        if not known or not is_of(shape, list[int]) or not is_of(offsets, list[int]):
+            raise _not_safetensors(f"{shown(name)} is {shown(entry)}")
+        start, end = offsets if len(offsets) == 2 else (0, -1)
+        size = prod(shape) * _DTYPES[dtype].itemsize
+        if min(shape, default=0) < 0 or not 0 <= start <= end <= len(data) or end - start != size:
+            raise _not_safetensors(
+                f"{shown(name)} of shape {shown(shape)} lies at {shown(offsets)}"
+            )
+        try:
+            tensors[name] = data[start:end].view(_DTYPES[dtype]).view(shape)
+        except (RuntimeError, TypeError) as error:  # not aligned, or a shape beyond 63 bits
+            raise _not_safetensors(f"{shown(name)}: {error}") from None
     return tensors
+
+
+def _not_safetensors(reason: str) -> ValueError:
+    return ValueError(f"not a safetensors file: {reason}")
 
 
 def map_file(path: Path) -> Tensor:
@@ -170,16 +187,22 @@ def pieces_of(content: Tensor) -> dict[str, Piece]:
         ValueError: it is not a safetensors file.
     """
     described = _header(content)[1].get(_METADATA, {})
+    if not is_of(described, dict[str, str]):
+        raise _not_safetensors(f"{_METADATA} is {shown(described)}")
+    # Files that others wrote have metadata of their own.
+    pieces = {n: parse_json(text) for n, text in described.items() if text.startswith("{")}
     try:
-        # Files that others wrote have metadata of their own.
-        return {
-            n: Piece.of(json.loads(text)) for n, text in described.items() if text.startswith("{")
-        }
-    except (KeyError, TypeError) as error:
+        return {name: Piece.of(found) for name, found in pieces.items()}
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not the description of a piece: {error}") from None
 
 
 def _header(content: Tensor) -> tuple[int, dict[str, Any]]:
     """Where the data begins, and what lies there."""
     begin = 8 + int.from_bytes(content[:8].numpy().tobytes(), "little")
-    return begin, json.loads(content[8:begin].numpy().tobytes())
+    if not 8 < begin <= len(content):
+        raise _not_safetensors("its header is longer than the file")
+    header = parse_json(content[8:begin].numpy().tobytes())
+    if not is_of(header, dict[str, Any]):
+        raise _not_safetensors("its header is not a JSON object")
+    return begin, header

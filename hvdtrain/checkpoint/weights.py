@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from hvdtrain.checkpoint.layout import MODEL, STATE, TENSORS, finished
 from hvdtrain.checkpoint.spread import read_part
 from hvdtrain.checkpoint.tensor_file import read_file, unpack
 from hvdtrain.errors import UserError
+from hvdtrain.untrusted import is_of, read_json
 
 _CONFIG = "config.json"
 # Of weights that transformers saved in several files: which holds what.
@@ -54,7 +54,7 @@ def read_weights(path: Path) -> Weights:
     if (path / STATE).exists():
         return Weights(read_part(path, "model"))
     if (path / _INDEX).exists():
-        names = sorted(set(_facts(path / _INDEX).get("weight_map", {}).values()))
+        names = _files_of(path / _INDEX)
         parts = [_read_file(path / name) for name in names]
         return Weights({k: v for part in parts for k, v in part.items()}, _facts(path / _CONFIG))
     if not (path / MODEL).exists():
@@ -80,7 +80,14 @@ def _facts(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        facts = json.loads(path.read_text())
+        return read_json(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: {error}") from None
-    return facts if isinstance(facts, dict) else {}
+
+
+def _files_of(index: Path) -> list[str]:
+    found = _facts(index).get("weight_map", {})
+    # A name must not lead out of the folder.
+    if not is_of(found, dict[str, str]) or any(n != Path(n).name for n in found.values()):
+        raise UserError(f"{index}: weight_map does not say which file holds which tensor")
+    return sorted(set(found.values()))

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from hvdtrain.errors import EXIT_CRASH, UserError
+from hvdtrain.untrusted import printable_lines
 
 HELP = "prove from a run's files that each step was applied exactly once"
 
@@ -29,10 +30,11 @@ def run(args: argparse.Namespace) -> int:
         from hvdtrain.audit.same import compare
 
         comparison = compare(*args.same)
-        print(comparison.to_json() if args.format == "json" else comparison.to_text())
+        text = comparison.to_json() if args.format == "json" else comparison.to_text()
+        print(printable_lines(text))
         return 0 if comparison.same else EXIT_CRASH
     from hvdtrain.audit.report import audit
 
     found = audit(args.run)
-    print(found.to_json() if args.format == "json" else found.to_text())
+    print(printable_lines(found.to_json() if args.format == "json" else found.to_text()))
     return 0 if found.clean else EXIT_CRASH

@@ -13,6 +13,7 @@ from typing import Any
 from hvdtrain.checkpoint.export import averaged_weights, dtypes, export, write_export
 from hvdtrain.checkpoint.layout import DamagedError, best, finished, loss_of, named, verify
 from hvdtrain.errors import UserError
+from hvdtrain.untrusted import parse_yaml, printable, read_regular
 
 NOTHING_TO_MERGE = (
     "--merge is for runs of the task huggingface with LoRA (lora.rank), and --format huggingface"
@@ -61,7 +62,8 @@ def _list(args: argparse.Namespace) -> None:
     folders = sorted((args.path / "checkpoints").glob("*step_*"), key=_by_step)
     if not folders:
         raise UserError(f"{args.path} is not a run with checkpoints (no {args.path}/checkpoints)")
-    width = max(len(folder.name) for folder in folders)
+    names = {folder: printable(folder.name) for folder in folders}
+    width = max(map(len, names.values()))
     lowest = best(finished(args.path / "checkpoints"))
     print(f"{'checkpoint':{width}}  {'MiB':>9}  {'written':19}  state")
     for folder in folders:
@@ -69,7 +71,8 @@ def _list(args: argparse.Namespace) -> None:
             size = sum(path.stat().st_size for path in folder.iterdir()) / (1 << 20)
             written = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(folder.stat().st_mtime))
             mark = f", best: validation loss {loss_of(folder):.4f}" if folder == lowest else ""
-            print(f"{folder.name:{width}}  {size:9.1f}  {written}  {_state(folder)}{mark}")
+            state = printable(_state(folder))
+            print(f"{names[folder]:{width}}  {size:9.1f}  {written}  {state}{mark}")
 
 
 def _by_step(folder: Path) -> tuple[str, str]:
@@ -101,10 +104,10 @@ def _verify(args: argparse.Namespace) -> None:
     for folder in _checkpoints(args.path, named):
         try:
             size = verify(folder)
-            print(f"{folder}: whole, {size} bytes")
+            print(f"{printable(str(folder))}: whole, {size} bytes")
         except DamagedError as error:
             damaged.append(str(error))
-            print(f"{folder}: DAMAGED")
+            print(f"{printable(str(folder))}: DAMAGED")
     if damaged:
         raise UserError("; ".join(damaged))
 
@@ -134,7 +137,8 @@ def _export(args: argparse.Namespace) -> None:
     else:
         export(checkpoint, _model_config(checkpoint), args.out, args.ema)
     which = "averaged weights" if args.ema else "weights"
-    print(f"{args.out}: the {which} of {checkpoint}, in {' and '.join(dtypes(args.out))}")
+    said = f"{args.out}: the {which} of {checkpoint}, in {' and '.join(dtypes(args.out))}"
+    print(printable(said))
 
 
 def _export_to_huggingface(checkpoint: Path, out: Path, ema: bool, merge: bool) -> None:
@@ -173,13 +177,15 @@ def _config_file(checkpoint: Path) -> Path:
 
 def _model_config(checkpoint: Path) -> dict[str, Any]:
     """The task's name and its own keys, from the configuration of the checkpoint's run."""
-    import yaml
-
     from hvdtrain.config import Config
 
     path = _config_file(checkpoint)
     try:
-        config = yaml.safe_load(path.read_text())
+        config = parse_yaml(read_regular(path))
+        if not isinstance(config, dict) or not isinstance(config.get("task"), str):
+            raise ValueError("it names no task")
+    except ValueError as error:
+        raise UserError(f"{path} is not the configuration of a run ({error})") from None
     except OSError as error:
         raise UserError(
             f"{path}: {error.strerror}; it is exported with the weights, so name a checkpoint "

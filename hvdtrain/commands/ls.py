@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.run_files.listing import ListedRun, runs_under
+from hvdtrain.untrusted import printable
 
 HELP = "list the runs of a folder: state, step, loss, ranks, age"
 _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
@@ -84,7 +85,7 @@ def _age(run: ListedRun) -> str:
 
 
 _COLUMNS: dict[str, Callable[[ListedRun], str]] = {
-    "id": lambda run: run.id,
+    "id": lambda run: printable(run.id),
     "state": lambda run: run.state,
     "step": _step,
     "loss": lambda run: "-" if run.loss is None else f"{run.loss:.4f}",

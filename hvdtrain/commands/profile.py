@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from hvdtrain.untrusted import printable_lines
+
 HELP = "say where the time of the profiled steps went, and which rank was late"
 
 
@@ -21,5 +23,5 @@ def run(args: argparse.Namespace) -> int:
     from hvdtrain.telemetry.profile_text import to_text
 
     parts = summarise(args.run)
-    print(to_json(parts) if args.format == "json" else to_text(parts))
+    print(printable_lines(to_json(parts) if args.format == "json" else to_text(parts)))
     return 0

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from hvdtrain.doctor.examine import Examination
 from hvdtrain.doctor.finding import ERROR, Finding
+from hvdtrain.untrusted import printable
 
 # Directions that have a line each; of more of them so many, the slowest.
 _MOST_LINKS, _SLOWEST_LINKS = 32, 8
@@ -35,9 +36,9 @@ def show(findings: Sequence[Finding], notes: Sequence[str], console: Console) ->
         console.print(_table(findings))
         console.print("\nTo mend:")
         for number, finding in enumerate(findings, start=1):
-            console.print(Text(f"{number:3d}  {finding.mend}"), soft_wrap=True)
+            console.print(Text(f"{number:3d}  {printable(finding.mend)}"), soft_wrap=True)
     for note in notes:
-        console.print(Text(note), soft_wrap=True)
+        console.print(Text(printable(note)), soft_wrap=True)
     errors = sum(finding.severity == ERROR for finding in findings)
     warnings = len(findings) - errors
     counts = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
@@ -50,8 +51,9 @@ def _table(findings: Sequence[Finding]) -> Table:
         table.add_column(name, no_wrap=name in ("", "check"), overflow="fold")
     for number, finding in enumerate(findings, start=1):
         severity = Text(finding.severity, _COLOURS.get(finding.severity, "yellow"))
-        what = Text(f"{finding.what}\n").append(finding.why, "dim")
-        table.add_row(str(number), severity, finding.check, Text(finding.where), what)
+        what = Text(f"{printable(finding.what)}\n").append(printable(finding.why), "dim")
+        where = Text(printable(finding.where))
+        table.add_row(str(number), severity, finding.check, where, what)
     return table
 
 

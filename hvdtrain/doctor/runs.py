@@ -18,6 +18,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.report.figures import Figures, figures
 from hvdtrain.report.run import Run, read
 from hvdtrain.run_files.events_file import each_line
+from hvdtrain.untrusted import read_regular, real
 
 _LONGEST = 240  # characters of a line that are shown
 _MUCH = 0.3  # of the ranks' time
@@ -73,7 +74,7 @@ def _log_lines(folder: Path) -> Iterator[Line]:
             last = trace[-1] if trace else ""
             message = str(line.get("message", ""))
             text = message if last in message or message in last else f"{message}: {last}"
-            yield Line(where, text, float(line.get("time", 0.0)))
+            yield Line(where, text, real(line.get("time")) or 0.0)
 
 
 def _from_lines(lines: Iterable[Line]) -> list[Finding]:
@@ -98,7 +99,7 @@ def _short(text: str) -> str:
 def _hung(folder: Path) -> Iterator[Finding]:
     """Ranks that their watchdog killed, with where the first of them was."""
     for path in sorted((folder / "logs").glob("hang_*.txt")):
-        lines = path.read_text(errors="replace").splitlines()
+        lines = read_regular(path).decode("utf-8", "replace").splitlines()
         for number, line in enumerate(lines, start=1):
             if "killed by its watchdog" not in line:
                 continue

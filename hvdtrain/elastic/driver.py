@@ -49,6 +49,7 @@ from hvdtrain.elastic.replicas import choose, replica_size
 from hvdtrain.elastic.slots import Slots
 from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
 from hvdtrain.runtime.signals import handle
+from hvdtrain.untrusted import printable_lines
 
 # Seconds between discoveries: while ranks are missing, and while all are there. Most of what a
 # script costs is its start.
@@ -724,4 +725,4 @@ class ElasticDriver:
 
 
 def _say(message: str) -> None:
-    print(f"hvdtrain: {message}", file=sys.stderr, flush=True)
+    print(f"hvdtrain: {printable_lines(message)}", file=sys.stderr, flush=True)

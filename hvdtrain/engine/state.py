@@ -28,6 +28,7 @@ from hvdtrain.runtime.mesh import ALONE, Group
 from hvdtrain.runtime.pieces import Piece
 from hvdtrain.runtime.state_part import Scope, ShardedPart, StatePart
 from hvdtrain.runtime.topology import Topology
+from hvdtrain.untrusted import checked, is_of
 
 # 1 had no files of single ranks, and other names in the GPT; it is still read.
 FORMAT = 2
@@ -138,7 +139,16 @@ class RunState:
         state = dict(checkpoint.state)
         if state.pop("format", None) not in _READABLE:
             raise UserError("the checkpoint was written by another version of hvdtrain")
-        theirs = state.pop("identity")
+        theirs = state.pop("identity", None)
+        try:
+            if not is_of(theirs, dict[str, Any]):
+                raise ValueError("it does not say what the run's curve follows from")
+            progress = checked(Progress, state)
+            known = is_of(progress.evaluations, list[list[float | None]])
+            if not known or not all(len(pair) == 2 and pair[0] for pair in progress.evaluations):
+                raise ValueError("evaluations")
+        except ValueError as error:
+            raise UserError(f"the checkpoint is not as hvdtrain writes it ({error})") from None
         for name, own in self.identity.items():
             before = theirs.get(name, _ONCE.get(name))
             if before != own:
@@ -156,7 +166,7 @@ class RunState:
             )
         for name, part in parts.items():
             part.load([saved[name]])
-        self._advance_to(Progress(**state))
+        self._advance_to(progress)
 
     def _advance_to(self, progress: Progress) -> None:
         """The tensors are of this progress; it is copied, as the loop holds the own object."""

@@ -14,6 +14,7 @@ from hvdtrain.errors import UserError
 
 # No leading "-": ssh would take the name for an option.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_SLOTS = re.compile(r"[0-9]{1,9}")
 _SCONTROL_SECONDS = 10
 
 
@@ -112,7 +113,7 @@ def tasks_per_node(text: str) -> list[int]:
     """
     counts: list[int] = []
     for part in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,6})\))?", part)
         if match is None:
             raise UserError(f"SLURM_TASKS_PER_NODE={text}: such as 8(x2),4 is expected")
         counts += [int(match[1])] * int(match[2] or 1)
@@ -155,7 +156,7 @@ def _expand(nodes: str) -> list[str]:
 def _entry(text: str, where: str, example: str) -> Host:
     name, colon, slots = text.partition(":")
     number = slots if colon else "1"
-    if not _NAME.fullmatch(name) or not number.isdecimal() or int(number) < 1:
+    if not (_NAME.fullmatch(name) and _SLOTS.fullmatch(number)) or int(number) < 1:
         raise UserError(f"{where}: a host and its slots are expected, such as {example}")
     return Host(name, int(number))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -18,6 +17,7 @@ from hvdtrain.plan.collectives import all_reduce
 from hvdtrain.plan.job import Job, even_buckets, evenly_ready
 from hvdtrain.plan.measure import job_from
 from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.untrusted import parse_json, read_regular
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def read(path: Path) -> Found:
     if path.is_dir():
         return _of_run(path)
     try:
-        content = json.loads(path.read_text())
+        content = parse_json(read_regular(path))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--from {path} cannot be read: {error}") from None
     except ValueError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from hvdtrain.audit import ledger
@@ -19,6 +17,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import each_line
 from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.runtime.grid import WAITED
+from hvdtrain.untrusted import is_of, parse_yaml, read_json, read_regular, real
 
 Column = NDArray[np.floating[Any]]
 
@@ -45,6 +44,35 @@ _RANK_FIGURES = (
     "schedule_seconds",
     "parameter_bytes",
 )
+
+
+# What a value of the manifest, a group of the configuration and an event must be to be used.
+_MANIFEST: dict[str, Any] = {
+    "task": str,
+    "world_size": int,
+    "hosts": dict[str, list[int]],
+    "layout": list[str],
+    "coordinates": list[dict[str, int]],
+    "versions": dict[str, str],
+    "horovod": dict[str, Any],
+}
+_GROUPS = ("batch", "parallel", "telemetry", "train")
+_EVENTS: dict[str, dict[str, Any]] = {
+    "start": {"step": int},
+    "deal": {"step": int, "micro_batches": list[int]},
+    "straggler": {"step": int, "rank": int, "host": str, "phase": str, "score": float},
+    "straggler_ended": {"step": int, "rank": int},
+}
+_OPTIONAL = {"stage": int, "ranks": list[int]}
+_RANKS = {
+    "step": int,
+    "steps": int,
+    "phases": dict[str, list[Any]],  # checked as an array, which is faster
+    "bubble_formula": float | None,
+    "most_memory_bytes": dict[str, int],
+    "collectives": dict[str, dict[str, float]],
+}
+_CALLED = {"calls", "bytes", "seconds"}
 
 
 @dataclass
@@ -145,7 +173,7 @@ def read(path: Path) -> Run:
             validation=validation,
             ranks=_ranks(folder, config, missing),
             ledger=_ledger(folder, missing),
-            events=list(_told(folder.events, [])),
+            events=[event for event in _told(folder.events, []) if _is_known(event)],
             config=config,
             manifest=_manifest(folder, missing),
             missing=missing,
@@ -158,21 +186,26 @@ def read(path: Path) -> Run:
 def _config(folder: RunFolder, missing: list[str]) -> dict[str, Any]:
     path = folder.path / "config.yaml"
     try:
-        content = yaml.safe_load(path.read_text(errors="replace"))
-    except (FileNotFoundError, yaml.YAMLError):
+        content = parse_yaml(read_regular(path).decode("utf-8", "replace"))
+    except (FileNotFoundError, ValueError):
         content = None
-    if not isinstance(content, dict):
+    groups = content if isinstance(content, dict) else {"batch": None}
+    if not all(isinstance(groups.get(name, {}), dict) for name in _GROUPS):
         missing.append("config.yaml is missing or damaged: the configuration is not shown.")
         return {}
-    return content
+    return groups
 
 
 def _manifest(folder: RunFolder, missing: list[str]) -> dict[str, Any]:
     try:
-        return dict(json.loads(folder.manifest.read_text(errors="replace")))
+        found = read_json(folder.manifest)
+        wrong = [n for n, kind in _MANIFEST.items() if n in found and not is_of(found[n], kind)]
+        if wrong:
+            raise ValueError(wrong)
     except ValueError:
         missing.append("manifest.json is damaged: versions and hosts are not shown.")
         return {}
+    return found
 
 
 def _ledger(folder: RunFolder, missing: list[str]) -> ledger.Ledger | None:
@@ -202,17 +235,28 @@ def _told(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
         missing.append(f"{torn} {lines} torn in {path.name} (a crash does that) and passed over.")
 
 
+def _is_known(event: dict[str, Any]) -> bool:
+    """Whether it is one of `_EVENTS`, with the values that hvdtrain writes."""
+    kind = event.get("event")
+    wanted = _EVENTS.get(kind) if isinstance(kind, str) else None
+    return (
+        wanted is not None
+        and all(is_of(event.get(name), of) for name, of in wanted.items())
+        and all(is_of(event[name], of) for name, of in _OPTIONAL.items() if name in event)
+    )
+
+
 def _steps(folder: RunFolder, missing: list[str]) -> tuple[dict[str, Column], dict[str, float]]:
     columns = {name: array("d") for name in _STEP_FIGURES}
     validation: dict[str, float] = {}
     for line in _told(folder.metrics, missing):
-        if not isinstance(line.get("step"), int):
+        if not is_of(line.get("step"), int):
             continue
         for name, column in columns.items():
-            value = line.get(name)
-            column.append(value if isinstance(value, (int, float)) else np.nan)
-        for name, value in line.items():
-            if name.startswith(_VALIDATION) and isinstance(value, (int, float)):
+            value = real(line.get(name))
+            column.append(np.nan if value is None else value)
+        for name, found in line.items():
+            if name.startswith(_VALIDATION) and (value := real(found)) is not None:
                 validation[name.removeprefix(_VALIDATION)] = value
     validation.pop("loss", None)
     if not columns["step"]:
@@ -227,17 +271,22 @@ def _ranks(folder: RunFolder, config: dict[str, Any], missing: list[str]) -> Ran
     phases: tuple[str, ...] = ()
     formula = None
     for line in _told(folder.ranks, missing):
+        if not all(is_of(line[name], of) for name, of in _RANKS.items() if name in line):
+            continue
         try:
             phases = phases or tuple(line["phases"])
             table = _table(line, phases)
+            if table.ndim != 2:
+                continue
             heads.append((line["step"], line["steps"], table.shape[1]))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, IndexError, OverflowError):
             continue
         tables.append(table)
         formula = line.get("bubble_formula", formula)
         most_memory |= Counter(line.get("most_memory_bytes", {}))  # the larger of each
         for operation, called in line.get("collectives", {}).items():
-            collectives.setdefault(operation, Counter()).update(called)
+            if called.keys() == _CALLED:
+                collectives.setdefault(operation, Counter()).update(called)
     if not tables:
         off = config.get("telemetry", {}).get("exchange_every") == 0
         missing.append(

@@ -57,6 +57,7 @@ from hvdtrain.runtime.failure import abort_all_ranks, force_exit
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.init import abort_collectives, initialise, shut_down
 from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.untrusted import printable_lines
 
 if TYPE_CHECKING:
     from hvdtrain.run.replicas import Replicas
@@ -177,7 +178,8 @@ class Session:
         """Ends with an error that all ranks of this generation know; returns the exit code."""
         if error.rank == self.topology.rank and self._should_report_error():
             where = "" if error.rank == 0 else f"rank {error.rank} on {self.topology.host}: "
-            print(f"hvdtrain: error: {where}{error}", file=sys.stderr, flush=True)
+            said = printable_lines(f"{where}{error}")
+            print(f"hvdtrain: error: {said}", file=sys.stderr, flush=True)
         with suppress(RankLostError):
             gather_json(None, "reported")  # nobody ends before the message is out
         if self.held.recorder is not None:

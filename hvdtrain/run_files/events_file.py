@@ -12,6 +12,7 @@ from threading import Lock, Timer
 from typing import Any
 
 from hvdtrain.log import logger
+from hvdtrain.untrusted import json_objects, open_regular
 
 # For a look at whose run it is: events are rare, and worth a moment.
 _HELD_SECONDS = 1.0
@@ -108,10 +109,5 @@ def each_line(path: Path) -> Iterator[dict[str, Any] | None]:
     Raises:
         OSError: there is no such file, or it cannot be read.
     """
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                content = json.loads(line)
-            except ValueError:
-                content = None
-            yield content if isinstance(content, dict) else None
+    with open_regular(path) as file:
+        yield from json_objects(file)

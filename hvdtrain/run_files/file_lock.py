@@ -7,6 +7,7 @@ import fcntl
 import os
 from pathlib import Path
 
+_OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
@@ -29,7 +30,7 @@ class FileLock:
             OSError: it cannot be made.
         """
         if self._descriptor is None:
-            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = os.open(self._path, _OPEN, 0o666)
 
     def attempt(self) -> bool:
         """Takes the lock if it is free.

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import UserError
-from hvdtrain.files import write_atomic
+from hvdtrain.files import opened_folder, write_atomic
 from hvdtrain.log import logger
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.ownership import Ownership
+from hvdtrain.untrusted import read_json, read_regular
 
 
 class RunFolder:
@@ -66,30 +68,40 @@ class RunFolder:
     def write_config(self, resolved: str) -> None:
         content = resolved.encode()
         # A later generation of a job has the same, and a full disk no room for it twice.
-        if not self.config.exists() or self.config.read_bytes() != content:
+        if not self.config.exists() or read_regular(self.config) != content:
             write_atomic(self.config, content)
 
     def starts(self) -> list[dict[str, Any]]:
         """One entry for each start of this run so far, from its manifest."""
         try:
-            return list(json.loads(self.manifest.read_text())["starts"])
+            return configured(read_json(self.manifest)["starts"])
         except (OSError, ValueError, KeyError, TypeError):
             return []
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
-        write_atomic(self.manifest, (json.dumps(manifest, indent=1) + "\n").encode())
+        """Writes manifest.json; a configuration equal to the one of the start before is omitted."""
+        starts, config = [], None
+        for start in manifest.get("starts", ()):
+            kept = dict(start)
+            if "config" in kept and kept["config"] == config:
+                del kept["config"]
+            config = start.get("config", config)
+            starts.append(kept)
+        content = {**manifest, "starts": starts}
+        write_atomic(self.manifest, (json.dumps(content, indent=1) + "\n").encode())
 
     def list_targets(self) -> None:
         """Copies RUN/targets.json to where those of all runs of run.root lie.
 
-        It is only said where that fails: the folder may belong to another user.
+        A failure is only logged: the directory may belong to another user, who could otherwise
+        choose what is overwritten.
         """
         try:
             self.listed_targets.parent.mkdir(exist_ok=True)
-            write_atomic(self.listed_targets, self.targets.read_bytes())
+            write_atomic(self.listed_targets, self.targets.read_bytes(), shared=True)
         except OSError as error:
             logger.warning(
-                "%s cannot be written (%s): Prometheus finds this run by %s only",
+                "%s is not written (%s): Prometheus finds this run by %s only",
                 self.listed_targets,
                 error.strerror,
                 self.targets,
@@ -97,9 +109,25 @@ class RunFolder:
 
     def remove_targets(self) -> None:
         """Prometheus forgets the run."""
-        for path in (self.targets, self.listed_targets):
-            with suppress(OSError):
-                path.unlink()
+        with suppress(OSError):
+            self.targets.unlink()
+        shared = self.listed_targets
+        with suppress(OSError), opened_folder(shared.parent, follow=False) as folder:
+            os.unlink(shared.name, dir_fd=folder)
+
+
+def configured(starts: Any) -> list[dict[str, Any]]:
+    """The starts of a manifest, each with its configuration: see `RunFolder.write_manifest`.
+
+    Raises:
+        TypeError, ValueError: they are not as hvdtrain writes them.
+    """
+    found: list[dict[str, Any]] = []
+    config: dict[str, Any] = {}
+    for start in starts:
+        config = {"config": start["config"]} if "config" in start else config
+        found.append({**start, **config})
+    return found
 
 
 def default_id(task: str) -> str:

@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-import json
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.untrusted import json_object, open_regular
+
 _BYTES = 1 << 16  # that are read first
+_MOST_BYTES = 64 << 20
 
 
 def last_lines(path: Path, event: str = "") -> list[dict[str, Any]]:
-    """The JSON objects in a file's last lines, none where it cannot be read; torn ones are passed
-    over.
+    """The JSON objects in a file's last lines, none if it cannot be read; torn lines are skipped.
 
     Args:
-        event: the lines go back to one with this event, where the file has one.
+        event: the lines go back to one with this event, if the last 64 MiB have one.
     """
     size = _BYTES
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             whole = file.seek(0, os.SEEK_END)
             while True:
                 file.seek(max(0, whole - size))
                 found = _objects(file.read(size))
-                if not event or size >= whole or any(o.get("event") == event for o in found):
+                if (
+                    not event
+                    or size >= min(whole, _MOST_BYTES)
+                    or any(o.get("event") == event for o in found)
+                ):
                     return found
-                size *= 8
+                size = min(8 * size, _MOST_BYTES)
     except OSError:
         return []
 
 
 def _objects(text: bytes) -> list[dict[str, Any]]:
-    found = []
-    for line in text.splitlines():
-        with suppress(ValueError):
-            content = json.loads(line)
-            if isinstance(content, dict):
-                found.append(content)
-    return found
+    return [found for line in text.splitlines() if (found := json_object(line)) is not None]

@@ -14,6 +14,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.run_files.last_lines import last_lines
 from hvdtrain.run_files.owner_token import read
 from hvdtrain.run_files.run_state import run_state
+from hvdtrain.untrusted import number, real, whole
 
 # An owner's token is written every 2 s; clocks of file servers differ a little.
 _ALIVE_SECONDS = 20.0
@@ -65,26 +66,30 @@ def _listed(run: Path, files: set[str], now: float) -> ListedRun | None:
     """None: it is no run."""
     if not files & {"config.yaml", "metrics.jsonl", "events.jsonl", ".owner"}:
         return None
-    line: dict[str, Any] = next(
-        (m for m in reversed(last_lines(run / "metrics.jsonl")) if "step" in m), {}
-    )
+    lines = reversed(last_lines(run / "metrics.jsonl"))
+    line: dict[str, Any] = next((m for m in lines if whole(m.get("step")) is not None), {})
     events = last_lines(run / "events.jsonl", event="start")[::-1]
     start = next((e for e in events if e.get("event") == "start"), {})
-    times = [found["time"] for found in (line, *events[:1]) if "time" in found]
+    found = (number(last.get("time")) for last in (line, *events[:1]))
+    times = [time for time in found if time is not None]
+    ranks = whole(line.get("world_size"))
     return ListedRun(
         id=run.name,
         state=_state(run, events),
-        step=line.get("step"),
-        steps=start.get("total_steps"),
-        loss=line.get("loss"),
-        ranks=line.get("world_size", start.get("world_size")),
+        step=whole(line.get("step")),
+        steps=whole(start.get("total_steps")),
+        loss=real(line.get("loss")),
+        ranks=whole(start.get("world_size")) if ranks is None else ranks,
         age=max(0.0, now - max(times)) if times else None,
     )
 
 
 def _state(run: Path, events: list[dict[str, Any]]) -> str:
     last = next((e for e in events if e.get("event") in ("start", "end")), {})
-    end = last.get("exit_code", 1) if last.get("event") == "end" else None
+    end = None
+    if last.get("event") == "end":
+        code = whole(last.get("exit_code"))
+        end = 1 if code is None else code
     return run_state(bool(last), end, _alive(run / ".owner"), _alive(run / ".launch.owner"))
 
 

@@ -8,6 +8,8 @@ import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hvdtrain.untrusted import checked, read_json
+
 _BYTES = 512  # always as many, in place: also a full disk takes that
 
 
@@ -64,10 +66,8 @@ def moved(before: Token | None, token: Token | None) -> bool:
 def read(path: Path) -> Token | None:
     """None: there is no token, or none that is whole."""
     try:
-        return Token(**json.loads(path.read_bytes()))
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError):
+        return checked(Token, read_json(path))
+    except (FileNotFoundError, ValueError):
         return None
 
 
@@ -79,7 +79,8 @@ def write(path: Path, token: Token) -> None:
     """
     content = json.dumps(asdict(token)).ljust(_BYTES - 1) + "\n"
     # Opened anew each time: what is closed can be seen from other hosts.
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = os.open(path, flags, 0o666)
     try:
         os.pwrite(file, content.encode(), 0)
     finally:

@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hvdtrain.untrusted import is_of, shown
+
+_MOST_ELEMENTS = 1 << 62
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -36,11 +40,18 @@ class Piece:
         """From what `described` gave.
 
         Raises:
-            KeyError, TypeError: it is nothing of the kind.
+            KeyError, ValueError: it is nothing of the kind.
         """
-        if "offsets" in described:
-            return cls((*described["shape"],), offsets=(*described["offsets"],))
-        return cls((*described["shape"],), start=int(described["start"]))
+        shape = described["shape"]
+        numbers = described["offsets"] if "offsets" in described else [described["start"]]
+        for values in (shape, numbers):
+            if not is_of(values, list[int]) or not all(0 <= n < _MOST_ELEMENTS for n in values):
+                raise ValueError(shown(described))
+        if "offsets" not in described:
+            return cls((*shape,), start=numbers[0])
+        if len(numbers) != len(shape):
+            raise ValueError(shown(described))
+        return cls((*shape,), offsets=(*numbers,))
 
 
 def flat_range(pieces: Iterable[tuple[Piece, Tensor]], start: int, stop: int) -> Tensor:
@@ -56,14 +67,17 @@ def flat_range(pieces: Iterable[tuple[Piece, Tensor]], start: int, stop: int) ->
     given = [*pieces]
     if any(piece.offsets is not None for piece, _ in given):
         return assemble(given).view(-1)[start:stop]
-    found, elements = torch.empty(stop - start, dtype=given[0][1].dtype), 0
+    parts = []
     for piece, tensor in given:
         begin = piece.start or 0
         low, high = max(begin, start), min(begin + tensor.numel(), stop)
         if low < high:
-            found[low - start : high - start] = tensor.reshape(-1)[low - begin : high - begin]
-            elements += high - low
-    _check(elements, stop - start)
+            parts.append((low, high, tensor, begin))
+    # Before memory is allocated: a file may claim any shape.
+    _check(sum(high - low for low, high, *_ in parts), stop - start)
+    found = torch.empty(stop - start, dtype=given[0][1].dtype)
+    for low, high, tensor, begin in parts:
+        found[low - start : high - start] = tensor.reshape(-1)[low - begin : high - begin]
     return found
 
 
@@ -78,13 +92,19 @@ def assemble(pieces: Iterable[tuple[Piece, Tensor]]) -> Tensor:
     """
     given = [*pieces]
     shape = given[0][0].shape
+    if any(piece.shape != shape for piece, _ in given):
+        raise ValueError("its pieces are of tensors of different shapes")
     if all(piece.offsets is None for piece, _ in given):
         return flat_range(given, 0, prod(shape)).view(shape)
-    whole, elements = torch.empty(shape, dtype=given[0][1].dtype), 0
+    for piece, tensor in given:
+        if piece.offsets is None or any(
+            o + n > most for o, n, most in zip(piece.offsets, tensor.shape, shape, strict=True)
+        ):
+            raise ValueError("a piece lies outside of the tensor")
+    _check(sum(tensor.numel() for _, tensor in given), prod(shape))
+    whole = torch.empty(shape, dtype=given[0][1].dtype)
     for piece, tensor in given:
         whole[box(piece, tensor)] = tensor
-        elements += tensor.numel()
-    _check(elements, whole.numel())
     return whole
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.checkpoint import layout
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.last_lines import last_lines
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.ownership import Ownership
+from hvdtrain.untrusted import number, whole
 
 
 @contextlib.contextmanager
@@ -43,14 +45,14 @@ def newest_checkpoint(run: Path) -> int:
 def newest_step(run: Path) -> int:
     """The most advanced step that the run's files show; 0 where there is none."""
     for line in reversed(list(last_lines(run / "metrics.jsonl"))):
-        if isinstance(line.get("step"), int):
-            return max(line["step"], newest_checkpoint(run))
+        if (step := whole(line.get("step"))) is not None:
+            return max(step, newest_checkpoint(run))
     return newest_checkpoint(run)
 
 
 def made_steps(run: Path, since: float) -> bool:
     """Whether a step was logged after a time (unix)."""
-    return any(line.get("time", 0) >= since for line in last_lines(run / "metrics.jsonl"))
+    return any(_time(line) >= since for line in last_lines(run / "metrics.jsonl"))
 
 
 def last_words(run: Path, since: float, most: int = 5) -> list[str]:
@@ -63,8 +65,12 @@ def last_words(run: Path, since: float, most: int = 5) -> list[str]:
         errors = [
             line
             for line in last_lines(file)
-            if line.get("level") == "error" and line.get("time", 0) >= since
+            if line.get("level") == "error" and _time(line) >= since
         ]
         last += errors[-1:]
-    last.sort(key=lambda e: ("HorovodInternalError" in str(e.get("message")), e["time"]))
+    last.sort(key=lambda e: ("HorovodInternalError" in str(e.get("message")), _time(e)))
     return [f"rank {e.get('rank')} on {e.get('host')}: {e.get('message')}" for e in last[:most]]
+
+
+def _time(line: dict[str, Any]) -> float:
+    return number(line.get("time")) or 0.0

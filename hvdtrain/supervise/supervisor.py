@@ -33,6 +33,7 @@ from hvdtrain.supervise.orphans import VARIABLE, end_orphans
 from hvdtrain.supervise.pace import Pace
 from hvdtrain.supervise.policy import RestartPolicy
 from hvdtrain.supervise.stop_requests import Stop, StopRequests
+from hvdtrain.untrusted import printable_lines
 
 # Long enough for a busy host to answer, in two rounds; then its silence is reported.
 _SILENT_SECONDS = 5.0
@@ -244,4 +245,4 @@ class Supervisor:
 
 
 def _say(message: str) -> None:
-    print(f"hvdtrain launch: {message}", file=sys.stderr, flush=True)
+    print(f"hvdtrain launch: {printable_lines(message)}", file=sys.stderr, flush=True)

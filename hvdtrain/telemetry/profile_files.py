@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.files import write_atomic
+from hvdtrain.untrusted import read_json
 
 TRACE = ".pt.trace.json.gz"  # as TensorBoard's profile plugin looks for it
 # Ranks exchange a number under this name, and the step's, when their backward pass has ended:
@@ -82,7 +83,7 @@ def read_profiles(folder: Path) -> Iterator[tuple[RankProfile, Path]]:
     found = []
     for path in folder.glob("rank_*.json"):
         with suppress(OSError, ValueError, TypeError, KeyError):
-            content = json.loads(path.read_text())
+            content = read_json(path)
             profile = RankProfile(**{**content, "steps": tuple(content["steps"])})
             found.append((profile, path.with_name(path.name.removesuffix(".json") + TRACE)))
     return iter(sorted(found, key=lambda one: (one[0].steps[0], one[0].rank)))

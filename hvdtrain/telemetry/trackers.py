@@ -15,6 +15,7 @@ from hvdtrain.errors import EXIT_PREEMPTED, UserError
 from hvdtrain.files import write_atomic
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.sinks import Sink
+from hvdtrain.untrusted import read_regular
 
 _FLUSH_SECONDS = 10
 _STATES = {0: "FINISHED", EXIT_PREEMPTED: "KILLED"}  # MLflow's words
@@ -183,4 +184,4 @@ def check_packages(config: TelemetryConfig) -> None:
 
 
 def _read(file: Path) -> str:
-    return file.read_text().strip() if file.exists() else ""
+    return read_regular(file).decode().strip() if file.exists() else ""

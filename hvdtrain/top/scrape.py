@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import http.client
-import json
 import ssl
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,9 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.grid import LABELS
 from hvdtrain.telemetry.http_server import read_password
+from hvdtrain.untrusted import parse_json, printable, read_regular
 
 _ANSWER_SECONDS = 2.0
 _AT_ONCE = 64  # open connections
+_ANSWER_BYTES = 16 << 20
 _AXES = {label: axis for axis, label in LABELS.items()}
 _NOT_ASKED = "not asked yet"  # so many others were silent
 _PEAKS = ("phase_host_memory_peak_bytes", "phase_device_memory_peak_bytes")
@@ -91,24 +92,28 @@ def read_targets(file: Path) -> list[Target]:
         UserError: it cannot be read, or is something else.
     """
     try:
-        return list(_targets(json.loads(file.read_text())))
+        return list(_targets(parse_json(read_regular(file))))
     except FileNotFoundError:
         raise
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror})") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise UserError(f"{file} is no list of targets as a run's targets.json has it") from None
 
 
 def _targets(entries: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
+    places = set()
     for entry in entries:
         labels = entry.get("labels", {})
         scheme = str(labels.get("__scheme__", "http"))
-        names = (str(labels.get(name, "")) for name in ("run", "rank", "host"))
+        names = (printable(str(labels.get(name, ""))) for name in ("run", "rank", "host"))
         run, rank, host = names
         place = tuple((_AXES[name], int(at)) for name, at in labels.items() if name in _AXES)
+        places.add(tuple(axis for axis, _ in place))
+        if len(places) > 1 or not all(0 <= at < len(entries) for _, at in place):
+            raise ValueError("the ranks are not those of one grid")
         for address in entry["targets"]:
-            yield Target(str(address), scheme, run, rank, host, place)
+            yield Target(printable(str(address)), scheme, run, rank, host, place)
 
 
 class Scraper:
@@ -169,7 +174,7 @@ class Scraper:
             answer = connection.getresponse()
             if answer.status != http.client.OK:
                 raise OSError(f"{answer.status} {answer.reason}")
-            return answer.read().decode()
+            return answer.read(_ANSWER_BYTES).decode()
         finally:
             connection.close()
 
@@ -198,7 +203,7 @@ def _reason(error: Exception) -> str:
         return "timed out"
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message
-    return str(getattr(error, "strerror", None) or error or type(error).__name__)
+    return printable(str(getattr(error, "strerror", None) or error or type(error).__name__))
 
 
 def _parse(target: Target, text: str, before: Mapping[str, float]) -> Rank:
@@ -209,14 +214,14 @@ def _parse(target: Target, text: str, before: Mapping[str, float]) -> Rank:
         for sample in family.samples:
             name = sample.name.removeprefix("hvdtrain_")
             if name == "phase_seconds_total":
-                phases[sample.labels["phase"]] = sample.value
+                phases[printable(sample.labels["phase"])] = sample.value
             elif name == "comm_axis_seconds_total":
                 values[f"{sample.labels['axis']}_wait_seconds"] = sample.value
             elif name in _PEAKS:
-                reached = sample.value, sample.labels["phase"]
+                reached = sample.value, printable(sample.labels["phase"])
                 peaks[name] = max(reached, peaks.get(name, reached))
             elif name == "straggler":
-                slow = sample.labels["phase"] if sample.value else slow
+                slow = printable(sample.labels["phase"]) if sample.value else slow
             else:
                 values[name] = sample.value
     if not phases:

@@ -182,7 +182,7 @@ def _start_gone(lines: Lines, starts: Lines, at: int) -> None:
 def _identity(lines: Lines, starts: Lines, at: int) -> None:
     assume(len(starts) > 1)
     key = ("seed", "dataset_size", "fingerprint")[at % 3]
-    starts[at % len(starts)][key] = 5
+    starts[at % len(starts)][key] = "5" if key == "fingerprint" else 5
 
 
 def _applied(lines: Lines, starts: Lines, at: int) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from hvdtrain.report.web.overview import Overview
 from hvdtrain.report.web.series import Series
-from hvdtrain.report.web.tail import News, Tail, number, whole
+from hvdtrain.report.web.tail import News, Tail
 from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.untrusted import number, whole
 
 _OVER_STEPS = ("loss", "validation_loss", "samples_per_second", "step_seconds")
 _VALIDATION = "validation_"

@@ -7,11 +7,12 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.report.web.tail import LastLine, Tail, number, open_regular, parsed, whole
+from hvdtrain.report.web.tail import LastLine, Tail
 from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.run_files.owner_token import Token, read
 from hvdtrain.run_files.ownership import REST_SECONDS
 from hvdtrain.run_files.run_state import run_state
+from hvdtrain.untrusted import number, read_json, whole
 
 SHOWN = 50  # restarts, the last ones
 _START = ("cause", "source", "step", "world_size", "seconds", "time")
@@ -170,7 +171,6 @@ class Overview:
 def _content(path: Path) -> dict[str, Any]:
     """Of a small JSON file; {} where it is damaged or gone."""
     try:
-        with open_regular(path) as file:
-            return parsed(file.read()) or {}
-    except FileNotFoundError:
+        return read_json(path)
+    except (FileNotFoundError, ValueError):
         return {}

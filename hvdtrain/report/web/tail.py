@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from hvdtrain.untrusted import json_object, open_regular
 
 CHUNK = 4 * 2**20  # bytes that are read at a time: a fraction of a second
 _REMEMBERED = 512
@@ -67,7 +66,7 @@ class Tail:
         if not end and len(content) == CHUNK:
             end = CHUNK  # no line of ours is so long
         for line in content[:end].splitlines():
-            found = parsed(line)
+            found = json_object(line)
             if found is not None:
                 news.lines.append(found)
             elif line.strip():
@@ -105,46 +104,8 @@ class LastLine:
                 if stamp != self._stamp:
                     file.seek(max(0, facts.st_size - _END))
                     lines = reversed(file.read(_END).split(b"\n")[:-1])
-                    self._line = next(filter(None, map(parsed, lines)), {})
+                    self._line = next(filter(None, map(json_object, lines)), {})
                     self._stamp = stamp
         except FileNotFoundError:
             self._stamp, self._line = None, {}
         return self._line
-
-
-def open_regular(path: Path) -> Any:
-    """Opens a file to read its bytes; a pipe in its place would keep the reader waiting.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if stat.S_ISREG(os.fstat(handle).st_mode):
-        return open(handle, "rb")
-    os.close(handle)
-    raise FileNotFoundError(path)
-
-
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line; None where it is none."""
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def number(value: object) -> float | None:
-    """A finite number, or None: files that are damaged may hold anything."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:
-        return None
-
-
-def whole(value: object) -> int | None:
-    """A whole number, or None."""
-    found = number(value)
-    return None if found is None else int(found)

@@ -45,6 +45,7 @@ class Start:
         applied: steps that the tensors of the state have been through; older runs did not write it.
         lost_step: the step whose state was lost with the ranks that held it, if one was.
         state_hash: of the state, if it came from memory and train.replica_check_every is not 0.
+        former_fingerprint: what older versions of hvdtrain wrote of the same data.
     """
 
     time: float
@@ -70,6 +71,7 @@ class Start:
     applied: int | None = None
     lost_step: int | None = None
     state_hash: str | None = None
+    former_fingerprint: str | None = None
 
     def __post_init__(self) -> None:
         _in_range("time", self.time, -_MOST_SECONDS, _MOST_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def _report(args: argparse.Namespace) -> int:
     runs = [read(path) for path in paths]
     found = [figures(run) for run in runs]
     if args.format == "json":
-        print(json.dumps(_content(found), indent=1, allow_nan=False))
+        print(json.dumps(_strict(_content(found)), indent=1, allow_nan=False))
         return 0
     from hvdtrain.report import page
 
@@ -80,6 +81,15 @@ def _report(args: argparse.Namespace) -> int:
     write_out(out, text)
     print(out)
     return 0
+
+
+def _strict(value: Any) -> Any:
+    """JSON has no number for a figure that is not finite."""
+    if isinstance(value, dict):
+        return {key: _strict(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_strict(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _content(found: list[Any]) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from hvdtrain.data.fingerprint import Fingerprint
 from hvdtrain.data.index import Format
 from hvdtrain.data.order import Indices
 from hvdtrain.data.records import Files
@@ -64,8 +65,8 @@ class ParquetRows(Dataset[dict[str, Any]]):
         group = int(np.searchsorted(groups, row, side="right")) - 1
         return self._table(file, group).slice(row - int(groups[group]), 1).to_pylist()[0]
 
-    def fingerprint(self) -> str:
-        """16 hex digits that change with the files' names, or their numbers of rows."""
+    def fingerprint(self) -> Fingerprint:
+        """16 hex digits that change with the files' names, numbers of rows, or content."""
         return self._files.fingerprint([int(index[-1]) for index in self._files.indexes])
 
     def _table(self, file: int, group: int) -> pa.Table:

@@ -6,7 +6,6 @@ asked for. Any process may read, forked ones too: no open file is kept.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -19,6 +18,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from hvdtrain.data.files import expand
+from hvdtrain.data.fingerprint import Fingerprint, of_files
 from hvdtrain.data.index import Format, open_indexes
 from hvdtrain.data.order import Indices
 from hvdtrain.errors import UserError
@@ -45,13 +45,9 @@ class Files:
         self.paths = expand(key, patterns, kind.suffixes, kind.name)
         self.indexes = open_indexes(self.paths, kind, cache)
 
-    def fingerprint(self, samples: Sequence[int]) -> str:
-        """16 hex digits of the names and of how many samples each file has."""
-        root = os.path.commonpath([path.parent for path in self.paths])
-        digest = hashlib.sha256()
-        for path, count in zip(self.paths, samples, strict=True):
-            digest.update(f"{os.path.relpath(path, root)}\0{count}\n".encode())
-        return digest.hexdigest()[:16]
+    def fingerprint(self, samples: Sequence[int]) -> Fingerprint:
+        """Of the names, how many samples each file has, and the content: see `of_files`."""
+        return of_files(self.paths, samples)
 
 
 class _Records:
@@ -61,10 +57,12 @@ class _Records:
         self._files = files
         counts = [len(index) - 1 for index in files.indexes]
         self._starts = np.cumsum([0, *counts])
-        self.fingerprint = files.fingerprint(counts)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
+
+    def fingerprint(self) -> Fingerprint:
+        return self._files.fingerprint([len(index) - 1 for index in self._files.indexes])
 
     def read(self, number: int) -> tuple[Path, int, bytes]:
         """(file, offset, bytes) of a sample.
@@ -113,9 +111,9 @@ class JsonLines(Dataset[dict[str, Any]]):
         path, start, _ = self._records.read(index)
         return f"{path}: line {_line_number(path, start)}"
 
-    def fingerprint(self) -> str:
-        """16 hex digits that change with the files' names, or their numbers of lines."""
-        return self._records.fingerprint
+    def fingerprint(self) -> Fingerprint:
+        """16 hex digits that change with the files' names, numbers of lines, or content."""
+        return self._records.fingerprint()
 
 
 class TarShards(Dataset[dict[str, Any]]):
@@ -153,9 +151,9 @@ class TarShards(Dataset[dict[str, Any]]):
             raise _broken_shard(path, error) from None
         return sample
 
-    def fingerprint(self) -> str:
-        """16 hex digits that change with the shards' names, or their numbers of samples."""
-        return self._records.fingerprint
+    def fingerprint(self) -> Fingerprint:
+        """16 hex digits that change with the shards' names, numbers of samples, or content."""
+        return self._records.fingerprint()
 
 
 def parse_line(line: bytes, path: Path, start: int) -> dict[str, Any]:

@@ -8,12 +8,14 @@ and the others copy theirs behind it. A rank holds one file's text and tokens at
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
+import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hvdtrain.data.files import deal, expand, split, standard_library
@@ -22,10 +24,39 @@ from hvdtrain.data.text import RECORDS, Tokenizer, cut, encode_file, refuse_reco
 from hvdtrain.data.tokens import DTYPES, TokenArray, TokenMeta
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_folder
+from hvdtrain.run_files.owner_token import boot
 from hvdtrain.runtime.mpi import Ranks, on_all_ranks
+from hvdtrain.untrusted import checked, read_json
 
 SPLITS = ("train", "validation")
 Counts = dict[str, int]  # split -> tokens
+_LOCK = ".tokenize.lock"
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Content of `out`/.tokenize.lock: the process that writes there, rank 0 of its run.
+
+    Args:
+        boot: of its host's kernel.
+        tag: see Plan.
+    """
+
+    host: str
+    pid: int
+    boot: str
+    tag: str
+
+    @classmethod
+    def here(cls, tag: str) -> Writer:
+        return cls(socket.gethostname(), os.getpid(), boot(), tag)
+
+    @property
+    def is_dead(self) -> bool:
+        """False if it is not known: it may run on another host."""
+        if self.host != socket.gethostname():
+            return False
+        return self.boot != boot() or not Path(f"/proc/{self.pid}").exists()
 
 
 @dataclass(frozen=True)
@@ -93,12 +124,15 @@ def tokenize(source: Source, out: Path, ranks: Ranks) -> dict[Path, int]:
         Token file -> number of tokens.
 
     Raises:
-        UserError: on every rank, if the input, the tokenizer or `out` is wrong on any.
+        UserError: on every rank, if the input, the tokenizer or `out` is wrong on any, or another
+            run writes there.
     """
     first = ranks.rank == 0
     plan = on_all_ranks(ranks, lambda: _plan(source, out, ranks.size) if first else None)[0]
     assert plan is not None
     with ExitStack() as parts:
+        if first:
+            parts.callback(_release, plan)
         on_all_ranks(ranks, lambda: _hold_parts(parts, plan, ranks.rank))
         counts = on_all_ranks(ranks, lambda: _write_parts(plan, source, ranks.rank))
         on_all_ranks(ranks, lambda: _join_part(plan, counts, ranks.rank))
@@ -120,15 +154,17 @@ def _plan(source: Source, out: Path, ranks: int) -> Plan:
     train, validation = (paths, []) if len(paths) == 1 else split(paths, fraction)
     files = [("train", path) for path in train] + [("validation", path) for path in validation]
     owners = deal([path.stat().st_size for _, path in files], ranks)
+    meta = replace(tokenizer.meta, separator=tokenizer.separator(source.kind, source.separate))
     out.mkdir(parents=True, exist_ok=True)
+    tag = _claim(out)
     for name in SPLITS:
         remove_leftovers(out, f".{name}.u*.tmp")
     return Plan(
         out,
         [(name, path, owner) for (name, path), owner in zip(files, owners, strict=True)],
         not validation,
-        replace(tokenizer.meta, separator=tokenizer.separator(source.kind, source.separate)),
-        secrets.token_hex(4),
+        meta,
+        tag,
     )
 
 
@@ -136,6 +172,48 @@ def _hold_parts(stack: ExitStack, plan: Plan, rank: int) -> None:
     """This rank's parts are removed at the end; after a kill, by the next run into the folder."""
     for name in SPLITS:
         stack.enter_context(hidden_copy(plan.part(name, rank)))
+
+
+def _claim(out: Path) -> str:
+    """Makes this run the only one that writes to `out`; returns its tag.
+
+    A lock of the file system would not hold between hosts everywhere; a file that must not exist
+    yet does. The file of a dead run on this host is deleted.
+
+    Raises:
+        UserError: another run writes there.
+    """
+    lock, own = out / _LOCK, Writer.here(secrets.token_hex(4))
+    before = _writer(out)
+    if before is not None and before.is_dead:
+        lock.unlink(missing_ok=True)
+    try:
+        file = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    except FileExistsError:
+        theirs = _writer(out)
+        name = f" (process {theirs.pid} on {theirs.host})" if theirs else ""
+        raise UserError(
+            f"{out}: another `hvdtrain data tokenize`{name} writes there; wait for it, or delete "
+            f"{lock} if it does not run any more"
+        ) from None
+    with open(file, "w") as opened:
+        json.dump(asdict(own), opened)
+    return own.tag
+
+
+def _writer(out: Path) -> Writer | None:
+    """None: there is no lock, or it has just been made."""
+    try:
+        return checked(Writer, read_json(out / _LOCK))
+    except (OSError, ValueError):
+        return None
+
+
+def _release(plan: Plan) -> None:
+    writer = _writer(plan.out)
+    if writer is not None and writer.tag == plan.tag:
+        with suppress(OSError):
+            (plan.out / _LOCK).unlink()
 
 
 def _write_parts(plan: Plan, source: Source, rank: int) -> Counts:
@@ -192,6 +270,12 @@ def _publish(plan: Plan, total: Counts) -> None:
         size = plan.part(name, 0).stat().st_size
         if size != total[name] * DTYPES[plan.suffix].itemsize:
             raise UserError(f"{plan.out}: {size} bytes of {name} arrived; do all ranks see it?")
+    # Two runs may have found the lock of the same dead one.
+    writer = _writer(plan.out)
+    if writer is None or writer.tag != plan.tag:
+        raise UserError(
+            f"{plan.out}: another `hvdtrain data tokenize` writes there; start it again"
+        )
     (plan.out / "tokens.json").unlink(missing_ok=True)
     for name in SPLITS:
         for suffix in DTYPES:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from hvdtrain.checkpoint.format import Checkpoint, Shared, read_files_of_ranks
 from hvdtrain.checkpoint.layout import file_of_rank, part_and_rank
 from hvdtrain.checkpoint.spread import open_part
+from hvdtrain.data.fingerprint import former_of
 from hvdtrain.engine.applied import AppliedSteps
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.whole_state import ModelState, OptimizerState
@@ -151,7 +152,7 @@ class RunState:
             raise UserError(f"the checkpoint is not as hvdtrain writes it ({error})") from None
         for name, own in self.identity.items():
             before = theirs.get(name, _ONCE.get(name))
-            if before != own:
+            if before not in (own, former_of(own) or own):
                 raise UserError(
                     f"{name} was {before} at the checkpoint of step {state['step']} and "
                     f"is {own} now: the curve could not be continued; use another run.id"

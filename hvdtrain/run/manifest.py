@@ -13,6 +13,7 @@ import torch
 
 import hvdtrain
 from hvdtrain.config import Config, Settings
+from hvdtrain.data.fingerprint import former_of
 from hvdtrain.data.iterable import has_own_order
 from hvdtrain.engine.state import PRECISION
 from hvdtrain.run.build import RunComponents
@@ -75,7 +76,7 @@ def _layout(topology: Topology, grid: Grid) -> dict[str, Any]:
 def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]:
     """What RUN/events.jsonl says of a generation: where it starts, with which ranks and data."""
     config, state, datasets = components.config, components.state, components.datasets
-    buckets = components.buckets.train
+    buckets, former = components.buckets.train, former_of(datasets.fingerprint)
     return {
         "step": state.progress.step,
         "samples": state.progress.samples,
@@ -92,6 +93,7 @@ def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]
         "depends_on_ranks": config.depends_on_ranks,
         "sync_every": config.exchange.sync_every,
         "fingerprint": datasets.fingerprint,
+        **({"former_fingerprint": former} if former else {}),
         "total_steps": config.train.steps,
         "log_every": config.train.log_every,
     }

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
+from hvdtrain.data.fingerprint import Fingerprint
 from hvdtrain.data.packed import read_packed
 from hvdtrain.data.records import JsonLines
 from hvdtrain.data.text import Tokenizer, read
@@ -113,9 +114,13 @@ def _of_lines(config: HuggingFaceTaskConfig, folder: Folder, context: int) -> Te
     end = _number(folder, tokenizer, "eos_token")
     padding = _padding(folder, tokenizer)
     tokens = Tokens(tokenizer, context, end, padding or 0, config.huggingface.truncate)
-    digest = hashlib.sha256(read(tokenizer_file(config, folder)))
-    digest.update(repr((train.objects.fingerprint(), len(train), context, keys)).encode())
-    fingerprint = digest.hexdigest()[:16]
+    file, objects = read(tokenizer_file(config, folder)), train.objects.fingerprint()
+
+    def digest(data: str) -> str:
+        rest = repr((data, len(train), context, keys)).encode()
+        return hashlib.sha256(file + rest).hexdigest()[:16]
+
+    fingerprint = Fingerprint(digest(str(objects)), digest(objects.former))
     if config.huggingface.learn == "answers":
         if end is None:
             logger.warning("%s names no eos_token: answers are learnt without an end", folder.path)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ import pytest
 from hvdtrain.data.config import DataConfig
 from hvdtrain.data.files import deal
 from hvdtrain.data.text import Tokenizer, read_text
-from hvdtrain.data.tokenize import Source, tokenize
+from hvdtrain.data.tokenize import Source, Writer, tokenize
 from hvdtrain.data.tokens import TokenMeta, read_token_files
 from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import mpirun
@@ -190,6 +191,47 @@ def test_one_rank_fails_and_others_wait_or_the_old_result_is_lost(
     assert {n: c for n, c in _content(out).items() if not n.startswith(".")} == before
     if code == 2:
         assert _content(out) == before
+
+
+def test_a_second_run_into_the_same_directory_is_refused(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second run begins when the first has put one of its two files in place."""
+    out, refused = tmp_path / "out", list[str]()
+    rename = Path.rename
+
+    def start_another(self: Path, target: Path) -> Path:
+        moved = rename(self, target)
+        if not refused:
+            refused.append("")  # of the first file only
+            try:
+                tokenize(Source([str(corpus)], None, 0.1), out, Alone())
+            except UserError as error:
+                refused.append(str(error))
+        return moved
+
+    monkeypatch.setattr(Path, "rename", start_another)
+    written = tokenize(Source([str(corpus)], None, 0.3), out, Alone())
+    monkeypatch.undo()
+    alone = tokenize(Source([str(corpus)], None, 0.3), tmp_path / "alone", Alone())
+    assert [path.read_bytes() for path in written] == [path.read_bytes() for path in alone]
+    assert f"(process {os.getpid()} on " in refused[1] and str(out / ".tokenize.lock") in refused[1]
+    assert not list(out.glob(".*"))
+
+
+def test_lock_of_a_killed_run_is_replaced_by_the_next(corpus: Path, tmp_path: Path) -> None:
+    out, done = tmp_path / "out", subprocess.Popen(["true"])
+    done.wait()
+    out.mkdir()
+    dead = replace(Writer.here("0badc0de"), pid=done.pid)
+    (out / ".tokenize.lock").write_text(json.dumps(asdict(dead)))
+    source = Source([str(corpus)], None, 0.3)
+    tokenize(source, out, Alone())
+    assert not list(out.glob(".*"))
+    elsewhere = replace(dead, host="another-host")
+    (out / ".tokenize.lock").write_text(json.dumps(asdict(elsewhere)))
+    with pytest.raises(UserError, match="on another-host"):
+        tokenize(source, out, Alone())
 
 
 def test_ranks_of_gloo_write_over_each_other(corpus: Path, tmp_path: Path) -> None:

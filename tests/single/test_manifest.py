@@ -1,0 +1,39 @@
+"""RUN/manifest.json: a configuration once, however many generations a run has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hvdtrain.api.run import Run
+from hvdtrain.audit.ledger import read
+from hvdtrain.run_files.folder import RunFolder
+from tests.support.history import History
+
+
+def test_manifest_has_an_unchanged_configuration_once(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.config.touch()
+    first, second = "train: {log_every: 1}\n" + "#" * 4000, "train: {log_every: 2}\n"
+    configs = [first] * 100 + [second] * 100 + [first]
+    starts = [{"time": float(n), "config": config} for n, config in enumerate(configs)]
+    folder.write_manifest({"starts": starts})
+    assert folder.manifest.read_text().count("#" * 4000) == 2
+    assert folder.starts() == starts == Run(folder.path).manifest["starts"]
+    folder.manifest.write_text(json.dumps({"starts": starts}))  # as older versions wrote it
+    assert folder.starts() == starts == Run(folder.path).manifest["starts"]
+    folder.write_manifest({"starts": folder.starts()})
+    assert folder.manifest.stat().st_size < 20_000
+
+
+def test_audit_knows_the_interval_of_a_start_without_a_configuration(tmp_path: Path) -> None:
+    history = History(tmp_path / "run", log_every=2)
+    folder = RunFolder(history.folder)
+    for _ in range(2):
+        history.launch(2)
+        history.steps(6)
+        starts = folder.starts()
+        folder.write_manifest({"starts": [*starts, {**starts[-1], "time": history.clock}]})
+    assert "config" not in json.loads(folder.manifest.read_text())["starts"][-1]
+    assert [generation.log_every for generation in read(history.folder).generations] == [2, 2]

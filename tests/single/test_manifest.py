@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.api.run import Run
 from hvdtrain.audit.ledger import read
@@ -27,13 +28,17 @@ def test_manifest_has_an_unchanged_configuration_once(tmp_path: Path) -> None:
     assert folder.manifest.stat().st_size < 20_000
 
 
-def test_audit_knows_the_interval_of_a_start_without_a_configuration(tmp_path: Path) -> None:
+def test_audit_of_an_older_run_knows_the_interval_between_lines(tmp_path: Path) -> None:
+    """Its start events have no log_every; both starts have the same configuration."""
     history = History(tmp_path / "run", log_every=2)
     folder = RunFolder(history.folder)
+    starts: list[dict[str, Any]] = []
     for _ in range(2):
         history.launch(2)
         history.steps(6)
-        starts = folder.starts()
-        folder.write_manifest({"starts": [*starts, {**starts[-1], "time": history.clock}]})
+        starts.append({"time": history.clock - 7, "config": "train: {log_every: 2}\n"})
+    folder.write_manifest({"starts": starts})
     assert "config" not in json.loads(folder.manifest.read_text())["starts"][-1]
+    events = folder.events.read_text().replace('"log_every": 2', '"micro_size": 2')
+    folder.events.write_text(events)
     assert [generation.log_every for generation in read(history.folder).generations] == [2, 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,14 @@ def folder(path: str) -> dict[str, Any]:
     """
     root = Path(path)
     made: list[Path] = []
-    trial = root / f".doctor-{os.uname().nodename}-{os.getpid()}"
+    trial = root / f".doctor-{os.uname().nodename}-{secrets.token_hex(8)}"
     found: dict[str, Any] = {"free": 0, "inodes": 0, "failed": "", "locks": True}
     try:
         made = missing(root)
         root.mkdir(parents=True, exist_ok=True)
         state = os.statvfs(root)
         found |= {"free": state.f_bavail * state.f_frsize, "inodes": state.f_favail}
-        with open(trial, "wb") as file:
+        with open(trial, "xb") as file:  # a link in its place is not followed
             file.write(bytes(_TRIAL_BYTES))
             file.flush()
             os.fsync(file.fileno())

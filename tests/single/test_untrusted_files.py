@@ -17,6 +17,7 @@ from hvdtrain import cli
 from hvdtrain.api.run import Run
 from hvdtrain.checkpoint.format import read
 from hvdtrain.checkpoint.layout import MARKER, STATE, SUMS, DamagedError, best, verify
+from hvdtrain.doctor import host_files
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
 from hvdtrain.launch.hostfile import read_hostfile
@@ -56,6 +57,16 @@ def test_links_in_place_of_files_do_not_redirect_what_is_written(tmp_path: Path)
     (tmp_path / ".owner").symlink_to(victim)
     with pytest.raises(OSError, match="symbolic"):
         owner_token.write(tmp_path / ".owner", owner_token.Token("me", 1, 0, "h", 1, "b", False))
+    assert victim.read_text() == "precious"
+
+
+def test_doctor_writes_its_trial_file_past_links(tmp_path: Path) -> None:
+    victim, root = tmp_path / "victim", tmp_path / "runs"
+    victim.write_text("precious")
+    root.mkdir()
+    for process in range(os.getpid() - 1, os.getpid() + 200):
+        (root / f".doctor-{os.uname().nodename}-{process}").symlink_to(victim)
+    assert host_files.folder(str(root))["failed"] == ""
     assert victim.read_text() == "precious"
 
 

@@ -116,9 +116,7 @@ def test_a_suspended_job_is_killed_when_it_goes_on(
     assert healthy.wait(20) == 0
 
 
-def test_a_rank_is_not_watched_after_its_watchdog_died(
-    rank: StartRank, tmp_path: Path
-) -> None:
+def test_a_rank_is_not_watched_after_its_watchdog_died(rank: StartRank, tmp_path: Path) -> None:
     hung = rank("work()\ntime.sleep(60)")
     _watchdog(hung).kill()
     assert hung.wait(20) == -signal.SIGKILL

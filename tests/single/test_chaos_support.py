@@ -11,12 +11,12 @@ from tests.support.chaos import FAULTS, Outcome, difference, sequence, table
 
 
 def _names(seed: int) -> list[str]:
-    return [draw.name for draw in islice(sequence(seed, list(FAULTS)), 300)]
+    return [draw.name for draw in islice(sequence(seed, list(FAULTS)), 100)]
 
 
-def test_seed_decides_the_faults_and_hosts_leave_only_after_they_came() -> None:
+def test_seed_decides_the_faults_and_each_comes_once_before_one_comes_twice() -> None:
     assert _names(7) == _names(7) != _names(8)
-    assert set(_names(7)) == set(FAULTS)
+    assert set(_names(7)[: len(FAULTS)]) == set(FAULTS)
     guest = [name for name in _names(7) if FAULTS[name].guest is not None]
     assert guest[:4] == ["add a host", "remove a host"] * 2
 

@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -476,12 +477,15 @@ class Draw:
 def sequence(seed: int, names: Sequence[str]) -> Iterator[Draw]:
     """Faults without end: the same for the same seed, however long each takes to recover.
 
-    Whom they hit is the same only as far as the same ranks are there.
+    None comes twice before all have come once, and so on. Whom they hit is the same only as far
+    as the same ranks are there.
     """
-    choice, guest = random.Random(seed), False
+    choice, guest, drawn = random.Random(seed), False, Counter[str]()
     while True:
         possible = [name for name in names if FAULTS[name].guest in (None, guest)]
-        name = choice.choice(possible)
+        fewest = min(drawn[name] for name in possible)
+        name = choice.choice([name for name in possible if drawn[name] == fewest])
+        drawn[name] += 1
         if FAULTS[name].guest is not None:
             guest = not guest
         yield Draw(choice.uniform(10, 20), name, random.Random(choice.random()))

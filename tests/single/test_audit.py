@@ -191,10 +191,14 @@ def _applied(lines: Lines, starts: Lines, at: int) -> None:
 
 
 def _state_hash(lines: Lines, starts: Lines, at: int) -> None:
-    start = starts[at % len(starts)]
-    before = [line for line in lines if line["time"] < start["time"]]
-    assume(start["source"] == "memory" and before and before[-1]["step"] == start["step"])
-    before[-1]["state_hash"], start["state_hash"] = "after the step", "after the step, twice"
+    fitting = []
+    for start in starts:
+        before = [line for line in lines if line["time"] < start["time"]]
+        if start["source"] == "memory" and before and before[-1]["step"] == start["step"]:
+            fitting.append((before[-1], start))
+    assume(fitting)
+    line, start = fitting[at % len(fitting)]
+    line["state_hash"], start["state_hash"] = "after the step", "after the step, twice"
 
 
 ALTERED = {

@@ -192,13 +192,13 @@ def _applied(lines: Lines, starts: Lines, at: int) -> None:
 
 def _state_hash(lines: Lines, starts: Lines, at: int) -> None:
     fitting = []
-    for start in starts:
-        before = [line for line in lines if line["time"] < start["time"]]
-        if start["source"] == "memory" and before and before[-1]["step"] == start["step"]:
-            fitting.append((before[-1], start))
+    for event in starts:
+        before = [line for line in lines if line["time"] < event["time"]]
+        if event["source"] == "memory" and before and before[-1]["step"] == event["step"]:
+            fitting.append((before[-1], event))
     assume(fitting)
-    line, start = fitting[at % len(fitting)]
-    line["state_hash"], start["state_hash"] = "after the step", "after the step, twice"
+    line, event = fitting[at % len(fitting)]
+    line["state_hash"], event["state_hash"] = "after the step", "after the step, twice"
 
 
 ALTERED = {

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections import deque
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from hvdtrain.checkpoint.manager import FilesOfRank
@@ -18,7 +19,7 @@ from hvdtrain.engine.callbacks.profile import Profile
 from hvdtrain.engine.callbacks.replicas import ReplicaCheck
 from hvdtrain.engine.callbacks.snapshot import KeepSynchronised
 from hvdtrain.engine.callbacks.stragglers import Destinations, DetectStragglers
-from hvdtrain.engine.loop import Callback
+from hvdtrain.engine.loop import Callback, StepRecord
 from hvdtrain.run.build import RunComponents, build_passes
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.folder import RunFolder
@@ -54,11 +55,13 @@ class Outputs:
         folder: RUN.
         recorder: rank 0's.
         failed_at: when the failure was that this generation comes after, unix time.
+        recent: the last records of this process, see LogMetrics.
     """
 
     folder: RunFolder
     recorder: RunRecorder | None
     failed_at: float | None = None
+    recent: deque[StepRecord] = field(default_factory=deque)
 
 
 def build_callbacks(
@@ -106,6 +109,7 @@ def build_callbacks(
         else None,
         log=LogMetrics(
             recorder.metrics if recorder else None,
+            outputs.recent,
             recorder.generation if recorder else _nothing,
             recorder.sinks if recorder else (),
             # Samples with lengths count their tokens themselves.

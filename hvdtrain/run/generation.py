@@ -295,7 +295,7 @@ class Generation:
     def _train(self) -> int:
         held, cause, context = self._held, self._cause, self._context
         failed = cause.name == "failure"
-        outputs = Outputs(held.folder, held.recorder, cause.since if failed else None)
+        outputs = Outputs(held.folder, held.recorder, cause.since if failed else None, held.recent)
         callbacks = build_callbacks(self._config, self._components, outputs, context)
         membership = self._launched.membership
         interruptions = Interruptions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from hvdtrain.runtime.topology import Topology
 
 # For a save in progress where the ranks end by an error; it is lost if it takes longer.
 _LAST_SAVE_SECONDS = 10.0
+_RECENT = 1000  # records of steps
 
 
 class Held:
@@ -34,6 +36,7 @@ class Held:
         claim: of this process to the folder.
         recorder: on the rank that is, or was, rank 0.
         generations: facts of each that this process took part in, as the ledger has them.
+        recent: records of the last logged steps, which rank 0 may not have written yet.
         trained: this process holds the state of the run.
         initial: its state is still what the seed gives.
         newest: the newest step whose state a rank held in memory, as far as this process knows;
@@ -51,6 +54,7 @@ class Held:
         self.claim = Claim.of_this_process()
         self.recorder: RunRecorder | None = None
         self.generations: list[dict[str, Any]] = []
+        self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self.trained = False
         self.initial = True
         self.newest: int | None = None

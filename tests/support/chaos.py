@@ -388,24 +388,12 @@ def _fill_the_disk(job: ChaosJob, choice: random.Random) -> str:
 
 
 def _kill_on_a_full_disk(job: ChaosJob, choice: random.Random) -> str:
-    """Not rank 0: the lines of metrics that the disk does not take are kept in its memory."""
-    writer = _holder(job, "metrics.jsonl")
-    victim = choice.choice([p for p in job.ranks() if p.pid != writer])
+    victim = choice.choice(job.ranks())
     with job.disk.full():
         time.sleep(1)
         job.cluster.kill([victim])
         time.sleep(8)
     return _named(victim)
-
-
-def _holder(job: ChaosJob, name: str) -> int:
-    """The process that has a file of the run open: rank 0."""
-    wanted = str(job.run_on_hosts / name)
-    for process in job.ranks():
-        for link in Path(f"/proc/{process.pid}/fd").iterdir():
-            if os.readlink(link) == wanted:
-                return process.pid
-    raise LookupError(f"nobody has {wanted} open")
 
 
 def _add_a_host(job: ChaosJob, choice: random.Random) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 from tqdm import tqdm
@@ -24,8 +25,12 @@ class LogMetrics:
     On a terminal a bar shows each of them. Elsewhere there is a line at most every 2 seconds, and
     one for the first step, the last, and each that was evaluated or in which ranks were healed.
 
+    Every rank keeps the last records: what a full disk kept rank 0 from writing until it died, or
+    was set aside, the next rank 0 writes.
+
     Args:
         metrics: None on the other ranks.
+        recent: the last records of this process, from one generation to the next.
         generation: gives a generation's number by its claim; None: it has no start event.
         sinks: get what metrics gets.
         units: name and number of what a sample counts as, such as ("tokens", 128).
@@ -34,11 +39,13 @@ class LogMetrics:
     def __init__(
         self,
         metrics: MetricsFile | None,
+        recent: deque[StepRecord],
         generation: Callable[[str], int | None],
         sinks: Sequence[BackgroundSink],
         units: tuple[str, int] | None,
     ) -> None:
         self._metrics = metrics
+        self._recent = recent
         self._generation = generation
         self._sinks = sinks
         self._units = units
@@ -63,18 +70,25 @@ class LogMetrics:
             name, count = self._units
             record[f"{name}_per_second"] = record["samples_per_second"] * count
         self.last = {**self.last, **record}
-        if self._metrics is None or loop.progress.step <= (self._metrics.last_step or 0):
+        while self._recent and self._recent[-1]["step"] >= record["step"]:
+            self._recent.pop()  # the run went back to an earlier step
+        self._recent.append(record)
+        if self._metrics is None or record["step"] <= (self._metrics.last_step or 0):
             return
-        # The last step of a generation may be written by rank 0 of the next one.
-        line = {**record, "generation": self._generation(record["claim"])}
-        del line["claim"]
-        self._metrics.write({key: _strict(value) for key, value in line.items()})
-        for sink in self._sinks:
-            sink.write(record)
+        last = self._metrics.last_step or 0
+        for missing in [recent for recent in self._recent if recent["step"] > last]:
+            self._write(self._metrics, missing)
         if terminal() is not None:
             self._show_bar(loop, record)
         elif told or time.monotonic() >= self._next_line:
             self._show_line(loop, record)
+
+    def _write(self, metrics: MetricsFile, record: StepRecord) -> None:
+        line = {**record, "generation": self._generation(record["claim"])}
+        del line["claim"]
+        metrics.write({key: _strict(value) for key, value in line.items()})
+        for sink in self._sinks:
+            sink.write(record)
 
     def _show_line(self, loop: Loop, record: StepRecord) -> None:
         self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES

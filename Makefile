@@ -24,7 +24,9 @@ NP ?= 2
 ARGS ?=
 GPU ?= none
 PINNED := $(shell sed -n 's/^torch==//p' .ci/constraints.txt)
-TORCH ?= $(PINNED)
+ifneq ($(origin TORCH)$(if $(TORCH),,empty),command line)
+override TORCH := $(PINNED)
+endif
 
 export PYTHON
 VENV := .venv$(if $(filter-out $(PINNED),$(TORCH)),-torch-$(TORCH))
@@ -78,7 +80,9 @@ test-cluster: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 test-smoke: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 600 $(BIN)/python -m pytest -q --color=no $(TWO) -m smoke $$(grep -rl mark.smoke tests/single tests/cluster)
 
+# In a new environment: the one of an earlier call may have an older torch.
 test-newest-torch:
+	rm -rf .venv-torch-newest
 	@$(MAKE) TORCH=newest test-smoke test-gloo test-mpi
 
 # HVDTRAIN_SOAK_SECONDS: about how long the disturbed run is.

@@ -23,7 +23,8 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 SMALL_FILE_BYTES = 64 << 20
 # More than any line of a run has, also with figures of ten thousand ranks.
 LINE_BYTES = 64 << 20
-_YAML_BYTES, _YAML_NODES = 256 << 10, 100_000
+# A configuration with the paths of some ten thousand files; YAML is parsed at 1 MB/s.
+_YAML_BYTES, _YAML_NODES = 4 << 20, 1_000_000
 
 T = TypeVar("T")
 

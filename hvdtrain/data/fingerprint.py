@@ -18,7 +18,7 @@ class Fingerprint(str):
     """16 hex digits.
 
     Attributes:
-        former: what older versions wrote of the same data into checkpoints, which still resume.
+        former: fingerprint of the same data in checkpoints of older versions, which still resume.
     """
 
     former: str
@@ -33,14 +33,15 @@ class Fingerprint(str):
 
 
 def former_of(fingerprint: str | None) -> str | None:
-    """What older versions wrote of the same data; None: the same."""
+    """Return the fingerprint that older versions computed of the same data, None if equal."""
     return fingerprint.former if isinstance(fingerprint, Fingerprint) else None
 
 
 def of_files(paths: Sequence[Path], samples: Sequence[int]) -> Fingerprint:
     """Changes with names below the common folder, numbers of samples, sizes and content.
 
-    Small files are read whole, of larger ones evenly spaced blocks: 64 MiB of all files together.
+    Small files are read whole, of larger ones evenly spaced blocks: at most 4 MiB of a file, and
+    64 MiB of all files together or one block of each. A change between the blocks is not seen.
     It is the same on all hosts, and times of change are ignored: files may be copied.
 
     Args:

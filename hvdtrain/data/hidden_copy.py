@@ -1,6 +1,6 @@
-"""What a process writes under a hidden name, so that it can be removed if the process is killed.
+"""Hidden temporary copies, which the next start removes if their writer was killed.
 
-The writer holds a lock beside its copy until it has renamed or removed it. The kernel, or the
+The writer holds a lock file next to its copy until it has renamed or removed it. The kernel, or the
 file server, frees the lock when the writer dies. Other hosts see that too, so no process number
 has to be compared.
 """
@@ -60,7 +60,8 @@ def _remove_if_left(path: Path) -> None:
         if lock.held or (not known and _idle_seconds(path) > STALE_SECONDS):
             _remove(path)
             _lock_of(path).unlink(missing_ok=True)
-            logger.info("removed %s, whose writer was killed", path)
+            if not path.exists():
+                logger.info("removed %s, whose writer was killed", path)
     except OSError:
         pass  # another process removed it, or it belongs to another user
     finally:

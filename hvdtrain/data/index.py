@@ -209,5 +209,7 @@ def _write(path: Path, cache: str | None, whole: Indices) -> None:
     kept = index_path(path, cache)
     new = kept.with_name(f".{kept.name.strip('.')}.{secrets.token_hex(4)}.tmp.npy")
     with hidden_copy(new):
-        np.save(new, whole)
+        # Exclusively: the name of the lock announces that of the copy.
+        with new.open("xb") as file:
+            np.save(file, whole)
         new.replace(kept)

@@ -9,7 +9,6 @@ tokenized once (`hvdtrain data tokenize`) and memory-mapped (`data.source tokens
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from hvdtrain.data.token_bytes import bytes_of_tokens
 from hvdtrain.data.token_cache import cache_name, cached
 from hvdtrain.data.tokens import TokenArray, TokenMeta, with_separator
 from hvdtrain.errors import UserError
+from hvdtrain.untrusted import parse_json
 
 BYTES_VOCABULARY = 256
 _LONGEST_LINE = 1 << 24
@@ -229,7 +229,7 @@ def _kind_of_records(path: Path) -> str | None:
             beginning = file.readline(_LONGEST_LINE)
         if kind == "parquet":
             return kind if beginning.startswith(b"PAR1") else None
-        return kind if isinstance(json.loads(beginning), dict) else None
+        return kind if isinstance(parse_json(beginning), dict) else None
     except (OSError, ValueError):
         return None  # reading it as text says what is wrong
 

@@ -39,24 +39,28 @@ class Writer:
 
     Args:
         boot: of its host's kernel.
+        started: clock ticks from the boot to the start of the process. A restarted container can
+            have the same host name and pid.
         tag: see Plan.
     """
 
     host: str
     pid: int
     boot: str
+    started: int
     tag: str
 
     @classmethod
     def here(cls, tag: str) -> Writer:
-        return cls(socket.gethostname(), os.getpid(), boot(), tag)
+        pid = os.getpid()
+        return cls(socket.gethostname(), pid, boot(), _started(pid), tag)
 
     @property
     def is_dead(self) -> bool:
         """False if it is not known: it may run on another host."""
         if self.host != socket.gethostname():
             return False
-        return self.boot != boot() or not Path(f"/proc/{self.pid}").exists()
+        return self.boot != boot() or self.started != _started(self.pid)
 
 
 @dataclass(frozen=True)
@@ -201,6 +205,14 @@ def _claim(out: Path) -> str:
     return own.tag
 
 
+def _started(pid: int) -> int:
+    """See Writer; -1 if there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except OSError:
+        return -1
+
+
 def _writer(out: Path) -> Writer | None:
     """None: there is no lock, or it has just been made."""
     try:
@@ -221,7 +233,7 @@ def _write_parts(plan: Plan, source: Source, rank: int) -> Counts:
     tokenizer = Tokenizer(source.tokenizer)
     counts = dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack:
-        parts = {name: stack.enter_context(open(plan.part(name, rank), "wb")) for name in SPLITS}
+        parts = {name: stack.enter_context(open(plan.part(name, rank), "xb")) for name in SPLITS}
         for name, path, owner in plan.files:
             if owner != rank:
                 continue

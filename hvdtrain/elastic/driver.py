@@ -294,7 +294,7 @@ class ElasticDriver:
                 _say(f"{process.host} leaves: {message}")
                 self._hosts.retire(process.host)
                 for other in alive:
-                    other.leaving |= other.host == process.host
+                    other.leave(other.leaving or other.host == process.host)
             else:
                 _say(f"the ranks write a checkpoint and stop: {process.host}: {message}")
                 self._stop_requested = True
@@ -364,7 +364,7 @@ class ElasticDriver:
             if self._rounds:
                 _say(change)
         for process in self._alive():
-            process.leaving = process.slot >= self._hosts.slots.get(process.host, 0)
+            process.leave(process.slot >= self._hosts.slots.get(process.host, 0))
 
     def _direct(self) -> None:
         while not self._finished.is_set():
@@ -511,8 +511,11 @@ class ElasticDriver:
         waited = max((p.lasted() for p in survivors), default=0.0)
         patience = max((p.status.patience for p in survivors if p.status), default=0.0)
         for process in alive:
-            bound = _LEAVE_SECONDS if process.leaving else max(patience, _LAST_RESORT_SECONDS)
-            if process.state == "running" and waited > bound:
+            overdue = waited > max(patience, _LAST_RESORT_SECONDS)
+            if process.leaving_since is not None:
+                asked = time.monotonic() - process.leaving_since
+                overdue |= min(waited, asked) > _LEAVE_SECONDS
+            if process.state == "running" and overdue:
                 self._lose(process, f"the others have waited for it for {waited:.0f} s")
                 process.end.set()
             elif process.state == "starting" and not process.heard:

@@ -32,7 +32,7 @@ class Process:
         hand_overs_failed: generations with it that failed before it had the state of the run.
         failure: why it ends, as it or its watchdog said.
         failed_step: the step in which it raised an error of its own.
-        leaving: its host was taken away.
+        leaving_since: when its host was taken away, time.monotonic(); None: it was not.
         replaced: it ends, and a new process starts in its slot at once.
         end: set to end it.
     """
@@ -49,12 +49,22 @@ class Process:
     hand_overs_failed: int = 0
     failure: str = ""
     failed_step: int | None = None
-    leaving: bool = False
+    leaving_since: float | None = None
     replaced: bool = False
     end: threading.Event = field(default_factory=threading.Event)
 
     def become(self, state: str) -> None:
         self.state, self.since = state, time.monotonic()
+
+    @property
+    def leaving(self) -> bool:
+        """Whether its host was taken away."""
+        return self.leaving_since is not None
+
+    def leave(self, leaves: bool) -> None:
+        """Its host was taken away, or is back."""
+        if leaves != self.leaving:
+            self.leaving_since = time.monotonic() if leaves else None
 
     def lasted(self) -> float:
         """Seconds in this state."""

@@ -64,7 +64,8 @@ def torchrun_rank(env: Mapping[str, str] = os.environ) -> tuple[int, int] | None
         # srun may have started torchrun itself, so Slurm's variables are not about this process.
         launched = _first(env, "HOROVOD_SIZE", "OMPI_COMM_WORLD_SIZE")
     elif "MASTER_ADDR" in env:
-        launched = launched_size(env)
+        # The last two: a launcher is there, even if its world size is not read from them.
+        launched = launched_size(env) or _first(env, "MV2_COMM_WORLD_SIZE", "PMIX_RANK")
     else:
         return None
     return (rank, size) if launched is None else None

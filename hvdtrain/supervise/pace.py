@@ -32,12 +32,16 @@ class Pace:
             self._longest = max(self._longest, now - self._since)
         self._step, self._since = step, now
 
-    def patience(self) -> float:
-        """Seconds without a step and without an answer after which a host counts as lost."""
-        if self._pauses < _ENOUGH:
-            return _START_SECONDS
+    def patience(self, saving: bool = False) -> float:
+        """Seconds without a step and without an answer after which a host counts as lost.
+
+        Args:
+            saving: the ranks were asked to stop, and write a checkpoint.
+        """
+        if saving or self._pauses < _ENOUGH:
+            return max(_START_SECONDS, _FACTOR * self._longest)
         return max(_LEAST_SECONDS, _FACTOR * self._longest)
 
-    def stalled(self, now: float) -> bool:
+    def stalled(self, now: float, saving: bool = False) -> bool:
         """Whether no step was completed for longer than that."""
-        return now - self._since > self.patience()
+        return now - self._since > self.patience(saving)

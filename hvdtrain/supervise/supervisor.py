@@ -218,8 +218,9 @@ class Supervisor:
             if silent and not reported:
                 _say(f"no answer from {', '.join(silent)}; the run continues while it makes steps")
             reported = bool(silent)
-            if pace.stalled(now) and (lost := watch.silent(pace.patience())):
-                _say(f"no answer from {', '.join(lost)} and no step for {pace.patience():.0f} s")
+            patience = pace.patience(saving=asked)
+            if pace.stalled(now, saving=asked) and (lost := watch.silent(patience)):
+                _say(f"no answer from {', '.join(lost)} and no step for {patience:.0f} s")
                 launcher.kill()  # it would wait for the silent ones
                 return EXIT_CRASH, False
             if not asked and self._can_grow(watch, job, began_at):

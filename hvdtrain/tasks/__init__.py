@@ -130,7 +130,10 @@ def load_class(name: str) -> type:
 
 
 def _check_init(task: type, name: str, takes_config: bool) -> None:
-    signature = inspect.signature(task)
+    try:
+        signature = inspect.signature(task, follow_wrapped=False)
+    except ValueError:
+        return  # of a built-in base class, which has none
     try:
         signature.bind(*([None] if takes_config else []))
     except TypeError as error:

@@ -338,6 +338,21 @@ def test_rank_is_not_signalled_while_it_leaves_or_when_its_host_returns(
     assert running.ranks(1) == [-1], "a rank that was signalled must not take part again"
 
 
+def test_leaving_rank_has_its_time_from_when_its_host_left(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "_LEAVE_SECONDS", 2.0)
+    running = job({"a": 1, "b": 1}, np=2, min_np=2)
+    running.join(0, 1)
+    assert running.ranks(0) == [None], "it waits for process 1, which still works"
+    time.sleep(2.5)
+    del running.hosts["b"]
+    _until(lambda: running.driver._processes[1].leaving)
+    time.sleep(0.6)  # the driver looks four times a second
+    assert not running.driver._processes[1].end.is_set()
+    _until(lambda: running.driver._processes[1].end.is_set())
+
+
 def test_the_last_hosts_with_a_notice_leave_without_a_checkpoint(job: Callable[..., Job]) -> None:
     running = job({"a": 1, "b": 1}, np=2)
     running.join(0, 1)

@@ -228,6 +228,10 @@ def test_lock_of_a_killed_run_is_replaced_by_the_next(corpus: Path, tmp_path: Pa
     source = Source([str(corpus)], None, 0.3)
     tokenize(source, out, Alone())
     assert not list(out.glob(".*"))
+    same_pid = replace(Writer.here("0badc0de"), started=1)  # of another container
+    (out / ".tokenize.lock").write_text(json.dumps(asdict(same_pid)))
+    tokenize(source, out, Alone())
+    assert not list(out.glob(".*"))
     elsewhere = replace(dead, host="another-host")
     (out / ".tokenize.lock").write_text(json.dumps(asdict(elsewhere)))
     with pytest.raises(UserError, match="on another-host"):

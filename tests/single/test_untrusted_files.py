@@ -311,7 +311,7 @@ def test_a_hostile_checkpoint_is_one_line(
 
 YAML = {
     "deep": "[" * 5000,
-    "long": "a: b\n" * 100_000,
+    "long": "a: b\n" * 1_000_000,
     "itself": "&a {b: *a}",
     "bomb": "a0: &a0 [x, x]\n"
     + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 13)),

@@ -1,4 +1,4 @@
-"""Feeds the readers of run directories with files that hypothesis makes up.
+"""Feeds the readers of run directories with files that hypothesis generates.
 
     python tests/soak/fuzz_readers.py [SECONDS]
 

@@ -12,7 +12,6 @@ import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, fields
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
@@ -177,6 +176,9 @@ def checked(kind: type[T], content: Mapping[str, Any]) -> T:
 @cache
 def _fields(kind: type) -> list[tuple[str, Any, bool]]:
     """(name, type, whether a value is required) of each field of a dataclass."""
+    # Here, as every command imports this file, and `hvdtrain discover` starts each second.
+    from dataclasses import MISSING, fields
+
     hints = get_type_hints(kind)
     return [
         (f.name, hints[f.name], f.default is MISSING and f.default_factory is MISSING)

@@ -138,7 +138,7 @@ def test_figures_of_a_sink_are_not_those_of_metrics_jsonl(tmp_path: Path) -> Non
     done = _run(tmp_path, [*REGRESSION, *flags, "--train.steps", "4", "--eval.every", "2"], env)
     assert done.returncode == 0, done
     lines = metrics(tmp_path / "run")
-    names = {key for line in lines for key in line} - {"step", "time", "state_hash"}
+    names = {key for line in lines for key in line} - {"step", "time", "state_hash", "generation"}
     events = EventAccumulator(str(tmp_path / "run/tensorboard"))
     events.Reload()
     assert set(events.Tags()["scalars"]) == names and "validation_loss" in names

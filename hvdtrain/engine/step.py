@@ -126,7 +126,7 @@ class TrainStep:
         self._buffers.keep()
         try:
             agreed = self._exchanged(batches, deal, flags)
-        except RankLostError:
+        except Exception:  # torch's collectives raise other errors than Horovod's
             self._buffers.restore()
             raise
         finally:
@@ -149,7 +149,7 @@ class TrainStep:
     def _ready(self, lr: float, gradient_scale: float) -> ReadyUpdate:
         try:
             return self._update.prepare(lr, gradient_scale)
-        except RankLostError:
+        except Exception:
             self._buffers.restore()
             raise
 

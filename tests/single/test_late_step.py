@@ -179,6 +179,17 @@ def test_a_step_that_no_rank_took_is_computed_again() -> None:
     assert rank.agreement.reaches(LOST + 1) == LOST + 1
 
 
+@pytest.mark.parametrize("place", ["finish", "agreed_norm"])
+def test_state_is_that_before_a_step_if_any_of_its_collectives_fails(place: str) -> None:
+    rank = _Rank()
+    rank.run(2)
+    before = rank.content()
+    fault = RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    with patch.object(rank.exchange, place, side_effect=fault), pytest.raises(RuntimeError):
+        rank.run(3)
+    _assert_equal(rank.content(), before)
+
+
 def _apply_twice(rank: _Rank) -> None:
     rank.state.optimizer.step()
 

@@ -62,6 +62,11 @@ class Arrivals:
         """Nobody listened for so long."""
         self.last += seconds
 
+    @property
+    def enough(self) -> bool:
+        """Whether enough delays were seen for a bound."""
+        return len(self._delays) >= _ENOUGH
+
     def silence(self, now: float) -> float:
         """Since the last beat."""
         return now - self.last
@@ -71,7 +76,7 @@ class Arrivals:
 
         None: too few beats were seen to say.
         """
-        if len(self._delays) < _ENOUGH:
+        if not self.enough:
             return None
         mean, deviation = self._normal()
         likely = max(mean + _DEVIATIONS * deviation, _TAIL * max(self._delays))
@@ -209,8 +214,14 @@ class FailureDetector:
         self._several = len({rank.host for rank in ranks} - {THIS_HOST}) > 1
         for number, heard in processes:
             seconds = heard.arrivals.silence(now)
-            if heard.given_up or seconds <= self._least:
+            if heard.given_up or seconds <= self._least or not heard.arrivals.enough:
                 continue  # nearly all: no more arithmetic
+            confirmed = heard.arrivals.silence(self._confirmed(heard, now))
+            if confirmed <= self._least and not heard.answered:
+                # A thousand processes may be here at once: the arithmetic below would take longer
+                # than the time between two looks.
+                verdicts.deaf = max(verdicts.deaf, seconds)
+                continue
             bound = heard.arrivals.bound(self._least, self._most)
             if bound is None or seconds <= bound:
                 continue
@@ -218,7 +229,7 @@ class FailureDetector:
             if heard.answered:
                 verdicts.unheard.append(silence)
                 self.mute(number, heard.host, now)
-            elif heard.arrivals.silence(self._confirmed(heard, now)) > bound:
+            elif confirmed > bound:
                 verdicts.silent.append(silence)
             else:
                 verdicts.deaf = max(verdicts.deaf, seconds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -178,3 +179,15 @@ def test_a_newcomer_is_no_witness() -> None:
         if now < 105:
             detector.beat(0, "a", now)
         assert not detector.look(now).silent, "nobody could continue without rank 0"
+
+
+def test_common_silence_needs_no_statistics_of_each_rank() -> None:
+    """With a thousand ranks they would take longer than the time between two looks."""
+    detector = FailureDetector(30.0)
+    detector.begin(range(3), 30.0)
+    for beat in range(20):
+        for number in range(3):
+            detector.beat(number, f"host{number}", beat * BEAT_SECONDS)
+    with patch.object(Arrivals, "bound", side_effect=AssertionError):
+        verdicts = detector.look(8.0)
+    assert verdicts.deaf > 3 and not verdicts.silent

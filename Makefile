@@ -6,7 +6,7 @@
 # make chaos   faults of all kinds at random for 5 minutes: not part of make test
 # make plan-check   steps beside what `hvdtrain plan` predicts, 11 minutes alone on the machine: not part of make test
 # make exchange-check   ways to exchange gradients at several bandwidths, 50 minutes alone on the machine: not part of make test
-# make recorded-runs ARGS='record FILE'   bits of 100 tiny runs, for `compare FILE` after a change: not part of make test
+# make recorded-runs ARGS='record FILE'   bits of over 100 tiny runs, for `compare FILE` after a change: not part of make test
 # make images  build the CPU image, train on two containers of it: not part of make test
 # make gpu-check   what this machine's GPUs do with hvdtrain, as a table: not part of make test
 # make gpu-kit     what gpu-check needs on a machine without network: build/gpu-check/kit

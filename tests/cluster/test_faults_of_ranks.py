@@ -55,7 +55,7 @@ def test_a_disk_that_hangs_rank_0_hangs_all(
     since, running.run = time.time(), run
     try:
         running.wait_for_world(2, HANG_SECONDS + 20)
-        recovered = running.lines()[0]["time"] - since
+        recovered = next(t for line in running.lines() if (t := line["time"]) > since) - since
         running.wait_for_more(3, 20)
         # The watchdog may first wait for the disk itself, see hung_rank.py.
         running.wait_until(
@@ -74,8 +74,8 @@ def test_a_disk_that_hangs_rank_0_hangs_all(
     running.run = own
     before = [line["step"] for line in running.lines()]
     assert before == list(range(1, len(before) + 1)), done
-    assert after == list(range(after[0], after[-1] + 1)), done
-    assert after[0] in (len(before), len(before) + 1), "a step is lost, or done twice"
+    # The next rank 0 finds no file, and writes the lines that it remembers, too.
+    assert after == list(range(1, len(after) + 1)) and len(after) > len(before), done
     assert recovered < HANG_SECONDS + 12, f"{recovered:.1f} s without a step: {done}"
 
 

@@ -227,7 +227,7 @@ class Beats:
         self._deaf = False
 
     def listen(self, listener: Listener) -> None:
-        """Starts a thread that tells the listener what it finds out."""
+        """Starts a thread that calls the listener."""
         threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
 
     def tell(self, numbers: Iterable[int], generation: int) -> None:

@@ -87,7 +87,7 @@ test-newest-torch:
 
 # HVDTRAIN_SOAK_SECONDS: about how long the disturbed run is.
 soak: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
-	timeout -k 30 $$((1200 + 4 * $${HVDTRAIN_SOAK_SECONDS:-300})) $(BIN)/python -m pytest -q --color=no tests/soak/test_soak.py
+	timeout -k 30 $$((1800 + 4 * $${HVDTRAIN_SOAK_SECONDS:-300})) $(BIN)/python -m pytest -q --color=no tests/soak/test_soak.py tests/soak/test_first_kernels.py
 	timeout -k 30 900 $(BIN)/python -m pytest -q --color=no -m soak tests/cluster
 
 # HVDTRAIN_CHAOS_SECONDS: how long faults are injected; HVDTRAIN_CHAOS_SEED: which ones;

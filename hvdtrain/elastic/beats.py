@@ -1,6 +1,8 @@
 """Heartbeats of the processes, and the driver's word that a generation is over: UDP datagrams.
 
     watchdog -> driver   BEAT number, its clock in ns, the rank's port; four times a second
+    watchdog -> driver   UNACKNOWLEDGED, in place of BEAT and with the same content: no
+                         acknowledgements arrive, and the driver was told so over TCP
     driver   -> watchdog ACK number, the same clock: the beat has arrived
     either   -> driver   MUTE number, its clock in ns, the rank's port; no beats will come, because
                          the rank has ended, or because its watchdog has
@@ -10,7 +12,8 @@ The driver listens on the port, in UDP, that its HTTP server has in TCP. A datag
 16 bytes of HMAC-SHA256 keyed with the job's secret, and counts only where its clock is later
 than the last one's. All of it only makes faster what happens without it too: where datagrams
 do not get through, ssh ends over the dead link and Gloo's timeout passes. A watchdog whose beats
-are not acknowledged tells the driver over TCP that its rank is alive.
+are not acknowledged tells the driver over TCP that its rank is alive, again and again until they
+are. Beats of such a watchdog may stop arriving at any time, so their end is no evidence.
 """
 
 from __future__ import annotations
@@ -33,6 +36,10 @@ from hvdtrain.runtime.network import source_towards
 
 _LOOK_SECONDS = 0.05
 _UNACKNOWLEDGED_BEATS = 2  # in a row: datagrams get lost one by one, too
+# From the end of one message over TCP to the next. A beat may arrive just before the first one,
+# which then proves nothing: the second must arrive before the driver gives the rank up (1 s).
+# Later ones may be rare: on a network without UDP all of a thousand ranks send them for ever.
+_TELL_SECONDS, _LONGEST_TELL_SECONDS = 0.5, 4.0
 _SECRET = "HOROVOD_RENDEZVOUS_SECRET"
 _BUFFER_BYTES = 4 << 20
 _BODY = struct.Struct("!BIQH")
@@ -47,6 +54,7 @@ class Kind(IntEnum):
     MUTE = 2
     OVER = 3
     ACK = 4
+    UNACKNOWLEDGED = 5
 
 
 class Message(NamedTuple):
@@ -104,22 +112,25 @@ class Line:
         self._generation = -1
         self._lock = threading.Lock()
         self._told = False  # over TCP, since the last beat that was acknowledged
+        self._tell_at, self._pause = 0.0, _TELL_SECONDS
 
     def beat_for_ever(self, tell: Callable[[], object]) -> None:
         """Beats; in the watchdog.
 
         Args:
-            tell: tells the driver over TCP that the rank is alive; called once, in a thread of its
-                own, when beats are no longer acknowledged. Raises OSError: it was not told.
+            tell: tells the driver over TCP that the rank is alive; called in a thread of its own,
+                every few seconds as long as beats are not acknowledged. Raises OSError: it was
+                not told.
         """
         unacknowledged, telling = 0, threading.Thread()
         while True:
-            self._send(Kind.BEAT)
+            self._send(Kind.UNACKNOWLEDGED if self._told else Kind.BEAT)
             if self._acknowledged(time.monotonic() + BEAT_SECONDS):
                 unacknowledged, self._told = 0, False
+                self._tell_at, self._pause = 0.0, _TELL_SECONDS
                 continue
             unacknowledged += 1
-            due = unacknowledged >= _UNACKNOWLEDGED_BEATS and not self._told
+            due = unacknowledged >= _UNACKNOWLEDGED_BEATS and time.monotonic() >= self._tell_at
             if due and not telling.is_alive():
                 telling = threading.Thread(target=self._tell, args=(tell,), daemon=True)
                 telling.start()
@@ -135,9 +146,12 @@ class Line:
         return acknowledged
 
     def _tell(self, tell: Callable[[], object]) -> None:
+        pause = self._pause
         with suppress(OSError):
             tell()
             self._told = True
+            self._pause = min(2 * pause, _LONGEST_TELL_SECONDS)
+        self._tell_at = time.monotonic() + pause
 
     def join(self, generation: int) -> None:
         """This process is in this generation now; it ignores what is said of others."""
@@ -271,17 +285,21 @@ class Beats:
     def _take(self, message: Message, address: tuple[str, int], now: float) -> Silence | None:
         """Returns how long a process was silent that had been given up and is heard again."""
         kind, number, clock, port = message
-        if kind not in (Kind.BEAT, Kind.MUTE) or clock <= self._clocks.get(number, -1):
+        if kind not in (Kind.BEAT, Kind.UNACKNOWLEDGED, Kind.MUTE) or clock <= self._clocks.get(
+            number, -1
+        ):
             return None
         self._clocks[number], self._addresses[number] = clock, (address[0], port)
-        if kind == Kind.BEAT:
+        if kind != Kind.MUTE:
             self._send(Message(Kind.ACK, number, clock), address)
         if (generation := self._over.get(number)) is not None:
             self._send(Message(Kind.OVER, number, generation), self._addresses[number])
         if kind == Kind.MUTE:
             self.detector.mute(number, self._host(address[0]), now)
             return None
-        return self.detector.beat(number, self._host(address[0]), now)
+        return self.detector.beat(
+            number, self._host(address[0]), now, acknowledged=kind == Kind.BEAT
+        )
 
     def _host(self, address: str) -> str:
         if address not in self._hosts:

@@ -120,7 +120,8 @@ class _Heard:
     Args:
         host: address of its host, or THIS_HOST.
         given_up: it counts as gone.
-        answered: over TCP, after its beats were overdue.
+        answered: over TCP, after its beats were overdue or while acknowledgements did not reach
+            it: until an acknowledged beat, its silence shows only that datagrams are lost.
     """
 
     host: str
@@ -181,8 +182,12 @@ class FailureDetector:
         """Judges a process only after `_ENOUGH` more beats."""
         self._heard[number] = _Heard(host, Arrivals(now))
 
-    def beat(self, number: int, host: str, now: float) -> Silence | None:
-        """A beat arrived; returns the silence that it ends, if the process had been given up."""
+    def beat(self, number: int, host: str, now: float, acknowledged: bool = True) -> Silence | None:
+        """A beat arrived; returns the silence that it ends, if the process had been given up.
+
+        Args:
+            acknowledged: acknowledgements reach the process; if not, it reports over TCP, too.
+        """
         heard, back = self._heard.get(number), None
         if heard is None:
             self.mute(number, host, now)
@@ -198,7 +203,7 @@ class FailureDetector:
             self._witness(host, now)
         if heard is not None:
             heard.arrivals.heard(now)
-            heard.given_up = heard.answered = False
+            heard.given_up, heard.answered = False, not acknowledged
         return back
 
     def answered(self, number: int, now: float) -> None:

@@ -141,7 +141,7 @@ def test_a_process_that_answers_over_tcp_is_not_given_up(
     assert ear.unheard == [1]
 
 
-def test_a_watchdog_tells_the_driver_once_when_its_beats_are_lost(
+def test_watchdog_keeps_telling_the_driver_while_its_beats_are_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOROVOD_RENDEZVOUS_SECRET", SECRET.decode())
@@ -159,12 +159,37 @@ def test_a_watchdog_tells_the_driver_once_when_its_beats_are_lost(
     assert told == [0], "its beats are acknowledged"
     line._driver = nobody
     assert _until(lambda: told == [2], 3) < 1.5, "it tries again if it did not reach the driver"
-    time.sleep(1)
-    assert told == [2]
+    time.sleep(6)
+    assert 5 <= told[0] <= 7, "again, but more and more rarely"
     line._driver = driver
     time.sleep(0.6)
+    before = told[0]
     line._driver = nobody
-    _until(lambda: told == [3], 2)
+    assert _until(lambda: told[0] > before, 2) < 1, "a new outage is told at once"
+
+
+def test_lost_acknowledgements_then_lost_beats_do_not_end_a_rank(
+    beating: Callable[[Ear, int], Beating], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ear = Ear(0, 1)
+    beating(ear, 1)
+    line, nobody = Line("127.0.0.1", ear.beats.port, 0), ("127.0.0.1", 9)
+
+    def lose(deadline: float) -> bool:
+        time.sleep(deadline - time.monotonic())
+        return False
+
+    def tell() -> None:
+        ear.beats.answered(0)
+
+    threading.Thread(target=line.beat_for_ever, args=(tell,), daemon=True).start()
+    time.sleep(2.5)
+    monkeypatch.setattr(line, "_acknowledged", lose)
+    time.sleep(5)
+    assert not ear.silent and not ear.unheard, "its beats arrive"
+    line._driver = nobody
+    time.sleep(4)
+    assert ear.unheard == [0] and not ear.silent
 
 
 def test_a_driver_that_hears_nothing_from_the_start_says_something() -> None:

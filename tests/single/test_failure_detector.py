@@ -191,3 +191,19 @@ def test_common_silence_needs_no_statistics_of_each_rank() -> None:
     with patch.object(Arrivals, "bound", side_effect=AssertionError):
         verdicts = detector.look(8.0)
     assert verdicts.deaf > 3 and not verdicts.silent
+
+
+def test_unacknowledged_beats_are_no_evidence_when_they_stop() -> None:
+    detector = FailureDetector(MOST)
+    detector.begin([0, 1, 2], MOST)
+    for beat in range(100):
+        now = 100 + beat * BEAT_SECONDS
+        detector.beat(0, "a", now)
+        if beat < 40:
+            detector.beat(1, "b", now, acknowledged=beat < 30)
+            detector.beat(2, "c", now, acknowledged=not 20 < beat < 30)
+        verdicts = detector.look(now)
+        for silence in verdicts.silent:
+            detector.give_up(silence.number)
+            assert silence.number == 2, "acknowledgements do not reach rank 1"
+    assert detector._heard[2].given_up and not detector._heard[1].given_up

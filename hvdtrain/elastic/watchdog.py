@@ -4,8 +4,9 @@ The rank is killed, after what it was doing is written to RUN/logs, when
 
 - it is stopped (SIGSTOP, a frozen terminal) for a second;
 - it does something on its own, but finishes nothing, and neither its threads (Horovod's apart)
-  nor a process that it started use processor or disk for `hang_seconds`; if they do, only after
-  10 times as long: a slow rank lives. Before it takes part no rank waits for it: it may be idle
+  nor a process that it started use processor or disk for `hang_seconds` (2 % of a core or 8 kB/s
+  are as good as nothing: a thread that samples or exports metrics); if they do, only after 10
+  times as long: a slow rank lives. Before it takes part no rank waits for it: it may be idle
   for 10 times as long, and busy without a bound;
 - it has no launcher any more: the process that started it is gone, or, while it waits for
   the launcher to say who takes part, the launcher cannot be reached.
@@ -34,8 +35,9 @@ import psutil
 from hvdtrain.elastic.beats import Line
 from hvdtrain.elastic.hung_rank import Launcher, end
 from hvdtrain.elastic.rendezvous import ask
-from hvdtrain.elastic.work import work
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
+from hvdtrain.runtime.thread_names import threads_named
+from hvdtrain.runtime.work import IDLE_TICKS, WATCHDOG, work
 
 _LOOK_SECONDS = 0.25
 _LONGEST_LOOK_SECONDS = 0.5  # a look that took longer was suspended meanwhile
@@ -44,7 +46,10 @@ _UNREACHABLE_SECONDS = 6.0
 _ORPHAN_SECONDS = 2.0
 _BUSY_FACTOR = 10
 _LOADING_FACTOR = 10
-_IDLE_TICKS = 2  # of 10 ms: what a thread uses that wakes up to look and sleeps on
+_IDLE_TICKS = IDLE_TICKS * _LOOK_SECONDS
+# More than that in a look, but this at most on average: threads that sample or export metrics go
+# on while the rank hangs.
+_SIDE_TICKS = 2  # a second
 # What a rank does on its own -> how many hang_seconds it may be idle.
 _IDLE_FACTORS = {
     Activity.LOADING: _LOADING_FACTOR,
@@ -126,6 +131,7 @@ class HangDetector:
         self._stopped, self._orphan, self._cut_off = Timer(clock), Timer(clock), Timer(clock)
         self._no_beat, self._idle = Timer(clock), Timer(clock)
         self._seen: tuple[int, int] = (-1, -1)  # beats, work
+        self._scraps = 0  # of work, while the rank counts as idle
 
     def verdict(
         self, beats: int, activity: Activity, work: int, stopped: bool, orphan: bool
@@ -148,12 +154,16 @@ class HangDetector:
             return f"its launcher was not reached for {_UNREACHABLE_SECONDS:.0f} s"
         judged = activity in _IDLE_FACTORS and self._hang_seconds > 0
         same = judged and beats == self._seen[0]
-        idle = same and abs(work - self._seen[1]) <= _IDLE_TICKS
+        worked = abs(work - self._seen[1])
         self._seen = (beats, work)
         hang = self._hang_seconds
         limit = _IDLE_FACTORS.get(activity, 1) * hang
         if activity == Activity.ENDING:
             limit = max(limit, _ENDING_SECONDS)
+        self._scraps += worked if worked > _IDLE_TICKS else 0
+        idle = same and self._scraps <= _SIDE_TICKS * limit
+        if not idle:
+            self._scraps = 0
         if self._idle.seconds(idle) > limit:
             return f"no progress, no work for {limit:.0f} s"
         busy, limit = same and activity != Activity.LOADING, max(limit, _BUSY_FACTOR * hang)
@@ -164,6 +174,11 @@ class HangDetector:
 
 def main(arguments: list[str]) -> int:
     """Watches until the rank is gone, or ends it."""
+    with threads_named(WATCHDOG):
+        return _main(arguments)
+
+
+def _main(arguments: list[str]) -> int:
     if len(arguments) <= 6:
         return _watch(arguments)
     address, _, port = arguments[4].rpartition(":")
@@ -199,7 +214,7 @@ def _watch(arguments: list[str]) -> int:
             reason = detector.verdict(
                 beats,
                 activity,
-                work(rank, without=os.getpid()),
+                work(rank),
                 process.status() == psutil.STATUS_STOPPED and ticks == before,
                 process.ppid() != parent,
             )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -19,7 +21,9 @@ from horovod.common.exceptions import HorovodInternalError
 from torch import Tensor
 
 from hvdtrain.errors import UserError
+from hvdtrain.log import logger
 from hvdtrain.runtime import heartbeat
+from hvdtrain.runtime.work import IDLE_TICKS, work
 
 # Another rank is gone, or cannot be reached: no rank starts a collective in this generation.
 RankLostError = HorovodInternalError
@@ -38,6 +42,7 @@ _GLOO_TIMEOUT_S = 30.0  # Horovod's, where the environment names none
 _LARGEST_PIECE = 64 << 20
 _SMALLEST_PIECE = 64 << 10
 _LONGEST_TURN_S = 30.0
+_SAY_SECONDS = 60.0
 _LEAVE_SECONDS = 2.0
 
 
@@ -240,7 +245,8 @@ class AgreedError(UserError):
 def on_all_ranks(name: str, part: Callable[[], R]) -> R:
     """Runs a part that may fail on some ranks and not on others: then all continue, or none does.
 
-    The part may take any time on any rank, such as reading a large checkpoint on rank 0.
+    The part may take any time on any rank as long as it makes progress, such as reading a large
+    checkpoint on rank 0.
 
     Args:
         name: of the exchange; identical on all ranks.
@@ -253,7 +259,7 @@ def on_all_ranks(name: str, part: Callable[[], R]) -> R:
         RankLostError: another rank is gone.
     """
     result, error = None, None
-    turns = _Turns(f"{name}.failures")
+    turns = _Turns(name)
     try:
         result = part()
     except UserError as failure:
@@ -277,8 +283,10 @@ class _Turns:
     """Ranks learn together when the last of them has finished a part, and how many failed.
 
     Until then they exchange every 30 s that one is still at work: Horovod reports a rank that
-    takes no part in a collective after 60 s, and ends the run after 900 s. A thread does so
-    without a heartbeat: the watchdog judges by the part whether the rank makes progress.
+    takes no part in a collective after 60 s, and ends the run after 900 s. A thread does so, and
+    only while the part makes progress, so that this limit applies to a rank that hangs. A watchdog
+    finds that earlier, but there may be none, or one that must not judge. Ranks log each minute
+    what they wait for.
 
     Args:
         name: of the exchange; identical on all ranks.
@@ -286,12 +294,15 @@ class _Turns:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._said = self._began = time.monotonic()
+        self._seen: tuple[int, int, float] | None = None  # heartbeats, work, when
         self._finished = threading.Event()
         self._failed = self._abandoned = False
         self._failures: Future[int] = Future()
         self._thread = threading.Thread(target=self._take, name="turns", daemon=True)
         with lost_ranks():
             self._alone = hvd.size() == 1
+            self._first = hvd.rank() == 0
         if not self._alone:
             self._thread.start()
 
@@ -306,6 +317,8 @@ class _Turns:
         if self._alone:
             return int(failed)
         with heartbeat.OWN.waiting():
+            while not wait([self._failures], _SAY_SECONDS).done:
+                self._say("waiting for other ranks")
             return self._failures.result()
 
     def abandon(self) -> None:
@@ -319,14 +332,38 @@ class _Turns:
         try:
             # 0: a rank may be missing for any time.
             limit = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0)) or math.inf
-            unfinished = 1
+            interval, unfinished = min(limit / 3, _LONGEST_TURN_S), 1
             while unfinished:
-                finished = self._finished.wait(min(limit / 3, _LONGEST_TURN_S))
+                while not (finished := self._finished.wait(interval)):
+                    if self._progresses():
+                        self._say("still working")
+                        break
+                    self._say("no progress; other ranks may wait for this one")
                 if self._abandoned:
                     return
                 with lost_ranks():
                     votes = torch.tensor([not finished, finished and self._failed]).int()
-                    unfinished, failures = _sum(votes, self._name).tolist()
+                    unfinished, failures = _sum(votes, f"{self._name}.failures").tolist()
             self._failures.set_result(failures)
         except BaseException as error:  # raised in the thread that waits for the result
             self._failures.set_exception(error)
+
+    def _progresses(self) -> bool:
+        """Whether the part has advanced or worked since the last call; true if unknown."""
+        before = self._seen
+        try:
+            self._seen = heartbeat.OWN.read()[0], work(os.getpid()), time.monotonic()
+        except OSError:  # no /proc
+            return True
+        if before is None:
+            return True
+        beats, done, seconds = (a - b for a, b in zip(self._seen, before, strict=True))
+        return beats != 0 or abs(done) > IDLE_TICKS * seconds
+
+    def _say(self, what: str) -> None:
+        """Logs once a minute; before there is a log, only rank 0's warnings are seen."""
+        now = time.monotonic()
+        if now - self._said >= _SAY_SECONDS:
+            self._said = now
+            level = logging.WARNING if self._first else logging.INFO
+            logger.log(level, "%s: %s (%.0f s so far)", self._name, what, now - self._began)

@@ -1,4 +1,4 @@
-"""How much a rank has worked, seen from outside: its threads, and the processes it waits for.
+"""How much a rank has worked, as the kernel counts it: its threads, and its child processes.
 
 Horovod's threads do not count: they poll, and forward what other ranks send.
 """
@@ -11,6 +11,10 @@ from pathlib import Path
 
 from hvdtrain.runtime.thread_names import HOROVOD
 
+# The watchdog's main thread: it is a descendant of the rank that it watches, and always works.
+WATCHDOG = "hvd-watchdog"
+IDLE_TICKS = 8  # a second: what threads use at most that wake up to look and sleep on
+
 _BLOCK = 4096  # bytes; read or written, a block counts as much as a tick of CPU time
 _FAULT = 4  # blocks that a major page fault reads, at least: a file that is mapped, not read
 # Fields of /proc/PID/stat after the name.
@@ -21,14 +25,11 @@ _OWN_TICKS, _ENDED_TICKS = slice(11, 13), slice(13, 15)
 _DISK, _CALLS = ("read_bytes", "write_bytes"), ("rchar", "wchar")
 
 
-def work(pid: int, without: int = 0) -> int:
+def work(pid: int) -> int:
     """Ticks (10 ms) of CPU time, and blocks read or written, that a rank has used so far.
 
-    Of all its threads but Horovod's, and of all its descendants: a compiler, a decoder, a
-    download. It may be less than before when one of these has ended.
-
-    Args:
-        without: a descendant that does not count: the watchdog.
+    Of all its threads but Horovod's, and of all its descendants but the watchdog: a compiler, a
+    decoder, a download. It may be less than before when one of these has ended.
 
     Raises:
         OSError: the rank is gone.
@@ -37,10 +38,12 @@ def work(pid: int, without: int = 0) -> int:
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # it has ended
             done += _work_of_thread(thread)
-    for child in _descendants(pid, without):
+    for child in _descendants(pid):
         with suppress(OSError):  # it has ended
             folder = Path(f"/proc/{child}")
-            fields = _stat(folder)[1]
+            name, fields = _stat(folder)
+            if name == WATCHDOG:
+                continue
             done += _ticks(fields, _OWN_TICKS) + _ticks(fields, _ENDED_TICKS)
             done += _blocks(folder, _DISK)
     return done
@@ -69,13 +72,12 @@ def _blocks(folder: Path, which: tuple[str, ...]) -> int:
     return sum(int(counts[name]) for name in which) // _BLOCK
 
 
-def _descendants(pid: int, without: int) -> Iterator[int]:
+def _descendants(pid: int) -> Iterator[int]:
     for thread in Path(f"/proc/{pid}/task").iterdir():
         children = ""
         with suppress(OSError):
             children = (thread / "children").read_text()
         for child in map(int, children.split()):
-            if child != without:
-                yield child
-                with suppress(OSError):
-                    yield from _descendants(child, without)
+            yield child
+            with suppress(OSError):
+                yield from _descendants(child)

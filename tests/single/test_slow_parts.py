@@ -1,0 +1,89 @@
+"""Ranks that wait for one whose part of the start, such as reading a checkpoint, takes long."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from tests.support.job import Finished
+from tests.support.runs import start
+
+# Horovod ends a run after 3 s without a rank; rank 1 has nothing to do in its part. The watchdogs
+# must not judge (elastic.hang_seconds 0), and what they use themselves is no work of their rank.
+RANKS = """
+import logging, os, sys, threading, time
+from functools import partial
+from hvdtrain.elastic import watchdog
+from hvdtrain.elastic.kept_watchdog import KeptWatchdog
+from hvdtrain.runtime import collectives
+from hvdtrain.runtime.heartbeat import OWN
+from hvdtrain.runtime.init import initialise
+
+collectives._SAY_SECONDS = 1.0
+logging.basicConfig(level=logging.INFO)
+kept = KeptWatchdog(partial(watchdog.start, OWN, 0.0, "", 0, None))
+rank = initialise().rank
+
+def hang():
+    threading.Event().wait(40)
+
+def work():  # slowly, and without a heartbeat: 15 % of a core
+    for _ in range(80):
+        end = time.thread_time() + 0.015
+        while time.thread_time() < end:
+            pass
+        time.sleep(0.085)
+
+def read():  # slowly, and without a heartbeat: 1.5 MB/s
+    with open(sys.argv[1], "rb", buffering=0) as file:
+        while file.read(150_000):
+            time.sleep(0.1)
+
+def advance():
+    for _ in range(16):
+        OWN.advance()
+        time.sleep(0.5)
+
+began = time.monotonic()
+try:
+    collectives.on_all_ranks("checkpoint", PART if rank == 0 else int)
+    print(f"rank {rank} continues", flush=True)
+except collectives.RankLostError:
+    print(f"rank {rank} waited {time.monotonic() - began:.0f} s", flush=True)
+    time.sleep(1)  # it is heard before the launcher hears of an end
+    os._exit(1)
+"""
+
+
+def _ranks(folder: Path, part: str) -> Finished:
+    script, data = folder / "ranks.py", folder / "data"
+    script.write_text(RANKS.replace("PART", part))
+    data.write_bytes(bytes(80 * 150_000))
+    seconds = {"CHECK": "1", "SHUTDOWN": "3"}
+    env = {f"HOROVOD_STALL_{name}_TIME_SECONDS": value for name, value in seconds.items()}
+    command = [sys.executable, str(script), str(data)]
+    return start(folder / "output", [], "gloo:2", env, command).wait(90)
+
+
+def test_rank_that_hangs_in_its_part_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    done = _ranks(tmp_path, "hang")
+    waited = re.search(r"rank 1 waited (\d+) s", done.stdout)
+    assert waited and 3 <= int(waited[1]) <= 20, done
+    assert done.returncode != 0 and done.seconds < 35, done
+    assert "checkpoint: no progress; other ranks may wait for this one" in done.stderr, done
+
+
+def test_rank_that_works_slowly_in_its_part_is_waited_for(tmp_path: Path) -> None:
+    done = _ranks(tmp_path, "work")
+    assert done.stdout.count("continues") == 2, done
+    assert "checkpoint: waiting for other ranks" in done.stderr, done
+    assert "checkpoint: still working" in done.stderr, done
+
+
+def test_rank_that_reads_slowly_in_its_part_is_waited_for(tmp_path: Path) -> None:
+    assert _ranks(tmp_path, "read").stdout.count("continues") == 2
+
+
+def test_rank_that_only_advances_in_its_part_is_waited_for(tmp_path: Path) -> None:
+    assert _ranks(tmp_path, "advance").stdout.count("continues") == 2

@@ -14,6 +14,7 @@ class Identity:
         configuration: a digest of it.
         samples, fingerprint: of the training data.
         precision: in which the model is computed.
+        rounding: how this processor rounds an optimizer's step, see `runtime.device.rounding`.
     """
 
     device: str
@@ -21,6 +22,7 @@ class Identity:
     samples: int
     fingerprint: str | None
     precision: str = "float32"
+    rounding: str = ""
 
     def differs_from(self, other: Identity, host: str) -> str:
         """What keeps this process from the run of `other`, a rank on `host`; "": nothing does."""
@@ -40,6 +42,13 @@ class Identity:
             return (
                 f"precision.name auto is {self.precision} on the device here and {other.precision} "
                 f"on that of {host}: name one that both have"
+            )
+        if self.rounding != other.rounding:
+            return (
+                f"the processor here is not like that of {host}: an optimizer's step is rounded "
+                "otherwise, so that the ranks' parameters would drift apart. Use hosts with one "
+                "kind of processor, or try MKL_CBWR=COMPATIBLE and ATEN_CPU_CAPABILITY=default in "
+                "the environment of all ranks"
             )
         return ""
 

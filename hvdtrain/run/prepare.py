@@ -19,8 +19,8 @@ from hvdtrain.run.exporting import Exported, build_exporter
 from hvdtrain.run.length import dataset_size, with_global_batch, with_steps
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import on_all_ranks
-from hvdtrain.runtime.determinism import use_deterministic_kernels
-from hvdtrain.runtime.device import choose_device
+from hvdtrain.runtime.determinism import choose_kernels, use_deterministic_kernels
+from hvdtrain.runtime.device import choose_device, rounding
 from hvdtrain.runtime.peak_memory import PeakMemory
 from hvdtrain.runtime.phases import PhaseTimer, cuda_event
 from hvdtrain.runtime.topology import Topology
@@ -72,7 +72,9 @@ class Prepared:
             digest: of the configuration.
         """
         size, fingerprint = dataset_size(self.datasets), self.datasets.fingerprint
-        return Identity(self.device.type, digest, size, fingerprint, self.precision.name)
+        rounded = rounding(self.device, products=self.config.optim.name == "muon")
+        name = self.precision.name
+        return Identity(self.device.type, digest, size, fingerprint, name, rounded)
 
     def export(
         self, config: Config, exchange: Exchange, compiled: CompileClock | None
@@ -95,6 +97,7 @@ class Prepared:
 
 def prepare_environment(config: Config) -> None:
     """Before Horovod starts: what it and MPI read then, as this configuration needs it."""
+    choose_kernels()
     environment.prepare(
         timeout_seconds=config.elastic.timeout_seconds,
         timeline=config.profile.steps is not None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import horovod.torch as hvd
 import torch
 
@@ -41,6 +43,34 @@ def choose_device(topology: Topology, device_index: int | None = None) -> torch.
         )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
+
+
+def rounding(device: torch.device, products: bool) -> str:
+    """A digest of what an optimizer's step computes, as this processor rounds it; "": a GPU.
+
+    Each rank computes norms and the optimizer's step for itself. torch and MKL choose kernels by
+    processor, and round these otherwise with AVX2 than with AVX512 (a square root), or without
+    FMA: ranks with unlike digests would drift apart from the first step on.
+
+    Args:
+        products: the optimizer multiplies matrices, as Muon does.
+    """
+    if device.type != "cpu":
+        return ""
+    # Whatever kernels there are: exact up to the product, which IEEE rounds.
+    x = torch.arange(1, 4097, dtype=torch.float32).mul_(0.7).frac_().add_(0.001)
+    y = x.flip(0).contiguous()
+    found = [
+        x.sqrt(),
+        x.lerp(y, 0.1),
+        x.addcmul(y, y, value=0.001),
+        x.addcdiv(y, x, value=-0.001),
+        torch.linalg.vector_norm(x.view(64, 64), dim=1),
+        torch.linalg.vector_norm(x),
+    ]
+    if products:
+        found.append(x.view(64, 64) @ y.view(64, 64))
+    return hashlib.sha256(b"".join(t.numpy().tobytes() for t in found)).hexdigest()[:16]
 
 
 def _visible_gpus() -> list[str]:

@@ -434,7 +434,13 @@ def test_a_newcomer_that_the_state_does_not_reach_ends_the_run(job: Callable[...
 
 @pytest.mark.parametrize(
     "other",
-    [{"device": "cuda"}, {"configuration": "other"}, {"samples": 99}, {"fingerprint": "abc"}],
+    [
+        {"device": "cuda"},
+        {"configuration": "other"},
+        {"samples": 99},
+        {"fingerprint": "abc"},
+        {"rounding": "9fc0"},
+    ],
 )
 def test_a_process_that_does_not_fit_the_run_takes_part(
     job: Callable[..., Job], other: dict[str, Any]

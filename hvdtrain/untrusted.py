@@ -187,7 +187,7 @@ def _fields(kind: type) -> list[tuple[str, Any, bool]]:
 
 
 def is_of(value: object, kind: Any) -> bool:
-    """Whether a JSON value has a type: int, float, str, bool, None, list, dict, unions."""
+    """Whether a JSON value has a type: int, float, str, bool, None, list, tuple, dict, unions."""
     if kind is Any:
         return True
     if kind is float:
@@ -199,6 +199,10 @@ def is_of(value: object, kind: Any) -> bool:
         return any(is_of(value, one) for one in inner)
     if origin is list:
         return isinstance(value, list) and all(is_of(one, inner[0]) for one in value)
+    if origin is tuple:
+        if not isinstance(value, tuple) or len(value) != len(inner):
+            return False
+        return all(is_of(one, its) for one, its in zip(value, inner, strict=True))
     if origin is dict:
         # JSON has no keys other than text.
         return isinstance(value, dict) and all(is_of(one, inner[1]) for one in value.values())

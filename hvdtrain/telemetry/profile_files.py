@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.files import write_atomic
-from hvdtrain.untrusted import read_json
+from hvdtrain.untrusted import checked, number, read_json
 
 TRACE = ".pt.trace.json.gz"  # as TensorBoard's profile plugin looks for it
 # Ranks exchange a number under this name, and the step's, when their backward pass has ended:
 # Horovod writes for each rank when it was ready only of names that it has not seen before.
 READY = "ready.step_"
+COMPUTE = ("data", "forward", "backward", "optimizer")  # phases in which a rank computes
+_PHASES = {*COMPUTE, "comm_exposed"}
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,15 @@ def read_profiles(folder: Path) -> Iterator[tuple[RankProfile, Path]]:
     """
     found = []
     for path in folder.glob("rank_*.json"):
-        with suppress(OSError, ValueError, TypeError, KeyError):
+        with suppress(OSError, ValueError):
             content = read_json(path)
-            profile = RankProfile(**{**content, "steps": tuple(content["steps"])})
+            if isinstance(content.get("steps"), list):  # JSON has no tuples
+                content["steps"] = tuple(content["steps"])
+            profile = checked(RankProfile, content)
+            seconds = [profile.wall_seconds, profile.inflight_seconds, *profile.phases.values()]
+            if None in map(number, seconds) or profile.wall_seconds <= 0:
+                raise ValueError("its times are no numbers")
+            if not set(profile.phases) >= _PHASES or profile.steps[0] >= profile.steps[1]:
+                raise ValueError("it lacks phases or steps")
             found.append((profile, path.with_name(path.name.removesuffix(".json") + TRACE)))
     return iter(sorted(found, key=lambda one: (one[0].steps[0], one[0].rank)))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -16,12 +17,20 @@ from statistics import mean
 from typing import Any
 
 from hvdtrain.errors import UserError
-from hvdtrain.telemetry.profile_files import READY, RankProfile, read_profiles, timeline_path
+from hvdtrain.telemetry.profile_files import (
+    COMPUTE,
+    READY,
+    RankProfile,
+    read_profiles,
+    timeline_path,
+)
+from hvdtrain.untrusted import number, open_regular, parse_json
 
-_COMPUTE = ("data", "forward", "backward", "optimizer")
 _OPERATORS = 10
 # Of a step's time: a rank that costs less than this is nobody's concern.
 _WORTH_TELLING = 0.05
+# More than a trace of a hundred steps has; a small gzip file can unpack to any size.
+_TRACE_BYTES = 2 << 30
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
@@ -119,21 +128,38 @@ def _part(folder: Path, profiles: list[tuple[RankProfile, Path]]) -> Part:
 
 def rank_time(profile: RankProfile) -> RankTime:
     """Splits the wall time of one rank."""
-    compute = sum(profile.phases[name] for name in _COMPUTE)
+    compute = sum(profile.phases[name] for name in COMPUTE)
     exposed = profile.phases["comm_exposed"]
     overlapped = max(0.0, profile.inflight_seconds - exposed)
     return RankTime(profile, compute, exposed, overlapped, profile.wall_seconds - compute - exposed)
 
 
 def _events(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The events of a Chrome trace, plain or gzipped."""
+    """The events of a Chrome trace, plain or gzipped; those with odd fields are left out."""
     try:
-        data = path.read_bytes()
-        content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
-        return list(content["traceEvents"] if isinstance(content, dict) else content)
-    except (OSError, EOFError, ValueError, KeyError) as error:
+        with open_regular(path) as plain:
+            file = gzip.GzipFile(fileobj=plain) if path.suffix == ".gz" else plain
+            data = file.read(_TRACE_BYTES + 1)
+        if len(data) > _TRACE_BYTES:
+            raise ValueError(f"it has more than {_TRACE_BYTES} bytes")
+        content = parse_json(data)
+        events = content["traceEvents"] if isinstance(content, dict) else content
+        if not isinstance(events, list):
+            raise ValueError("it has no list of events")
+        return [event for event in events if _is_event(event)]
+    except (OSError, EOFError, zlib.error, ValueError, KeyError) as error:
         problems.append(f"{path} cannot be read ({error or type(error).__name__})")
         return []
+
+
+def _is_event(event: object) -> bool:
+    return (
+        isinstance(event, dict)
+        and all(isinstance(event.get(name, ""), str) for name in ("name", "ph", "cat"))
+        and isinstance(event.get("args", {}), dict)
+        and all(isinstance(event.get(name, 0), (int, str)) for name in ("pid", "tid"))
+        and all(number(event.get(name, 0)) is not None for name in ("ts", "dur"))
+    )
 
 
 def read_lateness(events: Iterable[dict[str, Any]]) -> list[Lateness]:
@@ -142,11 +168,12 @@ def read_lateness(events: Iterable[dict[str, Any]]) -> list[Lateness]:
     ours: set[int] = set()
     ticks: dict[int, dict[int, float]] = defaultdict(dict)
     for event in events:
-        if event.get("name") == "process_name":
-            if READY in str(event["args"].get("name")):
-                ours.add(event["pid"])
-        elif event["ph"] == "X" and event["pid"] in ours:
-            ticks[event["pid"]][int(event["name"])] = event["ts"] / 1e6
+        name, pid = event.get("name", ""), event.get("pid", 0)
+        if name == "process_name":
+            if READY in str(event.get("args", {}).get("name")):
+                ours.add(pid)
+        elif event.get("ph") == "X" and pid in ours and name.isdecimal():
+            ticks[pid][int(name)] = event.get("ts", 0) / 1e6
     steps = [ready for ready in ticks.values() if len(ready) > 1]
     found = []
     for rank in sorted({rank for ready in steps for rank in ready}):
@@ -174,9 +201,9 @@ def top_operators(traces: Iterable[list[dict[str, Any]]]) -> list[Operator]:
         threads = defaultdict(list)
         for event in events:
             if event.get("cat") in _ON_DEVICE:
-                kernels[event["name"]].append(event["dur"])
+                kernels[event.get("name", "")].append(event.get("dur", 0))
             elif event.get("cat") == "cpu_op":
-                threads[event["pid"], event["tid"]].append(event)
+                threads[event.get("pid"), event.get("tid")].append(event)
         for calls in threads.values():
             for name, own in _own_times(calls):
                 operators[name].append(own)
@@ -186,16 +213,17 @@ def top_operators(traces: Iterable[list[dict[str, Any]]]) -> list[Operator]:
 
 def _own_times(calls: list[dict[str, Any]]) -> Iterable[tuple[str, float]]:
     """(name, microseconds without calls inside it) of the calls of one thread."""
-    ordered = sorted(calls, key=lambda call: (call["ts"], -call["dur"]))
-    own = [call["dur"] for call in ordered]
+    spans = [(call.get("name", ""), call.get("ts", 0), call.get("dur", 0)) for call in calls]
+    ordered = sorted(spans, key=lambda span: (span[1], -span[2]))
+    own = [seconds for _, _, seconds in ordered]
     open_calls: list[tuple[float, int]] = []  # (end, index) of those around the next one
-    for index, call in enumerate(ordered):
-        while open_calls and open_calls[-1][0] <= call["ts"]:
+    for index, (_, start, seconds) in enumerate(ordered):
+        while open_calls and open_calls[-1][0] <= start:
             open_calls.pop()
         if open_calls:
-            own[open_calls[-1][1]] -= call["dur"]
-        open_calls.append((call["ts"] + call["dur"], index))
-    return [(call["name"], seconds) for call, seconds in zip(ordered, own, strict=True)]
+            own[open_calls[-1][1]] -= seconds
+        open_calls.append((start + seconds, index))
+    return [(name, left) for (name, _, _), left in zip(ordered, own, strict=True)]
 
 
 def to_json(parts: list[Part]) -> str:

@@ -27,7 +27,7 @@ def _sections(part: Part) -> list[str]:
         _table(
             ["phase, ms/step", *phases],
             [
-                [_who(rank), *(_ms(rank.profile.phases[phase], count) for phase in phases)]
+                [_who(rank), *(_ms(rank.profile.phases.get(phase, 0.0), count) for phase in phases)]
                 for rank in part.ranks
             ],
         ),

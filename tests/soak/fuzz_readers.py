@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gzip
 import hashlib
 import io
 import json
@@ -45,6 +46,7 @@ from hvdtrain.report.web.live import LiveRun
 from hvdtrain.run_files import owner_token
 from hvdtrain.run_files.listing import runs_under
 from hvdtrain.supervise import run_progress
+from hvdtrain.telemetry.profile_files import READY, TRACE, rank_path, timeline_path
 from hvdtrain.top.scrape import Rank, read_targets
 from hvdtrain.top.table import View, header, picture, table
 from tests.support.history import History
@@ -339,8 +341,35 @@ def checkpoint(root: Path, data: DataObject) -> None:
         cli.main(["ckpt", "export", str(root / "run"), "--out", str(root / "out")])
 
 
+def profile(root: Path, data: DataObject) -> None:
+    """`profile summary`: figures of ranks, their traces, and Horovod's timeline."""
+    folder = root / "run/profile"
+    folder.mkdir(parents=True)
+    phases = dict.fromkeys(("data", "forward", "backward", "comm_exposed", "optimizer"), 0.1)
+    peaks = {"host_peak_bytes": dict.fromkeys(phases, 100), "device_peak_bytes": None}
+    call = {"cat": "cpu_op", "name": "mm", "ph": "X", "pid": 1, "tid": 1, "ts": 5.0, "dur": 9.0}
+    for rank in range(2):
+        figures = {"rank": rank, "host": "node1", "world_size": 2, "steps": [4, 6]}
+        figures |= {"phases": phases, "wall_seconds": 1.0, "inflight_seconds": 0.2}
+        path = rank_path(folder, rank, "node1", 4, ".json")
+        path.write_bytes(_json(figures | peaks | {"device": "cpu"}))
+        events: Any = {"traceEvents": [call, call | {"ts": 6.0, "dur": 1.0}]}
+        content = _json(altered(events, data) if data.draw(st.booleans()) else events)
+        trace = torn(gzip.compress(torn(content, data)), data)
+        rank_path(folder, rank, "node1", 4, TRACE).write_bytes(trace)
+    _altered_file(folder / "rank_00000_node1.4.json", data)
+    named = {"name": "process_name", "ph": "M", "pid": 7, "args": {"name": f"x.{READY}4"}}
+    ready = [{"name": str(rank), "ph": "X", "pid": 7, "ts": 10 * rank} for rank in range(2)]
+    timeline_path(folder, 4).write_bytes(_json([named, *ready]))
+    _altered_file(timeline_path(folder, 4), data)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        for form in ("text", "json"):
+            cli.main(["profile", "summary", str(root / "run"), "--format", form])
+
+
 READERS: dict[str, Callable[[Path, DataObject], None]] = {
-    look.__name__: look for look in (run_directory, configuration, hosts, tensors, checkpoint)
+    look.__name__: look
+    for look in (run_directory, configuration, hosts, tensors, checkpoint, profile)
 }
 
 

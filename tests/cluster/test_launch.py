@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import time
@@ -39,6 +40,8 @@ HOSTS = "--hosts node1:1,node2:2"
 ALL = 3
 SLOW = "--task tests.support.tasks:Slow"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HVDTRAIN_TEST_PACE": "0.1"}
+# Three of the supervisor's looks at the run's files, a second apart, and a little.
+PACE_SECONDS = 4.0
 NO_PACE = {"HVDTRAIN_TEST_PACE": "0"}
 
 Record = Callable[[str, object], None]
@@ -114,12 +117,19 @@ class Supervised:
         self.first_start = self.first_start or self.lines()[0]["time"] - self.started_at
 
     def train_on(self, ranks: int) -> None:
-        """Waits for that many ranks, and for a step in the middle between two checkpoints."""
+        """Waits for that many ranks, and for a step in the middle between two checkpoints.
+
+        The supervisor has seen then how long this start's steps take.
+        """
 
         def trains() -> bool:
             assert self.job.running(), self.job.output()
             last = self.last()
             if last["time"] < self.started_at or last["world_size"] != ranks:
+                return False
+            start = self.starts()[-1]["time"]
+            first = next((line["time"] for line in self.lines() if line["time"] > start), math.inf)
+            if last["time"] - first < PACE_SECONDS:
                 return False
             return EVERY / 2 <= last["step"] % EVERY < EVERY * 3 / 4
 

@@ -186,6 +186,12 @@ def check_marker(folder: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
+    """Return the checksum of a file.
+
+    Raises:
+        OSError: it cannot be read.
+        RankLostError: this rank's generation is over.
+    """
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while block := file.read(_READ):

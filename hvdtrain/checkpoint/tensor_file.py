@@ -120,6 +120,7 @@ def read_file(path: Path) -> tuple[Tensor, dict[str, Any]]:
 
     Raises:
         OSError: it cannot be read.
+        RankLostError: this rank's generation is over.
     """
     digest, size = hashlib.sha256(), 0
     content = torch.empty(path.stat().st_size, dtype=torch.uint8)

@@ -69,9 +69,11 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     if path.suffix != TENSORS:
         raise UserError(f"{path}: a file of weights ends with {TENSORS}")
     try:
-        return unpack(read_file(path)[0])
+        content, _ = read_file(path)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
+    try:
+        return unpack(content)
     except (ValueError, KeyError, TypeError, IndexError, RuntimeError) as error:
         raise UserError(f"{path} is not a whole safetensors file: {error}") from None
 

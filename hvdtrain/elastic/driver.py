@@ -31,6 +31,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -442,6 +443,10 @@ class ElasticDriver:
         for process in spares:
             if process.first_round is not None:
                 process.first_round = None
+                if process.status is not None:
+                    # It forgets its pending step, and its last generation's failure was counted.
+                    step = process.status.step
+                    process.status = replace(process.status, failed=None, reaches=step)
                 process.assignment = {"rank": -1, "spare": True}
         if spares:
             size = replica_size(spares)

@@ -97,11 +97,14 @@ class Membership:
         except OSError as error:
             raise LostError(f"{self.launcher}: {error}") from None
 
-    def join(self, status: ProcessStatus, set_aside: Callable[[], None]) -> dict[str, Any]:
+    def join(
+        self, status: Callable[[], ProcessStatus], set_aside: Callable[[], None]
+    ) -> dict[str, Any]:
         """Waits until the next generation is formed, and tells Horovod this process's ranks in it.
 
         Args:
-            status: the launcher decides by it who takes part, and what has failed.
+            status: the launcher decides by it who takes part, and what has failed; evaluated for
+                each request, as `set_aside` changes it.
             set_aside: called where one is formed without this process, which waits for another.
 
         Returns:
@@ -115,7 +118,7 @@ class Membership:
         heard = time.monotonic()
         while True:
             try:
-                assignment = ask(self.address, self.port, "join", self._number, asdict(status))
+                assignment = ask(self.address, self.port, "join", self._number, asdict(status()))
                 heard = time.monotonic()
             except OSError as error:
                 if time.monotonic() - heard > _LOST_SECONDS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -74,7 +75,9 @@ class Rejoin:
             elif components is not None:
                 components.exchange.abort()
             heartbeat.OWN.beat(Activity.RENDEZVOUS)
-            self.membership.join(self._status(failure), self.held.set_aside)
+            self.membership.join(partial(self._status, failure), self._set_aside)
+            # Only now: until then the listener may still report the end of the last generation.
+            heartbeat.OWN.generation_over = False
             self.held.phase = RENDEZVOUS
             try:
                 with heartbeat.OWN.waiting():
@@ -86,6 +89,12 @@ class Rejoin:
             f"the rendezvous failed {_MAX_FAILED_RENDEZVOUS} times in a row: can the hosts reach "
             "each other on all ports?"
         )
+
+    def _set_aside(self) -> None:
+        """The other ranks train without this process, which is a spare."""
+        self.held.set_aside()
+        if self.replicas is not None:
+            self.replicas.forget_pending_step()
 
     def _status(self, failure: Failure) -> ProcessStatus:
         times, more = _PATIENCE

@@ -83,6 +83,14 @@ class Replicas:
             return PartStatus(self._before, step, reaches, self._before)
         return PartStatus(before=self._before)
 
+    def forget_pending_step(self) -> None:
+        """Drop the pending step: the other ranks redo it without this process.
+
+        They divide its micro-batches differently, so the bits of the result may differ.
+        """
+        if self._components is not None and self._components.agreement is not None:
+            self._components.agreement.forget()
+
     def leave_world(self) -> None:
         """After a generation; those that wait for this rank in a collective get an error."""
         self.connections.leave()

@@ -153,6 +153,7 @@ class Session:
 
     def _abort(self) -> None:
         """From another thread: this generation is over."""
+        heartbeat.OWN.generation_over = True
         abort_collectives()
         if self._replicas is not None:
             self._replicas.connections.abort()

@@ -43,6 +43,9 @@ class Heartbeat:
 
     Args:
         descriptor: of the shared memory; default: a new one.
+
+    Attributes:
+        generation_over: this process's generation has failed, and the next one has not begun.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -54,6 +57,7 @@ class Heartbeat:
         self._beats = 0
         self._advances = 0
         self._lock = threading.Lock()
+        self.generation_over = False
 
     def beat(self, activity: Activity) -> None:
         """Something was finished; `activity` begins."""
@@ -61,10 +65,20 @@ class Heartbeat:
         _LAYOUT.pack_into(self._memory, 0, self._beats, activity)
 
     def advance(self) -> None:
-        """A chunk of a long activity was finished, such as 1 MiB of a file; from any thread."""
+        """Count a finished chunk of a long activity, such as 1 MiB of a file; from any thread.
+
+        Raises:
+            RankLostError: `generation_over`: the other ranks wait for this one to join the next.
+        """
         with self._lock:
             self._advances += 1
             _ADVANCES.pack_into(self._memory, _LAYOUT.size, self._advances)
+        if self.generation_over:
+            # RankLostError of collectives.py, which imports this module. Not at the top: commands
+            # that read checkpoints need no Horovod.
+            from horovod.common.exceptions import HorovodInternalError
+
+            raise HorovodInternalError("this generation is over")
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -19,7 +19,12 @@ from torch import nn
 from hvdtrain.checkpoint.format import Checkpoint, read, write
 from hvdtrain.checkpoint.layout import MARKER, DamagedError, folder_name, verify
 from hvdtrain.checkpoint.manager import CheckpointManager
+from hvdtrain.checkpoint.spread import read_part
+from hvdtrain.checkpoint.weights import read_weights
 from hvdtrain.errors import UserError
+from hvdtrain.runtime import heartbeat
+from hvdtrain.runtime.collectives import RankLostError
+from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.parts import model_tensors
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "files.json", MARKER]
@@ -259,3 +264,32 @@ def test_tied_parameters_or_buffers_do_not_survive(tmp_path: Path) -> None:
         tensor.copy_(saved[name])
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+class _EndingGeneration(Heartbeat):
+    """Its rank is told after two chunks of a file that the generation is over."""
+
+    def advance(self) -> None:
+        self.generation_over = self.read()[0] >= 2
+        super().advance()
+
+
+READERS = {
+    "checkpoint": read,
+    "shards": lambda folder: read_part(folder, "model"),
+    "verification": verify,
+    "weights": lambda folder: read_weights(folder / FILES[0]),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_read_stops_when_the_generation_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    tensors = {"a": torch.zeros(16 << 20, dtype=torch.uint8)}
+    folder = write(tmp_path, Checkpoint({"model": tensors}, {"step": 1}))
+    ending = _EndingGeneration()
+    monkeypatch.setattr(heartbeat, "OWN", ending)
+    with pytest.raises(RankLostError, match="this generation is over"):
+        READERS[reader](folder)
+    assert ending.read()[0] <= 4, "it read on"

@@ -1,0 +1,114 @@
+"""Between two generations: what a process keeps, and what it tells the launcher."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from hvdtrain.elastic import membership
+from hvdtrain.elastic.failures import TRAINING
+from hvdtrain.elastic.identity import Identity
+from hvdtrain.elastic.membership import Membership
+from hvdtrain.parallel.agreement import Agreement
+from hvdtrain.run import rejoin
+from hvdtrain.run.rejoin import Failure, Rejoin
+from hvdtrain.run.replicas import Replicas
+from hvdtrain.runtime import heartbeat
+from hvdtrain.runtime.collectives import RankLostError
+from hvdtrain.runtime.heartbeat import Heartbeat
+from hvdtrain.runtime.signals import StopFlag
+
+STEP = 7
+SPARE = {"rank": -1, "spare": True}
+RANKS = {
+    **{"rank": 1, "size": 2, "local_rank": 1, "local_size": 2, "cross_rank": 0, "cross_size": 1},
+    **{"job": 5, "generation": 3},
+}
+
+
+@dataclass
+class _Launcher:
+    """Answers as the elastic driver does; keeps the statuses that it is sent."""
+
+    answers: list[dict[str, Any]]
+    statuses: list[dict[str, Any]] = field(default_factory=list)
+
+    def ask(self, address: str, port: int, what: str, number: int, body: Any = None) -> Any:
+        self.statuses.append(body)
+        return self.answers.pop(0)
+
+
+Start = Callable[[list[dict[str, Any]]], tuple[Rejoin, _Launcher]]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    """A process after step `STEP`, which holds part 0 of a model of two ranks."""
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    monkeypatch.setattr(heartbeat, "OWN", Heartbeat())
+    monkeypatch.setattr(rejoin, "shut_down", lambda: None)
+    monkeypatch.setattr(rejoin, "initialise", lambda threads: None)
+
+    def make(answers: list[dict[str, Any]]) -> tuple[Rejoin, _Launcher]:
+        launcher = _Launcher(answers)
+        monkeypatch.setattr(membership, "ask", launcher.ask)
+        config = SimpleNamespace(
+            elastic=SimpleNamespace(hang_seconds=60.0),
+            parallel=SimpleNamespace(degrees={"tensor": 2}),
+            runtime=SimpleNamespace(threads=1),
+        )
+        prepared: Any = SimpleNamespace(
+            config=config,
+            identity=lambda digest: Identity("cpu", digest, 8, None),
+            progress=SimpleNamespace(step=STEP),
+        )
+        held: Any = SimpleNamespace(trained=True, phase=TRAINING, set_aside=lambda: None)
+        launched: Any = SimpleNamespace(settings=SimpleNamespace(config=config), digest="")
+        own = Membership("127.0.0.1", 1, 4, StopFlag())
+        return Rejoin(own, launched, prepared, held, Replicas(prepared, held)), launcher
+
+    return make
+
+
+def _lose(agreement: Agreement, take: Callable[[], None]) -> None:
+    """The generation fails while this rank waits for the others to be ready for the next step."""
+
+    def lost(values: Tensor, name: str) -> Tensor:
+        raise RankLostError(name)
+
+    with patch("hvdtrain.parallel.agreement.sum_", lost), pytest.raises(RankLostError):
+        agreement(STEP + 1, take)
+
+
+@pytest.mark.parametrize("spare", [False, True], ids=["takes part", "spare"])
+def test_pending_step_is_kept_unless_the_process_is_a_spare(start: Start, spare: bool) -> None:
+    process, launcher = start([SPARE, RANKS] if spare else [RANKS])
+    agreement, taken = Agreement(), list[int]()
+    components: Any = SimpleNamespace(agreement=agreement)
+    assert process.replicas is not None
+    process.replicas._components, process.replicas._before = components, 0
+    _lose(agreement, lambda: taken.append(STEP + 1))
+    process(Failure(TRAINING, "a rank died"), components)
+    reached = [status["reaches"] for status in launcher.statuses]
+    assert reached == ([STEP + 1, STEP] if spare else [STEP + 1])
+    # The other ranks have redone the step without the spare, which receives its shard from them.
+    assert process.replicas.status().holds(STEP + 1) == (None if spare else 0)
+    assert process.replicas.status().holds(STEP) == 0
+    agreement.catch_up(STEP, newest=STEP + 1)
+    assert taken == ([] if spare else [STEP + 1])
+
+
+def test_next_generation_can_read_checkpoints(start: Start) -> None:
+    process, _ = start([RANKS])
+    heartbeat.OWN.generation_over = True
+    with pytest.raises(RankLostError):
+        heartbeat.OWN.advance()
+    process(Failure(TRAINING, "a rank died"), None)
+    heartbeat.OWN.advance()

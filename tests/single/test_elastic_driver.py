@@ -209,6 +209,26 @@ def test_half_a_replica_trains_or_a_whole_one_waits(
     assert given[2]["rank"] == 0, "it has the run's folder now"
 
 
+def test_spare_counts_as_holder_of_the_step_that_it_completed(job: Callable[..., Job]) -> None:
+    running = job({"a": 2, "b": 2}, np=4)
+    running.join(0, 1, 2, 3, replica_size=2, step=9, reaches=9)
+    running.exits[1] = 137
+    half = {"replica_size": 2, "step": 9, "reaches": 10, "failed": "training"}
+    got: dict[int, dict[str, Any]] = {}
+
+    def ask(number: int, part: int) -> None:
+        got.update(running.join(number, part=part, **half))
+
+    threads = [threading.Thread(target=ask, args=one) for one in ((0, 0), (2, 0), (3, 1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert got[0] == {"rank": -1, "spare": True}
+    status = running.driver._processes[0].status
+    assert status is not None and (status.reaches, status.failed) == (9, None)
+
+
 def test_replaced_process_starts_again_without_a_failure_of_its_slot(
     job: Callable[..., Job], capsys: pytest.CaptureFixture[str]
 ) -> None:

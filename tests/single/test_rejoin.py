@@ -17,7 +17,7 @@ from hvdtrain.elastic.failures import TRAINING
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.membership import Membership
 from hvdtrain.parallel.agreement import Agreement
-from hvdtrain.run import rejoin
+from hvdtrain.run import rejoin, session
 from hvdtrain.run.rejoin import Failure, Rejoin
 from hvdtrain.run.replicas import Replicas
 from hvdtrain.runtime import heartbeat
@@ -112,3 +112,13 @@ def test_next_generation_can_read_checkpoints(start: Start) -> None:
         heartbeat.OWN.advance()
     process(Failure(TRAINING, "a rank died"), None)
     heartbeat.OWN.advance()
+
+
+def test_end_of_a_generation_stops_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Heartbeat()
+    monkeypatch.setattr(heartbeat, "OWN", own)
+    monkeypatch.setattr(session, "abort_collectives", lambda: None)
+    this: Any = SimpleNamespace(_replicas=None)
+    session.Session._abort(this)
+    with pytest.raises(RankLostError):
+        own.advance()

@@ -1,4 +1,4 @@
-"""The exact exchange: one model, bit by bit, whatever the ranks and the launcher."""
+"""The exact exchange: one model, bitwise identical on any ranks and any launcher."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _audit(a: Path, b: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, s
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_another_number_of_ranks_or_launcher_changes_a_bit(
+def test_run_is_bitwise_identical_on_other_ranks_and_launchers(
     root: Path, launcher: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = train(root, launcher.replace(":", "-"), FLAGS, launcher)
@@ -64,7 +64,7 @@ def test_another_number_of_ranks_or_launcher_changes_a_bit(
     assert "30 steps up to 30" in said and "after 3 of them" in said, said
 
 
-def test_a_run_resumed_on_other_ranks_has_other_bits(
+def test_run_resumed_on_other_ranks_is_bitwise_identical(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = root / "alone/checkpoints/step_00000010"
@@ -74,7 +74,7 @@ def test_a_run_resumed_on_other_ranks_has_other_bits(
     assert code == 0 and "20 steps up to 30" in said, said
 
 
-def test_audit_same_does_not_name_the_first_step_that_differs(
+def test_audit_same_names_the_first_step_that_differs(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = root / "alone/checkpoints/step_00000010"
@@ -89,7 +89,7 @@ def test_audit_same_does_not_name_the_first_step_that_differs(
     assert (found["same"], found["first_step"]) == (False, 11)
 
 
-def test_statistics_weights_or_a_skipped_step_depend_on_the_ranks(tmp_path: Path) -> None:
+def test_statistics_weights_and_skipped_steps_do_not_depend_on_ranks(tmp_path: Path) -> None:
     task = "--task tests.support.unusual:WeightedAndPoisoned --train.steps 32 --eval.every 16"
     batch = "--batch.global_size 8 --batch.micro_size 2 --telemetry.port 0"
     for name, launcher in (("alone", ""), ("three", "mpirun:3")):
@@ -111,7 +111,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize("case", MISTAKES)
-def test_a_mistake_is_not_one_sentence(tmp_path: Path, case: str) -> None:
+def test_invalid_configuration_is_a_one_line_error(tmp_path: Path, case: str) -> None:
     flags, message = MISTAKES[case]
     done: Finished = run(tmp_path, [*TINY, *flags, "--run.root", str(tmp_path)])
     assert done.returncode == 2 and message in done.stderr, done
@@ -147,7 +147,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def test_the_order_of_micro_batches_shows_in_a_gradient() -> None:
+def test_gradient_does_not_depend_on_micro_batch_order() -> None:
     exact, plain = _gradients([0, 1, 2, 3, 4, 5])
     shuffled, plain_shuffled = _gradients([5, 2, 0, 4, 1, 3])
     for a, b in zip(exact, shuffled, strict=True):
@@ -158,12 +158,12 @@ def test_the_order_of_micro_batches_shows_in_a_gradient() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e9, 1e30, float("inf"), float("nan")])
-def test_a_gradient_that_does_not_fit_is_applied(scale: float) -> None:
+def test_gradient_that_overflows_becomes_nan(scale: float) -> None:
     exact, _ = _gradients([0, 1, 2], scale)
     assert all(gradient.isnan().all() for gradient in exact)
 
 
-def test_a_gradient_in_another_memory_order_is_mixed_up() -> None:
+def test_gradient_in_channels_last_memory_format_is_correct() -> None:
     def convolution() -> nn.Conv2d:
         torch.manual_seed(0)
         return nn.Conv2d(3, 4, 3)

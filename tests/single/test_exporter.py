@@ -1,4 +1,4 @@
-"""What Prometheus gets from a rank, and how."""
+"""A rank's Prometheus exporter: metrics, access control and targets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _scrape(
         return str(page.read().decode())
 
 
-def test_a_port_in_use_ends_the_run_or_is_not_replaced(port: int) -> None:
+def test_port_in_use_is_replaced_by_a_free_one(port: int) -> None:
     with socket.create_server((HOST, port)):
         exporter = Exporter(TelemetryConfig(host=HOST, port=port), 0)
         assert exporter.port != port
@@ -52,7 +52,7 @@ def test_a_port_in_use_ends_the_run_or_is_not_replaced(port: int) -> None:
         exporter.close()
 
 
-def test_an_address_that_is_not_ours_is_a_traceback() -> None:
+def test_unavailable_address_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"203\.0\.113\.1:9855 cannot be listened on"):
         Exporter(TelemetryConfig(host="203.0.113.1"), 0)
     with pytest.raises(UserError, match=r"no-such-host\.invalid:9855 cannot be listened on"):
@@ -84,9 +84,7 @@ def guarded(tmp_path: Path, port: int, certificate: tuple[str, str]) -> Iterator
     exporter.close()
 
 
-def test_figures_are_shown_without_password_or_in_the_clear(
-    guarded: Exporter, certificate: tuple[str, str]
-) -> None:
+def test_metrics_require_password_and_tls(guarded: Exporter, certificate: tuple[str, str]) -> None:
     context = ssl.create_default_context(cafile=certificate[0])
     assert "hvdtrain_loss" in _scrape(guarded.port, "https", context, "prometheus:open sesame")
     for wrong in ("", "prometheus:", "prometheus:open sesam", "other:open sesame", ":"):
@@ -97,9 +95,7 @@ def test_figures_are_shown_without_password_or_in_the_clear(
         _scrape(guarded.port, "http", None, "prometheus:open sesame")
 
 
-def test_a_client_that_says_nothing_keeps_others_waiting(
-    guarded: Exporter, certificate: tuple[str, str]
-) -> None:
+def test_idle_client_does_not_block_others(guarded: Exporter, certificate: tuple[str, str]) -> None:
     context = ssl.create_default_context(cafile=certificate[0])
     with socket.create_connection((HOST, guarded.port)):
         assert _scrape(guarded.port, "https", context, "prometheus:open sesame")
@@ -108,7 +104,7 @@ def test_a_client_that_says_nothing_keeps_others_waiting(
 @pytest.mark.parametrize(
     ("content", "message"), [("", "user:password"), ("user\n", "user:password"), (None, "read")]
 )
-def test_a_wrong_auth_file_is_a_traceback(
+def test_invalid_auth_file_is_a_user_error(
     tmp_path: Path, content: str | None, message: str
 ) -> None:
     file = tmp_path / "auth"
@@ -118,7 +114,7 @@ def test_a_wrong_auth_file_is_a_traceback(
         Exporter(TelemetryConfig(host=HOST, auth_file=str(file)), 0)
 
 
-def test_a_wrong_certificate_is_a_traceback(tmp_path: Path) -> None:
+def test_invalid_certificate_is_a_user_error(tmp_path: Path) -> None:
     file = tmp_path / "cert.pem"
     file.write_text("nothing")
     config = TelemetryConfig(host=HOST, tls_cert_file=str(file), tls_key_file=str(file))
@@ -126,7 +122,7 @@ def test_a_wrong_certificate_is_a_traceback(tmp_path: Path) -> None:
         Exporter(config, 0)
 
 
-def test_the_last_figures_are_not_waited_for_or_for_ever(port: int) -> None:
+def test_exporter_lingers_for_a_last_scrape_up_to_its_limit(port: int) -> None:
     exporter = Exporter(TelemetryConfig(host=HOST, port=port), 0)
     begin = time.monotonic()
     exporter.linger(30, lambda: False)
@@ -144,7 +140,7 @@ def test_the_last_figures_are_not_waited_for_or_for_ever(port: int) -> None:
     exporter.close()
 
 
-def test_prometheus_does_not_find_the_ranks(
+def test_targets_file_lists_every_rank_with_its_labels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
@@ -165,7 +161,7 @@ def test_prometheus_does_not_find_the_ranks(
     assert second["targets"] == ["node2:9000"] and second["labels"]["rank"] == "1"
 
 
-def test_a_secret_of_the_exporter_gets_into_logs_or_the_manifest(
+def test_exporter_secrets_stay_out_of_logs_and_run_files(
     tmp_path: Path, port: int, certificate: tuple[str, str]
 ) -> None:
     secret = tmp_path / "secret"

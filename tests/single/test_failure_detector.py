@@ -1,4 +1,4 @@
-"""How long silence is taken for a delay: the arithmetic, without a clock."""
+"""The failure detector's bound on silence: the arithmetic, without a clock."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def _after(delays: list[float]) -> tuple[Arrivals, float]:
 
 
 @given(DELAYS, st.floats(0.0, 2.0))
-def test_a_delay_like_those_before_it_is_an_alarm(delays: list[float], times: float) -> None:
+def test_delay_up_to_twice_the_longest_seen_is_no_alarm(delays: list[float], times: float) -> None:
     arrivals, now = _after(delays)
     bound, later = arrivals.bound(LEAST, MOST), now + times * max(delays[-512:])
     assert bound is not None and arrivals.silence(later) <= bound + 1e-6
 
 
 @given(DELAYS)
-def test_a_silence_has_no_end_or_a_short_one_is_an_alarm(delays: list[float]) -> None:
+def test_silence_bound_stays_within_its_limits(delays: list[float]) -> None:
     bound = _after(delays)[0].bound(LEAST, MOST)
     assert bound is not None and LEAST <= bound <= MOST
 
 
-def test_the_bound_does_not_follow_the_delays() -> None:
+def test_bound_adapts_to_observed_delays() -> None:
     steady = _after([0.25] * 50)[0].bound(LEAST, MOST)
     jittered = _after([0.05, 0.45] * 25)[0].bound(LEAST, MOST)
     slow = _after([0.1, 0.9] * 25)[0].bound(LEAST, MOST)
@@ -49,21 +49,21 @@ def test_the_bound_does_not_follow_the_delays() -> None:
     assert one_late is not None and abs(one_late - 1.8) < 1e-6
 
 
-def test_a_verdict_is_given_on_too_few_beats() -> None:
+def test_no_verdict_is_given_on_too_few_heartbeats() -> None:
     for beats in range(8):
         assert _after([0.25] * beats)[0].bound(LEAST, MOST) is None
     assert _after([0.25] * 8)[0].bound(LEAST, MOST) == LEAST
 
 
 @given(DELAYS)
-def test_phi_falls_while_the_silence_goes_on(delays: list[float]) -> None:
+def test_phi_increases_during_silence(delays: list[float]) -> None:
     arrivals, now = _after(delays)
     phis = [arrivals.phi(now + tenths / 10) for tenths in range(50)]
     assert all(later >= earlier for earlier, later in pairwise(phis))
     assert phis[0] < 1 and phis[-1] > 8
 
 
-def test_time_in_which_nobody_listened_counts_as_silence() -> None:
+def test_time_without_listening_does_not_count_as_silence() -> None:
     arrivals, now = _after([0.25] * 20)
     arrivals.forgive(60)
     assert arrivals.silence(now + 60.25) == 0.25
@@ -152,7 +152,7 @@ def test_one_host_of_several_that_falls_silent_is_given_up_in_time(
 
 
 @given(st.integers(1, 3), st.integers(1, 3), LATE)
-def test_the_only_other_host_is_given_up_in_time_by_the_ranks_of_this_host(
+def test_only_other_host_is_given_up_in_time_when_it_falls_silent(
     others: int, own: int, late: list[float]
 ) -> None:
     network = Network([*["a"] * others, *[THIS_HOST] * own], late)
@@ -163,14 +163,14 @@ def test_the_only_other_host_is_given_up_in_time_by_the_ranks_of_this_host(
     assert all(at - cut_at <= 1.7 for at in network.silent.values())
 
 
-def test_the_wait_without_a_witness_has_an_end() -> None:
+def test_wait_without_a_witness_is_bounded() -> None:
     network = Network(OTHERS, [0.0, 0.1])
     network.run(5)
     network.run(65, cut=frozenset(OTHERS))
     assert set(network.silent) == set(range(len(OTHERS)))
 
 
-def test_a_newcomer_is_no_witness() -> None:
+def test_newcomer_does_not_count_as_a_witness() -> None:
     detector = FailureDetector(MOST)
     detector.begin([0], MOST)
     for tick in range(200):
@@ -181,7 +181,7 @@ def test_a_newcomer_is_no_witness() -> None:
         assert not detector.look(now).silent, "nobody could continue without rank 0"
 
 
-def test_common_silence_needs_no_statistics_of_each_rank() -> None:
+def test_common_silence_needs_no_per_rank_statistics() -> None:
     """With a thousand ranks they would take longer than the time between two looks."""
     detector = FailureDetector(30.0)
     detector.begin(range(3), 30.0)
@@ -193,7 +193,7 @@ def test_common_silence_needs_no_statistics_of_each_rank() -> None:
     assert verdicts.deaf > 3 and not verdicts.silent
 
 
-def test_unacknowledged_beats_are_no_evidence_when_they_stop() -> None:
+def test_rank_whose_heartbeats_are_unacknowledged_is_not_given_up() -> None:
     detector = FailureDetector(MOST)
     detector.begin([0, 1, 2], MOST)
     for beat in range(100):

@@ -1,4 +1,4 @@
-"""Checkpoints that several ranks write: state of a rank's own is saved and inherited."""
+"""Checkpoints written by several ranks: per-rank state is saved and inherited."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _captured(ranks: int) -> list[Checkpoint]:
 @pytest.mark.parametrize(
     ("ranks", "expected"), [(3, [1, 10, 100]), (2, [101, 10]), (1, [111]), (4, [1, 10, 100, 0])]
 )
-def test_state_of_a_rank_is_lost_or_counts_twice_on_another_number_of_ranks(
+def test_per_rank_state_is_preserved_on_another_number_of_ranks(
     tmp_path: Path, ranks: int, expected: list[int]
 ) -> None:
     folder = _save(tmp_path, _captured(3))
@@ -75,13 +75,13 @@ def test_state_of_a_rank_is_lost_or_counts_twice_on_another_number_of_ranks(
     assert found == expected
 
 
-def test_a_run_that_begins_keeps_state_of_a_run_before(tmp_path: Path) -> None:
+def test_new_run_resets_per_rank_state(tmp_path: Path) -> None:
     state = _state(7)
     state.load_local(None, Group(0, 1))
     assert _steps(state) == 0
 
 
-def test_a_rank_that_is_gone_leaves_half_a_checkpoint_or_is_waited_for(tmp_path: Path) -> None:
+def test_checkpoint_missing_a_ranks_file_is_abandoned_and_removed(tmp_path: Path) -> None:
     captured = _captured(3)
     shared = captured[0].shared
     assert shared is not None
@@ -92,7 +92,7 @@ def test_a_rank_that_is_gone_leaves_half_a_checkpoint_or_is_waited_for(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_file_of_another_rank_is_resumed_from(
+def test_checkpoint_with_a_damaged_per_rank_file_is_skipped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = _save(tmp_path, _captured(3))
@@ -113,7 +113,7 @@ def _counted(folder: Path, step: int) -> list[int]:
     return [int(load_file(file)["steps"]) for file in files]
 
 
-def test_a_run_whose_ranks_have_state_of_their_own_resumes_without_it(tmp_path: Path) -> None:
+def test_run_resumes_with_its_per_rank_state(tmp_path: Path) -> None:
     argv = [
         *("--task", "tests.support.counted:Counted", "--run.root", str(tmp_path)),
         *("--run.id", "case", "--batch.global_size", "12", "--batch.micro_size", "2"),

@@ -1,4 +1,4 @@
-"""Fingerprints of large files: other content is other data, wherever and whenever it was copied."""
+"""Fingerprints of large files depend on content, not on where or when it was copied."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _rows(folder: Path, answer: str = "a") -> str:
 
 
 @pytest.mark.parametrize("make", [_lines, _rows])
-def test_fingerprint_follows_content_and_not_the_time(tmp_path: Path, make) -> None:  # type: ignore[no-untyped-def]
+def test_fingerprint_depends_on_content_and_not_on_timestamps(tmp_path: Path, make) -> None:  # type: ignore[no-untyped-def]
     found = make(tmp_path / "here")
     assert len(found) == 16 and make(tmp_path / "there") == found
     for path in (tmp_path / "there").iterdir():

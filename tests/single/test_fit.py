@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits: which one it is, and where it cannot be found."""
+"""memory.fit: the largest micro-batch that fits, and when it cannot be found."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ SIZES = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 192]
 @given(
     slope=st.floats(1e-4, 2.0), at_least=st.floats(0.0, 1.2), bend=st.floats(0.0, 1e-3)
 )  # more than a line: workspaces that grow with the size
-def test_a_micro_batch_is_not_the_largest_that_fits(
-    slope: float, at_least: float, bend: float
-) -> None:
+def test_largest_micro_batch_that_fits_is_found(slope: float, at_least: float, bend: float) -> None:
     tried: list[int] = []
 
     def share(size: int) -> float:
@@ -40,7 +38,7 @@ def test_a_micro_batch_is_not_the_largest_that_fits(
         assert after <= 4 * before
 
 
-def test_a_size_that_ended_without_memory_is_taken() -> None:
+def test_size_that_ran_out_of_memory_is_not_chosen() -> None:
     tried: list[int] = []
 
     def share(size: int) -> float:
@@ -52,9 +50,7 @@ def test_a_size_that_ended_without_memory_is_taken() -> None:
 
 
 @pytest.mark.parametrize("launcher", ["", "gloo:2"])
-def test_trying_changes_what_is_trained_or_the_ranks_find_different_sizes(
-    tmp_path: Path, launcher: str
-) -> None:
+def test_fitting_keeps_the_curve_and_ranks_agree_on_the_size(tmp_path: Path, launcher: str) -> None:
     common = [*TINY, "--train.steps", "4", "--batch.global_size", "12", "--model.dropout", "0.1"]
     common += ["--run.root", str(tmp_path), "--telemetry.peak_flops", "1e12"]
     fit = ["--batch.micro_size", "1", "--memory.fit", "true"]
@@ -77,7 +73,7 @@ def test_trying_changes_what_is_trained_or_the_ranks_find_different_sizes(
         ("Streamed", 2, "error: memory.fit reads samples before training"),
     ],
 )
-def test_memory_that_is_not_there_is_taken(
+def test_fit_finds_a_size_or_reports_why_it_cannot(
     tmp_path: Path, task: str, code: int, message: str
 ) -> None:
     module = "unusual" if task == "Streamed" else "tasks"
@@ -95,6 +91,6 @@ def test_memory_that_is_not_there_is_taken(
         ("--batch.max_tokens 99", "fit finds batch.micro_size, which batch.max_tokens replaces"),
     ],
 )
-def test_a_size_is_looked_for_that_must_not_vary(flags: str, message: str) -> None:
+def test_fit_rejects_conflicting_options(flags: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse([*flags.split(), "--memory.fit", "true"])

@@ -1,6 +1,6 @@
-"""Model FLOPs and their share of the peak; what NVML says of a GPU.
+"""Model FLOPs, their share of the peak, and NVML readings of a GPU.
 
-There is no GPU and no NVML here: a stand-in with the functions of nvidia-ml-py takes their place.
+A stand-in with the functions of nvidia-ml-py replaces NVML and the GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.tasks import FEATURES, Regression
 CPU = torch.device("cpu")
 
 
-def test_flops_are_not_those_of_the_matrix_products_or_counting_changes_the_model() -> None:
+def test_flops_count_matrix_products_without_changing_the_model() -> None:
     task = Regression()
     model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 1))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -45,13 +45,13 @@ class _Looking(Regression):
         return super().loss(model, batch)
 
 
-def test_a_loss_that_looks_at_values_ends_the_run() -> None:
+def test_flops_of_a_value_dependent_loss_are_unknown() -> None:
     task = _Looking()
     assert count(task, task.model(), task.datasets().train, samples=4) is None
 
 
 @pytest.mark.parametrize("preset", ["gpt-nano", "digits"])
-def test_a_task_of_hvdtrain_cannot_be_counted(preset: str) -> None:
+def test_flops_of_built_in_tasks_are_counted(preset: str) -> None:
     settings = parse(["--config", preset])
     task, datasets = build_data(settings)
     assert isinstance(datasets, Datasets)
@@ -72,7 +72,7 @@ def test_a_task_of_hvdtrain_cannot_be_counted(preset: str) -> None:
     ],
     ids=["plain", "documents", "llama"],
 )
-def test_a_kind_of_language_model_is_counted_as_another(flags: list[str]) -> None:
+def test_flops_of_language_model_variants_match_the_formula(flags: list[str]) -> None:
     settings = parse(["--data.train", str(CORPUS), *flags])
     task, datasets = build_data(settings)
     assert isinstance(datasets, Datasets)
@@ -86,7 +86,7 @@ def test_a_kind_of_language_model_is_counted_as_another(flags: list[str]) -> Non
     assert found - matrices in (6 * product, 7 * product)
 
 
-def test_a_gpu_has_the_peak_of_another_or_of_other_numbers() -> None:
+def test_peak_flops_depend_on_gpu_model_and_dtype() -> None:
     h100, pcie = "NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe"
     assert peak_flops(h100, torch.bfloat16, tf32=False) == 989.4e12
     assert peak_flops(pcie, torch.float16, tf32=False) == 756e12
@@ -104,7 +104,7 @@ def _no_power(handle: str) -> int:
     raise _NvmlError("Not Supported")
 
 
-def test_figures_of_a_gpu_have_other_units_or_a_missing_sensor_ends_the_run(
+def test_gpu_readings_use_base_units_and_tolerate_missing_sensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stand_in = SimpleNamespace(
@@ -129,7 +129,7 @@ def test_figures_of_a_gpu_have_other_units_or_a_missing_sensor_ends_the_run(
     assert all(math.isnan(read()) for read in readings(CPU).values())
 
 
-def test_a_run_does_not_tell_its_mfu(tmp_path: Path) -> None:
+def test_metrics_include_mfu(tmp_path: Path) -> None:
     flags = "--task tests.support.tasks:Regression --train.steps 3 --telemetry.port 0"
     flags += f" --telemetry.peak_flops 1e6 --run.root {tmp_path} --run.id mfu"
     done = run(tmp_path / "output", flags.split())

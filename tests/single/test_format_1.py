@@ -1,4 +1,4 @@
-"""Runs of before: tests/data/format-1 was written when q, k and v were one matrix."""
+"""Runs of format 1: tests/data/format-1 was written when q, k and v were one matrix."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def old(tmp_path: Path) -> Path:
 
 
 @pytest.mark.smoke
-def test_an_old_checkpoint_is_refused_or_continued_with_another_curve(
-    tmp_path: Path, old: Path
-) -> None:
+def test_old_checkpoint_resumes_with_the_same_curve(tmp_path: Path, old: Path) -> None:
     checkpoint = old / f"checkpoints/step_{SAVED:08}"
     where = ["--run.root", str(tmp_path), "--run.id", "new", "--run.resume", str(checkpoint)]
     done = run(tmp_path / "output", [*FLAGS.split(), *where, "--train.steps", str(STEPS)])
@@ -45,7 +43,7 @@ def test_an_old_checkpoint_is_refused_or_continued_with_another_curve(
         assert [line[name] for line in after if name in line] == pytest.approx(expected, rel=1e-4)
 
 
-def test_an_old_run_is_not_resumed_audited_or_reported(tmp_path: Path, old: Path) -> None:
+def test_old_run_can_be_resumed_audited_and_reported(tmp_path: Path, old: Path) -> None:
     where = ["--run.root", str(old.parent), "--run.id", old.name]
     done = run(tmp_path / "output", [*FLAGS.split(), *where, "--train.steps", str(STEPS + 3)])
     assert done.returncode == 0 and "resumed from the checkpoint of step 12" in done.stderr, done

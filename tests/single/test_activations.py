@@ -1,4 +1,4 @@
-"""memory.checkpoint_activations: less memory, the same bits; and what is said without enough."""
+"""Activation checkpointing saves memory and changes no bit; errors when memory runs out."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _passes(mode: str) -> Passes:
     return Passes(loss, gradients, peak)
 
 
-def test_activations_that_are_computed_again_differ_or_take_as_much_memory() -> None:
+def test_recomputation_saves_memory_with_bitwise_identical_gradients() -> None:
     plain = _passes("none")
     shares = {"blocks": 0.5, "every:2": 0.75, "selective": 0.85}
     for mode, share in shares.items():
@@ -68,7 +68,7 @@ def test_activations_that_are_computed_again_differ_or_take_as_much_memory() -> 
         assert found.peak < share * plain.peak, (mode, found.peak, plain.peak)
 
 
-def test_batchnorm_that_is_computed_again_counts_a_batch_twice(tmp_path: Path) -> None:
+def test_recomputation_updates_batchnorm_statistics_once(tmp_path: Path) -> None:
     flags = [
         *("--task", "image", "--image.mixup", "0.2", "--train.steps", "3"),
         *("--eval.batches", "1", "--telemetry.port", "0", "--run.root", str(tmp_path)),
@@ -85,19 +85,19 @@ def test_batchnorm_that_is_computed_again_counts_a_batch_twice(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("value", ["all", "every", "every:0", "every:x"])
-def test_a_kind_of_checkpointing_that_is_not_there_is_taken_for_none(value: str) -> None:
+def test_unknown_activation_checkpointing_mode_is_rejected(value: str) -> None:
     with pytest.raises(UserError, match=r"must be none, blocks, every:N .* not " + value):
         parse(["--memory.checkpoint_activations", value])
 
 
-def test_what_cannot_be_arranged_is_passed_over_in_silence() -> None:
+def test_memory_options_unsupported_by_model_or_device_are_rejected() -> None:
     with pytest.raises(UserError, match=r"the model has no blocks .* no blocks\(model\)"):
         arrange_activations(MemoryConfig("blocks"), object(), nn.Linear(2, 2), CPU)
     with pytest.raises(UserError, match="lie in the host's memory already"):
         arrange_activations(MemoryConfig(offload_activations=True), object(), GPT(SHAPE), CPU)
 
 
-def test_memory_that_is_not_enough_is_a_traceback(tmp_path: Path) -> None:
+def test_out_of_memory_error_suggests_remedies_without_traceback(tmp_path: Path) -> None:
     flags = ["--task", "tests.support.tasks:Large", "--run.root", str(tmp_path)]
     done = run(tmp_path / "output", [*flags, "--telemetry.port", "0"])
     assert done.returncode == 1 and "Traceback" not in done.stderr, done

@@ -1,4 +1,4 @@
-"""Runs whose gradients Adasum combines, and what it asks for."""
+"""Adasum: training, resume and the configurations that it rejects."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ADASUM = ["--exchange.reduce", "adasum"]
 FLAGS = [*ADASUM, "--train.steps", str(STEPS), "--checkpoint.every", str(HALF)]
 
 
-def test_adasum_of_four_ranks_is_not_the_one_of_the_paper(tmp_path: Path) -> None:
+def test_adasum_on_four_ranks_matches_the_paper(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", str(REPOSITORY / "tests/parallel")]
     done = start(tmp_path, ["-k", "adasum"], "mpirun:4", command=command).wait(120)
     assert done.returncode == 0 and "3 passed" in done.stdout, done
 
 
-def test_a_run_with_adasum_does_not_learn_or_resumes_elsewhere_or_hides_that_ranks_matter(
+def test_adasum_run_learns_resumes_exactly_and_reports_rank_dependence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = train(tmp_path, "adasum", FLAGS, "mpirun:2")
@@ -50,7 +50,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("launcher", "flags", "said"), MISTAKES)
-def test_what_adasum_cannot_do_is_not_one_sentence(
+def test_unsupported_adasum_configuration_is_a_one_line_error(
     tmp_path: Path, launcher: str, flags: str, said: str
 ) -> None:
     where = ["--run.root", str(tmp_path)]
@@ -61,7 +61,7 @@ def test_what_adasum_cannot_do_is_not_one_sentence(
     assert "Traceback" not in output, done
 
 
-def test_an_elastic_run_begins_with_adasum() -> None:
+def test_elastic_run_rejects_adasum() -> None:
     config = Config(exchange=ExchangeConfig(reduce="adasum"))
     check_exchange(config, 1, elastic=False)
     with pytest.raises(UserError, match="an elastic run cannot have it"):

@@ -1,4 +1,4 @@
-"""`hvdtrain.run` and `hvdtrain.Run`: what notebooks and scripts start and read."""
+"""`hvdtrain.run` and `hvdtrain.Run`: start and read runs from notebooks and scripts."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, 
     return calls
 
 
-def test_importing_hvdtrain_takes_what_a_notebook_would_wait_for() -> None:
+def test_importing_hvdtrain_loads_no_heavy_modules() -> None:
     code = "import sys, hvdtrain; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     loaded = set(done.stdout.split())
@@ -67,7 +67,7 @@ def test_importing_hvdtrain_takes_what_a_notebook_would_wait_for() -> None:
     assert not loaded & {"torch", "numpy", "pandas", "yaml", "jsonargparse", "hvdtrain.api"}
 
 
-def test_the_name_of_the_function_is_lost_once_the_package_of_that_name_is_imported() -> None:
+def test_run_stays_callable_after_the_run_package_is_imported() -> None:
     code = """\
 import hvdtrain
 first = hvdtrain.run
@@ -83,7 +83,7 @@ except Exception as error:
     assert "did you mean gpt-nano?" in done.stdout, done
 
 
-def test_what_is_asked_for_does_not_reach_the_launcher(
+def test_run_passes_its_arguments_to_the_launcher(
     started: list[tuple[list[str], dict[str, str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -103,7 +103,7 @@ def test_what_is_asked_for_does_not_reach_the_launcher(
     assert env["PYTHONPATH"].split(os.pathsep)[0] == str(REPOSITORY)
 
 
-def test_two_runs_without_an_id_become_one_or_a_files_folder_is_not_seen(
+def test_runs_without_id_get_distinct_directories_under_the_files_root(
     started: list[tuple[list[str], dict[str, str]]], tmp_path: Path
 ) -> None:
     (tmp_path / "mine.yaml").write_text(f"run:\n  root: {tmp_path}/somewhere\n")
@@ -127,13 +127,13 @@ def test_two_runs_without_an_id_become_one_or_a_files_folder_is_not_seen(
         (lambda: hvdtrain.Run("nowhere"), "nowhere is no folder of a run: it has no config.yaml"),
     ],
 )
-def test_a_mistake_is_not_told_in_one_sentence(call: Callable[[], Any], words: str) -> None:
+def test_invalid_call_raises_a_one_line_error(call: Callable[[], Any], words: str) -> None:
     with pytest.raises(UserError, match=words.replace("?", r"\?")) as caught:
         call()
     assert "\n" not in str(caught.value)
 
 
-def test_a_task_whose_file_calls_run_starts_runs_without_end(
+def test_run_called_inside_a_rank_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (word,) = start._environment(None)  # what a rank gets
@@ -142,7 +142,7 @@ def test_a_task_whose_file_calls_run_starts_runs_without_end(
         hvdtrain.run("gpt-nano")
 
 
-def test_a_runs_files_are_not_read_or_not_without_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_files_are_readable_with_and_without_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
     run = hvdtrain.Run(FORMAT_1)
     assert list(run.checkpoints) == [6, 12] and run.checkpoints[12].name == "step_00000012"
     assert run.events[-1]["exit_code"] == 0 and run.manifest["world_size"] == 2
@@ -155,7 +155,7 @@ def test_a_runs_files_are_not_read_or_not_without_pandas(monkeypatch: pytest.Mon
     assert run.newest()["validation_loss"] == without["validation_loss"][-1]
 
 
-def test_the_model_of_a_run_is_not_that_of_its_newest_complete_checkpoint(tmp_path: Path) -> None:
+def test_model_is_loaded_from_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "copy"  # without the data it was trained on
     shutil.copytree(FORMAT_1, folder)
     (folder / "checkpoints/step_00000012/complete").unlink()
@@ -174,7 +174,7 @@ def test_the_model_of_a_run_is_not_that_of_its_newest_complete_checkpoint(tmp_pa
 
 
 @pytest.mark.slow
-def test_a_key_that_there_is_not_comes_back_as_a_result_of_a_run(tmp_path: Path) -> None:
+def test_unknown_key_raises_and_creates_no_run_directory(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"unknown key train\.stepz .* did you mean train\.steps\?"):
         hvdtrain.run("image", config={"train.stepz": 3, "run.root": tmp_path})
     assert list(tmp_path.iterdir()) == []
@@ -182,7 +182,7 @@ def test_a_key_that_there_is_not_comes_back_as_a_result_of_a_run(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_notebook_leaves_ranks_behind(
+def test_interrupted_notebook_leaves_no_ranks_running(
     tmp_path: Path, number: signal.Signals
 ) -> None:
     script = tmp_path / "script.py"

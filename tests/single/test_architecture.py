@@ -1,4 +1,4 @@
-"""Which module may import which."""
+"""Import layers of the package."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def _imports(path: Path) -> Iterator[str]:
             yield from (name.name for name in node.names)
 
 
-def test_every_room_has_a_row_or_a_row_names_a_room_that_there_is_not() -> None:
+def test_layers_list_exactly_the_existing_packages() -> None:
     rooms = {_room(path) for path in _files()} - {"__init__"}
     assert rooms == set(LEVEL)
 
 
 @pytest.mark.parametrize("room", sorted(LEVEL))
-def test_a_room_imports_upwards_or_from_its_own_row(room: str) -> None:
+def test_package_imports_only_from_lower_layers(room: str) -> None:
     wrong = []
     for path in _files():
         for name in _imports(path) if _room(path) == room else ():
@@ -69,7 +69,7 @@ def test_a_room_imports_upwards_or_from_its_own_row(room: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_horovod_is_used_outside_of_runtime_and_exchange() -> None:
+def test_horovod_torch_is_imported_only_by_allowed_packages() -> None:
     users = {
         _room(path)
         for path in _files()
@@ -83,7 +83,7 @@ def _module(path: Path) -> str:
     return ".".join(parts).removesuffix(".__init__")
 
 
-def test_modules_import_each_other_in_a_circle() -> None:
+def test_module_imports_are_acyclic() -> None:
     modules = {_module(path) for path in _files()}
     graph: dict[str, set[str]] = {}
     for path in _files():

@@ -93,7 +93,7 @@ def _with_gradients(y: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize("time", [32, 13], ids=["whole", "cut"])
 @pytest.mark.parametrize("pattern", range(len(PATTERNS)))
-def test_a_pattern_is_not_the_softmax_over_its_pairs_or_its_gradients_are_not(
+def test_sparse_attention_and_its_gradients_match_dense_reference(
     pattern: int, time: int, documents: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(attention_kernels, "_ROWS", 3)
@@ -105,7 +105,7 @@ def test_a_pattern_is_not_the_softmax_over_its_pairs_or_its_gradients_are_not(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_one_block_or_one_segment_is_not_full_attention() -> None:
+def test_single_block_or_segment_equals_full_attention() -> None:
     inputs = _qkv(32)
     wanted = causal_attention(*inputs, 0.0, None)
     for attend in (DilatedAttention((32,), (1,)), BlockSparseAttention(4, 8, 0)):
@@ -117,7 +117,9 @@ def test_one_block_or_one_segment_is_not_full_attention() -> None:
     [(DilatedAttention((64, 512), (1, 8)), 0.3), (BlockSparseAttention(16, 3, 1), 0.2)],
     ids=["dilated", "block_sparse"],
 )
-def test_a_pattern_computes_what_it_leaves_out(attend: Attend, most: float) -> None:
+def test_pattern_takes_a_fraction_of_the_flops_of_full_attention(
+    attend: Attend, most: float
+) -> None:
     """Of meta tensors each product is counted whole: so full attention is, too."""
     q, k, v = (torch.empty(1, 8, 512, 16, device="meta", requires_grad=True) for _ in range(3))
     flops = []
@@ -129,7 +131,7 @@ def test_a_pattern_computes_what_it_leaves_out(attend: Attend, most: float) -> N
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_bfloat16_is_not_rounded_alone(name: str) -> None:
+def test_bfloat16_autocast_stays_close_to_float32(name: str) -> None:
     """In bfloat16 and under autocast, where rotary positions make float32 of q and k."""
     torch.manual_seed(0)
     model = GPT(replace(SMALL, **KEYS[name]))
@@ -144,7 +146,7 @@ def test_bfloat16_is_not_rounded_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_a_token_sees_later_ones_or_a_short_text_is_computed_otherwise(name: str) -> None:
+def test_logits_are_causal_and_independent_of_sequence_length(name: str) -> None:
     torch.manual_seed(0)
     model = GPT(replace(SMALL, **KEYS[name]))
     tokens = torch.randint(64, (2, 32))
@@ -167,14 +169,14 @@ def test_a_token_sees_later_ones_or_a_short_text_is_computed_otherwise(name: str
         ({"attention": "block_sparse", "dropout": 0.1}, "no dropout: set model.dropout 0"),
     ],
 )
-def test_an_impossible_pattern_is_taken(keys: dict[str, Any], message: str) -> None:
+def test_invalid_pattern_is_rejected(keys: dict[str, Any], message: str) -> None:
     if "dilation_rates" in keys:
         keys = {"attention": "dilated", **keys}
     with pytest.raises(ValueError, match=message):
         replace(SMALL, **keys)
 
 
-def test_lists_are_no_flags_or_a_wrong_one_ends_in_a_traceback() -> None:
+def test_list_flags_are_parsed_and_mismatched_lengths_rejected() -> None:
     flags = ["--model.attention", "dilated", "--model.segment_lengths", "[64,128]"]
     sizes = parse([*flags, "--model.dilation_rates", "[1,2]"]).task_config.model
     assert (sizes.segment_lengths, sizes.dilation_rates) == ([64, 128], [1, 2])
@@ -182,14 +184,14 @@ def test_lists_are_no_flags_or_a_wrong_one_ends_in_a_traceback() -> None:
         parse(flags)
 
 
-def test_transformers_gets_a_model_that_it_would_compute_otherwise() -> None:
+def test_huggingface_export_rejects_block_sparse_attention() -> None:
     config = replace(SMALL, kv_heads=None, attention="block_sparse", block_size=4)
     with pytest.raises(UserError, match=r"model\.attention block_sparse"):
         to_huggingface(config, GPT(config).state_dict())
 
 
 @pytest.mark.parametrize("name", KEYS)
-def test_a_run_with_a_pattern_does_not_learn(name: str, tmp_path: Path) -> None:
+def test_run_with_sparse_attention_learns(name: str, tmp_path: Path) -> None:
     flags = ["--model.kv_heads", "1", "--train.steps", "12"]
     for key, value in KEYS[name].items():
         flags += [f"--model.{key}", str(value).replace(" ", "")]

@@ -1,4 +1,4 @@
-"""`hvdtrain audit`: histories that are right are clean, and what is altered in one is found."""
+"""`hvdtrain audit`: correct histories are clean, and every alteration is found."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _histories(draw: st.DrawFn, off: Sequence[float] = (0.0,)) -> Callable[[Path
 
 @settings(max_examples=100, deadline=None)
 @given(_histories())
-def test_a_history_without_fault_is_not_clean(play: Callable[[Path], History]) -> None:
+def test_fault_free_history_is_clean(play: Callable[[Path], History]) -> None:
     with TemporaryDirectory() as root:
         history = play(Path(root) / "run")
         found = audit(history.folder)
@@ -102,7 +102,7 @@ def test_audit_does_not_depend_on_clocks(play: Callable[[Path], History]) -> Non
         assert all(seconds >= 0 for seconds in found.goodput.parts.values())
 
 
-def test_clock_that_is_set_back_takes_no_steps_from_goodput(tmp_path: Path) -> None:
+def test_clock_set_back_does_not_reduce_goodput(tmp_path: Path) -> None:
     history = History(tmp_path / "run", save_every=0)
     history.launch(2)
     history.steps(20)
@@ -114,7 +114,7 @@ def test_clock_that_is_set_back_takes_no_steps_from_goodput(tmp_path: Path) -> N
     assert goodput.wall == pytest.approx(history.wall)
 
 
-def test_run_of_an_older_version_is_audited_by_its_times(history: History) -> None:
+def test_run_of_an_older_version_is_audited_by_timestamps(history: History) -> None:
     lines, events = _read(history.folder, "metrics"), _read(history.folder, "events")
     _write(history.folder, "metrics", [_without(line, "generation") for line in lines])
     _write(history.folder, "events", [_without(event, "log_every") for event in events])
@@ -128,7 +128,7 @@ def test_run_of_an_older_version_is_audited_by_its_times(history: History) -> No
     assert found.lineage.redone == [(0, 0), (3, 3), (0, 0), (1, 1)]
 
 
-def test_line_of_a_generation_without_start_is_reported(history: History) -> None:
+def test_metrics_line_of_a_generation_without_start_is_reported(history: History) -> None:
     lines = _read(history.folder, "metrics")
     lines[30]["generation"] = 9
     _write(history.folder, "metrics", lines)
@@ -218,7 +218,7 @@ ALTERED = {
 @pytest.mark.parametrize("name", ALTERED)
 @settings(max_examples=25, deadline=None)
 @given(play=_histories(), at=st.integers(0, 1000))
-def test_an_altered_history_is_clean(name: str, play: Callable[[Path], History], at: int) -> None:
+def test_altered_history_is_reported(name: str, play: Callable[[Path], History], at: int) -> None:
     alter, kinds = ALTERED[name]
     with TemporaryDirectory() as root:
         history = play(Path(root) / "run")
@@ -273,7 +273,7 @@ def history(tmp_path: Path) -> History:
     return history
 
 
-def test_time_is_given_to_the_wrong_part(history: History) -> None:
+def test_goodput_attributes_time_to_the_right_category(history: History) -> None:
     goodput = audit(history.folder).goodput
     assert goodput.wall == pytest.approx(history.wall)
     for part, seconds in goodput.parts.items():
@@ -284,7 +284,7 @@ def test_time_is_given_to_the_wrong_part(history: History) -> None:
 
 
 @pytest.mark.parametrize("module", ["hvdtrain.train", "hvdtrain.cli train"])
-def test_the_start_of_the_program_is_left_out_of_the_time(tmp_path: Path, module: str) -> None:
+def test_goodput_includes_program_startup(tmp_path: Path, module: str) -> None:
     flags = [*TINY, "--train.steps", "2", "--run.root", str(tmp_path), "--run.id", "a"]
     command = [sys.executable, "-m", *module.split()]
     before = time.time()
@@ -302,7 +302,7 @@ def test_the_start_of_the_program_is_left_out_of_the_time(tmp_path: Path, module
     assert goodput.wall <= after - before
 
 
-def test_the_table_of_restarts_or_the_samples_are_wrong(
+def test_report_lists_restarts_segments_and_sample_ranges(
     history: History, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["audit", str(history.folder), "--format", "json"]) == 0
@@ -337,7 +337,7 @@ def test_the_table_of_restarts_or_the_samples_are_wrong(
         (10, 23, 8, "back", "1 restart, 4 to 8 steps redone"),
     ],
 )
-def test_audit_bounds_redone_steps_between_lines(
+def test_audit_bounds_redone_steps_between_logged_steps(
     tmp_path: Path, log_every: int, steps: int, sync_every: int, end: int | str | None, said: str
 ) -> None:
     save_every = {1: 10, 10: 30, 20: 55}[log_every]
@@ -359,7 +359,7 @@ def test_audit_bounds_redone_steps_between_lines(
     assert least <= steps - before <= most
 
 
-def test_a_line_that_a_failure_kept_from_being_written_is_not_missed(history: History) -> None:
+def test_missing_metrics_line_before_a_failure_is_reported(history: History) -> None:
     lines = _read(history.folder, "metrics")
     _write(history.folder, "metrics", [line for line in lines if line["step"] != 17])
     messages = [finding.message for finding in audit(history.folder).lineage.findings]
@@ -376,7 +376,7 @@ def test_a_line_that_a_failure_kept_from_being_written_is_not_missed(history: Hi
         (21, 13, "step 21 had been reached"),
     ],
 )
-def test_ranks_that_step_on_their_own_go_back_further_or_anywhere(
+def test_local_steps_may_roll_back_only_to_the_last_common_state(
     tmp_path: Path, at: int, back: int, message: str | None
 ) -> None:
     history = History(tmp_path / "run", sync_every=8, save_every=0)
@@ -395,7 +395,7 @@ def test_ranks_that_step_on_their_own_go_back_further_or_anywhere(
         assert message in found.lineage.findings[0].message
 
 
-def test_a_start_from_a_checkpoint_that_never_was_is_clean(history: History) -> None:
+def test_start_from_a_nonexistent_checkpoint_is_reported(history: History) -> None:
     events = _read(history.folder, "events")
     (saved,) = [e for e in events[:5] if e["event"] == "checkpoint" and e["step"] == 10]
     events.remove(saved)
@@ -407,7 +407,7 @@ def test_a_start_from_a_checkpoint_that_never_was_is_clean(history: History) -> 
     assert [f.kind for f in found.lineage.findings] == ["state"], found.to_text()
 
 
-def test_the_disk_and_the_events_disagree_in_silence(history: History) -> None:
+def test_checkpoint_mismatch_between_disk_and_events_is_reported(history: History) -> None:
     shutil.rmtree(history.folder / "checkpoints/step_00000060")
     (history.folder / "checkpoints/step_00000041").mkdir()
     (history.folder / "checkpoints/step_00000041/complete").touch()
@@ -419,13 +419,13 @@ def test_the_disk_and_the_events_disagree_in_silence(history: History) -> None:
     ]
 
 
-def test_retention_is_taken_for_a_loss(history: History) -> None:
+def test_checkpoints_deleted_by_retention_are_not_reported(history: History) -> None:
     for step in range(5, 55, 5):
         shutil.rmtree(history.folder / f"checkpoints/step_{step:08}")
     assert not audit(history.folder).lineage.findings
 
 
-def test_a_run_that_began_at_a_checkpoint_of_another_is_refused(tmp_path: Path) -> None:
+def test_run_started_from_another_runs_checkpoint_is_clean(tmp_path: Path) -> None:
     history = History(tmp_path / "run")
     history.step, history.saved = 20, [20]
     history.launch(2)
@@ -439,7 +439,7 @@ def test_a_run_that_began_at_a_checkpoint_of_another_is_refused(tmp_path: Path) 
     assert (found.order.start, found.order.stop) == (200, 290)
 
 
-def test_what_happened_beside_the_steps_is_not_told(history: History) -> None:
+def test_report_lists_healed_ranks_failed_saves_and_skipped_steps(history: History) -> None:
     history.events.write("healed", step=60, ranks=[1])
     history.events.write("checkpoint_failed", step=60, error="disk full")
     lines = _read(history.folder, "metrics")
@@ -450,7 +450,7 @@ def test_what_happened_beside_the_steps_is_not_told(history: History) -> None:
         assert part in text, text
 
 
-def test_a_run_without_events_is_audited(
+def test_run_without_events_is_rejected(
     history: History, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (history.folder / "events.jsonl").unlink()
@@ -460,9 +460,7 @@ def test_a_run_without_events_is_audited(
     assert "is no folder of a run" in capsys.readouterr().err
 
 
-def test_the_exit_code_does_not_say_that_a_run_is_not_clean(
-    history: History, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unclean_run_exits_with_1(history: History, capsys: pytest.CaptureFixture[str]) -> None:
     lines = _read(history.folder, "metrics")
     del lines[30]
     _write(history.folder, "metrics", lines)
@@ -471,19 +469,19 @@ def test_the_exit_code_does_not_say_that_a_run_is_not_clean(
 
 
 @pytest.mark.parametrize("limit", [7, 64, 1000, 10**6])
-def test_the_order_is_not_looked_at_or_without_bound(limit: int) -> None:
+def test_order_check_examines_at_most_twice_its_limit(limit: int) -> None:
     check = check_order(100, 5000, 130, seed=3, limit=limit)
     assert not check.repeated and 0 < check.checked <= 2 * limit
     assert check.all_checked == (limit >= 5000)
 
 
-def test_a_repeated_sample_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_samples_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvdtrain.audit.order.permute", lambda p, size, seed, epoch: p // 2)
     assert check_order(100, 391, 130, seed=3).repeated == [0, 1, 2]
     monkeypatch.setattr("hvdtrain.audit.order.permute", lambda p, size, seed, epoch: p + 1)
     assert check_order(100, 390, 130, seed=3).repeated == [0, 1, 2]
 
 
-def test_the_audit_of_a_huge_data_set_takes_long() -> None:
+def test_order_check_of_a_huge_dataset_is_bounded() -> None:
     check = check_order(0, 3 * 10**9, 10**9, seed=3, limit=10**5)
     assert 0 < check.checked <= 2 * 10**5 and not check.repeated

@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics follow from the global batch, not from who works on it."""
+"""BatchNorm's running statistics depend on the global batch, not on how ranks share it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ def _totals(numel: int, exact: bool) -> Totals:
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_statistics_are_not_the_mean_of_what_micro_batches_give(
-    dtype: torch.dtype, exact: bool
-) -> None:
+def test_running_statistics_average_over_micro_batches(dtype: torch.dtype, exact: bool) -> None:
     torch.manual_seed(0)
     layer = nn.BatchNorm1d(FEATURES, momentum=0.3, dtype=dtype)
     saved = SavedBuffers(nn.Sequential(layer))
@@ -46,7 +44,7 @@ def test_statistics_are_not_the_mean_of_what_micro_batches_give(
         assert layer.num_batches_tracked == step + 1
 
 
-def test_a_layer_in_eval_mode_changes_or_cannot_be_differentiated() -> None:
+def test_layer_in_eval_mode_keeps_its_buffers_and_allows_backward() -> None:
     torch.manual_seed(0)
     layer = nn.BatchNorm1d(FEATURES)
     layer(torch.randn(5, FEATURES))

@@ -1,4 +1,4 @@
-"""Signs of life over real sockets, with real seconds."""
+"""Heartbeats over real sockets, in real time."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _until(condition: Callable[[], bool], seconds: float) -> float:
     return time.monotonic() - began
 
 
-def test_a_process_that_fell_silent_is_noticed_late_or_one_that_lives_is_taken_for_it(
+def test_silent_process_is_detected_promptly_without_false_alarms(
     beating: Callable[[Ear, int], Beating],
 ) -> None:
     ear = Ear(0, 1, 2)
@@ -93,7 +93,7 @@ def test_a_process_that_fell_silent_is_noticed_late_or_one_that_lives_is_taken_f
     assert _until(lambda: len(ear.silent) > 1, 4) > 1.7
 
 
-def test_a_driver_that_did_not_listen_takes_all_for_silent(
+def test_driver_that_was_blocked_does_not_report_live_processes(
     beating: Callable[[Ear, int], Beating],
 ) -> None:
     ear = Ear(0, 1, 2, 3, block=2.5)
@@ -123,7 +123,7 @@ def test_no_process_is_given_up_when_all_fall_silent_at_once(
     assert ear.silent == [1]
 
 
-def test_a_process_that_answers_over_tcp_is_not_given_up(
+def test_process_that_answers_over_tcp_is_not_given_up(
     beating: Callable[[Ear, int], Beating],
 ) -> None:
     ear = Ear(0, 1)
@@ -141,7 +141,7 @@ def test_a_process_that_answers_over_tcp_is_not_given_up(
     assert ear.unheard == [1]
 
 
-def test_watchdog_keeps_telling_the_driver_while_its_beats_are_lost(
+def test_watchdog_reports_with_backoff_while_its_heartbeats_are_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOROVOD_RENDEZVOUS_SECRET", SECRET.decode())
@@ -168,7 +168,7 @@ def test_watchdog_keeps_telling_the_driver_while_its_beats_are_lost(
     assert _until(lambda: told[0] > before, 2) < 1, "a new outage is told at once"
 
 
-def test_lost_acknowledgements_then_lost_beats_do_not_end_a_rank(
+def test_rank_survives_lost_acknowledgements_and_heartbeats(
     beating: Callable[[Ear, int], Beating], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ear = Ear(0, 1)
@@ -192,13 +192,13 @@ def test_lost_acknowledgements_then_lost_beats_do_not_end_a_rank(
     assert ear.unheard == [0] and not ear.silent
 
 
-def test_a_driver_that_hears_nothing_from_the_start_says_something() -> None:
+def test_driver_without_any_heartbeat_reports_no_silence() -> None:
     ear = Ear()
     time.sleep(2)
     assert not ear.silent, "where datagrams do not get through all is as without them"
 
 
-def test_a_forged_or_repeated_datagram_counts(beating: Callable[[Ear, int], Beating]) -> None:
+def test_forged_and_replayed_datagrams_are_ignored(beating: Callable[[Ear, int], Beating]) -> None:
     genuine = beats.encode(Message(Kind.BEAT, 1, 5), SECRET)
     assert beats.decode(genuine, SECRET) == Message(Kind.BEAT, 1, 5)
     for forged in (genuine[:-1], genuine[:-1] + b"x", b"", b"x" * 29, b"\x09" + genuine[1:]):
@@ -213,7 +213,7 @@ def test_a_forged_or_repeated_datagram_counts(beating: Callable[[Ear, int], Beat
     assert heard.arrivals.bound(1, 3) is None, "the same datagram counted again"
 
 
-def test_a_round_that_is_over_goes_on_or_ends_another(
+def test_end_of_round_notice_is_resent_and_ends_only_its_own_round(
     beating: Callable[[Ear, int], Beating],
 ) -> None:
     ear = Ear()
@@ -234,7 +234,7 @@ def test_a_round_that_is_over_goes_on_or_ends_another(
     assert not over.wait(3 * BEAT_SECONDS)
 
 
-def test_a_rank_whose_watchdog_died_is_taken_for_gone(
+def test_rank_with_a_dead_watchdog_is_not_reported_silent(
     beating: Callable[[Ear, int], Beating],
 ) -> None:
     ear = Ear(0, 1)

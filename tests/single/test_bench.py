@@ -1,4 +1,4 @@
-"""`hvdtrain bench`: each benchmark runs and prints its figures. No figure is judged here."""
+"""`hvdtrain bench`: each benchmark runs and prints its metrics; their values are not checked."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def _figures(
 
 
 @pytest.mark.usefixtures("warm_workers")
-def test_weights_differ_from_those_of_the_loop_by_hand() -> None:
+def test_overhead_bench_weights_match_plain_loop_bitwise() -> None:
     report, figures = _figures("overhead", "--rounds", "2", bench=_bench_here)
     assert report["bit_identical"] is True
     assert figures["hvdtrain / plain PyTorch loop"]["aim"] == "<= 1.02"
 
 
 @pytest.mark.usefixtures("warm_workers")
-def test_a_loss_with_a_weight_is_not_compared(tmp_path: Path) -> None:
+def test_overhead_bench_compares_weighted_losses_bitwise(tmp_path: Path) -> None:
     preset = tmp_path / "weighted.yaml"
     preset.write_text("task: tests.support.unusual:Weighted\nbatch: {global_size: 8}\n")
     arguments = ("--preset", str(preset), "--steps", "1", "--rounds", "2", "--format", "json")
@@ -86,7 +86,7 @@ def test_a_loss_with_a_weight_is_not_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("warm_workers")
-def test_a_contender_of_scaling_is_missing() -> None:
+def test_scaling_bench_measures_every_contender() -> None:
     _, figures = _figures("scaling", "--rounds", "1", bench=_bench_here)
     for name in ("2 ranks, horovodrun --gloo", "2 ranks, mpirun"):
         assert figures[f"{name}: efficiency"]["aim"] == ">= 90"
@@ -104,7 +104,7 @@ print("hierarchical", os.environ["HOROVOD_HIERARCHICAL_ALLREDUCE"])
 """
 
 
-def test_what_keys_ask_of_horovod_is_not_asked_where_it_is_measured(tmp_path: Path) -> None:
+def test_measured_loop_applies_horovod_settings_of_the_config(tmp_path: Path) -> None:
     flags = [*TINY, *processes.QUIET, "--train.steps=1", "--exchange.hierarchical=true"]
     done = subprocess.run(
         [sys.executable, "-c", _ENVIRONMENT, str(tmp_path), *flags],
@@ -116,20 +116,20 @@ def test_what_keys_ask_of_horovod_is_not_asked_where_it_is_measured(tmp_path: Pa
     assert done.stdout.splitlines()[-1:] == ["hierarchical 1"], done.stderr
 
 
-def test_a_layout_is_not_beside_torchs_own_script_or_trains_on_other_samples() -> None:
+def test_layout_speed_bench_matches_torch_losses_for_every_axis() -> None:
     report, figures = _figures("layout-speed", "--rounds", "2", more=["--model.layers=2"])
     assert all(float(apart) < 1e-5 for apart in report["losses_apart"].values())
     for axis in ("shard", "pipeline", "tensor"):
         assert figures[f"{axis} 2: hvdtrain / torch"]["aim"] == "<= 1.05"
 
 
-def test_memory_is_not_measured() -> None:
+def test_memory_bench_reports_usage_and_ratio() -> None:
     _, figures = _figures("memory", "--rounds", "1")
     assert figures["hvdtrain"]["median"] > 50  # MiB: torch alone has more
     assert figures["hvdtrain / plain PyTorch loop"]["aim"] == "<= 1.15"
 
 
-def test_a_save_is_not_measured(tmp_path: Path) -> None:
+def test_checkpoint_bench_measures_stall_and_restore(tmp_path: Path) -> None:
     report, figures = _figures(
         "checkpoint", "--preset", "gpt-nano", "--rounds", "2", more=[f"--run.root={tmp_path}"]
     )
@@ -139,7 +139,7 @@ def test_a_save_is_not_measured(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # it leaves nothing
 
 
-def test_elastic_and_not_elastic_jobs_do_not_take_turns() -> None:
+def test_elastic_bench_reports_ratio_and_launcher_cpu_usage() -> None:
     done = _bench("elastic", "--steps", "2", "--rounds", "3", "--format", "json", "--", *TINY)
     assert done.returncode == 0, done.stderr
     figures = {figure["name"]: figure for figure in json.loads(done.stdout)["figures"]}
@@ -148,7 +148,7 @@ def test_elastic_and_not_elastic_jobs_do_not_take_turns() -> None:
     assert figures["not elastic: launcher and watchdogs"]["unit"] == "% of a core"
 
 
-def test_telemetry_on_and_off_do_not_take_turns() -> None:
+def test_telemetry_bench_reports_ratio_and_step_time() -> None:
     done = _bench("telemetry", "--steps", "2", "--rounds", "3", "--format", "json", "--", *TINY)
     assert done.returncode == 0, done.stderr
     figures = {figure["name"]: figure for figure in json.loads(done.stdout)["figures"]}
@@ -156,7 +156,7 @@ def test_telemetry_on_and_off_do_not_take_turns() -> None:
     assert 0 < figures["with telemetry"]["median"] < 10_000
 
 
-def test_a_scrape_is_not_measured() -> None:
+def test_scrape_bench_reports_step_time_and_scrape_time() -> None:
     done = _bench("scrape", "--steps", "50", "--rounds", "2", "--format", "json", "--", *TINY)
     assert done.returncode == 0, done.stderr
     figures = {figure["name"]: figure for figure in json.loads(done.stdout)["figures"]}
@@ -164,7 +164,7 @@ def test_a_scrape_is_not_measured() -> None:
     assert 0.05 < figures["one scrape"]["median"] < 20, "ms"
 
 
-def test_a_killed_rank_is_not_replaced_or_its_recovery_not_measured(tmp_path: Path) -> None:
+def test_recovery_bench_measures_pause_and_replacement_of_killed_rank(tmp_path: Path) -> None:
     _, figures = _figures("recovery", "--rounds", "1", more=[f"--run.root={tmp_path}"])
     pause, of_it = figures["pause after a kill"], figures["of which re-initialisation"]
     assert of_it["median"] < pause["median"] < figures["until all ranks are back"]["median"]
@@ -187,24 +187,24 @@ EVENTS = [
 @pytest.mark.parametrize(
     ("last", "pause"), [(10.0, 0.75), (10.75, 0.5)], ids=["in the step", "at its end"]
 )
-def test_pause_after_a_kill_is_counted_from_another_step(last: float, pause: float) -> None:
+def test_recovery_pause_starts_at_the_kill_or_a_later_step_end(last: float, pause: float) -> None:
     lines = [{"time": t} for t in (9.0, last, 11.25, 19.5, 20.5, 21.0)]
     expected = Recovery(pause=pause, initialisation=0.25, joining=1.0, whole=10.0)
     assert recovered(lines, EVENTS, since=10.5, np=4) == expected
 
 
-def test_kill_without_effect_is_measured() -> None:
+def test_kill_without_effect_is_an_error() -> None:
     with pytest.raises(BenchError, match="was not noticed, or not replaced"):
         recovered([{"time": 9.0}], EVENTS[:3], since=10.5, np=4)
 
 
-def test_range_of_a_median_is_too_narrow_or_leaves_the_values() -> None:
+def test_median_range_matches_the_binomial_tables() -> None:
     assert median_range([3.0]) == (3.0, 3.0)
     # Of 100 values the 40th and the 61st, as the tables of the binomial distribution have it.
     assert median_range([float(i) for i in range(1, 101)]) == (40.0, 61.0)
 
 
-def test_a_table_hides_an_aim_that_was_missed() -> None:
+def test_table_marks_missed_aims() -> None:
     figures = [
         Figure("a", "x", [1.0, 3.0, 1.5], at_least=1.8),
         Figure("b", "ms a step", [2.0]),
@@ -230,13 +230,13 @@ def test_a_table_hides_an_aim_that_was_missed() -> None:
         (["--np", "2", "--hosts", "a:1"], "has 1 of the slots that --np 2 takes"),
     ],
 )
-def test_a_wrong_command_line_is_measured(arguments: list[str], message: str) -> None:
+def test_invalid_command_line_is_rejected(arguments: list[str], message: str) -> None:
     done = _bench("scaling", *arguments)
     assert done.returncode == 2
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_measured_process_fails_without_a_word() -> None:
+def test_error_of_a_measured_process_is_reported() -> None:
     done = _bench("overhead", "--", "--data.train=/none")
     assert done.returncode == 2
     assert "Traceback" not in done.stderr

@@ -1,5 +1,7 @@
-"""`hvdtrain bench allreduce`: arithmetic, table, plot and mistakes; test_bench.py of the cluster
-has its ranks."""
+"""`hvdtrain bench allreduce`: arithmetic, table, plot and invalid options.
+
+tests/cluster/test_bench.py runs it on several ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ REPORT = AllreduceReport(
 )
 
 
-def test_bandwidths_are_not_those_of_nccl_tests() -> None:
+def test_bandwidths_match_the_nccl_tests_formulas() -> None:
     assert algorithm_bandwidth(10**9, 0.5) == 2e9
     assert bus_bandwidth(10**9, 0.5, ranks=2) == 2e9  # 2 (n - 1) / n = 1
     assert bus_bandwidth(10**9, 0.5, ranks=4) == 3e9
     assert bus_bandwidth(10**9, 0.5, ranks=1) == 0
 
 
-def test_ratios_are_not_of_turns_beside_each_other() -> None:
+def test_ratios_are_medians_of_per_round_ratios() -> None:
     content = json.loads(REPORT.to_json())
     assert content["left_out"] == {"Horovod, MPI": "mpirun is not installed"}
     rows = {(row["side"], row["bytes"]): row for row in content["rows"]}
@@ -49,7 +51,7 @@ def test_ratios_are_not_of_turns_beside_each_other() -> None:
     assert rows["MPI_Allreduce", 1024]["of"] == {}
 
 
-def test_a_table_hides_who_was_left_out_or_an_aim_that_was_missed() -> None:
+def test_table_shows_skipped_contenders_and_missed_aims() -> None:
     head, units, *rows, left_out, last = REPORT.to_table().splitlines()
     assert head.split()[-5:] == ["/", "MPI_Allreduce", "/", "torch", "gloo"]
     assert units.split() == ["us", "us", "us", "GB/s", "GB/s", "x", "x"]
@@ -61,7 +63,7 @@ def test_a_table_hides_who_was_left_out_or_an_aim_that_was_missed() -> None:
     assert last.startswith("4 ranks (a:2,b:2), load ")
 
 
-def test_a_side_is_not_drawn() -> None:
+def test_plot_includes_every_contender() -> None:
     svg = bandwidth_svg(REPORT.bus_bandwidths())
     assert svg.startswith("<svg")
     for text in (*REPORT.seconds, "32 MiB", "bus bandwidth, GB/s"):
@@ -81,7 +83,7 @@ def test_a_side_is_not_drawn() -> None:
         ("--plot /none/out.svg", "--plot /none/out.svg cannot be written"),
     ],
 )
-def test_a_wrong_all_reduce_is_measured(
+def test_invalid_option_is_a_one_line_error(
     arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "allreduce", *arguments.split()]) == 2
@@ -91,14 +93,14 @@ def test_a_wrong_all_reduce_is_measured(
 
 
 @pytest.mark.parametrize("np", ["1", "two"])
-def test_one_rank_is_measured(np: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fewer_than_two_ranks_are_rejected(np: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["bench", "allreduce", "--np", np])
     assert ended.value.code == 2
     assert f"{np} is not >= 2" in capsys.readouterr().err
 
 
-def test_the_absence_of_mpirun_is_a_traceback(
+def test_missing_mpirun_excludes_only_mpi_contenders(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from hvdtrain.bench.allreduce import missing_contenders

@@ -1,5 +1,7 @@
-"""`hvdtrain bench exchange`: arithmetic, table, plot and mistakes; test_bench.py of the cluster
-has its ranks."""
+"""`hvdtrain bench exchange`: arithmetic, table, plot and invalid options.
+
+tests/cluster/test_bench.py runs it on several ranks.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,11 @@ REPORT = ExchangeReport(
 )
 
 
-def test_warm_up_counts_as_time_of_a_step() -> None:
+def test_step_time_excludes_warm_up() -> None:
     assert _curve(0.2).step_seconds == pytest.approx(0.2)
 
 
-def test_loss_of_a_time_is_of_steps_that_were_not_done_then_or_not_of_the_last_ten() -> None:
+def test_loss_at_a_time_averages_the_last_ten_completed_steps() -> None:
     curve = _curve(0.1)
     assert curve.seconds[14] == pytest.approx(10.5)
     assert curve.loss_at(10.55) == curve.loss_after(15) == pytest.approx(9.5)  # steps 6 to 15
@@ -46,7 +48,7 @@ def test_loss_of_a_time_is_of_steps_that_were_not_done_then_or_not_of_the_last_t
     assert curve.smoothed()[2] == (pytest.approx(3.0), 18.0)
 
 
-def test_sides_are_not_compared_after_equal_steps_and_equal_time_of_their_own_round() -> None:
+def test_strategies_are_compared_per_round_at_equal_steps_and_time() -> None:
     content = json.loads(REPORT.to_json())
     assert content["launcher"] == "gloo" and content["steps"] == 20
     assert content["equal_seconds"] == pytest.approx(11)  # 11, 44 and 11
@@ -67,7 +69,7 @@ def test_sides_are_not_compared_after_equal_steps_and_equal_time_of_their_own_ro
     assert alone["of"] == {}
 
 
-def test_a_table_hides_a_side_or_a_loss_that_was_not_finite() -> None:
+def test_table_lists_every_strategy_and_blanks_nonfinite_losses() -> None:
     curves = {**REPORT.curves, "topk": [_curve(0.1, math.nan, 4e4, math.nan)] * 3}
     report = ExchangeReport(FACTS, curves, REPORT.alone)
     head, units, alone, dense, topk, last = report.to_table().splitlines()
@@ -81,13 +83,13 @@ def test_a_table_hides_a_side_or_a_loss_that_was_not_finite() -> None:
     assert json.loads(report.to_json())["rows"][2]["loss"] is None  # JSON has no NaN
 
 
-def test_ratios_are_taken_of_a_side_that_was_not_asked_for() -> None:
+def test_ratios_use_only_requested_strategies() -> None:
     report = ExchangeReport(FACTS, {"topk": REPORT.curves["topk"]}, REPORT.alone)
     assert "dense" not in report.to_table()
     assert set(report.rows()[1]["of"]) == {"no exchange"}
 
 
-def test_a_side_is_not_drawn() -> None:
+def test_plot_includes_every_strategy() -> None:
     svg = loss_svg({name: found[0].smoothed() for name, found in REPORT.curves.items()})
     assert svg.startswith("<svg")
     for text in (*REPORT.curves, "seconds of training", "training loss, mean of 10 steps"):
@@ -96,7 +98,7 @@ def test_a_side_is_not_drawn() -> None:
     assert all(side in loss_svg(many) for side in many)
 
 
-def test_bytes_or_times_of_a_run_are_read_wrongly(tmp_path: Path) -> None:
+def test_curve_reads_times_losses_and_sent_bytes_of_a_run(tmp_path: Path) -> None:
     lines = [
         {"step": n, "loss": 9.0 - n / 10 if n != 2 else None, "time": 100 + n, "step_seconds": 0.5}
         for n in range(1, 26)
@@ -134,7 +136,7 @@ def test_bytes_or_times_of_a_run_are_read_wrongly(tmp_path: Path) -> None:
         ("-- --run.root=/dev/null/x", "run.root /dev/null/x cannot be written: Not a directory"),
     ],
 )
-def test_a_wrong_exchange_is_measured(
+def test_invalid_option_is_a_one_line_error(
     arguments: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "exchange", *arguments.split()]) == 2
@@ -143,7 +145,7 @@ def test_a_wrong_exchange_is_measured(
     assert error.startswith("hvdtrain: error: ") and error.count("\n") == 1
 
 
-def test_the_absence_of_mpirun_is_noticed_after_minutes(
+def test_missing_mpirun_is_reported_at_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -152,11 +154,11 @@ def test_the_absence_of_mpirun_is_noticed_after_minutes(
 
 
 @pytest.mark.parametrize("arguments", ["--np 1", "--launcher tcp", "--rounds 0"])
-def test_an_impossible_exchange_is_measured(arguments: str) -> None:
+def test_option_out_of_range_is_a_usage_error(arguments: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["bench", "exchange", *arguments.split()])
     assert ended.value.code == 2
 
 
-def test_a_strategy_is_measured_twice() -> None:
+def test_duplicate_strategies_are_measured_once() -> None:
     assert parse_strategies("topk, dense,topk") == ["topk", "dense"]

@@ -1,4 +1,4 @@
-"""`hvdtrain bench layouts`: who misses its aim, and what it is compared with."""
+"""`hvdtrain bench layouts`: aims, references, coverage and failed layouts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WANTED = _curve(4.0, 2.0)
         (_curve(4.0, 2.0), None, 0.0, inf),
     ],
 )
-def test_a_layout_whose_losses_are_others_meets_its_aim(
+def test_layout_with_different_losses_misses_its_aim(
     found: Curve | str, wanted: Curve | None, aim: float, difference: float
 ) -> None:
     row = Row("tensor 2", 2, found, wanted, aim)
@@ -48,7 +48,7 @@ def test_a_layout_whose_losses_are_others_meets_its_aim(
     assert json.loads(report.to_json())["rows"][0]["met"] == row.met
 
 
-def test_the_table_lacks_an_axis_a_pair_or_a_number_of_ranks() -> None:
+def test_layouts_cover_every_axis_pair_and_number_of_ranks() -> None:
     assert len(set(LAYOUTS)) == len(LAYOUTS) >= 20
     assert {ranks_of(layout) for layout in LAYOUTS} == {2, 4, 8, 16}
     axes = [frozenset(a for a in (*AXES, "data") if a in layout) for layout in LAYOUTS]
@@ -76,7 +76,7 @@ class _Ranks:
         return 0, lines
 
 
-def test_a_layout_that_fails_takes_others_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_layout_does_not_affect_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = _Ranks("shard=2")
     monkeypatch.setattr(module, "attempt", ranks)
     chosen = ["data 2", "shard 2", "tensor 2", "data 2 x zero 1", "tensor 16"]
@@ -88,7 +88,7 @@ def test_a_layout_that_fails_takes_others_with_it(monkeypatch: pytest.MonkeyPatc
     assert [row.aim for row in report.rows] == [1e-5, 1e-5, 1e-5, 0.0]
 
 
-def test_a_missed_aim_ends_with_0(
+def test_missed_aim_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["bench", "layouts", "--layout", "tensor 2", "--layout", "shard 2"]
@@ -99,7 +99,7 @@ def test_a_missed_aim_ends_with_0(
     assert cli.main(command) == 0
 
 
-def test_a_layout_that_is_none_does_not_end_with_one_sentence() -> None:
+def test_malformed_layout_is_rejected() -> None:
     with pytest.raises(UserError, match="--layout tensor: write it as 'data 2 x tensor 2'"):
         ranks_of("tensor")
     with pytest.raises(UserError, match="the degree of an axis is a number"):

@@ -1,4 +1,4 @@
-"""batch.max_tokens: whole runs, on any ranks and with any workers."""
+"""Whole runs with batch.max_tokens, on several numbers of ranks and workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _curve(folder: Path) -> list[float]:
     return [v for line in lines for k, v in line.items() if k in ("loss", "validation_loss")]
 
 
-def test_a_curve_by_length_depends_on_ranks_workers_or_a_restart(
+def test_bucketed_curve_is_independent_of_ranks_workers_and_restarts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = [*EXACT, "--checkpoint.every", "4"]
@@ -51,7 +51,7 @@ def test_a_curve_by_length_depends_on_ranks_workers_or_a_restart(
     assert re.search(r"10 steps of 6 micro-batches are .* epochs of \d+ micro-batches", output)
 
 
-def test_a_run_by_length_resumes_with_another_budget(tmp_path: Path) -> None:
+def test_resume_rejects_token_budget_change(tmp_path: Path) -> None:
     flags = [*RAGGED, "--run.root", str(tmp_path), "--run.id", "one", "--checkpoint.every", "2"]
     assert run(tmp_path / "output", [*flags, "--train.steps", "2"]).returncode == 0
     done = run(tmp_path / "output", [*flags, "--batch.max_tokens", "80"])
@@ -66,7 +66,7 @@ def test_a_run_by_length_resumes_with_another_budget(tmp_path: Path) -> None:
         ("Plain", "the training data (Tensor) has no `lengths`"),
     ],
 )
-def test_a_task_that_cannot_go_by_length_is_not_told_so(
+def test_task_without_token_counts_or_lengths_is_rejected(
     tmp_path: Path, task: str, message: str
 ) -> None:
     flags = ["--task", f"tests.support.ragged:{task}", "--telemetry.port", "0"]

@@ -1,4 +1,4 @@
-"""Micro-batches by length: each sample once an epoch, within the budget, on any ranks."""
+"""Micro-batches by length: each sample once per epoch, within the budget, on any ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _buckets(lengths: list[int], max_tokens: int = 60) -> SampleBuckets:
 
 @settings(deadline=None)
 @given(lengths=LENGTHS, max_tokens=st.integers(60, 200), epoch=st.integers(0, 5))
-def test_an_epoch_repeats_or_loses_a_sample_or_a_micro_batch_is_over_the_budget(
+def test_epoch_uses_every_sample_once_within_the_token_budget(
     lengths: list[int], max_tokens: int, epoch: int
 ) -> None:
     buckets = _buckets(lengths, max_tokens)
@@ -54,9 +54,7 @@ def test_an_epoch_repeats_or_loses_a_sample_or_a_micro_batch_is_over_the_budget(
 @pytest.mark.slow
 @settings(deadline=None)
 @given(lengths=LENGTHS, start=st.integers(0, 40), stop=st.integers(0, 200))
-def test_the_audit_counts_other_samples_than_were_used(
-    lengths: list[int], start: int, stop: int
-) -> None:
+def test_audit_counts_the_samples_that_were_used(lengths: list[int], start: int, stop: int) -> None:
     buckets = _buckets(lengths)
     order, stop = buckets.order, max(start, stop)
     assert order.samples_before(stop) == buckets.used(range(stop)).samples
@@ -66,14 +64,14 @@ def test_the_audit_counts_other_samples_than_were_used(
     assert check_buckets(start, stop, order, limit=30).checked <= check.checked
 
 
-def test_a_repeated_sample_of_a_bucket_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_samples_of_a_bucket_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     order = _buckets([3] * 50 + [20] * 9).order
     monkeypatch.setattr(order, "_seed", order._seed)
     monkeypatch.setattr("hvdtrain.data.buckets.permute", lambda p, size, seed, epoch: p // 2)
     assert check_buckets(0, 3 * len(order), order).repeated == [0, 1, 2]
 
 
-def test_lengths_within_a_bucket_differ_more_than_a_tenth_or_epochs_are_alike() -> None:
+def test_buckets_limit_padding_and_are_reshuffled_every_epoch() -> None:
     lengths = np.random.default_rng(0).integers(10, 500, size=5000)
     buckets = SampleBuckets(lengths, 4000, SEED)
     used = buckets.used(range(len(buckets)))
@@ -108,7 +106,7 @@ def _loaded(rank: int, ranks: int, workers: int, start: int = 0) -> dict[tuple[i
     return found
 
 
-def test_ranks_workers_or_a_start_in_between_deal_other_micro_batches() -> None:
+def test_micro_batches_are_independent_of_ranks_workers_and_start_step() -> None:
     whole = _loaded(0, 1, workers=0)
     assert len(whole) == 3 * PER_STEP
     for ranks, workers in ((2, 0), (3, 2), (6, 0)):
@@ -122,7 +120,7 @@ def test_ranks_workers_or_a_start_in_between_deal_other_micro_batches() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_validation_by_length_repeats_or_loses_a_sample(workers: int) -> None:
+def test_bucketed_validation_uses_every_sample_once(workers: int) -> None:
     data = Sentences(VALIDATION)
     loading = Loading(LoaderConfig(workers), collate=Ragged().collate)
     validation = ValidationData(data, SEED, loading, SampleBuckets(data.lengths, 90, SEED))
@@ -157,13 +155,13 @@ class _Lengths(Dataset[Any]):
         ([0] * 3, r"the training data \(list\) has no `lengths`"),
     ],
 )
-def test_wrong_lengths_are_a_traceback(dataset: Any, message: str) -> None:
+def test_invalid_lengths_are_rejected(dataset: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         lengths_of(dataset, 60, "training")
     assert lengths_of(_Lengths(lambda: [1, 2, 3]), 60, "training").tolist() == [1, 2, 3]
 
 
-def test_an_epoch_by_length_takes_a_step_more_or_less() -> None:
+def test_steps_of_bucketed_epochs_are_rounded_up() -> None:
     buckets = _buckets([10] * 61)  # 6 a micro-batch: 11 micro-batches
     flags = ["--batch.max_tokens", "60", "--batch.per_step", "4", "--train.epochs", "2"]
     config = with_steps(parse(flags).config, Datasets([0] * 61), buckets)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The faults of `make chaos`, its table, and how it compares parameters."""
+"""`make chaos`: its faults, its table and its comparison of parameters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def _names(seed: int) -> list[str]:
     return [draw.name for draw in islice(sequence(seed, list(FAULTS)), 100)]
 
 
-def test_seed_decides_the_faults_and_each_comes_once_before_one_comes_twice() -> None:
+def test_seed_determines_faults_and_covers_all_before_any_repeats() -> None:
     assert _names(7) == _names(7) != _names(8)
     assert set(_names(7)[: len(FAULTS)]) == set(FAULTS)
     guest = [name for name in _names(7) if FAULTS[name].guest is not None]
     assert guest[:4] == ["add a host", "remove a host"] * 2
 
 
-def test_table_has_count_median_and_longest_recovery_of_a_fault() -> None:
+def test_table_lists_count_median_and_longest_recovery_of_a_fault() -> None:
     seconds = [0.5, 3.25, 0.75]
     found = table([Outcome("stop a rank", s, 4, 3) for s in seconds])
     assert found.splitlines()[1].split() == [
@@ -29,7 +29,7 @@ def test_table_has_count_median_and_longest_recovery_of_a_fault() -> None:
     ]  # fmt: skip
 
 
-def test_difference_is_relative_and_zero_only_for_equal_bits() -> None:
+def test_difference_is_relative_and_zero_only_if_bitwise_identical() -> None:
     wanted = {"weight": torch.tensor([4.0, 0.0]), "count": torch.tensor(3)}
     assert difference({name: t.clone() for name, t in wanted.items()}, wanted) == 0
     assert difference(wanted | {"weight": torch.tensor([4.0, 0.5])}, wanted) == 0.125

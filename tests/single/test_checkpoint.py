@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole, or reported by name and passed over; never pickled."""
+"""Checkpoints on disk: complete, or reported by name and skipped; never pickled."""
 
 from __future__ import annotations
 
@@ -83,19 +83,19 @@ DAMAGES = {
 }
 
 
-def test_a_checkpoint_comes_back_changed(manager: CheckpointManager) -> None:
+def test_checkpoint_round_trip_is_lossless(manager: CheckpointManager) -> None:
     assert _same(read(manager.finished()[-1]), _checkpoint(20))
     newest = manager.newest()
     assert newest is not None and _same(newest, _checkpoint(20))
 
 
-def test_a_run_without_checkpoint_does_not_start_at_its_beginning(tmp_path: Path) -> None:
+def test_run_without_checkpoints_has_no_newest_one(tmp_path: Path) -> None:
     assert CheckpointManager(tmp_path / "nowhere", keep=1).newest() is None
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_checkpoint_is_used_or_not_named(
+def test_damaged_checkpoint_is_named_and_skipped(
     manager: CheckpointManager, caplog: pytest.LogCaptureFixture, name: str, damage: str
 ) -> None:
     folder = manager.finished()[-1]
@@ -110,7 +110,7 @@ def test_a_damaged_checkpoint_is_used_or_not_named(
 
 
 @pytest.mark.parametrize("name", FILES[:3])
-def test_verify_does_not_name_the_damaged_file(manager: CheckpointManager, name: str) -> None:
+def test_verify_names_the_damaged_file(manager: CheckpointManager, name: str) -> None:
     folder = manager.finished()[-1]
     verify(folder)
     _flip(-1)(folder / name)
@@ -118,14 +118,14 @@ def test_verify_does_not_name_the_damaged_file(manager: CheckpointManager, name:
         verify(folder)
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_starts_anew(manager: CheckpointManager) -> None:
+def test_resume_is_refused_when_all_checkpoints_are_damaged(manager: CheckpointManager) -> None:
     for folder in manager.finished():
         _flip(100)(folder / "model.safetensors")
     with pytest.raises(UserError, match=r"step_00000020, step_00000010.*run\.id"):
         manager.newest()
 
 
-def test_more_or_other_checkpoints_than_the_newest_are_kept(manager: CheckpointManager) -> None:
+def test_only_the_newest_checkpoints_are_kept(manager: CheckpointManager) -> None:
     for step in (30, 40):
         manager.save(_checkpoint(step))
     assert [path.name for path in manager.finished()] == ["step_00000030", "step_00000040"]
@@ -136,7 +136,7 @@ def test_more_or_other_checkpoints_than_the_newest_are_kept(manager: CheckpointM
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_checkpoints_of_a_curve_the_run_left_are_resumed_from_or_push_out_new_ones(
+def test_superseded_checkpoints_are_set_aside_and_not_resumed_from(
     tmp_path: Path, keep: int
 ) -> None:
     # The run resumed from step 10: 20 is damaged, or another was asked for.
@@ -155,7 +155,7 @@ def test_checkpoints_of_a_curve_the_run_left_are_resumed_from_or_push_out_new_on
     assert manager.finished()[-1].name == "step_00000015"
 
 
-def test_a_checkpoint_of_the_same_step_cannot_be_replaced(manager: CheckpointManager) -> None:
+def test_checkpoint_of_the_same_step_is_replaced(manager: CheckpointManager) -> None:
     other = _checkpoint(20)
     other.parts["model"]["a.weight"] += 1
     manager.save(other)
@@ -166,7 +166,7 @@ def _fails_to_rename(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_an_interrupted_write_leaves_something_or_loses_the_older_one(
+def test_interrupted_write_leaves_no_files_and_keeps_older_checkpoints(
     manager: CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
@@ -183,7 +183,7 @@ def test_an_interrupted_write_leaves_something_or_loses_the_older_one(
 
 # The limit stops a write where a full disk would; 64 bytes are less than any of the tensors'.
 @pytest.mark.parametrize("limit", [64, 800])
-def test_a_full_disk_leaves_something_or_loses_the_older_one(
+def test_full_disk_leaves_no_files_and_keeps_older_checkpoints(
     manager: CheckpointManager, limit: int
 ) -> None:
     code = (
@@ -214,7 +214,9 @@ def test_a_full_disk_leaves_something_or_loses_the_older_one(
     assert _same(read(manager.finished()[-1]), _checkpoint(20))
 
 
-def test_what_a_killed_write_left_is_taken_or_stands_in_the_way(manager: CheckpointManager) -> None:
+def test_leftovers_of_a_killed_write_are_ignored_and_overwritten(
+    manager: CheckpointManager,
+) -> None:
     # Killed before the rename: a temporary folder. Killed before the marker: no marker.
     whole = manager.root / folder_name(20)
     shutil.copytree(whole, manager.root / f".{folder_name(30)}.tmp")
@@ -228,7 +230,7 @@ def test_what_a_killed_write_left_is_taken_or_stands_in_the_way(manager: Checkpo
     assert not list(manager.root.glob(".*"))
 
 
-def test_something_in_a_checkpoint_is_pickled(manager: CheckpointManager) -> None:
+def test_checkpoint_files_contain_no_pickle(manager: CheckpointManager) -> None:
     for folder in manager.finished():
         assert sorted(path.name for path in folder.iterdir()) == sorted(FILES)
         for path in folder.iterdir():
@@ -239,7 +241,7 @@ def test_something_in_a_checkpoint_is_pickled(manager: CheckpointManager) -> Non
             assert load_file(folder / name)
 
 
-def test_tied_parameters_or_buffers_do_not_survive(tmp_path: Path) -> None:
+def test_tied_parameters_and_buffers_survive_a_round_trip(tmp_path: Path) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Checkpoints behind the steps: no step waits, no failure ends the training, none is half."""
+"""Asynchronous checkpoints: no step waits, no failure ends training, none is incomplete."""
 
 from __future__ import annotations
 
@@ -176,9 +176,7 @@ def _saved(root: Path) -> dict[int, float]:
     }
 
 
-def test_a_step_waits_for_a_slow_disk_or_the_state_is_of_another_step(
-    tmp_path: Path, disk: Disk
-) -> None:
+def test_slow_disk_delays_no_step_and_saves_consistent_state(tmp_path: Path, disk: Disk) -> None:
     training = Training(tmp_path, CheckpointConfig(every=4, keep=9))
     training.steps(3)
     disk.free.clear()
@@ -193,7 +191,7 @@ def test_a_step_waits_for_a_slow_disk_or_the_state_is_of_another_step(
     assert training.writer.failures == 0 and training.writer.last_saved_step == 16
 
 
-def test_a_save_that_is_in_the_way_of_the_next_is_not_said(
+def test_save_that_blocks_the_next_one_warns_once(
     tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = Training(tmp_path, CheckpointConfig(every=1))
@@ -204,7 +202,7 @@ def test_a_save_that_is_in_the_way_of_the_next_is_not_said(
     assert len(caplog.records) == 1 and "that of step 1 is still being written" in caplog.text
 
 
-def test_a_step_is_saved_again_when_the_ranks_met_anew_after_it(tmp_path: Path) -> None:
+def test_saved_step_is_not_rewritten_after_a_new_rendezvous(tmp_path: Path) -> None:
     training = Training(tmp_path, CheckpointConfig(every=2))
     training.steps(2)
     first = finished(tmp_path)[0].stat().st_ino
@@ -218,7 +216,7 @@ def test_a_step_is_saved_again_when_the_ranks_met_anew_after_it(tmp_path: Path) 
     assert finished(tmp_path)[0].stat().st_ino == first and other.writer.last_saved_step == 2
 
 
-def test_every_seconds_saves_never_or_with_each_step(tmp_path: Path) -> None:
+def test_every_seconds_saves_once_per_interval(tmp_path: Path) -> None:
     training = Training(tmp_path, CheckpointConfig(every=0, every_seconds=0.4))
     training.steps(3)
     assert _saved(tmp_path) == {}
@@ -227,9 +225,7 @@ def test_every_seconds_saves_never_or_with_each_step(tmp_path: Path) -> None:
     assert _saved(tmp_path) == {4: 4.0}
 
 
-def test_the_last_step_is_not_saved_or_the_run_does_not_wait_for_it(
-    tmp_path: Path, disk: Disk
-) -> None:
+def test_run_waits_until_its_last_step_is_saved(tmp_path: Path, disk: Disk) -> None:
     training = Training(tmp_path, CheckpointConfig(every=4), steps=5)
     training.steps(3)
     disk.free.clear()
@@ -239,7 +235,7 @@ def test_the_last_step_is_not_saved_or_the_run_does_not_wait_for_it(
     assert _saved(tmp_path) == {4: 4.0, 5: 5.0} and training.callback.error is None
 
 
-def test_the_end_waits_for_ever_or_calls_a_missing_checkpoint_saved(
+def test_pending_last_save_times_out_with_an_error(
     tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "PATIENCE_S", 0.2)
@@ -251,7 +247,7 @@ def test_the_end_waits_for_ever_or_calls_a_missing_checkpoint_saved(
     assert "step 4 is still being written" in str(training.callback.error)
 
 
-def test_a_failed_save_ends_the_training_or_is_not_counted(
+def test_failed_save_is_counted_and_training_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = tmp_path / "checkpoints"
@@ -272,14 +268,14 @@ def test_a_failed_save_ends_the_training_or_is_not_counted(
 
 
 @pytest.mark.parametrize("grace_seconds", [0.0, 60.0])
-def test_asked_to_stop_the_state_is_not_saved(tmp_path: Path, grace_seconds: float) -> None:
+def test_preempted_run_saves_its_state(tmp_path: Path, grace_seconds: float) -> None:
     training = Training(tmp_path, CheckpointConfig(every=0), grace_seconds=grace_seconds)
     training.steps(2)
     training.step(preempted=True)
     assert _saved(tmp_path) == {3: 3.0} and training.callback.error is None
 
 
-def test_a_save_that_does_not_fit_into_the_grace_period_is_begun(
+def test_save_longer_than_the_grace_period_is_not_started(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = Training(tmp_path, CheckpointConfig(every=2), grace_seconds=5.0)
@@ -291,7 +287,7 @@ def test_a_save_that_does_not_fit_into_the_grace_period_is_begun(
     assert "does not fit" in caplog.text and "the newest checkpoint is of step 2" in caplog.text
 
 
-def test_a_save_in_progress_is_given_up_though_it_fits_into_the_grace_period(
+def test_save_in_progress_is_finished_within_the_grace_period(
     tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = Training(tmp_path, CheckpointConfig(every=2), grace_seconds=5.0)
@@ -307,7 +303,7 @@ def test_a_save_in_progress_is_given_up_though_it_fits_into_the_grace_period(
     assert "the newest checkpoint is of step 4" in caplog.text
 
 
-def test_a_slow_save_uses_up_more_than_the_grace_period(
+def test_slow_save_is_abandoned_at_the_end_of_the_grace_period(
     tmp_path: Path, disk: Disk, caplog: pytest.LogCaptureFixture
 ) -> None:
     training = Training(tmp_path, CheckpointConfig(every=2), grace_seconds=0.5)
@@ -318,7 +314,7 @@ def test_a_slow_save_uses_up_more_than_the_grace_period(
     assert "there is no checkpoint" in caplog.text and training.callback.error is None
 
 
-def test_tied_or_turned_tensors_are_not_saved_as_they_are(tmp_path: Path) -> None:
+def test_tied_and_noncontiguous_tensors_are_snapshotted(tmp_path: Path) -> None:
     shared = torch.arange(12.0).view(3, 4)
     model = {"a": shared, "tied": shared, "turned": shared.t(), "part": shared[1:, :2]}
     saver = CheckpointWriter(CheckpointManager(tmp_path, 1), saved=0)
@@ -330,7 +326,7 @@ def test_tied_or_turned_tensors_are_not_saved_as_they_are(tmp_path: Path) -> Non
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_model_that_grows_does_not_get_into_the_staging_buffer(tmp_path: Path) -> None:
+def test_staging_buffer_grows_with_the_model(tmp_path: Path) -> None:
     saver = CheckpointWriter(CheckpointManager(tmp_path, 9), saved=0)
     for step in (1, 2):
         tensors = {"weight": torch.full((step,), float(step))}
@@ -353,7 +349,7 @@ def _same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     )
 
 
-def test_the_library_reads_or_writes_another_format(tmp_path: Path) -> None:
+def test_tensor_files_are_interoperable_with_safetensors(tmp_path: Path) -> None:
     tensors = _one_of_each()
     tensor_file.write_tensors(tmp_path / "ours", tensors)
     assert _same(load_file(tmp_path / "ours"), tensors)
@@ -371,7 +367,7 @@ def _leave(root: Path, host: str, process: int, age: float) -> Path:
     return folder
 
 
-def test_leftovers_of_dead_processes_stay_or_those_of_living_ones_go(tmp_path: Path) -> None:
+def test_only_leftovers_of_dead_processes_are_deleted(tmp_path: Path) -> None:
     here = os.uname().nodename
     with subprocess.Popen(["true"]) as gone:
         gone.wait(LIMIT)
@@ -389,7 +385,7 @@ def _identity(folder: Path) -> int | None:
     return None
 
 
-def test_two_processes_that_save_the_same_steps_damage_them(tmp_path: Path) -> None:
+def test_concurrent_saves_of_the_same_steps_stay_intact(tmp_path: Path) -> None:
     code = (
         "import sys, torch\n"
         "from pathlib import Path\n"
@@ -426,7 +422,7 @@ FLAGS = [
 ]
 
 
-def test_a_disk_that_hangs_stops_the_training_or_the_end(tmp_path: Path) -> None:
+def test_hung_disk_stops_neither_training_nor_shutdown(tmp_path: Path) -> None:
     flags = [*FLAGS, "--task", "tests.support.tasks:BlockedDisk", "--run.root", str(tmp_path)]
     done = run(tmp_path / "output", flags, env={"HVDTRAIN_TEST_BLOCKED": "1"})
     assert done.returncode == 1, done
@@ -436,7 +432,7 @@ def test_a_disk_that_hangs_stops_the_training_or_the_end(tmp_path: Path) -> None
     assert finished(tmp_path / "case/checkpoints") == []
 
 
-def test_a_long_last_save_is_taken_for_a_rank_that_takes_no_part(tmp_path: Path) -> None:
+def test_long_last_save_does_not_trigger_the_stall_shutdown(tmp_path: Path) -> None:
     # Rank 0 waits for its disk longer than Horovod lets ranks wait for one in a collective.
     flags = [*FLAGS, "--task", "tests.support.tasks:BlockedDisk", "--run.root", str(tmp_path)]
     env = {
@@ -472,7 +468,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="mounts a disk")
 
 
 @needs_root
-def test_a_disk_that_is_full_for_a_while_leaves_a_gap_or_ends_the_run(tmp_path: Path) -> None:
+def test_run_survives_a_temporarily_full_disk(tmp_path: Path) -> None:
     done = _on_a_small_disk(tmp_path, "4:7")
     assert done.returncode == 0, done
     case = tmp_path / "disk.after/case"
@@ -489,7 +485,7 @@ def test_a_disk_that_is_full_for_a_while_leaves_a_gap_or_ends_the_run(tmp_path: 
 
 
 @needs_root
-def test_a_disk_that_stays_full_costs_an_older_checkpoint_or_ends_with_0(tmp_path: Path) -> None:
+def test_full_disk_at_the_end_keeps_older_checkpoint_and_exits_with_1(tmp_path: Path) -> None:
     done = _on_a_small_disk(tmp_path, "4:99")
     assert done.returncode == 1, done
     assert "error: the last checkpoint could not be written: [Errno 28]" in done.stderr, done

@@ -1,4 +1,4 @@
-"""`hvdtrain ckpt`: what a run has saved, whether it is whole, and its weights for others."""
+"""`hvdtrain ckpt`: list, verify and export the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def _damage(checkpoint: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_state_is_missing_in_the_list(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_the_state_of_every_checkpoint(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoints = run / "checkpoints"
     for name in ("left_step_00000003", ".step_00000006.host.7.abc.tmp", "step_00000005"):
         shutil.copytree(checkpoints / "step_00000004", checkpoints / name)
@@ -67,7 +69,7 @@ def test_a_state_is_missing_in_the_list(run: Path, capsys: pytest.CaptureFixture
     assert hidden == "being written, or a leftover of that"
 
 
-def test_a_flipped_bit_or_missing_marker_is_not_found_or_does_not_end_with_2(
+def test_verify_detects_flipped_bits_and_missing_markers(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _ckpt("verify", run) == 0
@@ -85,7 +87,7 @@ def test_a_flipped_bit_or_missing_marker_is_not_found_or_does_not_end_with_2(
     assert _ckpt("verify", run / "checkpoints/step_00000002") == 2
 
 
-def test_a_stranger_cannot_use_what_was_exported(run: Path, tmp_path: Path) -> None:
+def test_exported_weights_and_config_are_self_contained(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "somewhere/model"
     assert _ckpt("export", run, "--out", out) == 0
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
@@ -102,7 +104,7 @@ def test_a_stranger_cannot_use_what_was_exported(run: Path, tmp_path: Path) -> N
     assert json.loads((tmp_path / "earlier/config.json").read_text())["step"] == 2
 
 
-def test_an_export_overwrites_or_takes_what_is_damaged(
+def test_export_refuses_existing_targets_and_damaged_checkpoints(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kept = tmp_path / "kept"
@@ -119,7 +121,7 @@ def test_an_export_overwrites_or_takes_what_is_damaged(
 
 
 @pytest.mark.parametrize("action", ["list", "verify", "export"])
-def test_what_is_no_run_shows_a_traceback(
+def test_path_that_is_not_a_run_exits_with_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], action: str
 ) -> None:
     more = ["--out", tmp_path / "out"] if action == "export" else []
@@ -128,7 +130,7 @@ def test_what_is_no_run_shows_a_traceback(
         assert str(path) in capsys.readouterr().err
 
 
-def test_ckpt_needs_torch(run: Path) -> None:
+def test_ckpt_does_not_import_torch(run: Path) -> None:
     code = (
         "import sys; from hvdtrain.cli import main\n"
         "assert main(sys.argv[1:]) == 0\n"

@@ -1,4 +1,4 @@
-"""The style of the code: ruff and mypy as pyproject.toml sets them up."""
+"""Code style: ruff and mypy as configured in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_the_code_breaks_the_style(name: str) -> None:
+def test_code_passes_style_checks(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", *CHECKS[name]],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""hvdtrain.comm in training runs and in scripts of one's own, and what a run tells of it."""
+"""hvdtrain.comm in training runs and in user scripts, and its metrics and report."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ COLLECTING = (
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_script_of_the_docs_does_not_count_as_one_process_would(
-    tmp_path: Path, launcher: str
-) -> None:
+def test_docs_script_counts_the_same_on_any_number_of_ranks(tmp_path: Path, launcher: str) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.DOTALL)
     script = tmp_path / "count_bytes.py"
     script.write_text(code)
@@ -52,7 +50,7 @@ def _collect(folder: Path, launcher: str, global_size: int) -> Any:
     return run(folder / "output", [*flags, *size], launcher, {"HVDTRAIN_TEST_PACE": "0"}, 60)
 
 
-def test_collectives_of_a_task_fail_or_the_report_does_not_have_them(
+def test_collectives_of_a_task_appear_in_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = _collect(tmp_path, "gloo:2", global_size=8)
@@ -81,7 +79,7 @@ def _run() -> Any:
     return SimpleNamespace(manifest={}, config={}, ledger=None)
 
 
-def test_a_collective_that_another_rank_has_no_micro_batch_for_hangs(tmp_path: Path) -> None:
+def test_collective_in_a_micro_batch_that_other_ranks_lack_is_rejected(tmp_path: Path) -> None:
     done = _collect(tmp_path, "mpirun:2", global_size=6)
     assert done.returncode == 2, done
     assert done.stderr.count("this rank's micro-batch 2, where another rank has 1") == 1, done
@@ -103,7 +101,7 @@ except comm.RankLostError:
 """
 
 
-def test_a_collective_that_another_rank_never_calls_waits_for_ever(tmp_path: Path) -> None:
+def test_collective_that_another_rank_never_calls_times_out(tmp_path: Path) -> None:
     script = tmp_path / "stalled.py"
     script.write_text(STALLED)
     seconds = {"CHECK": "1", "SHUTDOWN": "2"}
@@ -116,7 +114,7 @@ def test_a_collective_that_another_rank_never_calls_waits_for_ever(tmp_path: Pat
     assert "comm.all_reduce.mine" in done.stderr and "Missing ranks" in done.stderr, done
 
 
-def test_a_script_becomes_a_rank_of_an_elastic_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_cannot_use_comm_under_an_elastic_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_ELASTIC", "1")
     # Another test of this process may have started Horovod.
     monkeypatch.setattr("hvdtrain.comm.process.is_initialised", lambda: False)
@@ -131,7 +129,7 @@ def _in_a_child(results: Any) -> None:
         results.put(str(error))
 
 
-def test_a_helper_process_starts_horovod_and_waits_for_the_other_ranks() -> None:
+def test_comm_call_in_a_helper_process_is_rejected() -> None:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     child = context.Process(target=_in_a_child, args=(results,))
@@ -143,7 +141,7 @@ def test_a_helper_process_starts_horovod_and_waits_for_the_other_ranks() -> None
         child.join()
 
 
-def test_the_exporter_does_not_have_the_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exporter_includes_collective_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process()
     monkeypatch.setattr(comm, "OWN", process)
     with process.timed("all_gather") as sizes:

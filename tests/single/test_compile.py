@@ -1,4 +1,4 @@
-"""compile.enabled: the same curve, the same names, and one sentence where it cannot be."""
+"""compile.enabled: same curve, same tensor names, and a one-line error if unavailable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAGS = ["--train.steps", str(STEPS)]
 
 
 @pytest.mark.slow
-def test_a_compiled_model_has_another_curve_or_other_names(tmp_path: Path) -> None:
+def test_compiled_model_keeps_the_curve_and_tensor_names(tmp_path: Path) -> None:
     plain = train(tmp_path, "plain", FLAGS)
     where = ["--run.root", str(tmp_path), "--run.id", "compiled", "--compile.enabled", "true"]
     done = run(tmp_path / "output", [*TINY, *FLAGS, *where], timeout=240)
@@ -31,7 +31,7 @@ def test_a_compiled_model_has_another_curve_or_other_names(tmp_path: Path) -> No
         assert tensors.keys() == other.parts[part].keys()
 
 
-def test_a_missing_compiler_is_a_traceback_in_the_first_step(tmp_path: Path) -> None:
+def test_missing_compiler_is_reported_without_traceback(tmp_path: Path) -> None:
     flags = [*TINY, "--run.root", str(tmp_path), "--compile.enabled", "true"]
     done = run(tmp_path / "output", flags, env={"PATH": str(tmp_path)})
     assert done.returncode == 2 and "Traceback" not in done.stderr, done
@@ -39,7 +39,7 @@ def test_a_missing_compiler_is_a_traceback_in_the_first_step(tmp_path: Path) -> 
     assert "torch.compile does not work on this host (no g++ on PATH)" in message, done
 
 
-def test_exact_sums_of_compiled_blocks_are_promised() -> None:
+def test_compile_rejects_exact_exchange() -> None:
     flags = "--exchange.name exact --runtime.threads 1 --compile.enabled true"
     with pytest.raises(UserError, match=r"compile\.enabled excludes exchange\.name exact"):
         parse(flags.split())
@@ -62,7 +62,7 @@ def _model() -> nn.Module:
     return model
 
 
-def test_blocks_are_not_those_that_the_task_names_or_of_the_largest_list() -> None:
+def test_blocks_come_from_the_task_or_the_largest_module_list() -> None:
     model = _model()
     assert blocks_of(object(), model) == list(model.large)  # type: ignore[arg-type]
     assert blocks_of(_Task(), model) == [model.small[1]]  # type: ignore[union-attr, index]

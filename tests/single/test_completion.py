@@ -1,4 +1,4 @@
-"""What the completions of bash and zsh offer, asked of the shells themselves."""
+"""Words offered by the bash and zsh completions, tested in the shells themselves."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ CASES = [
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
 @pytest.mark.parametrize(("line", "wanted"), CASES)
-def test_a_key_press_offers_something_else(
+def test_completion_offers_exactly_the_matching_words(
     scripts: dict[str, Path], shell: str, line: str, wanted: list[str]
 ) -> None:
     words = f"hvdtrain {line}".split(" ")  # where the line ends with a space, a new word begins
     assert _offered(shell, scripts[shell], words) == wanted
 
 
-def test_a_value_after_an_equals_sign_is_not_completed(scripts: dict[str, Path]) -> None:
+def test_value_after_an_equals_sign_is_completed(scripts: dict[str, Path]) -> None:
     # bash makes three words of it, zsh one.
     bash = ["hvdtrain", "train", "--optim.name", "=", "adamw8"]
     assert _offered("bash", scripts["bash"], bash) == ["adamw8bit"]
@@ -89,13 +89,13 @@ def test_a_value_after_an_equals_sign_is_not_completed(scripts: dict[str, Path])
     assert _offered("zsh", scripts["zsh"], zsh) == ["--optim.name=adamw8bit"]
 
 
-def test_files_are_not_offered_where_nothing_else_fits(scripts: dict[str, Path]) -> None:
+def test_files_are_offered_when_nothing_else_matches(scripts: dict[str, Path]) -> None:
     assert _offered("bash", scripts["bash"], ["hvdtrain", "report", "runs/"]) == []
     assert "complete -o default" in scripts["bash"].read_text()
     assert _offered("zsh", scripts["zsh"], ["hvdtrain", "report", "runs/"]) == ["FILES"]
 
 
-def test_a_comment_or_a_second_definition_breaks_an_interactive_zsh(
+def test_zsh_script_has_no_comments_after_its_first_line(
     scripts: dict[str, Path],
 ) -> None:
     first, *others = scripts["zsh"].read_text().splitlines()

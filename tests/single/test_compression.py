@@ -1,4 +1,4 @@
-"""Compressed gradients: nearly the curve of whole ones, and nothing that is owed gets lost."""
+"""Compressed gradients: nearly the uncompressed curve, and no residual is lost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_a_compression_learns_less_or_does_not_say_that_ranks_matter(
+def test_compressed_run_learns_and_reports_rank_dependence(
     root: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dense, compressed = losses(root / "dense"), losses(root / name)
@@ -56,7 +56,7 @@ def test_a_compression_learns_less_or_does_not_say_that_ranks_matter(
     assert said in "".join(path.read_text() for path in (root / name / "logs").iterdir())
 
 
-def test_a_compression_sends_more_than_it_says(root: Path) -> None:
+def test_compression_sends_the_expected_number_of_bytes(root: Path) -> None:
     # Indices and values are 8 bytes for each of a tenth of the elements of 4.
     assert _bytes(root / "topk") == pytest.approx(0.2 * _bytes(root / "dense"), rel=0.01)
     # The first 10 steps of 100 travel whole; here rank 4 of 32 x 128 is about a fifth.
@@ -69,14 +69,14 @@ def _bytes(folder: Path) -> int:
 
 
 @pytest.mark.parametrize(("name", "files"), [("topk", 4), ("powersgd", 5)])
-def test_a_resumed_run_owes_something_else(root: Path, name: str, files: int) -> None:
+def test_resumed_compressed_run_is_bitwise_identical(root: Path, name: str, files: int) -> None:
     flags = [*FLAGS_OF[name], "--run.resume", str(root / name / CHECKPOINT)]
     resumed = train(root, f"resumed-{name}", flags, "gloo:2")
     assert losses(resumed) == losses(root / name)[HALF:]
     assert weights(resumed, STEPS, files) == weights(root / name, STEPS, files)
 
 
-def test_one_rank_that_inherits_from_two_owes_less_than_both(root: Path) -> None:
+def test_resume_on_fewer_ranks_sums_their_residuals(root: Path) -> None:
     checkpoint = root / "topk" / CHECKPOINT
     pieces = list(read_files_of_ranks(checkpoint, lambda rank: True).parts.values())
     assert len(pieces) == 2 and all(t.any() for piece in pieces for t in piece.values())
@@ -93,7 +93,7 @@ def test_one_rank_that_inherits_from_two_owes_less_than_both(root: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["float16", "powersgd"])
-def test_a_run_that_starts_over_keeps_what_its_exchange_had_learnt(name: str) -> None:
+def test_start_over_resets_the_exchange_state(name: str) -> None:
     initialise()
     model = torch.nn.Linear(20, 20)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -110,7 +110,7 @@ def test_a_run_that_starts_over_keeps_what_its_exchange_had_learnt(name: str) ->
     assert before and all(torch.equal(t, before[key]) for key, t in _carried(state).items())
 
 
-def test_a_rank_that_was_a_step_behind_owes_again_what_was_applied() -> None:
+def test_rank_that_was_a_step_behind_drops_its_residuals() -> None:
     model = torch.nn.Linear(2, 2)
     owed = Residuals([torch.ones(3)])
     state = RunState(model, torch.optim.SGD(model.parameters(), lr=0.1), Progress(), {}, [owed])
@@ -132,7 +132,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("flags", MISTAKES)
-def test_keys_that_exclude_each_other_are_not_one_sentence(tmp_path: Path, flags: str) -> None:
+def test_conflicting_keys_are_a_one_line_error(tmp_path: Path, flags: str) -> None:
     done = run(tmp_path, [*TINY, *flags.split()])
     assert done.returncode == 2 and MISTAKES[flags] in done.stderr, done
     assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1, done
@@ -152,7 +152,7 @@ for tensor in (*ps, out, library):
 
 
 @pytest.mark.slow
-def test_powersgd_computes_the_same_bits_on_unlike_processors() -> None:
+def test_powersgd_is_bitwise_identical_across_processor_types() -> None:
     found = []
     for unlike in ({}, {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default"}):
         command = [sys.executable, "-c", ON_A_PROCESSOR]
@@ -165,7 +165,7 @@ def test_powersgd_computes_the_same_bits_on_unlike_processors() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", ["ATEN_CPU_CAPABILITY=default", "MKL_CBWR=COMPATIBLE"])
-def test_ranks_on_unlike_processors_start_alike_or_not_at_all(tmp_path: Path, other: str) -> None:
+def test_ranks_on_different_processors_agree_or_refuse_to_start(tmp_path: Path, other: str) -> None:
     # Rank 1 computes as on another processor.
     rank = tmp_path / "rank.sh"
     rank.write_text(
@@ -183,7 +183,7 @@ def test_ranks_on_unlike_processors_start_alike_or_not_at_all(tmp_path: Path, ot
         assert not list((tmp_path / "runs").glob("*/metrics.jsonl")), "it trained"
 
 
-def test_orthonormal_columns_span_those_of_any_matrix() -> None:
+def test_orthonormal_columns_span_the_columns_of_any_matrix() -> None:
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(50, 3, generator=generator)
     dependent, zero = whole[:, :1].repeat(1, 3), torch.zeros(7, 3)

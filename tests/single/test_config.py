@@ -1,4 +1,4 @@
-"""The configuration: which source wins, and what is said of a mistake, by whom, how soon."""
+"""The configuration: precedence of its sources, and what is reported about an error, and when."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def _run(
     )
 
 
-def test_a_task_default_does_not_win_over_a_default() -> None:
+def test_task_defaults_override_global_defaults() -> None:
     assert parse([]).config.train.steps == 400
     assert parse(["--task", "tests.support.tasks:Regression"]).config.train.steps == 10
     assert parse(["--task=tests.support.tasks:Regression"]).config.optim.lr == 0.01
 
 
-def test_a_file_does_not_win_over_task_defaults_or_takes_keys_it_lacks(file: Path) -> None:
+def test_file_overrides_task_defaults_only_for_its_own_keys(file: Path) -> None:
     settings = parse(["--config", str(file)])
     assert (settings.config.train.steps, settings.config.optim.lr) == (70, 0.5)
     assert settings.task_config.model.layers == 2
     assert settings.task_config.model.heads == 4 and settings.config.optim.weight_decay == 0.1
 
 
-def test_a_flag_before_or_behind_the_file_does_not_win_over_it(file: Path) -> None:
+def test_flag_overrides_the_file_in_any_order(file: Path) -> None:
     for argv in (
         ["--train.steps", "9", "--config", str(file)],
         [f"--config={file}", "--train.steps=9"],
@@ -56,20 +56,20 @@ def test_a_flag_before_or_behind_the_file_does_not_win_over_it(file: Path) -> No
         assert (settings.config.train.steps, settings.config.optim.lr) == (9, 0.5)
 
 
-def test_the_later_of_two_files_does_not_win(file: Path) -> None:
+def test_later_file_overrides_the_earlier_one(file: Path) -> None:
     settings = parse(["--config", "gpt-small", "--config", str(file)])
     assert (settings.config.train.steps, settings.task_config.model.layers) == (70, 2)
     assert settings.task_config.model.width == 768
 
 
-def test_a_file_cannot_choose_the_task(tmp_path: Path) -> None:
+def test_file_can_choose_the_task(tmp_path: Path) -> None:
     (tmp_path / "t.yaml").write_text("task: tests.support.tasks:Regression\nseed: 3\n")
     settings = parse(["--config", str(tmp_path / "t.yaml")])
     assert settings.task_class.__name__ == "Regression" and settings.config.train.steps == 10
 
 
 @pytest.mark.parametrize("name", presets())
-def test_a_preset_cannot_be_used(name: str) -> None:
+def test_every_preset_parses_to_its_own_values(name: str) -> None:
     content = yaml.safe_load(presets()[name].read_text())
     resolved = yaml.safe_load(parse(["--config", name]).resolved)
     for group, keys in content.items():
@@ -77,7 +77,7 @@ def test_a_preset_cannot_be_used(name: str) -> None:
         assert all(resolved[group][key] == value for key, value in values)
 
 
-def test_a_task_cannot_have_a_mapping_as_a_value(
+def test_task_config_accepts_a_mapping_value(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "weighted.py").write_text(
@@ -100,11 +100,11 @@ def test_a_task_cannot_have_a_mapping_as_a_value(
     assert parse(["--config", str(tmp_path / "again.yaml")]) == settings
 
 
-def test_gpt_nano_is_not_the_default() -> None:
+def test_gpt_nano_is_the_default() -> None:
     assert parse(["--config", "gpt-nano"]).resolved == parse([]).resolved
 
 
-def test_the_printed_configuration_gives_another_one(tmp_path: Path) -> None:
+def test_printed_configuration_round_trips(tmp_path: Path) -> None:
     flags = ["--optim.betas", "[0.8, 0.9]", "--data.train", '["a*", "b"]', "--run.id", "x"]
     done = _run("--config", "gpt-small", *flags, "--print_config")
     assert done.returncode == 0, done
@@ -163,7 +163,9 @@ def test_the_printed_configuration_gives_another_one(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_wrong_flag_is_taken_or_badly_explained(argv: list[str], message: str) -> None:
+def test_invalid_flag_is_rejected_with_a_one_line_explanation(
+    argv: list[str], message: str
+) -> None:
     with pytest.raises(UserError, match=message) as caught:
         parse(argv)
     assert "\n" not in str(caught.value)
@@ -184,19 +186,21 @@ def test_a_wrong_flag_is_taken_or_badly_explained(argv: list[str], message: str)
         ("\0", "is not YAML"),
     ],
 )
-def test_a_wrong_file_is_taken_or_badly_explained(file: Path, content: str, message: str) -> None:
+def test_invalid_file_is_rejected_with_an_explanation(
+    file: Path, content: str, message: str
+) -> None:
     file.write_text(content)
     with pytest.raises(UserError, match=message):
         parse(["--config", str(file)])
 
 
-def test_an_unreadable_file_is_badly_explained(tmp_path: Path) -> None:
+def test_file_that_is_not_utf8_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"run: {id: \xe9}")
     with pytest.raises(UserError, match=r"latin\.yaml is not YAML"):
         parse(["--config", str(tmp_path / "latin.yaml")])
 
 
-def test_a_mistake_is_reported_after_torch_is_imported_or_with_a_traceback() -> None:
+def test_configuration_error_is_reported_before_torch_is_imported() -> None:
     done = _run("--batch.micro_size", "5", python=("-X", "importtime"))
     assert done.returncode == 2 and done.stdout == ""
     imported = [
@@ -210,7 +214,7 @@ def test_a_mistake_is_reported_after_torch_is_imported_or_with_a_traceback() -> 
     assert len(said) == 1 and said[0].startswith("hvdtrain: error: batch.global_size 32"), said
 
 
-def test_a_mistake_on_another_host_alone_is_silent_or_ends_otherwise() -> None:
+def test_configuration_error_on_rank_1_alone_is_reported() -> None:
     # No rank 0 that says it: this rank does, after it has waited for one.
     done = _run("--optim.lrr", "1", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
     assert (done.returncode, done.stdout) == (2, "")
@@ -218,7 +222,7 @@ def test_a_mistake_on_another_host_alone_is_silent_or_ends_otherwise() -> None:
     assert done.stderr.count("optim.lrr") == 1
 
 
-def test_help_lacks_a_key_or_takes_a_second_of_the_processor() -> None:
+def test_help_lists_keys_in_less_than_a_second_of_cpu_time() -> None:
     took = []
     for _ in range(3):  # the best of three: other programs may hold the cores
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -231,7 +235,7 @@ def test_help_lacks_a_key_or_takes_a_second_of_the_processor() -> None:
     assert min(took) < 1.0
 
 
-def test_help_begins_with_a_page_of_usage_or_has_sections_without_a_name() -> None:
+def test_help_has_a_short_usage_and_named_sections() -> None:
     said = _run("--help", COLUMNS="100").stdout
     usage, description, *_ = said.split("\n\n")
     assert (
@@ -243,12 +247,12 @@ def test_help_begins_with_a_page_of_usage_or_has_sections_without_a_name() -> No
     assert "<class" not in said and "Path to a configuration file" not in said
 
 
-def test_a_section_cannot_be_read_from_a_file_of_its_own(tmp_path: Path) -> None:
+def test_section_can_be_read_from_its_own_file(tmp_path: Path) -> None:
     (tmp_path / "optim.yaml").write_text("lr: 0.25\n")
     assert parse(["--optim", str(tmp_path / "optim.yaml")]).config.optim.lr == 0.25
 
 
-def test_help_imports_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     done = _run("--help", python=("-X", "importtime"))
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
     assert done.returncode == 0 and not {"torch", "horovod", "numpy"} & imported

@@ -1,4 +1,4 @@
-"""Sequences that ranks share, against the same model on one rank."""
+"""Context parallelism against the same model on one rank."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _shared() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_of_a_sequence_compute_another_loss_or_gradient_than_one(ranks: int) -> None:
+def test_context_parallel_loss_and_gradients_match_one_rank(ranks: int) -> None:
     for case, found in zip(CASES, on_torch_ranks(ranks, _shared)[0], strict=True):
         name, positions, with_documents = case
         wanted = _results(_model(name, positions), with_documents)
@@ -123,7 +123,7 @@ def _sent() -> list[int]:
     return totals
 
 
-def test_a_rank_is_sent_keys_that_its_pattern_does_not_need() -> None:
+def test_rank_receives_only_the_keys_that_its_pattern_needs() -> None:
     """Of 4 ranks with 16 tokens each."""
     by_rank = on_torch_ranks(4, _sent)
     for rank, (full, dilated, local, block_sparse) in enumerate(by_rank):
@@ -145,7 +145,7 @@ def _gradients_of_gathered() -> tuple[list[float], list[float]]:
     return found.flatten().tolist(), x.grad.flatten().tolist()
 
 
-def test_positions_are_not_those_asked_for_or_their_gradients_do_not_come_back() -> None:
+def test_gather_positions_returns_requested_rows_and_their_gradients() -> None:
     found = on_torch_ranks(3, _gradients_of_gathered)
     assert [x for x, _ in found] == [[6, 7, 0, 1, 2], [], [3, 4, 5, 6, 7, 8]]
     assert [y for _, x in found for y in x] == [0, 1, 2, 3, 4, 5, 12, 14, 8, 0, 0, 0]
@@ -166,7 +166,7 @@ def test_positions_are_not_those_asked_for_or_their_gradients_do_not_come_back()
         ({"dropout": 0.1}, 2, "excludes model.dropout 0.1"),
     ],
 )
-def test_a_sequence_that_ranks_cannot_share_is_shared(
+def test_context_that_ranks_cannot_shard_is_rejected(
     keys: dict[str, Any], ranks: int, message: str
 ) -> None:
     config = replace(SMALL, **keys)
@@ -194,7 +194,7 @@ def _shortened(name: str) -> None:
     model(torch.zeros(1, 31, dtype=torch.int64))
 
 
-def test_a_sequence_that_ranks_cannot_share_ends_in_a_traceback_or_hangs() -> None:
+def test_sequence_that_ranks_cannot_shard_is_an_error_on_every_rank() -> None:
     for messages in on_torch_ranks(2, _refused):
         assert "model.context 62 is not a multiple of 4" in messages[0]
         assert all("31 tokens cannot be shared by the 2 ranks" in x for x in messages[1:])

@@ -1,4 +1,4 @@
-"""The loss over a large vocabulary, whose logits give their memory to its gradient."""
+"""Cross-entropy over a large vocabulary, whose gradient reuses the memory of the logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(("rows", "words"), [(1, 65), (3, 7), (64, 1001), (127, 3001)])
-def test_a_large_vocabulary_has_other_losses_or_gradients_than_a_small_one(
+def test_in_place_loss_and_gradients_match_torch_exactly(
     rows: int, words: int, autocast: bool
 ) -> None:
     draw = torch.Generator().manual_seed(rows)
@@ -40,7 +40,7 @@ def test_a_large_vocabulary_has_other_losses_or_gradients_than_a_small_one(
     torch.testing.assert_close(computed(True), computed(False), rtol=0, atol=0)
 
 
-def test_a_second_derivative_of_a_loss_is_wrong() -> None:
+def test_second_backward_through_the_loss_is_rejected() -> None:
     logits = torch.randn(4, 9).requires_grad_()
     loss = vocabulary.cross_entropy(logits * 2, torch.arange(4))
     loss.backward(retain_graph=True)
@@ -48,7 +48,7 @@ def test_a_second_derivative_of_a_loss_is_wrong() -> None:
         loss.backward()
 
 
-def test_an_evaluation_keeps_what_a_gradient_would_take() -> None:
+def test_loss_under_no_grad_matches_torch_and_keeps_no_graph() -> None:
     logits, targets = torch.randn(6, 9), torch.arange(6)
     expected = F.cross_entropy(logits, targets)
     with torch.no_grad():

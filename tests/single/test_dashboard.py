@@ -1,4 +1,4 @@
-"""Grafana's dashboard: what its linter asks for, and that it fits what ranks export."""
+"""The Grafana dashboard: the rules of its linter, and agreement with the exported metrics."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ UNITS = {
 EXPRESSIONS = [target["expr"] for panel in panels() for target in panel["targets"]]
 
 
-def test_the_dashboard_is_not_what_its_table_of_panels_makes() -> None:
+def test_dashboard_matches_its_generator() -> None:
     command = [sys.executable, str(GRAFANA / "make_dashboard.py")]
     made = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert made == DASHBOARD.read_text(), "run docker/grafana/make_dashboard.py again"
 
 
-def test_the_dashboard_has_no_fixed_address_or_lacks_a_variable() -> None:
+def test_dashboard_has_a_fixed_uid_and_all_variables() -> None:
     found = dashboard()
     assert found["uid"] == "hvdtrain" and found["title"] and found["editable"] is False
     variables = {variable["name"]: variable for variable in found["templating"]["list"]}
@@ -41,7 +41,7 @@ def test_the_dashboard_has_no_fixed_address_or_lacks_a_variable() -> None:
 
 
 @pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
-def test_a_panel_lacks_what_a_reader_needs(panel: dict) -> None:
+def test_every_panel_has_title_description_unit_and_queries(panel: dict) -> None:
     assert panel["title"] and len(panel["description"]) > 10
     assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
     assert panel["targets"], "it shows nothing"
@@ -54,7 +54,7 @@ def test_a_panel_lacks_what_a_reader_needs(panel: dict) -> None:
 
 
 @pytest.mark.parametrize("expr", EXPRESSIONS)
-def test_a_query_mixes_runs_or_shows_a_bare_counter(expr: str) -> None:
+def test_queries_select_one_run_and_apply_rate_to_counters(expr: str) -> None:
     for selector in re.findall(r"\{(.*?)\}", expr):
         assert 'run="$run"' in selector
     selectors = len(re.findall(r"\{", expr))
@@ -65,7 +65,7 @@ def test_a_query_mixes_runs_or_shows_a_bare_counter(expr: str) -> None:
         assert counter in KEPT_THROUGH_RESTARTS or len(rated) == expr.count(counter)
 
 
-def test_panels_lie_over_each_other_or_share_a_number() -> None:
+def test_panels_have_unique_ids_and_tile_without_overlap() -> None:
     everything = dashboard()["panels"]
     assert len({panel["id"] for panel in everything}) == len(everything)
     titles = [panel["title"] for panel in everything if panel["type"] == "row"]
@@ -85,7 +85,7 @@ def test_panels_lie_over_each_other_or_share_a_number() -> None:
     assert len(taken) == 24 * (1 + max(y for _, y in taken)), "a hole"
 
 
-def test_grafana_does_not_find_prometheus_or_the_dashboard() -> None:
+def test_grafana_is_provisioned_with_prometheus_and_the_dashboard() -> None:
     sources = GRAFANA / "provisioning/datasources/prometheus.yml"
     (source,) = yaml.safe_load(sources.read_text())["datasources"]
     assert source["type"] == "prometheus" and source["isDefault"]
@@ -97,7 +97,7 @@ def test_grafana_does_not_find_prometheus_or_the_dashboard() -> None:
     assert provider["type"] == "file" and provider["options"]["path"].endswith("/dashboards")
 
 
-def test_an_alert_has_no_page_to_look_at() -> None:
+def test_every_alert_has_a_runbook_section() -> None:
     runbook = (REPOSITORY / "docker/prometheus/runbook.md").read_text()
     headings = re.findall(r"^## (\w+)$", runbook, re.MULTILINE)
     assert headings == [rule["alert"] for rule in rules("alerts")]

@@ -1,4 +1,4 @@
-"""Whether somebody is told that steps wait for data, and once."""
+"""The report that steps wait for data, given once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _table(data: float, compute: float) -> torch.Tensor:
     return table
 
 
-def test_nobody_says_that_steps_wait_for_data_or_somebody_says_it_all_the_time() -> None:
+def test_steps_that_wait_for_data_are_reported_once() -> None:
     watch = DataWatch()
     slow, fast = _table(3.0, 2.0), _table(0.1, 2.0)
     said = [watch.look(slow) for _ in range(PATIENCE - 1)]
@@ -26,5 +26,5 @@ def test_nobody_says_that_steps_wait_for_data_or_somebody_says_it_all_the_time()
     assert [watch.look(table) for table in (fast, slow, slow, slow, slow)] == [None] * 5
 
 
-def test_steps_without_passes_wait_for_data() -> None:
+def test_steps_without_compute_are_not_reported() -> None:
     assert DataWatch().look(torch.zeros(2, len(COLUMNS), dtype=torch.float64)) is None

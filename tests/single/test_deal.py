@@ -1,4 +1,4 @@
-"""Ranks of different speeds, which share a step's micro-batches by them."""
+"""Assignment of a step's micro-batches to ranks of different speeds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _train(root: Path, name: str, flags: list[str], launcher: str, pace: str) ->
 
 
 @pytest.mark.parametrize("flags", [[], EXACT], ids=["dense", "exact"])
-def test_a_rank_at_half_speed_halves_the_run_or_another_deal_is_another_curve(
+def test_assignment_by_speed_shortens_steps_and_keeps_the_curve(
     tmp_path: Path, flags: list[str]
 ) -> None:
     alone = _train(tmp_path, "alone", flags, "", "0")

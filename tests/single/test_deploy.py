@@ -1,4 +1,4 @@
-"""`hvdtrain deploy`: what it writes is read back, by the program's own parsers and by bash."""
+"""`hvdtrain deploy`: hvdtrain's own parsers and bash read back what it writes."""
 
 from __future__ import annotations
 
@@ -105,14 +105,14 @@ def launched(words: list[str]) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_a_target_has_no_help_or_no_template(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_target_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli.main(["deploy", name, "--help"])
     assert end.value.code == 0
     assert "--out" in capsys.readouterr().out
 
 
-def test_the_script_of_the_repository_is_not_what_deploy_slurm_writes() -> None:
+def test_slurm_script_of_the_repository_matches_deploy_output() -> None:
     file = Path("slurm/train.sbatch")
     (text,) = TARGETS["slurm"](Job(out=file)).values()
     assert text == (REPOSITORY / file).read_text(), f"hvdtrain deploy slurm --out {file}"
@@ -120,7 +120,7 @@ def test_the_script_of_the_repository_is_not_what_deploy_slurm_writes() -> None:
 
 @pytest.mark.parametrize("target", [*BATCH, "mpirun"])
 @pytest.mark.parametrize("launcher", ["srun", "mpirun", "launch"])
-def test_a_script_calls_a_launcher_or_training_with_what_they_do_not_know(
+def test_script_passes_valid_arguments_to_launcher_and_training(
     written: Written, target: str, launcher: str
 ) -> None:
     if launcher == "srun" and target != "slurm":
@@ -146,7 +146,7 @@ def test_a_script_calls_a_launcher_or_training_with_what_they_do_not_know(
 
 
 @pytest.mark.parametrize("target", [*BATCH, "mpirun"])
-def test_a_script_forgets_the_container_or_the_modules(written: Written, target: str) -> None:
+def test_script_uses_the_container_and_loads_the_modules(written: Written, target: str) -> None:
     hosts = HOSTS if target == "mpirun" else []
     script = written(target, *hosts, "--image", "hvdtrain.sif", "--module", "a", "--module", "b/2")
     loaded = script.parent / "loaded"
@@ -159,7 +159,7 @@ def test_a_script_forgets_the_container_or_the_modules(written: Written, target:
     assert loaded.read_text() == "load a\nload b/2\n"
 
 
-def test_directives_are_not_those_that_were_asked_for(written: Written) -> None:
+def test_directives_match_the_requested_resources(written: Written) -> None:
     asked = shlex.split(
         "--name big --nodes 4 --ranks 2 --cpus 3 --gpus --time 1-02:30:00 --queue gpu"
     )
@@ -178,14 +178,14 @@ def test_directives_are_not_those_that_were_asked_for(written: Written) -> None:
             assert word in given, (target, word)
 
 
-def test_lsf_ends_a_job_before_it_has_saved_because_its_limit_has_no_seconds(
+def test_lsf_time_limit_is_rounded_down_to_minutes(
     written: Written,
 ) -> None:
     text = written("lsf", "--nodes", "1", "--time", "00:03:30", "--grace", "60").read_text()
     assert "#BSUB -W 00:03\n" in text and re.search(r"^LIMIT_SECONDS=180 ", text, re.MULTILINE)
 
 
-def test_a_job_that_was_told_to_stop_is_not_brought_back(written: Written) -> None:
+def test_preempted_job_is_resubmitted_up_to_a_limit(written: Written) -> None:
     script = written("pbs")
     code, (_, again) = call(script, "pbs", STUB_EXIT="75")
     assert code == 75
@@ -202,7 +202,7 @@ def test_a_job_that_was_told_to_stop_is_not_brought_back(written: Written) -> No
     assert code == 75 and len(calls) == 1
 
 
-def test_compose_differs_from_the_repository_s_or_its_run_does_not_parse(
+def test_compose_file_matches_the_repository_and_its_run_parses(
     written: Written,
 ) -> None:
     ours = yaml.safe_load((REPOSITORY / "docker/compose.yaml").read_text())
@@ -243,7 +243,7 @@ def test_compose_differs_from_the_repository_s_or_its_run_does_not_parse(
         ("slurm --out /dev/null/x", "/dev/null/x cannot be written"),
     ],
 )
-def test_a_mistake_is_not_one_sentence_and_2(
+def test_invalid_command_line_is_one_line_and_exits_with_2(
     line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
@@ -255,13 +255,13 @@ def test_a_mistake_is_not_one_sentence_and_2(
     assert message in said.err and said.err.count("\n") == 1, said.err
 
 
-def test_the_images_of_the_docs_are_not_those_that_deploy_names() -> None:
+def test_docs_and_compose_use_the_images_that_deploy_names() -> None:
     compose = yaml.safe_load((REPOSITORY / "docker/compose.yaml").read_text())
     assert Job().container == f"hvdtrain:{hvdtrain.__version__}" == compose["x-node"]["image"]
     assert f"-t {Job().gpu_image} " in (REPOSITORY / "docker/README.md").read_text()
 
 
-def test_a_script_looks_for_another_environment_than_the_one_that_wrote_it(
+def test_script_uses_the_environment_that_generated_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)  # which has no .venv

@@ -1,4 +1,4 @@
-"""`hvdtrain deploy kubernetes`: built by kubectl, checked by schemas, and it fits together."""
+"""`hvdtrain deploy kubernetes`: built by kubectl, checked by schemas, and consistent."""
 
 from __future__ import annotations
 
@@ -59,11 +59,13 @@ def words(container: Object) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [*OVERLAYS, "monitoring"])
-def test_kubernetes_would_refuse_an_object(objects: dict[str, list[Object]], name: str) -> None:
+def test_objects_conform_to_the_kubernetes_schemas(
+    objects: dict[str, list[Object]], name: str
+) -> None:
     assert list(chain.from_iterable(map(problems, objects[name]))) == []
 
 
-def test_the_schemas_let_a_mistake_through(objects: dict[str, list[Object]]) -> None:
+def test_schemas_reject_unknown_fields(objects: dict[str, list[Object]]) -> None:
     def with_mistake(kind: str, overlay: str, *path: str | int) -> list[str]:
         broken = json.loads(json.dumps(one(objects[overlay], kind)))
         inner = broken
@@ -81,7 +83,7 @@ def test_the_schemas_let_a_mistake_through(objects: dict[str, list[Object]]) -> 
 
 
 @OVERLAY
-def test_a_pod_has_more_rights_than_the_restricted_standard_gives(
+def test_pods_satisfy_the_restricted_security_standard(
     objects: dict[str, list[Object]], overlay: str
 ) -> None:
     for found in chain.from_iterable(map(templates, objects[overlay])):
@@ -99,7 +101,7 @@ def test_a_pod_has_more_rights_than_the_restricted_standard_gives(
 
 
 @OVERLAY
-def test_the_network_policy_leaves_a_pod_open_or_keeps_the_ranks_apart(
+def test_network_policy_isolates_pods_but_lets_ranks_communicate(
     objects: dict[str, list[Object]], overlay: str
 ) -> None:
     policy = one(objects[overlay], "NetworkPolicy")["spec"]
@@ -114,7 +116,7 @@ def test_the_network_policy_leaves_a_pod_open_or_keeps_the_ranks_apart(
 
 
 @OVERLAY
-def test_a_node_has_no_runs_no_shared_memory_or_other_ports_than_its_programs(
+def test_node_mounts_its_volumes_and_exposes_its_ports(
     objects: dict[str, list[Object]], overlay: str
 ) -> None:
     pod = next(
@@ -142,7 +144,7 @@ def test_a_node_has_no_runs_no_shared_memory_or_other_ports_than_its_programs(
 
 
 @pytest.mark.parametrize("overlay", ["cpu", "gpu"])
-def test_mpirun_gets_other_ranks_than_there_are_or_keys_that_there_are_not(
+def test_mpi_job_starts_the_requested_ranks_with_valid_keys(
     objects: dict[str, list[Object]], overlay: str
 ) -> None:
     job = one(objects[overlay], "MPIJob")["spec"]
@@ -164,7 +166,7 @@ def test_mpirun_gets_other_ranks_than_there_are_or_keys_that_there_are_not(
     assert launcher["restartPolicy"] == "OnFailure", "75 would end the job"
 
 
-def test_the_elastic_job_asks_for_hosts_that_no_pod_has_or_with_unknown_flags(
+def test_elastic_job_names_the_hosts_of_its_pods_with_valid_flags(
     objects: dict[str, list[Object]],
 ) -> None:
     job, service = one(objects["elastic"], "Job"), one(objects["elastic"], "Service")
@@ -188,7 +190,7 @@ def test_the_elastic_job_asks_for_hosts_that_no_pod_has_or_with_unknown_flags(
     assert one(objects["elastic"], "PodDisruptionBudget")["spec"]["minAvailable"] == 2
 
 
-def test_an_exit_code_brings_a_job_back_that_should_end_or_the_other_way_round(
+def test_exit_code_decides_whether_the_job_restarts(
     objects: dict[str, list[Object]],
 ) -> None:
     spec = one(objects["elastic"], "Job")["spec"]
@@ -202,7 +204,7 @@ def test_an_exit_code_brings_a_job_back_that_should_end_or_the_other_way_round(
     assert spec["template"]["spec"]["restartPolicy"] == "Never", "the policy asks for it"
 
 
-def test_the_monitor_lacks_a_label_or_a_port_and_the_dashboard_is_another(
+def test_pod_monitor_matches_the_pods_and_ships_the_dashboard(
     objects: dict[str, list[Object]],
 ) -> None:
     spec = one(objects["monitoring"], "PodMonitor")["spec"]
@@ -223,7 +225,7 @@ def test_the_monitor_lacks_a_label_or_a_port_and_the_dashboard_is_another(
     assert configured["metadata"]["name"] == "gpt-dashboard"
 
 
-def test_gpus_are_not_those_of_the_elastic_job(tmp_path: Path) -> None:
+def test_elastic_job_requests_the_gpus_of_a_node(tmp_path: Path) -> None:
     assert cli.main(["deploy", "kubernetes", "--gpus", f"--out={tmp_path}"]) == 0
     readable_by_this_kubectl(tmp_path)
     job = one(build(tmp_path / "overlays/elastic"), "Job")

@@ -1,4 +1,4 @@
-"""The script of `hvdtrain deploy pbs` with a real mpirun; PBS is its variables and a stub."""
+"""The script of `hvdtrain deploy pbs` with a real mpirun and a simulated PBS."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ def written(folder: Path, *keys: str) -> Path:
     return out
 
 
-def test_a_job_that_is_told_to_stop_does_not_save_or_come_back(
-    tmp_path: Path, start: Start
-) -> None:
+def test_signaled_job_saves_a_checkpoint_and_is_resubmitted(tmp_path: Path, start: Start) -> None:
     slow = tmp_path / "slow"
     slow.touch()
     keys = ["--task", "tests.support.tasks:SlowWhile", *runs.TINY, "--run.root", str(tmp_path)]
@@ -92,14 +90,14 @@ def job(tmp_path: Path, start: Start) -> Job:
     return start(script)
 
 
-def test_the_ranks_are_not_told_before_the_time_limit(job: Job, tmp_path: Path) -> None:
+def test_ranks_are_signaled_before_the_time_limit(job: Job, tmp_path: Path) -> None:
     done = job.wait(60)
     assert done.returncode == 75 and done.seconds > 2.5, done
     assert done.stdout.startswith("began\ntold\n") and "submitted again" in done.stdout
     assert (tmp_path / "submitted").exists()
 
 
-def test_a_job_that_was_deleted_comes_back(job: Job, tmp_path: Path) -> None:
+def test_deleted_job_is_not_resubmitted(job: Job, tmp_path: Path) -> None:
     job.wait_for("began", 60)
     job.send(signal.SIGTERM)
     done = job.wait(60)

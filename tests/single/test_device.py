@@ -1,4 +1,4 @@
-"""Which GPU a rank takes. CUDA is simulated here: what a rank sees is given as UUIDs."""
+"""Choice of a rank's GPU. CUDA is simulated: the GPUs that a rank sees are given as UUIDs."""
 
 from __future__ import annotations
 
@@ -38,35 +38,37 @@ def _choose(
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_ranks_that_see_all_gpus_share_one(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_ranks_that_see_all_gpus_use_one_each(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
     device = _choose(monkeypatch, rank, [ALL, ALL, ["c", "d"], ["c", "d"]])
     assert device == torch.device("cuda", rank % 2)
 
 
 @pytest.mark.parametrize("rank", range(4))
-def test_rank_that_sees_only_its_own_gpu_is_refused(
+def test_rank_that_sees_only_its_own_gpu_uses_it(
     monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     device = _choose(monkeypatch, rank, [["a"], ["b"], ["c"], ["d"]])
     assert device == torch.device("cuda", 0)
 
 
-def test_two_ranks_of_a_host_train_on_its_only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_rank_on_a_host_with_one_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     visible = [["a"], ["a"], ["c"], ["d"]]
     assert _choose(monkeypatch, 0, visible) == torch.device("cuda", 0)
     with pytest.raises(UserError, match="node1 has 1 GPUs, but 2 ranks"):
         _choose(monkeypatch, 1, visible)
 
 
-def test_gpu_number_is_taken_for_the_gpu_of_another_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identical_gpu_uuids_on_different_hosts_are_distinct(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # Virtual machines of one image can report the same UUIDs: only a host's own ranks count.
     assert _choose(monkeypatch, 3, [["a"], ["b"], ["a"], ["b"]]) == torch.device("cuda", 0)
 
 
-def test_rank_without_a_gpu_is_not_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_without_a_gpu_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _choose(monkeypatch, 0, [[], ["b"], ["c"], ["d"]]) == torch.device("cpu")
 
 
-def test_gpu_is_used_by_a_horovod_that_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovod_without_gpu_support_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     visible = [ALL, ALL, ["c", "d"], ["c", "d"]]
     assert _choose(monkeypatch, 0, visible, built=False) == torch.device("cpu")

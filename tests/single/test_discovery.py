@@ -1,4 +1,4 @@
-"""`hvdtrain discover`: who answers, in bounded time, from a small process."""
+"""`hvdtrain discover`: finds the hosts that answer, in bounded time, in a small process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def port() -> Iterator[int]:
         yield int(server.getsockname()[1])
 
 
-def test_this_host_does_not_answer_under_one_of_its_names() -> None:
+def test_this_host_answers_under_all_of_its_names() -> None:
     hosts = f"localhost:1,127.0.0.1:2,127.0.1.1:3,{socket.gethostname()}:4,{NOBODY}:5"
     done = _discover("--hosts", hosts, "--timeout", "3")
     expected = f"localhost:1\n127.0.0.1:2\n127.0.1.1:3\n{socket.gethostname()}:4\n"
@@ -40,7 +40,7 @@ def test_this_host_does_not_answer_under_one_of_its_names() -> None:
 
 
 @pytest.mark.alone
-def test_silent_hosts_cost_more_than_the_timeout_or_the_exit_code() -> None:
+def test_silent_hosts_cost_no_more_than_the_timeout() -> None:
     hosts = ",".join(f"198.51.100.{number}:8" for number in range(1, 100))
     started = time.monotonic()
     done = _discover("--hosts", hosts, "--timeout", "1", "--probe", "ssh")
@@ -48,7 +48,7 @@ def test_silent_hosts_cost_more_than_the_timeout_or_the_exit_code() -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-def test_port_that_accepts_is_no_answer_or_a_closed_one_is(port: int) -> None:
+def test_tcp_probe_succeeds_only_on_an_open_port(port: int) -> None:
     deadline = time.monotonic() + 5
     assert parse_probe(f"tcp:{port}")("127.0.0.1", deadline)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -59,13 +59,13 @@ def test_port_that_accepts_is_no_answer_or_a_closed_one_is(port: int) -> None:
         parse_probe("tcp:22")(NOBODY, time.monotonic() + 0.2)
 
 
-def test_foreign_or_unknown_host_counts_as_this_one() -> None:
+def test_foreign_and_unknown_hosts_do_not_count_as_this_host() -> None:
     assert not is_this_host(NOBODY)
     probe = parse_probe("tcp:22")
     assert answering([Host("no-such-host.invalid", 1), Host(NOBODY, 1)], probe, 1.0) == []
 
 
-def test_added_line_does_not_add_a_host(tmp_path: Path) -> None:
+def test_line_added_to_the_hostfile_adds_a_host(tmp_path: Path) -> None:
     hostfile = tmp_path / "hosts"
     for text in ("localhost slots=2", "localhost slots=2\n127.0.0.1 slots=4"):
         hostfile.write_text(text)
@@ -74,7 +74,7 @@ def test_added_line_does_not_add_a_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("probe", ["tcp", "tcp:", "tcp:0", "tcp:65536", "udp:22", "ssh:22"])
-def test_wrong_probe_is_taken(probe: str) -> None:
+def test_invalid_probe_is_rejected(probe: str) -> None:
     with pytest.raises(UserError, match="--probe"):
         parse_probe(probe)
 
@@ -90,12 +90,12 @@ def test_wrong_probe_is_taken(probe: str) -> None:
         (),
     ],
 )
-def test_wrong_input_does_not_end_with_2(arguments: tuple[str, ...]) -> None:
+def test_invalid_input_exits_with_2(arguments: tuple[str, ...]) -> None:
     done = _discover(*arguments)
     assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
 
 
-def test_call_each_second_takes_a_fifth_of_a_core_or_imports_something_heavy() -> None:
+def test_discover_uses_little_cpu_and_imports_nothing_heavy() -> None:
     taken = []
     for _ in range(10):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

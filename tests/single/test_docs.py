@@ -1,4 +1,4 @@
-"""README and docs/ show what runs: the task trains, the keys exist, links lead somewhere."""
+"""README and docs/: their examples run, their keys exist and their links resolve."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ EVERY_KEY = {key for task in BUILT_IN for key in keys(task)}
 
 
 @pytest.mark.slow
-def test_the_custom_task_of_the_docs_does_not_train_as_it_stands_there(tmp_path: Path) -> None:
+def test_custom_task_of_the_docs_learns_unmodified(tmp_path: Path) -> None:
     text = (DOCS / "custom-tasks.md").read_text()
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len([line for line in code.splitlines() if line.strip()]) <= 30
@@ -93,13 +93,13 @@ def test_the_custom_task_of_the_docs_does_not_train_as_it_stands_there(tmp_path:
     assert last["validation_accuracy"] > 0.9  # it learns, not only runs
 
 
-def test_the_configuration_reference_is_not_what_the_dataclasses_say() -> None:
+def test_configuration_reference_matches_its_generator() -> None:
     command = [sys.executable, str(DOCS / "generate_configuration.py")]
     made = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
     assert made == CONFIGURATION.read_text(), "run `make docs`"
 
 
-def test_the_configuration_reference_lacks_a_key_its_default_or_its_meaning() -> None:
+def test_configuration_reference_documents_every_key_and_default() -> None:
     row = r"^\| `([\w.]+)` \| (?:.+?) \| `(.*?)`((?:; \w+: `.*?`)*) \| (.*) \|$"
     rows = re.findall(row, CONFIGURATION.read_text(), re.MULTILINE)
     assert {key for key, *_ in rows} == EVERY_KEY and len(rows) == len(EVERY_KEY)
@@ -114,7 +114,7 @@ def test_the_configuration_reference_lacks_a_key_its_default_or_its_meaning() ->
 
 
 @PAGE
-def test_a_link_leads_nowhere(page: Path) -> None:
+def test_relative_links_resolve(page: Path) -> None:
     broken = []
     for link in links(page):
         path, _, anchor = link.partition("#")
@@ -137,14 +137,14 @@ def test_messages_name_pages_and_headings_that_exist() -> None:
 
 
 @pytest.mark.parametrize("index", [README, DOCS / "README.md"], ids=["README", "docs"])
-def test_a_page_cannot_be_reached_in_one_click(index: Path) -> None:
+def test_index_links_to_every_page(index: Path) -> None:
     reached = {(index.parent / link.partition("#")[0]).resolve() for link in links(index)}
     pages = {page.resolve() for page in PAGES} - {README, DOCS / "README.md"}
     assert pages - reached == set()
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
-def test_the_docs_name_a_key_that_there_is_not(page: Path) -> None:
+def test_docs_name_only_existing_keys(page: Path) -> None:
     groups = {key.partition(".")[0] for key in EVERY_KEY if "." in key}
     text = page.read_text()
     flags = re.findall(r"--([a-z_]+\.[a-z_]+)", text)
@@ -153,13 +153,13 @@ def test_the_docs_name_a_key_that_there_is_not(page: Path) -> None:
     assert {*flags, *named} - EVERY_KEY == set()
 
 
-def test_the_site_lacks_a_page() -> None:
+def test_site_includes_every_page() -> None:
     site = runpy.run_path(str(DOCS / "site/build.py"))
     found = {REPOSITORY / path for _, path in site["pages"]()}
     assert found | {README, DOCS / "README.md"} == set(PAGES)
 
 
-def test_the_site_lacks_a_file_of_the_docs_that_a_page_links_to(tmp_path: Path) -> None:
+def test_site_includes_every_docs_file_that_a_page_links_to(tmp_path: Path) -> None:
     site = runpy.run_path(str(DOCS / "site/build.py"))
     pages = ["README.md", "docs/README.md", *(path for _, path in site["pages"]())]
     site["stage"](tmp_path, pages)
@@ -185,13 +185,13 @@ COMMANDS = sorted({code for code in _ours() if code.startswith("hvdtrain ")})
 
 
 @pytest.mark.parametrize("flags", KEYS)
-def test_flags_that_stand_for_those_of_another_tool_are_refused(flags: str) -> None:
+def test_flags_of_the_migration_page_are_accepted(flags: str) -> None:
     task = "image" if "--image." in flags else "language_model"
     parse(["--task", task, *shlex.split(flags)])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_that_stands_for_another_tools_is_refused(command: str) -> None:
+def test_commands_of_the_migration_page_are_accepted(command: str) -> None:
     _, name, *arguments = shlex.split(command)
     parser = _Parser()
     importlib.import_module(f"hvdtrain.commands.{name}").add_arguments(parser)
@@ -202,5 +202,5 @@ def test_a_command_that_stands_for_another_tools_is_refused(command: str) -> Non
     assert all(any(word in chosen for chosen in choices) for word in words)
 
 
-def test_the_page_for_those_who_come_from_elsewhere_has_lost_its_tables() -> None:
+def test_migration_page_has_its_tables() -> None:
     assert len(KEYS) > 50 and len(COMMANDS) >= 5

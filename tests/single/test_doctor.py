@@ -1,5 +1,7 @@
-"""The doctor's judgement, from facts as hosts tell them: also what no test machine can be made to
-have, such as a clock of its own, a file system without locks, or a GPU.
+"""Findings of the doctor from facts that hosts report.
+
+The facts include conditions that no test machine can be given, such as clock skew, a file system
+without locks, or a GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ def _found(facts: dict[str, Any], slots: int = 2, **changed: Any) -> list[Findin
     return here.check_host("node1", facts | changed, Need(slots, slots, "/runs"))
 
 
-def test_a_healthy_host_gets_a_finding(facts: dict[str, Any]) -> None:
+def test_healthy_host_has_no_findings(facts: dict[str, Any]) -> None:
     assert _found(facts) == []
     assert _found(facts, gpus=[GPU] * 2, libraries=LIBRARIES | {"gpus": 2}) == []
 
@@ -74,29 +76,29 @@ def test_a_healthy_host_gets_a_finding(facts: dict[str, Any]) -> None:
         ({"locale": {"problem": "", "encoding": "ISO-8859-1"}}, "locale", "ISO-8859-1"),
     ],
 )  # fmt: skip
-def test_a_fault_that_facts_show_is_not_named(
+def test_host_fault_is_reported_with_a_remedy(
     facts: dict[str, Any], changed: dict[str, Any], check: str, says: str
 ) -> None:
     (finding,) = _found(facts, **changed)
     assert finding.check == check and says in finding.what and finding.mend
 
 
-def test_a_horovod_that_is_not_installed_is_not_named(facts: dict[str, Any]) -> None:
+def test_missing_horovod_is_reported_with_its_install_command(facts: dict[str, Any]) -> None:
     (finding,) = _found(facts, versions=facts["versions"] | {"horovod": None})
     assert "not installed" in finding.what and "horovod build --install" in finding.mend
 
 
-def test_a_wheel_of_upstream_is_taken_for_one_of_another_torch(facts: dict[str, Any]) -> None:
+def test_upstream_horovod_wheel_is_accepted(facts: dict[str, Any]) -> None:
     assert _found(facts, versions=facts["versions"] | {"horovod": "0.28.1"}) == []
 
 
-def test_a_clock_that_is_off_is_not_named_or_a_doubt_is_taken_for_an_offset() -> None:
+def test_clock_offset_is_reported_only_beyond_its_uncertainty() -> None:
     offsets = {"node1": (0.0, 0.001), "node2": (-7.2, 0.01), "node3": (3.0, 2.9)}
     (finding,) = hosts.compare_clocks(offsets)
     assert finding.where == "node2" and "7.2 s behind" in finding.what
 
 
-def test_a_file_system_without_locks_looks_like_one_with_them(
+def test_file_system_without_locks_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -109,7 +111,7 @@ def test_a_file_system_without_locks_looks_like_one_with_them(
     assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
 
 
-def test_a_host_that_falls_silent_looks_like_a_healthy_one() -> None:
+def test_host_that_falls_silent_is_reported() -> None:
     session = Session("node2", here=True)
     try:
         assert session.start() and abs(session.ask("clock", 20) - time.time()) < 20
@@ -123,7 +125,7 @@ def test_a_host_that_falls_silent_looks_like_a_healthy_one() -> None:
     assert "reach: TypeError" in finding.what and "clock: " in finding.what
 
 
-def test_a_defect_of_the_doctor_looks_like_a_healthy_host() -> None:
+def test_internal_error_of_the_doctor_propagates() -> None:
     session = Session("node2", here=True)
     try:
         with pytest.raises(ZeroDivisionError):
@@ -133,7 +135,7 @@ def test_a_defect_of_the_doctor_looks_like_a_healthy_host() -> None:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 16])
-def test_a_pair_is_left_out_or_a_host_is_in_two_pairs_at_once(count: int) -> None:
+def test_every_pair_meets_once_and_no_host_is_in_two_pairs_at_a_time(count: int) -> None:
     names = [f"node{n}" for n in range(count)]
     every = rounds(names)
     for pairs in every:
@@ -144,7 +146,7 @@ def test_a_pair_is_left_out_or_a_host_is_in_two_pairs_at_once(count: int) -> Non
     assert len(every) == (count - 1 if count % 2 == 0 else count)
 
 
-def test_a_slow_gpu_or_memory_is_not_compared_with_the_median_host() -> None:
+def test_slow_gpu_and_memory_are_compared_with_the_median_host() -> None:
     healthy = {"processor": 1e11, "memory": 2e10, "gpu 0": 7e14}
     speeds = {f"node{n}": dict(healthy) for n in range(4)}
     assert speed.check(speeds) == []
@@ -155,7 +157,7 @@ def test_a_slow_gpu_or_memory_is_not_compared_with_the_median_host() -> None:
     assert "memory: 10 GB/s, 50%" in found[1].what
 
 
-def test_a_slow_all_reduce_is_not_named_or_a_fast_one_is() -> None:
+def test_only_a_slow_all_reduce_is_reported() -> None:
     fast, slow = (Sum("mpi", 2, "a:1,b:1", seconds, 0.1) for seconds in (0.2, 1.5))
     assert collectives.check([fast, Sum("mpi", 2, "", 9.0, 0.0)]) == []
     (finding,) = collectives.check([slow])
@@ -172,11 +174,13 @@ def test_a_slow_all_reduce_is_not_named_or_a_fast_one_is() -> None:
         ("a:1", 1, []),
     ],
 )
-def test_the_wrong_ranks_are_summed(text: str, ranks: int, expected: object) -> None:
+def test_all_reduce_plan_selects_the_expected_ranks(
+    text: str, ranks: int, expected: object
+) -> None:
     assert collectives.plan(parse_hosts(text) if text else [], ranks) == expected
 
 
-def test_a_mend_cannot_be_copied_from_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_remedy_can_be_copied_from_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     mend = "printf 'x' && " + "true && " * 30 + "[red]true"
     finding = Finding("ports", "a -> b", "closed", "it hangs", mend)
     show([finding], ["a note"], Console(width=60, color_system=None))
@@ -193,7 +197,7 @@ def test_a_mend_cannot_be_copied_from_the_table(capsys: pytest.CaptureFixture[st
         (["--", "--run.rot", "x"], "run.rot"),
     ],
 )
-def test_a_mistake_in_the_command_line_is_not_said_in_one_line(
+def test_invalid_command_line_exits_with_2(
     arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["doctor", *arguments]) == 2
@@ -201,7 +205,7 @@ def test_a_mistake_in_the_command_line_is_not_said_in_one_line(
 
 
 @pytest.mark.parametrize(("severity", "code"), [(None, 0), (WARNING, 0), ("error", 1)])
-def test_the_exit_code_does_not_say_whether_a_run_would_fail(
+def test_only_errors_exit_with_1(
     severity: str | None,
     code: int,
     monkeypatch: pytest.MonkeyPatch,

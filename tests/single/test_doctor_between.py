@@ -1,4 +1,4 @@
-"""The doctor between many hosts, and on folders that cannot be had: agents that tests make up."""
+"""The doctor across many hosts and on unusable directories, with simulated agents."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ def nobody() -> Iterator[Path]:
             os.chmod(name, 0o700)
 
 
-def test_a_folder_above_that_cannot_be_searched_leaves_a_host_unexamined(nobody: Path) -> None:
+def test_unsearchable_parent_directory_is_reported(nobody: Path) -> None:
     assert host_files.folder(str(nobody / "runs"))["failed"] == "Permission denied"
     assert host_files.attempt(str(nobody / "runs" / "lock")) == "absent"
 
 
-def test_a_folder_that_cannot_be_made_ends_the_doctor(tmp_path: Path) -> None:
+def test_directory_that_cannot_be_created_does_not_abort_the_doctor(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     root = str(tmp_path / "file" / "runs")
     assert host_files.folder(root)["failed"] == "Not a directory"  # that is the finding
     assert shared_folder.check_locks([Agent("node1", {})], root) == []
 
 
-def test_a_folder_that_cannot_be_removed_again_ends_the_doctor(tmp_path: Path) -> None:
+def test_directory_that_cannot_be_removed_does_not_abort_the_doctor(tmp_path: Path) -> None:
     def hold(path: str) -> bool:  # NFS keeps a file that is open under another name
         (Path(path).parent / ".nfs0001").touch()
         return True
@@ -123,7 +123,7 @@ def _examined(
     return found, [f"{one.check}: {one.where}" for one in found.findings]
 
 
-def test_a_host_that_no_rank_of_nccl_runs_on_accuses_an_interface_of_nccl() -> None:
+def test_only_hosts_with_nccl_ranks_are_tested_on_nccl_interfaces() -> None:
     agents = [
         _agent("head", _reach_no_infiniband),  # launches only
         _agent("node1"),
@@ -139,7 +139,7 @@ def test_a_host_that_no_rank_of_nccl_runs_on_accuses_an_interface_of_nccl() -> N
     assert places == ["interfaces: node2"] and "node1 does not reach" in found.findings[0].what
 
 
-def test_a_host_that_falls_silent_while_it_tries_nccls_interface_ends_the_doctor() -> None:
+def test_host_silent_in_the_nccl_check_does_not_abort_the_doctor() -> None:
     def silent(address: str, ports: list[int]) -> dict[str, str]:
         if address.startswith("10.9."):
             raise SilentError("no answer in time")
@@ -163,7 +163,7 @@ def test_a_host_that_falls_silent_while_it_tries_nccls_interface_ends_the_doctor
         ("ib0", True),
     ],
 )
-def test_a_list_of_interfaces_is_not_read_as_nccl_reads_it(
+def test_interface_list_is_parsed_as_nccl_parses_it(
     value: str, wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
@@ -176,7 +176,7 @@ def _many(count: int, stream: Any = lambda number: STREAM) -> tuple[list[Agent],
     return agents, {f"node{n}": _facts(n) for n in range(count)}
 
 
-def test_above_64_hosts_each_is_still_measured_with_every_other() -> None:
+def test_above_64_hosts_each_is_measured_with_16_others() -> None:
     agents, facts = _many(66)
     found, places = _examined(agents, facts, {})
     assert places == [] and found.left_out == [
@@ -193,7 +193,7 @@ def test_above_64_hosts_each_is_still_measured_with_every_other() -> None:
     assert _examined(*_many(4), {})[0].left_out == []
 
 
-def test_each_way_between_groups_that_are_far_apart_is_tried_again_and_a_finding() -> None:
+def test_slow_links_between_distant_groups_are_remeasured_and_reported() -> None:
     def stream(number: int) -> Any:
         far = [f"10.0.0.{n}" for n in range(8) if (n < 4) != (number < 4)]
         return lambda address, **_: STREAM | {"latency": 4e-3 if address in far else 1e-4}
@@ -207,7 +207,7 @@ def test_each_way_between_groups_that_are_far_apart_is_tried_again_and_a_finding
     assert sum(agent.asked.count("stream") for agent in agents) == 8 * 7 + 16
 
 
-def test_a_slow_host_among_many_ways_is_not_named() -> None:
+def test_slow_host_is_named_among_many_links() -> None:
     def stream(number: int) -> Any:
         return STREAM | {"bandwidth": 1e8 if number == 3 else 1e9}
 
@@ -218,7 +218,7 @@ def test_a_slow_host_among_many_ways_is_not_named() -> None:
     assert "800 Mbit/s" in found.findings[0].what
 
 
-def test_a_far_host_keeps_the_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurement_of_a_distant_host_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def echo(own: socket.socket) -> None:
         if own.recv(1) == b"p":
             while byte := own.recv(1):
@@ -259,7 +259,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_hosts_too_many_for_the_open_files_end_in_a_traceback_or_stay_asked(
+def test_too_many_hosts_is_a_user_error_that_closes_all_sessions(
     opened: dict[Any, Any],
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""`hvdtrain doctor RUN`: the likeliest cause of a failed run, the line that shows it, the key."""
+"""`hvdtrain doctor RUN`: most likely cause of a failure, the line that shows it, the key to set."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _check(finding: Finding, check: str, says: str, mend: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_had_too_little_memory_is_not_explained(tmp_path: Path) -> None:
+def test_out_of_memory_run_is_explained(tmp_path: Path) -> None:
     assert _start(tmp_path, "Large").wait(60).returncode == 1
     findings, _ = diagnose(tmp_path / "case")
     _check(findings[0], "memory", "DefaultCPUAllocator", "--batch.micro_size")
@@ -41,7 +41,7 @@ def test_a_run_that_had_too_little_memory_is_not_explained(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_run_that_diverged_is_not_explained(tmp_path: Path) -> None:
+def test_diverged_run_is_explained(tmp_path: Path) -> None:
     job = _start(
         tmp_path, "NotFinite", "--train.max_nonfinite", "3", env={"HVDTRAIN_TEST_NAN": "3-"}
     )
@@ -52,7 +52,7 @@ def test_a_run_that_diverged_is_not_explained(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_from_outside_is_not_explained(
+def test_run_killed_from_outside_is_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = _start(tmp_path, "Slow", "--train.steps", "1000")
@@ -108,9 +108,7 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("check", MESSAGES)
-def test_a_line_of_a_log_is_taken_for_another_cause_or_for_its_consequence(
-    finished: Path, check: str
-) -> None:
+def test_log_line_identifies_the_root_cause(finished: Path, check: str) -> None:
     message, mend = MESSAGES[check]
     _ended(finished, 1)
     _log(finished, 0, LOST)
@@ -119,7 +117,7 @@ def test_a_line_of_a_log_is_taken_for_another_cause_or_for_its_consequence(
     _check(findings[0], check, message, mend)
 
 
-def test_a_hung_rank_is_not_explained_by_its_stack(finished: Path) -> None:
+def test_hung_rank_is_explained_by_its_stack(finished: Path) -> None:
     _ended(finished, 1)
     _log(finished, 0, LOST)
     (finished / "logs" / "hang_node1_2.txt").write_text(
@@ -132,7 +130,7 @@ def test_a_hung_rank_is_not_explained_by_its_stack(finished: Path) -> None:
     assert findings[0].where.endswith("hang_node1_2.txt:2")
 
 
-def test_a_failed_checkpoint_is_not_told_from_its_event(finished: Path) -> None:
+def test_failed_checkpoint_is_explained_by_its_event(finished: Path) -> None:
     path = finished / "events.jsonl"
     event = {"event": "checkpoint_failed", "time": 2e9, "step": 3, "error": "OSError: [Errno 28]"}
     path.write_text(path.read_text() + json.dumps(event) + "\n")
@@ -141,7 +139,7 @@ def test_a_failed_checkpoint_is_not_told_from_its_event(finished: Path) -> None:
     assert findings[0].severity == "warning"  # the run finished
 
 
-def test_memory_that_grew_until_the_end_is_not_told_from_any_other_kill(finished: Path) -> None:
+def test_kill_after_memory_growth_is_attributed_to_memory(finished: Path) -> None:
     _ended(finished, None)
     path = finished / "ranks.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -152,7 +150,7 @@ def test_memory_that_grew_until_the_end_is_not_told_from_any_other_kill(finished
     assert findings[0].check == "memory" and "rank 5 grew from" in findings[0].what
 
 
-def test_a_slow_rank_is_not_named(finished: Path) -> None:
+def test_slow_rank_is_named(finished: Path) -> None:
     findings, how = diagnose(finished)
     assert how == "how it ended: finished"
     (finding,) = [one for one in findings if one.check == "straggler"]
@@ -167,9 +165,7 @@ def test_a_slow_rank_is_not_named(finished: Path) -> None:
         ("comm_exposed", "communication-bound", "--exchange.wire"),
     ],
 )
-def test_what_took_the_time_of_a_run_is_not_named(
-    finished: Path, phase: str, check: str, key: str
-) -> None:
+def test_bottleneck_of_a_run_is_named(finished: Path, phase: str, check: str, key: str) -> None:
     path = finished / "ranks.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
@@ -183,7 +179,7 @@ def test_what_took_the_time_of_a_run_is_not_named(
     assert key in finding.mend and finding.severity == "warning"
 
 
-def test_an_end_that_nothing_explains_is_told_as_healthy(finished: Path) -> None:
+def test_unexplained_failure_is_reported_with_its_last_error(finished: Path) -> None:
     _ended(finished, 2)
     _log(finished, 0, "ValueError: the task's own")
     findings, _ = diagnose(finished)

@@ -1,4 +1,4 @@
-"""A run that ends when its validation loss rises, and keeps its best checkpoint."""
+"""Early stopping on the validation loss, and retention of the best checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _history(*losses: float) -> list[list[float]]:
     return found
 
 
-def test_evaluations_without_a_lower_loss_are_miscounted() -> None:
+def test_evaluations_since_the_lowest_loss_are_counted() -> None:
     assert since_best([]) == 0 and not is_best([], 0)
     assert since_best(_history(3, 2, 2, float("nan"))) == 2
     assert _history(3, 2, 2, float("nan")) == [[2, 2], [3, 2], [4, None]]
@@ -46,7 +46,7 @@ def test_evaluations_without_a_lower_loss_are_miscounted() -> None:
     assert not is_best(_history(3, 3), 2) and not is_best(_history(float("nan")), 1)
 
 
-def test_a_step_that_is_evaluated_again_counts_twice() -> None:
+def test_step_that_is_evaluated_again_counts_once() -> None:
     seen = _history(3, 1, 2, 2.5)
     unseen = _history(3, 1, 2)
     # After a failure the ranks evaluate together, with a sum in another order.
@@ -64,12 +64,12 @@ def test_a_step_that_is_evaluated_again_counts_twice() -> None:
         (["--checkpoint.keep_best", "true", "--eval.every", "0"], r"keep_best needs evaluations"),
     ],
 )
-def test_an_early_stop_that_never_comes_is_accepted(flags: list[str], message: str) -> None:
+def test_early_stopping_that_cannot_trigger_is_rejected(flags: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse(flags)
 
 
-def test_a_run_does_not_stop_early_or_elsewhere_on_two_ranks_or_after_a_resume(
+def test_early_stopping_works_on_two_ranks_and_after_a_resume(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = _run(tmp_path, "one")
@@ -114,7 +114,7 @@ def test_a_run_does_not_stop_early_or_elsewhere_on_two_ranks_or_after_a_resume(
     assert [stop["step"] for stop in stops] == [ours[-1]["step"]]
 
 
-def test_a_task_without_validation_data_is_to_stop_early() -> None:
+def test_early_stopping_requires_validation_data() -> None:
     for flags in (["--train.patience", "2"], ["--checkpoint.keep_best", "true"]):
         key = flags[0].removeprefix("--")
         with pytest.raises(UserError, match=f"{key} needs validation data, and the task"):

@@ -1,4 +1,4 @@
-"""Which commands under horovodrun's elastic launcher get our driver, and which Horovod's."""
+"""Choice between hvdtrain's and Horovod's elastic driver, by the launched command."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ hvdtrain top runs/mine
 
 
 @pytest.mark.parametrize("command", OURS.splitlines())
-def test_our_command_gets_horovods_driver(command: str) -> None:
+def test_training_command_gets_hvdtrains_driver(command: str) -> None:
     assert ElasticDriver.serves(shlex.split(command))
 
 
 @pytest.mark.parametrize("command", FOREIGN.splitlines())
-def test_a_foreign_command_is_claimed_by_our_driver(command: str) -> None:
+def test_foreign_command_is_left_to_horovods_driver(command: str) -> None:
     assert not ElasticDriver.serves(shlex.split(command))
 
 
-def test_a_script_cannot_say_that_it_starts_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_can_request_hvdtrains_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HVDTRAIN_ELASTIC", "1")
     assert ElasticDriver.serves(["sh", "script.sh"])

@@ -1,4 +1,4 @@
-"""What the elastic driver, the watchdog and the meeting decide, without processes."""
+"""Decisions of the elastic driver, the watchdog and the rendezvous, without processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _processes(places: list[tuple[str, int]]) -> list[Process]:
 
 
 @given(PLACES)
-def test_ranks_have_gaps_or_a_host_is_split(places: list[tuple[str, int]]) -> None:
+def test_ranks_are_contiguous_and_grouped_by_host(places: list[tuple[str, int]]) -> None:
     plan = assign(_processes(places))
     assert [slot.rank for slot in plan] == list(range(len(places)))
     hosts = [slot.hostname for slot in plan]
@@ -51,7 +51,7 @@ def test_ranks_have_gaps_or_a_host_is_split(places: list[tuple[str, int]]) -> No
 
 
 @given(PLACES, st.randoms())
-def test_rank_0_moves_while_its_process_lives(
+def test_rank_0_stays_with_the_oldest_process(
     places: list[tuple[str, int]], random: object
 ) -> None:
     processes = _processes(places)
@@ -60,7 +60,7 @@ def test_rank_0_moves_while_its_process_lives(
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), min_size=1))
-def test_work_is_lost_where_a_rank_is_further(found: list[tuple[bool, int]]) -> None:
+def test_most_advanced_trained_rank_is_the_source(found: list[tuple[bool, int]]) -> None:
     statuses = [RankStatus(*one) for one in found]
     source = most_advanced(statuses)
     trained = [s.step for s in statuses if s.trained]
@@ -157,7 +157,7 @@ def _until(condition: Callable[[], bool], seconds: float = 10) -> None:
         time.sleep(0.02)
 
 
-def test_a_slow_replacement_takes_rank_0_from_the_process_that_holds_the_folder(
+def test_slow_replacement_does_not_take_rank_0_from_a_trained_process(
     job: Callable[..., Job],
 ) -> None:
     running = job({"a": 3}, np=3)
@@ -173,7 +173,7 @@ def test_a_slow_replacement_takes_rank_0_from_the_process_that_holds_the_folder(
     assert running.ranks(3, 4) == [1, 0], "process 4 trains, and 3 has never done so"
 
 
-def test_half_a_replica_trains_or_a_whole_one_waits(
+def test_incomplete_replica_is_a_spare_and_complete_ones_continue(
     job: Callable[..., Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     running = job({"a": 2, "b": 2}, np=4)
@@ -209,7 +209,7 @@ def test_half_a_replica_trains_or_a_whole_one_waits(
     assert given[2]["rank"] == 0, "it has the run's folder now"
 
 
-def test_spare_counts_as_holder_of_the_step_that_it_completed(job: Callable[..., Job]) -> None:
+def test_spare_status_reports_its_last_completed_step(job: Callable[..., Job]) -> None:
     running = job({"a": 2, "b": 2}, np=4)
     running.join(0, 1, 2, 3, replica_size=2, step=9, reaches=9)
     running.exits[1] = 137
@@ -229,7 +229,7 @@ def test_spare_counts_as_holder_of_the_step_that_it_completed(job: Callable[...,
     assert status is not None and (status.reaches, status.failed) == (9, None)
 
 
-def test_replaced_process_starts_again_without_a_failure_of_its_slot(
+def test_replacing_a_process_does_not_count_as_a_failure_of_its_slot(
     job: Callable[..., Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     running = job({"a": 2}, np=2, min_np=2)
@@ -248,13 +248,13 @@ def test_replaced_process_starts_again_without_a_failure_of_its_slot(
     assert "process 1 on a ended" not in said
 
 
-def test_the_first_round_begins_without_everyone(job: Callable[..., Job]) -> None:
+def test_first_round_waits_for_all_processes(job: Callable[..., Job]) -> None:
     running = job({"a": 2}, np=2)
     assert running.ranks(0) == [None]
     assert sorted(running.join(0, 1)[n]["rank"] for n in (0, 1)) == [0, 1]
 
 
-def test_survivors_wait_for_a_new_process_to_start(job: Callable[..., Job]) -> None:
+def test_survivors_continue_while_a_replacement_starts(job: Callable[..., Job]) -> None:
     running = job({"a": 2, "b": 1}, np=3)
     running.join(0, 1, 2)
     running.exits[1] = 137
@@ -267,7 +267,7 @@ def test_survivors_wait_for_a_new_process_to_start(job: Callable[..., Job]) -> N
     assert running.ranks(0, 2, 3) == [0, 2, 1]
 
 
-def test_ranks_that_meet_wait_for_one_that_died(job: Callable[..., Job]) -> None:
+def test_rendezvous_requests_are_refused_once_a_rank_has_died(job: Callable[..., Job]) -> None:
     running = job({"a": 3}, np=3)
     given = running.join(0, 1, 2)
     assert {ranks["generation"] for ranks in given.values()} == set(running.rendezvous.generations)
@@ -277,7 +277,7 @@ def test_ranks_that_meet_wait_for_one_that_died(job: Callable[..., Job]) -> None
     assert {ranks["generation"] for ranks in running.join(0, 1).values()} == {1}
 
 
-def test_a_survivor_goes_on_while_another_still_computes(job: Callable[..., Job]) -> None:
+def test_survivor_waits_for_one_that_is_still_computing(job: Callable[..., Job]) -> None:
     running = job({"a": 3}, np=3)
     running.join(0, 1, 2)
     running.exits[2] = 137
@@ -285,7 +285,7 @@ def test_a_survivor_goes_on_while_another_still_computes(job: Callable[..., Job]
     assert sorted(running.ranks(0, 1)) == [0, 1]  # type: ignore[type-var]
 
 
-def test_one_that_fell_silent_is_waited_for_or_takes_part_again(
+def test_silent_process_is_excluded_and_not_readmitted(
     job: Callable[..., Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
     running = job({"a": 3}, np=3)
@@ -303,7 +303,7 @@ def test_one_that_fell_silent_is_waited_for_or_takes_part_again(
     assert running.ranks(3) == [None], "its slot is used again, once it has ended"
 
 
-def test_a_host_that_is_taken_away_trains_on(job: Callable[..., Job]) -> None:
+def test_removed_host_leaves_without_ending_the_job(job: Callable[..., Job]) -> None:
     running = job({"a": 1, "b": 1}, np=2)
     running.join(0, 1)
     del running.hosts["b"]
@@ -314,7 +314,9 @@ def test_a_host_that_is_taken_away_trains_on(job: Callable[..., Job]) -> None:
     assert not running.driver._finished.is_set(), "the end of one that left is no end of the job"
 
 
-def test_a_host_with_a_notice_trains_on_or_is_used_again(job: Callable[..., Job]) -> None:
+def test_host_with_a_notice_leaves_and_is_not_reused_until_replaced(
+    job: Callable[..., Job],
+) -> None:
     running = job({"a": 1, "b": 2}, np=3)
     running.join(0, 1, 2)
     running.driver.leave(1, "notice")
@@ -330,13 +332,13 @@ def test_a_host_with_a_notice_trains_on_or_is_used_again(job: Callable[..., Job]
     _until(lambda: [p.number for p in running.driver._alive()] == [0, 3])
 
 
-def test_a_host_with_a_notice_at_the_start_ends_the_job(job: Callable[..., Job]) -> None:
+def test_host_with_a_notice_at_the_start_does_not_end_the_job(job: Callable[..., Job]) -> None:
     running = job({"a": 1, "b": 1}, np=2)
     running.driver.leave(1, "notice")
     assert running.ranks(0, 1) == [0, -1] and not running.news()["stop"]
 
 
-def test_rank_is_not_signalled_while_it_leaves_or_when_its_host_returns(
+def test_leaving_rank_is_signaled_only_after_its_deadline(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = job({"a": 1, "b": 1}, np=2, min_np=2)
@@ -358,7 +360,7 @@ def test_rank_is_not_signalled_while_it_leaves_or_when_its_host_returns(
     assert running.ranks(1) == [-1], "a rank that was signalled must not take part again"
 
 
-def test_leaving_rank_has_its_time_from_when_its_host_left(
+def test_leave_deadline_counts_from_the_removal_of_the_host(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver_module, "_LEAVE_SECONDS", 2.0)
@@ -373,7 +375,7 @@ def test_leaving_rank_has_its_time_from_when_its_host_left(
     _until(lambda: running.driver._processes[1].end.is_set())
 
 
-def test_the_last_hosts_with_a_notice_leave_without_a_checkpoint(job: Callable[..., Job]) -> None:
+def test_notice_on_every_host_stops_the_run_with_exit_code_75(job: Callable[..., Job]) -> None:
     running = job({"a": 1, "b": 1}, np=2)
     running.join(0, 1)
     running.driver.leave(1, "notice")
@@ -386,7 +388,7 @@ def test_the_last_hosts_with_a_notice_leave_without_a_checkpoint(job: Callable[.
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 75])
-def test_an_end_that_the_ranks_agreed_on_is_restarted(job: Callable[..., Job], code: int) -> None:
+def test_exit_code_that_ranks_agree_on_ends_the_job(job: Callable[..., Job], code: int) -> None:
     running = job({"a": 2}, np=2)
     running.join(0, 1)
     running.exits |= {0: code, 1: code}
@@ -395,7 +397,7 @@ def test_an_end_that_the_ranks_agreed_on_is_restarted(job: Callable[..., Job], c
     assert len(running.driver._processes) == 2
 
 
-def test_a_job_whose_ranks_all_died_hangs_or_ends_well(job: Callable[..., Job]) -> None:
+def test_death_of_all_ranks_ends_the_job_with_their_exit_code(job: Callable[..., Job]) -> None:
     running = job({"a": 2}, np=2)
     running.join(0, 1)
     running.exits |= {0: 137, 1: 137}
@@ -403,7 +405,7 @@ def test_a_job_whose_ranks_all_died_hangs_or_ends_well(job: Callable[..., Job]) 
     assert [result[0] for result in results.values()] == [137]
 
 
-def test_a_job_that_lost_all_its_hosts_is_called_finished(job: Callable[..., Job]) -> None:
+def test_loss_of_all_hosts_ends_the_job_with_exit_code_1(job: Callable[..., Job]) -> None:
     running = job({"a": 2}, np=2)
     running.join(0, 1)
     running.hosts.clear()
@@ -413,7 +415,7 @@ def test_a_job_that_lost_all_its_hosts_is_called_finished(job: Callable[..., Job
     assert [result[0] for result in results.values()] == [1]
 
 
-def test_a_sample_that_raises_kills_process_after_process(job: Callable[..., Job]) -> None:
+def test_sample_that_always_raises_ends_the_job(job: Callable[..., Job]) -> None:
     running = job({"a": 4}, np=4)
     running.join(0, 1, 2, 3)
     for number, left in ((0, (1, 2, 3)), (1, (2, 3))):
@@ -427,7 +429,7 @@ def test_a_sample_that_raises_kills_process_after_process(job: Callable[..., Job
     assert running.driver._shutdown.is_set(), "the fourth waited for new processes"
 
 
-def test_a_network_that_is_gone_is_tried_for_ever(job: Callable[..., Job]) -> None:
+def test_persistent_network_failure_ends_the_job(job: Callable[..., Job]) -> None:
     running = job({"a": 2}, np=2)
     running.join(0, 1)
     for _ in range(4):
@@ -436,7 +438,9 @@ def test_a_network_that_is_gone_is_tried_for_ever(job: Callable[..., Job]) -> No
     assert running.driver._shutdown.is_set()
 
 
-def test_a_newcomer_that_the_state_does_not_reach_ends_the_run(job: Callable[..., Job]) -> None:
+def test_newcomer_is_excluded_after_repeated_state_transfer_failures(
+    job: Callable[..., Job],
+) -> None:
     running = job({"a": 2, "b": 1}, np=2)
     running.join(0, 1)
     _until(lambda: len(running.driver._processes) == 3)
@@ -462,7 +466,7 @@ def test_a_newcomer_that_the_state_does_not_reach_ends_the_run(job: Callable[...
         {"rounding": "9fc0"},
     ],
 )
-def test_a_process_that_does_not_fit_the_run_takes_part(
+def test_process_that_does_not_match_the_run_is_refused(
     job: Callable[..., Job], other: dict[str, Any]
 ) -> None:
     running = job({"a": 1, "b": 1}, np=1)
@@ -479,7 +483,7 @@ def test_a_process_that_does_not_fit_the_run_takes_part(
     _until(lambda: len(running.driver._processes) == 4, 15)
 
 
-def test_all_wait_for_a_process_that_nothing_ends(
+def test_unkillable_process_does_not_block_the_others(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = job({"a": 3}, np=3)
@@ -492,7 +496,7 @@ def test_all_wait_for_a_process_that_nothing_ends(
     assert running.driver._processes[1].end.is_set()
 
 
-def test_a_signal_or_a_code_is_told_as_the_other() -> None:
+def test_signals_and_exit_codes_are_described_distinctly() -> None:
     assert describe(137) == describe(-9) == "signal 9 (Killed)"
     assert describe(1) == "exit code 1"
 
@@ -528,7 +532,7 @@ def _judged(seconds: float, reachable: bool = True, **seen: object) -> str | Non
     return None
 
 
-def test_a_hung_rank_lives_or_a_slow_one_is_killed(quick: None) -> None:
+def test_watchdog_kills_hung_ranks_but_not_slow_ones(quick: None) -> None:
     assert "no progress" in str(_judged(3 * SECOND))
     assert "busy without" in str(_judged(15 * SECOND, work=1))
     assert _judged(5 * SECOND, work=1) is None, "it computes: slow, but alive"
@@ -543,13 +547,13 @@ def test_a_hung_rank_lives_or_a_slow_one_is_killed(quick: None) -> None:
     assert "gone" in str(_judged(3 * SECOND, orphan=True, beats=None))
 
 
-def test_a_rank_that_is_cut_off_from_its_launcher_waits_for_ever(quick: None) -> None:
+def test_watchdog_kills_a_rank_cut_off_from_its_launcher(quick: None) -> None:
     assert "not reached" in str(_judged(3 * SECOND, reachable=False, activity=Activity.RENDEZVOUS))
     assert _judged(3 * SECOND, reachable=True, activity=Activity.RENDEZVOUS) is None
     assert _judged(3 * SECOND, reachable=False, activity=Activity.WAITING) is None, "it trains"
 
 
-def test_a_heartbeat_is_not_seen_from_outside() -> None:
+def test_heartbeat_can_be_read_through_its_descriptor() -> None:
     heart = Heartbeat()
     other = Heartbeat(heart.descriptor)
     heart.beat(Activity.WORKING)

@@ -27,13 +27,13 @@ def _run_script(folder: Path, env: dict[str, str]) -> Finished:
     return Job([], argv, environment(env), folder / "job").wait(120)
 
 
-def test_a_script_under_horovods_own_elastic_driver_waits_for_ever(tmp_path: Path) -> None:
+def test_script_under_horovods_own_driver_fails_with_a_hint(tmp_path: Path) -> None:
     done = _run_script(tmp_path, {})
     assert "HVDTRAIN_ELASTIC=1" in done.stderr, done
     assert "Traceback" not in done.stderr and done.returncode != 0, done
 
 
-def test_a_script_cannot_ask_for_our_driver(tmp_path: Path) -> None:
+def test_script_can_request_hvdtrains_driver(tmp_path: Path) -> None:
     done = _run_script(tmp_path, {"HVDTRAIN_ELASTIC": "1"})
     assert done.returncode == 0, done
     assert (tmp_path / "case" / "metrics.jsonl").read_text().count("\n") == 3

@@ -1,4 +1,4 @@
-"""The moving average of the weights: what torch's own would be, saved, evaluated, exported."""
+"""The moving average of the weights: equal to torch's own, saved, evaluated and exported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
     optimizer.step()
 
 
-def test_the_averages_are_not_those_of_torchs_averaged_model() -> None:
+def test_averages_match_torchs_averaged_model() -> None:
     model = _model()
     optimizer = build_optimizer(OptimConfig(lr=0.1), model)
     ema = Ema(optimizer, model, 0.9)
@@ -49,7 +49,7 @@ def test_the_averages_are_not_those_of_torchs_averaged_model() -> None:
         assert torch.equal(tensor, theirs[name]), name
 
 
-def test_a_model_keeps_the_averages_or_does_not_get_them() -> None:
+def test_averages_are_applied_temporarily() -> None:
     model = _model()
     optimizer = build_optimizer(OptimConfig(lr=0.1), model)
     ema = Ema(optimizer, model, 0.5)
@@ -65,7 +65,7 @@ def test_a_model_keeps_the_averages_or_does_not_get_them() -> None:
         assert torch.equal(parameter.detach(), before[name]), name
 
 
-def test_averages_of_half_precision_do_not_move() -> None:
+def test_averages_of_half_precision_weights_are_kept_in_float32() -> None:
     model = _model(torch.bfloat16)
     optimizer = build_optimizer(OptimConfig(name="sgd", lr=1e-2), model)
     ema = Ema(optimizer, model, 0.999)
@@ -76,7 +76,7 @@ def test_averages_of_half_precision_do_not_move() -> None:
     assert any(not torch.equal(tensor, first[name]) for name, tensor in ema.tensors().items())
 
 
-def test_averages_of_another_model_are_taken_over() -> None:
+def test_foreign_averages_and_invalid_ema_options_are_rejected() -> None:
     model = _model()
     ema = Ema(build_optimizer(OptimConfig(), model), model, 0.9)
     with pytest.raises(UserError, match="averages are of other parameters"):
@@ -101,7 +101,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_has_other_averages(root: Path) -> None:
+def test_resumed_run_has_identical_averages(root: Path) -> None:
     half = root / "whole/checkpoints/step_00000006"
     folder = train(root, "resumed", [*FLAGS, "--run.resume", str(half)])
     assert weights(folder, 12, files=3) == weights(root / "whole", 12, files=3)
@@ -113,7 +113,7 @@ def test_a_resumed_run_has_other_averages(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_have_other_averages_than_one(root: Path) -> None:
+def test_averages_on_two_ranks_match_one_rank(root: Path) -> None:
     train(root, "two", FLAGS, "gloo:2")
     whole = _ema(root / "whole")
     for name, tensor in _ema(root / "two").items():
@@ -130,7 +130,7 @@ def _ema(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_exported_averages_are_not_those_that_were_evaluated(
+def test_exported_averages_match_the_evaluated_ones(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = root / "exported"

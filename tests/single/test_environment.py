@@ -1,4 +1,4 @@
-"""What launchers say before Horovod is up, and what is set for Horovod and MPI."""
+"""Launcher variables read before Horovod starts, and settings made for Horovod and MPI."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_launcher_is_not_understood(launcher: str) -> None:
+def test_ranks_and_sizes_are_read_from_every_launcher(launcher: str) -> None:
     env = LAUNCHERS[launcher]
     assert (launched_rank(env), launched_size(env), launched_local_size(env)) == (3, 4, 2)
 
 
-def test_a_process_without_launcher_is_not_rank_0_alone() -> None:
+def test_process_without_launcher_is_rank_0_alone() -> None:
     assert (launched_rank({}), launched_size({}), launched_local_size({})) == (0, None, 1)
 
 
-def test_the_variables_of_a_batch_script_are_taken_for_a_launcher() -> None:
+def test_batch_script_variables_are_not_taken_for_a_launcher() -> None:
     # sbatch gives them to its script, which is one process whatever the job's size.
     script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_NPROCS": "16"}
     assert (launched_rank(script), launched_size(script)) == (0, None)
@@ -53,7 +53,7 @@ def test_the_variables_of_a_batch_script_are_taken_for_a_launcher() -> None:
 
 
 @pytest.mark.parametrize("launcher", [None, *LAUNCHERS])
-def test_what_the_user_set_is_overwritten(launcher: str | None) -> None:
+def test_user_settings_are_not_overwritten(launcher: str | None) -> None:
     launched = LAUNCHERS[launcher] if launcher else {}
     env = dict(launched)
     prepare(env, host_cores=1)
@@ -63,7 +63,7 @@ def test_what_the_user_set_is_overwritten(launcher: str | None) -> None:
     assert users == kept and "the user's" in kept.values()
 
 
-def test_what_the_user_set_in_a_file_of_open_mpi_is_overwritten(
+def test_user_settings_in_an_open_mpi_file_are_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -76,7 +76,7 @@ def test_what_the_user_set_in_a_file_of_open_mpi_is_overwritten(
     assert env["OMPI_MCA_btl_tcp_eager_limit"] == "262144"
 
 
-def test_one_process_starts_mpi() -> None:
+def test_single_process_does_not_start_mpi() -> None:
     alone: dict[str, str] = {}
     prepare(alone, host_cores=8)
     assert alone["HOROVOD_CONTROLLER"] == alone["HOROVOD_CPU_OPERATIONS"] == "gloo"
@@ -87,16 +87,14 @@ def test_one_process_starts_mpi() -> None:
 
 
 @pytest.mark.parametrize(("cores", "yields"), [(1, True), (2, True), (3, False)])
-def test_ranks_spin_while_they_share_cores_or_sleep_while_they_do_not(
-    cores: int, yields: bool
-) -> None:
+def test_idle_ranks_yield_only_when_they_share_cores(cores: int, yields: bool) -> None:
     env = dict(LAUNCHERS["mpirun"])
     prepare(env, cores)
     assert ("OMPI_MCA_mpi_yield_when_idle" in env) is yields
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_ranks_sum_within_their_host_first_unasked_or_do_not_where_asked(asked: bool) -> None:
+def test_hierarchical_all_reduce_is_used_only_if_requested(asked: bool) -> None:
     env = dict(LAUNCHERS["mpirun"])
     prepare(env, host_cores=8, hierarchical=asked)
     assert env["HOROVOD_HIERARCHICAL_ALLREDUCE"] == str(int(asked))
@@ -113,7 +111,7 @@ def test_ranks_sum_within_their_host_first_unasked_or_do_not_where_asked(asked: 
         ("mpirun", 4, {}, "0"),
     ],
 )
-def test_a_ring_through_all_ranks_is_taken_where_hosts_first_is_faster_or_the_other_way_round(
+def test_gloo_all_reduce_is_hierarchical_only_when_that_is_faster(
     launcher: str, of_host: int, more: dict[str, str], expected: str
 ) -> None:
     gloo = {"HOROVOD_SIZE": "8", "HOROVOD_LOCAL_SIZE": str(of_host), "HOROVOD_CONTROLLER": "gloo"}
@@ -123,22 +121,20 @@ def test_a_ring_through_all_ranks_is_taken_where_hosts_first_is_faster_or_the_ot
     assert env["HOROVOD_HIERARCHICAL_ALLREDUCE"] == expected
 
 
-def test_a_rank_that_never_comes_is_waited_for_without_end() -> None:
+def test_wait_for_a_missing_rank_is_bounded() -> None:
     env: dict[str, str] = {}
     prepare(env, host_cores=2)
     assert 0 < int(env["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"]) <= 1800
 
 
 @pytest.mark.parametrize(("ranks", "seconds"), [(4, 3), (64, 3), (256, 5), (1000, 13), (9999, 30)])
-def test_a_rank_that_is_cut_off_is_waited_for_too_long_or_too_short(
-    ranks: int, seconds: int
-) -> None:
+def test_elastic_gloo_timeout_scales_with_world_size(ranks: int, seconds: int) -> None:
     env = {"HOROVOD_ELASTIC": "1", "HOROVOD_SIZE": str(ranks)}
     prepare(env, host_cores=2)
     assert int(env["HOROVOD_GLOO_TIMEOUT_SECONDS"]) == seconds
 
 
-def test_the_environment_is_prepared_after_torch_or_horovod_is_loaded() -> None:
+def test_preparing_the_environment_loads_neither_torch_nor_horovod() -> None:
     code = (
         "import sys, hvdtrain.runtime.environment as e; e.prepare();"
         "sys.exit('torch' in sys.modules or 'horovod' in sys.modules)"
@@ -155,7 +151,7 @@ def test_the_environment_is_prepared_after_torch_or_horovod_is_loaded() -> None:
         ("cxi/cxi0", 1, False),
     ],
 )
-def test_ranks_that_have_faster_sums_get_those_for_tcp(
+def test_ring_all_reduce_is_used_only_over_tcp_with_one_rank_per_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str | None, ranks: int, ring: bool
 ) -> None:
     if device:
@@ -187,7 +183,7 @@ def test_torchrun_is_recognized_unless_another_launcher_started_the_rank(
     assert torchrun_rank(env) == found
 
 
-def test_torchrun_ends_with_one_line_instead_of_independent_runs(tmp_path: Path) -> None:
+def test_torchrun_is_rejected_with_one_error_and_starts_no_runs(tmp_path: Path) -> None:
     torchrun = [
         sys.executable,
         "-m",

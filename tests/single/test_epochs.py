@@ -1,4 +1,4 @@
-"""How long a run is in passes over its data, and what becomes of the samples at its end."""
+"""Run length in epochs, and the samples at the end of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLES = 256
     ("epochs", "size", "batch", "steps"),
     [(1, 100, 10, 10), (0.1, 1000, 10, 10), (0.3, 10, 1, 3), (3, 7, 4, 6), (0.001, 10, 4, 1)],
 )
-def test_epochs_take_a_step_more_or_less_than_all_samples_need(
+def test_epochs_are_converted_to_the_steps_that_all_samples_need(
     epochs: float, size: int, batch: int, steps: int
 ) -> None:
     flags = ["--train.epochs", str(epochs), "--batch.micro_size", "1"]
@@ -30,7 +30,7 @@ def test_epochs_take_a_step_more_or_less_than_all_samples_need(
     assert (train.steps, train.epochs) == (steps, 0)
 
 
-def test_the_end_of_a_run_is_described_otherwise_than_it_is() -> None:
+def test_description_of_the_run_length_is_accurate() -> None:
     config = parse(["--train.steps", "94", "--batch.global_size", "32"]).config
     said = describe(config, 1000)
     assert said.startswith("94 steps of 32 samples are 3.01 epochs of 1000 samples; no sample is")
@@ -39,7 +39,7 @@ def test_the_end_of_a_run_is_described_otherwise_than_it_is() -> None:
     assert whole.endswith("4.00 epochs of 64 samples; an epoch is a whole number of steps")
 
 
-def test_the_length_that_is_named_last_does_not_count(tmp_path: Path) -> None:
+def test_last_specified_length_wins(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text("train: {steps: 70}\n")
     epochs = tmp_path / "epochs.yaml"
@@ -67,12 +67,12 @@ def test_the_length_that_is_named_last_does_not_count(tmp_path: Path) -> None:
         (["--train.epochs", "0"], "train.steps must be >= 1, not 0"),
     ],
 )
-def test_a_length_that_cannot_be_is_accepted(flags: list[str], message: str) -> None:
+def test_invalid_length_is_rejected(flags: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse(flags)
 
 
-def test_a_run_of_epochs_has_another_length_or_schedule_than_its_steps(tmp_path: Path) -> None:
+def test_run_of_epochs_equals_the_run_of_as_many_steps(tmp_path: Path) -> None:
     common = [*TASK, "--run.root", str(tmp_path), "--telemetry.port", "0", "--eval.every", "0"]
     common += ["--batch.global_size", "24", "--batch.micro_size", "12"]
     by_epochs = run(tmp_path / "o", [*common, "--run.id", "e", "--train.epochs", "1.5"])
@@ -89,7 +89,7 @@ def test_a_run_of_epochs_has_another_length_or_schedule_than_its_steps(tmp_path:
     assert again.returncode == 0 and "step 16 of 16 was done already" in again.stderr, again
 
 
-def test_a_profile_behind_the_last_epoch_is_no_mistake(tmp_path: Path) -> None:
+def test_profile_after_the_last_step_is_rejected(tmp_path: Path) -> None:
     flags = [*TASK, "--run.root", str(tmp_path), "--train.epochs", "1", "--profile.steps", "99:100"]
     done = run(tmp_path / "o", [*flags, "--telemetry.port", "0"])
     assert done.returncode == 2 and "begins after the last step (train.steps 8)" in done.stderr

@@ -1,4 +1,4 @@
-"""Evaluation looks at the model and leaves everything as it was."""
+"""Evaluation changes neither the model nor training."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _train(root: Path, task: str, name: str, every: int, launcher: str = "") -> 
 
 
 @pytest.mark.parametrize("task", ["HalfAsleep", "Drawing"])
-def test_a_run_that_is_evaluated_trains_otherwise(tmp_path: Path, task: str) -> None:
+def test_evaluation_does_not_change_training(tmp_path: Path, task: str) -> None:
     often = _train(tmp_path, task, "often", every=2)
     never = _train(tmp_path, task, "never", every=0)
     assert "validation_loss" in metrics(often)[1]
     assert weights(often, 6) == weights(never, 6)
 
 
-def test_validation_of_a_task_that_draws_depends_on_the_number_of_ranks(tmp_path: Path) -> None:
+def test_validation_with_random_draws_is_independent_of_ranks(tmp_path: Path) -> None:
     # At the first step: training has not drawn apart by a bit yet.
     found = [
         metrics(_train(tmp_path, "Drawing", name, every=1, launcher=launcher))[0]
@@ -55,7 +55,7 @@ class _Counted(nn.Linear):
         return self
 
 
-def test_a_module_is_left_in_another_mode_than_it_had() -> None:
+def test_evaluation_restores_the_mode_of_every_module() -> None:
     counted, shared = _Counted(), nn.Dropout()
     asleep = nn.Sequential(nn.BatchNorm1d(2), shared, nn.Sequential(nn.Dropout()).train())
     asleep.training = asleep[0].training = False

@@ -1,4 +1,4 @@
-"""events.jsonl: every event once, whatever a crash or a full disk left."""
+"""events.jsonl: every event exactly once, despite crashes and full disks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TORN = {
 
 
 @pytest.mark.parametrize("end", TORN)
-def test_a_torn_line_takes_the_next_with_it(tmp_path: Path, end: str) -> None:
+def test_torn_line_does_not_corrupt_the_next_event(tmp_path: Path, end: str) -> None:
     path = tmp_path / "events.jsonl"
     EventsFile(path).write("start", generation=0)
     with open(path, "ab") as file:
@@ -31,7 +31,7 @@ def test_a_torn_line_takes_the_next_with_it(tmp_path: Path, end: str) -> None:
     assert events == ["start", *whole, "start"]
 
 
-def test_an_event_has_no_time_or_waits_for_the_next(tmp_path: Path) -> None:
+def test_event_is_written_at_once_with_its_time(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     file = EventsFile(path)
     file.write("checkpoint", step=3, seconds=0.5)
@@ -40,7 +40,7 @@ def test_an_event_has_no_time_or_waits_for_the_next(tmp_path: Path) -> None:
     assert event == {"event": "checkpoint", "step": 3, "seconds": 0.5}
 
 
-def test_a_disk_that_fails_stops_training_or_loses_an_event(
+def test_failing_disk_neither_stops_training_nor_loses_events(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "later/events.jsonl"
@@ -54,7 +54,7 @@ def test_a_disk_that_fails_stops_training_or_loses_an_event(
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
 
 
-def test_an_event_waits_for_the_next_one_though_the_disk_has_room_again(tmp_path: Path) -> None:
+def test_pending_event_is_written_once_the_disk_recovers(tmp_path: Path) -> None:
     path = tmp_path / "later/events.jsonl"
     file = EventsFile(path)
     file.write("start", generation=0)
@@ -65,7 +65,7 @@ def test_an_event_waits_for_the_next_one_though_the_disk_has_room_again(tmp_path
     assert len(file.lines()) == 1
 
 
-def test_a_full_disk_doubles_or_joins_events() -> None:
+def test_write_to_a_full_disk_does_not_raise() -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("no /dev/full")

@@ -55,7 +55,7 @@ def _likeliest(folder: Path, step: int) -> str:
     return bytes(tokens).decode(errors="replace")
 
 
-def test_text_is_not_that_of_the_newest_whole_checkpoint(
+def test_generate_uses_newest_complete_checkpoint(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
@@ -65,7 +65,7 @@ def test_text_is_not_that_of_the_newest_whole_checkpoint(
     assert _written(capsys, folder, "--temperature", 0) == _likeliest(folder, 50)
 
 
-def test_the_seed_or_the_temperature_does_not_decide_the_text(
+def test_seed_and_temperature_determine_text(
     whole: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     texts = [_written(capsys, whole, "--seed", seed) for seed in (1, 1, 2)]
@@ -87,7 +87,7 @@ def test_the_seed_or_the_temperature_does_not_decide_the_text(
         ),
     ],
 )
-def test_a_mistake_shows_a_traceback(
+def test_generate_reports_user_error_in_one_line(
     whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str, message: str
 ) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "run"))
@@ -97,7 +97,7 @@ def test_a_mistake_shows_a_traceback(
     assert line.startswith("hvdtrain: error: ") and message in line
 
 
-def test_a_run_of_another_task_is_asked_for_text(
+def test_generate_rejects_run_of_non_language_model_task(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = ["--task", "tests.support.tasks:Regression", "--telemetry.port", "0"]
@@ -108,7 +108,7 @@ def test_a_run_of_another_task_is_asked_for_text(
 
 
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
-def test_text_after_a_separator_depends_on_the_document_before(positions: Any) -> None:
+def test_generation_ignores_tokens_before_last_separator(positions: Any) -> None:
     torch.manual_seed(0)
     sizes = GPTConfig(2, 2, width=32, context=8, vocab_size=50, positions=positions)
     model = GPT(replace(sizes, tied_embeddings=False)).eval()
@@ -132,7 +132,7 @@ def test_text_after_a_separator_depends_on_the_document_before(positions: Any) -
 
 
 @pytest.mark.parametrize(("tokenizer", "message"), [("bytes", ""), ("my.json", "--tokenizer")])
-def test_a_run_on_token_files_is_decoded_by_another_tokenizer(
+def test_generate_decodes_with_tokenizer_of_token_files(
     tmp_path: Path, tokenizer: str, message: str
 ) -> None:
     TokenMeta(256, tokenizer).write(tmp_path)

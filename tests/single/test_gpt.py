@@ -1,4 +1,4 @@
-"""The GPT: size, initialisation and causality, as published."""
+"""The GPT model: published sizes, initialization, causal attention and packed documents."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gpt(request: pytest.FixtureRequest) -> GPT:
         ("llama-7b", 32000, 6_738_415_616),
     ],
 )
-def test_a_preset_has_not_the_size_of_the_published_model(
+def test_preset_parameter_count_matches_published_model(
     preset: str, rows: int, parameters: int
 ) -> None:
     config = parse(["--config", preset]).task_config.model
@@ -45,7 +45,7 @@ def test_a_preset_has_not_the_size_of_the_published_model(
     assert count - (config.vocab_size - rows) * config.width == parameters
 
 
-def test_two_presets_have_one_shape_or_the_sizes_inside_are_not_the_published_ones() -> None:
+def test_preset_shapes_are_distinct_and_match_published_models() -> None:
     names = [name for name in presets() if name.startswith(("gpt", "llama"))]
     sizes = {name: parse(["--config", name]).task_config.model for name in names}
     shapes = {(size.width, size.heads, size.layers) for size in sizes.values()}
@@ -64,18 +64,18 @@ def test_two_presets_have_one_shape_or_the_sizes_inside_are_not_the_published_on
         ({"width": 12}, "even model.width / model.heads, not 3"),
     ],
 )
-def test_impossible_sizes_are_taken(sizes: dict[str, Any], message: str) -> None:
+def test_config_rejects_impossible_sizes(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(SMALL, **sizes)
 
 
-def test_the_untrained_loss_is_not_that_of_a_guess(gpt: GPT) -> None:
+def test_untrained_loss_matches_uniform_prediction(gpt: GPT) -> None:
     tokens = torch.randint(256, (8, 33))
     loss = gpt.loss(tokens[:, :-1], tokens[:, 1:]).item()
     assert loss == pytest.approx(math.log(256), abs=0.1)
 
 
-def test_a_token_sees_those_after_it(gpt: GPT) -> None:
+def test_attention_is_causal(gpt: GPT) -> None:
     tokens = torch.randint(256, (2, 32))
     changed = tokens.clone()
     changed[:, 20] = (changed[:, 20] + 1) % 256
@@ -84,19 +84,19 @@ def test_a_token_sees_those_after_it(gpt: GPT) -> None:
     assert ((after[:, 20:] - before[:, 20:]).abs().amax(-1) > 1e-5).all()
 
 
-def test_the_position_of_a_token_makes_no_difference(gpt: GPT) -> None:
+def test_logits_depend_on_token_positions(gpt: GPT) -> None:
     tokens = torch.randint(256, (1, 16))
     swapped = tokens.clone()
     swapped[0, [3, 7]] = tokens[0, [7, 3]]
     assert (gpt(tokens)[0, -1] - gpt(swapped)[0, -1]).abs().max() > 1e-6
 
 
-def test_a_shorter_text_has_other_logits(gpt: GPT) -> None:
+def test_prefix_logits_match_full_sequence(gpt: GPT) -> None:
     tokens = torch.randint(256, (1, 32))
     torch.testing.assert_close(gpt(tokens[:, :10]), gpt(tokens)[:, :10])
 
 
-def test_initialisation_is_not_the_published_one(gpt: GPT) -> None:
+def test_initialization_matches_published_scheme(gpt: GPT) -> None:
     residual = 0.02 / math.sqrt(2 * gpt.config.layers)
     for name, parameter in gpt.named_parameters():
         if name.endswith("bias"):
@@ -108,12 +108,12 @@ def test_initialisation_is_not_the_published_one(gpt: GPT) -> None:
             assert float(parameter.std()) == pytest.approx(residual if scaled else 0.02, rel=0.1)
 
 
-def test_embeddings_are_not_tied(gpt: GPT) -> None:
+def test_embedding_and_output_weights_are_tied(gpt: GPT) -> None:
     names = [name for name, p in gpt.named_parameters() if p.shape[0] == 256 and p.dim() == 2]
     assert [name for name in names if "up" not in name] == ["embedding.weight"]
 
 
-def test_an_untied_head_shares_the_embedding() -> None:
+def test_untied_head_has_its_own_weight() -> None:
     model = GPT(replace(SMALL, tied_embeddings=False))
     assert model.head is not None and model.head.weight is not model.embedding.weight
     tokens = torch.randint(256, (1, 8))
@@ -123,7 +123,7 @@ def test_an_untied_head_shares_the_embedding() -> None:
     assert logits.any() and not model(tokens).any()
 
 
-def test_an_initial_value_depends_on_other_parameters_or_on_the_device_it_is_made_on() -> None:
+def test_initial_values_are_independent_of_depth_and_device() -> None:
     torch.manual_seed(3)
     made = dict(GPT(SMALL).named_parameters())
     torch.manual_seed(3)
@@ -142,14 +142,14 @@ def test_an_initial_value_depends_on_other_parameters_or_on_the_device_it_is_mad
     assert not torch.equal(GPT(SMALL).embedding.weight, made["embedding.weight"])
 
 
-def test_the_attention_that_is_passed_in_is_not_used() -> None:
+def test_model_uses_given_attention_function() -> None:
     model = GPT(SMALL, attend=lambda q, k, v, dropout, documents: torch.zeros_like(q))
     tokens = torch.randint(256, (1, 8))
     alone = model(tokens[:, -1:])
     torch.testing.assert_close(model(tokens)[:, -1:], alone)  # nothing of the tokens before
 
 
-def test_a_head_of_keys_does_not_serve_its_neighbours_in_a_group() -> None:
+def test_grouped_query_attention_matches_repeated_kv_heads() -> None:
     torch.manual_seed(0)
     grouped = GPT(LLAMA)
     alone = GPT(replace(LLAMA, kv_heads=None))
@@ -163,7 +163,7 @@ def test_a_head_of_keys_does_not_serve_its_neighbours_in_a_group() -> None:
     torch.testing.assert_close(grouped(tokens), alone(tokens))
 
 
-def test_a_document_sees_another_or_is_not_computed_as_if_it_stood_alone(gpt: GPT) -> None:
+def test_packed_documents_match_separate_documents(gpt: GPT) -> None:
     lengths = [[10, 1, 21], [32]]
     tokens, targets = torch.randint(256, (2, 2, 32))
     documents = torch.tensor([[0] * 10 + [1] + [2] * 21, [5] * 32])
@@ -182,7 +182,7 @@ def test_a_document_sees_another_or_is_not_computed_as_if_it_stood_alone(gpt: GP
 
 
 @pytest.mark.parametrize("config", [SMALL, LLAMA])
-def test_a_single_batch_is_not_learned_by_heart(config: GPTConfig) -> None:
+def test_model_overfits_single_batch(config: GPTConfig) -> None:
     torch.manual_seed(0)
     model = GPT(config)
     tokens = torch.randint(256, (2, 33))
@@ -195,7 +195,7 @@ def test_a_single_batch_is_not_learned_by_heart(config: GPTConfig) -> None:
     assert loss.item() < 0.2
 
 
-def test_evaluation_drops_activations() -> None:
+def test_dropout_is_disabled_in_eval_mode() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=1, heads=2, width=32, context=8, vocab_size=16, dropout=0.5))
     tokens = torch.randint(16, (1, 8))

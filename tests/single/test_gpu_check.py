@@ -1,4 +1,4 @@
-"""What `make gpu-check` says of a machine; its checks themselves are not run here."""
+"""Exit code and report of `make gpu-check`; the GPU checks themselves do not run here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _hangs(machine: Machine) -> str:
         ([_fine, _fine], 0, 2),
     ],
 )
-def test_a_failed_check_hides_the_others_or_no_gpu_passes_for_a_good_one(
+def test_gpu_check_runs_all_checks_and_fails_without_gpu(
     looks: list[Callable[[Machine], str]],
     gpus: int,
     code: int,
@@ -55,7 +55,7 @@ def test_a_failed_check_hides_the_others_or_no_gpu_passes_for_a_good_one(
     assert (tmp_path / "table.md").read_text() in said
 
 
-def test_the_kit_for_a_gpu_machine_brings_torch_or_lacks_what_training_imports() -> None:
+def test_gpu_kit_requires_training_dependencies_but_not_torch() -> None:
     wanted = kit.requirements()
     names = {line.split(">")[0] for line in wanted}
     assert {"jsonargparse", "docstring-parser", "safetensors", "cffi", "setuptools"} <= names

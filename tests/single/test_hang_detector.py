@@ -1,4 +1,4 @@
-"""What counts as work of a rank that makes no progress: the arithmetic, without a clock."""
+"""How the hang detector classifies CPU and I/O work, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def _hung_after(seconds: int, work: Callable[[int], int]) -> int | None:
     return None
 
 
-def test_small_work_of_side_threads_does_not_hide_a_hang() -> None:
+def test_background_thread_work_does_not_mask_hang() -> None:
     # A metrics exporter that is scraped every 15 s: 0.1 s of CPU time, and 60 kB of files.
     assert _hung_after(100, lambda second: second // 15 * 25) == HANG_SECONDS
 
 
-def test_rank_is_given_its_full_time_after_it_has_worked() -> None:
+def test_hang_timeout_restarts_after_last_work() -> None:
     hung = _hung_after(200, lambda second: 50 * min(second, 100))
     assert hung is not None and 155 <= hung <= 161
 
 
-def test_slow_work_in_rare_bursts_is_not_a_hang() -> None:
+def test_slow_bursty_work_is_not_classified_as_hang() -> None:
     assert _hung_after(590, lambda second: second // 20 * 100) is None, "5 % of a core"
     assert _hung_after(590, lambda second: second // 50 * 366) is None, "1.5 MB every 50 s"
     assert _hung_after(590, lambda second: second // 4 * 16) is None, "one major fault a second"

@@ -17,7 +17,7 @@ RECORD = dict.fromkeys(FIGURES.split(), 1.0)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_healed_rank_is_not_counted_or_by_every_rank(rank: int) -> None:
+def test_only_rank_0_counts_healed_replicas(rank: int) -> None:
     exporter = Exporter(TelemetryConfig(host="127.0.0.1"), 0)
     topology = SimpleNamespace(rank=rank)
     loop: Any = SimpleNamespace(topology=topology, step_samples=8, deal=[0, 2, 4])

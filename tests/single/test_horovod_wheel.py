@@ -1,4 +1,4 @@
-"""The recipe of Horovod's wheel, its patches, and what people see when it does not build."""
+"""Horovod's wheel: build recipe, patches, CUDA toolkit, and diagnosis of failed builds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LINES = {
 
 
 @pytest.mark.parametrize("name", CAUSES)
-def test_a_failed_build_hides_its_cause_or_what_to_install(name: str) -> None:
+def test_failed_build_reports_cause_and_fix(name: str) -> None:
     line, advice = diagnose((LOGS / f"{name}.log").read_text())
     expected_line, expected_advice = CAUSES[name]
     assert expected_line in line and "\n" not in line
@@ -52,13 +52,13 @@ def test_a_failed_build_hides_its_cause_or_what_to_install(name: str) -> None:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_a_known_error_line_gets_no_advice(line: str) -> None:
+def test_known_error_line_gets_matching_advice(line: str) -> None:
     found, advice = diagnose(f"[ 10%] Building\n  {line}\nmake: *** [Makefile:1: all] Error 2\n")
     assert found == line
     assert LINES[line] in advice and bool(LINES[line]) == bool(advice)
 
 
-def test_what_cmake_does_without_is_taken_for_the_cause() -> None:
+def test_diagnosis_ignores_optional_cmake_packages() -> None:
     assert diagnose((LOGS / "fine.log").read_text()) == ("Successfully built horovod", "")
     assert diagnose("") == ("(the log is empty)", "")
     where_and_what = "CMake Error at CMakeLists.txt:3 (message):\n  the disk is upside down\n"
@@ -78,11 +78,11 @@ def test_what_cmake_does_without_is_taken_for_the_cause() -> None:
         ("g++ (Debian 12.2.0-14) 12.2.0", None),
     ],
 )
-def test_an_mpi_is_not_known_by_its_banner(banner: str, name: str | None) -> None:
+def test_mpi_is_identified_from_version_banner(banner: str, name: str | None) -> None:
     assert recipe.parse_mpi(banner) == name
 
 
-def test_two_different_builds_share_a_name_or_the_name_is_no_version() -> None:
+def test_wheel_versions_are_distinct_and_pep440_normalized() -> None:
     made = [
         recipe.Recipe("2.13.0+cpu", "openmpi4.1.4"),
         recipe.Recipe("2.13.0+cu130", "openmpi4.1.4"),
@@ -102,9 +102,7 @@ def test_two_different_builds_share_a_name_or_the_name_is_no_version() -> None:
     assert "HOROVOD_WITH_MPI" not in made[4].environment
 
 
-def test_a_changed_patch_reuses_the_old_wheel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_patch_changes_wheel_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = recipe.Recipe("2.13.0", "openmpi4.1.4")
     name = before.wheel_pattern()
     for patch in recipe.patches():
@@ -114,7 +112,7 @@ def test_a_changed_patch_reuses_the_old_wheel(
     assert before.wheel_pattern() != name
 
 
-def test_a_patch_does_not_say_why() -> None:
+def test_each_patch_states_its_reason() -> None:
     for patch in recipe.patches():
         why = patch.read_text().split("\n--- ")[0].strip()
         assert len(why) > 60, patch
@@ -131,14 +129,14 @@ def source(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_a_patch_does_not_apply_to_the_sdist(source: Path) -> None:
+def test_patches_apply_cleanly_to_sdist(source: Path) -> None:
     assert "set(CMAKE_CXX_STANDARD 17)" in (source / "CMakeLists.txt").read_text()
     assert "ProcessFailedError" in (source / "horovod/runner/launch.py").read_text()
     assert not list(source.rglob("*.rej")) and not list(source.rglob("*.orig"))
 
 
 @pytest.mark.slow
-def test_cxx_standard_is_the_one_torchs_headers_name(source: Path, tmp_path: Path) -> None:
+def test_cxx_standard_follows_torch_headers(source: Path, tmp_path: Path) -> None:
     for standard, flags in {"17": {"c++17"}, "20": {"c++20", "c++2a"}}.items():
         compiled = _configure(source, tmp_path / standard, standard)
         named = set(re.findall(r"-std=(\S+)", compiled))
@@ -146,7 +144,7 @@ def test_cxx_standard_is_the_one_torchs_headers_name(source: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_build_for_cpus_ignores_a_partial_cuda(
+def test_cpu_build_ignores_incomplete_cuda_toolkit(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = tmp_path / "cuda"
@@ -197,7 +195,7 @@ def _configure(source: Path, folder: Path, standard: str) -> str:
     return (out / "compile_commands.json").read_text()
 
 
-def test_missing_prerequisites_are_not_told_all_at_once(
+def test_all_missing_prerequisites_are_reported_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -235,7 +233,7 @@ def no_toolkit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_requirement", lambda: "")
 
 
-def test_toolkit_is_the_one_that_an_nvcc_script_starts(
+def test_cuda_toolkit_is_resolved_through_nvcc_wrapper_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_toolkit: None
 ) -> None:
     _nvcc(tmp_path / "cuda/bin")
@@ -251,7 +249,7 @@ def test_toolkit_is_the_one_that_an_nvcc_script_starts(
     assert cuda.find().home == tmp_path / "other"
 
 
-def test_toolkit_compiles_and_has_torchs_major_version(
+def test_cuda_toolkit_must_compile_and_match_torch_major_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_toolkit: None
 ) -> None:
     _nvcc(tmp_path / "old/bin", release="12.8")
@@ -274,7 +272,7 @@ def test_toolkit_compiles_and_has_torchs_major_version(
     assert cuda.find().missing == "a build of torch with CUDA"
 
 
-def test_pip_brings_cudas_compiler_if_the_machine_has_none(
+def test_cuda_compiler_is_installed_with_pip_if_host_has_none(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     no_toolkit: None,
@@ -300,7 +298,7 @@ def test_pip_brings_cudas_compiler_if_the_machine_has_none(
     assert "CUDA's compiler: cuda-toolkit[nvcc]==13.0.3 (pip)" in capsys.readouterr().err
 
 
-def test_gpu_operations_are_those_of_the_wheels_name(
+def test_build_ignores_gpu_operations_from_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, str] = {}
@@ -322,7 +320,7 @@ def test_gpu_operations_are_those_of_the_wheels_name(
     assert seen["HOROVOD_WITHOUT_MPI"] == "1" and "HOROVOD_GPU_OPERATIONS" not in seen
 
 
-def test_torchs_own_nccl_is_not_found_or_taken_where_another_is_named(
+def test_torch_nccl_is_used_unless_nccl_home_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wheel, scratch = tmp_path / "site/nvidia/nccl", tmp_path / "scratch"
@@ -341,7 +339,7 @@ def test_torchs_own_nccl_is_not_found_or_taken_where_another_is_named(
     assert not any("NCCL" in name for name in cuda.environment(toolkit, scratch))
 
 
-def test_a_cached_wheel_is_compiled_again(tmp_path: Path) -> None:
+def test_build_reuses_cached_wheel(tmp_path: Path) -> None:
     try:
         prerequisites.check()
     except UserError as error:
@@ -351,13 +349,13 @@ def test_a_cached_wheel_is_compiled_again(tmp_path: Path) -> None:
     assert build.build(wheel_dir=tmp_path) == tmp_path / name
 
 
-def test_an_installed_wheel_is_installed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_skips_wheel_that_is_already_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "installed_version", lambda: "0.28.1+x")
     monkeypatch.setattr(build, "run_logged", lambda *_: pytest.fail("pip was called"))
     build.install(Path("horovod-0.28.1+x-cp311-cp311-linux_x86_64.whl"))
 
 
-def test_a_wheel_dir_that_cannot_be_written_is_a_traceback(tmp_path: Path) -> None:
+def test_build_reports_unwritable_wheel_dir(tmp_path: Path) -> None:
     try:
         prerequisites.check()
     except UserError as error:
@@ -367,7 +365,7 @@ def test_a_wheel_dir_that_cannot_be_written_is_a_traceback(tmp_path: Path) -> No
         build.build(wheel_dir=tmp_path / "file" / "wheels")
 
 
-def test_a_command_that_hangs_is_waited_for_or_left_behind(tmp_path: Path) -> None:
+def test_hanging_command_times_out_and_its_children_are_killed(tmp_path: Path) -> None:
     child = tmp_path / "child"
     script = f"sleep 300 & echo $! > {child}; echo busy; wait"
     with pytest.raises(TimedOutError, match="took more than 1 s: busy"):
@@ -375,7 +373,7 @@ def test_a_command_that_hangs_is_waited_for_or_left_behind(tmp_path: Path) -> No
     _wait_for_end(int(child.read_text()))
 
 
-def test_a_build_that_is_terminated_leaves_its_compilers_behind(tmp_path: Path) -> None:
+def test_terminated_build_kills_its_compilers(tmp_path: Path) -> None:
     child = tmp_path / "child"
     program = (
         "from pathlib import Path\n"
@@ -406,14 +404,14 @@ def _wait_for_end(pid: int) -> None:
         time.sleep(0.02)
 
 
-def test_check_without_horovod_does_not_end_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_exits_with_2_if_horovod_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "installed_version", lambda: None)
     with pytest.raises(UserError, match="hvdtrain horovod build --install") as told:
         check.run()
     assert told.value.exit_code == 2
 
 
-def test_check_says_ok_of_a_launcher_that_failed(
+def test_check_reports_failed_launchers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(check, "installed_version", lambda: "0.28.1+x")
@@ -439,7 +437,7 @@ def test_check_says_ok_of_a_launcher_that_failed(
         ),
     ],
 )
-def test_horovodrun_hides_how_the_first_rank_failed(
+def test_horovodrun_reports_how_first_failed_rank_ended(
     ending: str, code: int, last_words: str
 ) -> None:
     if build.installed_version() in (None, recipe.VERSION):

@@ -1,4 +1,4 @@
-"""Lists of hosts: Open MPI's files, lists on the command line, Slurm's environment."""
+"""Host lists from Open MPI hostfiles, the command line and Slurm's environment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOSTS = NAMES.flatmap(
 )
 
 
-def test_open_mpi_file_is_read_otherwise(tmp_path: Path) -> None:
+def test_open_mpi_hostfile_syntax_is_parsed(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text(
         "# two racks\n\nnode1 slots=8\nnode2  slots = 4 max_slots=8  # the old one\n"
@@ -38,20 +38,20 @@ def test_open_mpi_file_is_read_otherwise(tmp_path: Path) -> None:
     assert read_hostfile(str(file)) == expected
 
 
-def test_hostfiles_of_the_repository_cannot_be_read() -> None:
+def test_repository_hostfiles_are_readable() -> None:
     folder = Path(__file__).parents[2] / "hostfiles"
     assert read_hosts(hostfile=str(folder / "two-nodes")) == [Host("node1", 8), Host("node2", 8)]
 
 
 @pytest.mark.parametrize("line", ["node1 slots=", "node1 slots=0", "node1 8", "-oProxyCommand=x:1"])
-def test_mistake_in_a_file_is_taken_or_not_found_again(tmp_path: Path, line: str) -> None:
+def test_invalid_hostfile_line_is_reported_with_line_number(tmp_path: Path, line: str) -> None:
     file = tmp_path / "hosts"
     file.write_text(f"node0 slots=1\n{line}\n")
     with pytest.raises(UserError, match=re.escape(f"{file}, line 2: {line}")):
         read_hostfile(str(file))
 
 
-def test_file_without_hosts_or_no_file_is_taken(tmp_path: Path) -> None:
+def test_unusable_hostfile_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("# nothing\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for name, message in (
@@ -64,18 +64,18 @@ def test_file_without_hosts_or_no_file_is_taken(tmp_path: Path) -> None:
 
 
 @given(HOSTS)
-def test_list_of_hosts_does_not_survive_being_written_and_read(hosts: tuple[Host, ...]) -> None:
+def test_host_list_round_trips_through_text(hosts: tuple[Host, ...]) -> None:
     assert parse_hosts(as_text(hosts)) == list(hosts)
 
 
 @pytest.mark.parametrize("text", ["", "a:8,", "a:b", "a:-1", "a b:2", "a:1:2"])
-def test_wrong_list_of_hosts_is_taken(text: str) -> None:
+def test_invalid_host_list_is_rejected(text: str) -> None:
     with pytest.raises(UserError, match="--hosts"):
         parse_hosts(text)
 
 
 @given(HOSTS, st.integers(0, 500))
-def test_first_slots_are_too_many_or_not_the_first(hosts: tuple[Host, ...], most: int) -> None:
+def test_first_slots_returns_leading_slots_up_to_limit(hosts: tuple[Host, ...], most: int) -> None:
     chosen = first_slots(hosts, most)
     assert total_slots(chosen) == min(most, total_slots(hosts))
     assert [host.name for host in chosen] == [host.name for host in hosts][: len(chosen)]
@@ -84,7 +84,7 @@ def test_first_slots_are_too_many_or_not_the_first(hosts: tuple[Host, ...], most
 
 
 @given(st.lists(st.tuples(st.integers(1, 99), st.integers(1, 9)), min_size=1))
-def test_slurms_short_form_is_counted_otherwise(groups: list[tuple[int, int]]) -> None:
+def test_slurm_tasks_per_node_short_form_is_expanded(groups: list[tuple[int, int]]) -> None:
     text = ",".join(f"{tasks}(x{nodes})" if nodes > 1 else f"{tasks}" for tasks, nodes in groups)
     assert tasks_per_node(text) == [tasks for tasks, nodes in groups for _ in range(nodes)]
 
@@ -95,7 +95,7 @@ def _scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Non
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
-def test_slurm_job_has_other_nodes_or_tasks(
+def test_slurm_hosts_match_job_nodes_and_tasks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _scontrol(tmp_path, monkeypatch, '[ "$*" = "show hostnames n[1-3]" ] && printf "n1\\nn2\\nn3"')
@@ -107,7 +107,7 @@ def test_slurm_job_has_other_nodes_or_tasks(
         slurm_hosts(job | {"SLURM_TASKS_PER_NODE": "many"})
 
 
-def test_no_slurm_job_shows_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_slurm_job_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="SLURM_JOB_NODELIST is not set"):
         slurm_hosts({})
     _scontrol(tmp_path, monkeypatch, "echo no such job >&2; exit 1")

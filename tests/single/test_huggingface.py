@@ -1,4 +1,4 @@
-"""Exports to transformers, which computes the same with them."""
+"""Exports to transformers, which reproduces the logits of the trained model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXPORT = [sys.executable, "-m", "hvdtrain.cli", "ckpt", "export"]
     ],
     ids=["learned", "rotary-untied", "llama-grouped", "llama-untied-biases"],
 )
-def test_transformers_computes_other_logits(tmp_path: Path, flags: list[str]) -> None:
+def test_transformers_reproduces_logits_of_exported_model(tmp_path: Path, flags: list[str]) -> None:
     import transformers  # takes seconds
 
     folder = train(tmp_path, "case", ["--train.steps", "3", "--optim.lr", "0.05", *flags])
@@ -60,13 +60,13 @@ def test_transformers_computes_other_logits(tmp_path: Path, flags: list[str]) ->
     "other",
     [{"norm": "rms"}, {"kv_heads": 1}, {"bias": False}, {"positions": "learned", "mlp": "swiglu"}],
 )
-def test_a_layout_that_transformers_does_not_have_is_exported(other: dict[str, Any]) -> None:
+def test_export_rejects_architecture_unknown_to_transformers(other: dict[str, Any]) -> None:
     config = GPTConfig(layers=1, heads=2, width=8, vocab_size=5, **other)
     with pytest.raises(UserError, match="but no model with positions"):
         to_huggingface(config, GPT(config).state_dict())
 
 
-def test_a_model_that_transformers_does_not_have_is_exported(tmp_path: Path) -> None:
+def test_export_rejects_task_without_transformers_model(tmp_path: Path) -> None:
     flags = ["--task", "tests.support.tasks:Regression", "--run.root", str(tmp_path)]
     done = run(tmp_path / "output", [*flags, "--run.id", "case", "--telemetry.port", "0"])
     assert done.returncode == 0, done

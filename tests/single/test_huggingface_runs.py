@@ -1,4 +1,4 @@
-"""Whole runs of the task `huggingface`: one curve, that of plain transformers; and its exports."""
+"""End-to-end runs of the task `huggingface`: loss curves and exports."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _plain(root: Path, windows: Any) -> list[float]:
     return found
 
 
-def test_a_run_has_other_losses_than_plain_transformers(root: Path) -> None:
+def test_losses_match_plain_transformers_loop(root: Path) -> None:
     settings = parse(["--config", str(root / "alone-llama/config.yaml")])
     _, datasets = build_data(settings)
     assert isinstance(datasets.train, TokenWindows)
@@ -108,12 +108,12 @@ def test_a_run_has_other_losses_than_plain_transformers(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("layout", "launcher"), [("llama", "gloo:2"), ("bert", "mpirun:3")])
-def test_the_curve_depends_on_the_number_of_ranks(root: Path, layout: str, launcher: str) -> None:
+def test_loss_curve_is_independent_of_world_size(root: Path, layout: str, launcher: str) -> None:
     folder = _train(root, layout, f"ranks-{layout}", launcher)
     _assert_same_curve(folder, root / f"alone-{layout}")
 
 
-def test_a_killed_rank_changes_the_curve_of_adapters(root: Path) -> None:
+def test_lora_loss_curve_is_unchanged_after_rank_is_killed(root: Path) -> None:
     (root / "hosts").write_text("localhost:3\n")
     launcher = shlex.split(
         "horovodrun --gloo -np 3 --min-np 1 --max-np 3 --network-interfaces lo"
@@ -130,7 +130,7 @@ def test_a_killed_rank_changes_the_curve_of_adapters(root: Path) -> None:
     assert "failure" in causes, done
 
 
-def test_a_resumed_run_differs_in_a_bit(root: Path) -> None:
+def test_resumed_run_is_bitwise_identical(root: Path) -> None:
     alone = root / "alone-gpt2"
     checkpoint = alone / "checkpoints/step_00000004"
     again = _train(root, "gpt2", "again", "", "--run.resume", str(checkpoint))
@@ -162,7 +162,7 @@ TOKENS = torch.arange(3, 43).reshape(2, 20)
 
 
 @torch.no_grad()
-def test_an_exported_model_is_another_or_has_no_tokenizer(root: Path) -> None:
+def test_export_preserves_model_and_tokenizer(root: Path) -> None:
     import transformers
 
     out = _export(root, "alone-llama")
@@ -176,7 +176,7 @@ def test_an_exported_model_is_another_or_has_no_tokenizer(root: Path) -> None:
 
 
 @torch.no_grad()
-def test_an_exported_classifier_does_not_name_its_labels(root: Path) -> None:
+def test_exported_classifier_keeps_label_names(root: Path) -> None:
     import transformers
 
     out = _export(root, "alone-bert")
@@ -189,7 +189,7 @@ def test_an_exported_classifier_does_not_name_its_labels(root: Path) -> None:
 
 
 @torch.no_grad()
-def test_more_than_adapters_is_trained_or_exported(root: Path) -> None:
+def test_lora_trains_and_exports_only_adapters(root: Path) -> None:
     import peft
     import transformers
     from safetensors.torch import load_file
@@ -225,7 +225,7 @@ def _inner(name: str) -> str:
     return f"{module}.base_layer.{last}"
 
 
-def test_a_wrong_line_ends_in_a_traceback_or_is_said_twice(root: Path) -> None:
+def test_invalid_data_line_is_reported_once_across_ranks(root: Path) -> None:
     lines = (root / "answers.jsonl").read_text().splitlines()
     bad = root / "bad.jsonl"
     bad.write_text("\n".join([*lines[:4], '{"prompt": "x"}', *lines[5:]]))
@@ -235,7 +235,7 @@ def test_a_wrong_line_ends_in_a_traceback_or_is_said_twice(root: Path) -> None:
     assert done.stderr.count(f"{bad}: line 5: there is no 'answer', only prompt;") == 1, done
 
 
-def test_adapters_are_merged_where_there_are_none(
+def test_merge_is_rejected_for_run_without_adapters(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["ckpt", "export", str(root / "alone-llama"), "--out", str(root / "no"), "--merge"]

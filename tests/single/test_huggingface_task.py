@@ -1,4 +1,4 @@
-"""The task `huggingface` by itself: what is masked, and what is wrong with a folder or a line."""
+"""The task `huggingface` without a run: loss masks, labels, and errors in models and data."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _loss(task: HuggingFace, model: nn.Module, samples: list[Any]) -> tuple[floa
 
 
 @torch.no_grad()
-def test_a_prompt_is_learnt_or_padding_counts(root: Path) -> None:
+def test_answer_loss_excludes_prompt_and_padding(root: Path) -> None:
     task = _task(root / "llama", "answers", root / "answers.jsonl")
     model, data = task.model().eval(), _data(task)
     samples = [data[i] for i in range(5)]
@@ -100,7 +100,7 @@ def test_a_prompt_is_learnt_or_padding_counts(root: Path) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("folder", ["bert", "judge"])
-def test_a_label_depends_on_the_padding_beside_it(root: Path, folder: str) -> None:
+def test_classification_loss_is_independent_of_padding(root: Path, folder: str) -> None:
     task = _task(root / folder, "labels", root / "labelled.jsonl")
     model, data = task.model().eval(), _data(task)
     samples = sorted((data[i] for i in range(6)), key=lambda sample: sample[1])
@@ -110,7 +110,7 @@ def test_a_label_depends_on_the_padding_beside_it(root: Path, folder: str) -> No
     assert count == 6 and found == pytest.approx(sum(loss for loss, _ in one_by_one), rel=1e-5)
 
 
-def test_nothing_is_dropped_out(root: Path) -> None:
+def test_dropout_is_active_in_training_only(root: Path) -> None:
     for rank in (0, 4):
         task = _task(root / "gpt2", lora__rank=rank)
         model, samples = task.model(), [_data(task)[0]]
@@ -120,7 +120,7 @@ def test_nothing_is_dropped_out(root: Path) -> None:
         assert _loss(task, model, samples) == _loss(task, model, samples)
 
 
-def test_weights_are_random_or_tied_ones_are_two(root: Path) -> None:
+def test_pretrained_weights_are_loaded_and_stay_tied(root: Path) -> None:
     from safetensors.torch import load_file
 
     saved = load_file(root / "gpt2/model.safetensors")
@@ -135,7 +135,7 @@ def test_weights_are_random_or_tied_ones_are_two(root: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", ["blocks", "selective"])
-def test_blocks_are_not_found_or_computed_again_otherwise(root: Path, keep: str) -> None:
+def test_activation_checkpointing_keeps_gradients_identical(root: Path, keep: str) -> None:
     gradients = []
     for checkpointed in (False, True):
         task = _task(root / "gpt2", lora__rank=2)
@@ -153,7 +153,7 @@ def test_blocks_are_not_found_or_computed_again_otherwise(root: Path, keep: str)
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_a_model_cannot_be_computed_in_bfloat16(root: Path, kind: str) -> None:
+def test_bfloat16_loss_is_close_to_float32(root: Path, kind: str) -> None:
     learn, data = ("text", CORPUS) if kind == "llama" else ("labels", root / "labelled.jsonl")
     task = _task(root / kind, learn, data)
     model, samples = task.model(), [_data(task)[i] for i in range(4)]
@@ -165,7 +165,7 @@ def test_a_model_cannot_be_computed_in_bfloat16(root: Path, kind: str) -> None:
             assert _loss(task, model, samples)[0] == pytest.approx(expected, rel=0.01)
 
 
-def test_a_sample_is_empty_or_changes_the_model(root: Path) -> None:
+def test_sampling_is_repeatable_and_preserves_rng_state(root: Path) -> None:
     for folder, learn in (("llama", "text"), ("gpt2", "answers"), ("bert", "labels")):
         data = {"answers": root / "answers.jsonl", "labels": root / "labelled.jsonl"}
         task = _task(root / folder, learn, data.get(learn, CORPUS))
@@ -179,7 +179,7 @@ def test_a_sample_is_empty_or_changes_the_model(root: Path) -> None:
 # --- labels --------------------------------------------------------------------
 
 
-def test_labels_are_numbered_otherwise_than_the_folder_says(root: Path, tmp_path: Path) -> None:
+def test_label_ids_follow_model_or_configured_order(root: Path, tmp_path: Path) -> None:
     rows = [{"text": f"word {n}", "label": ["b", "a", "c"][n % 3]} for n in range(12)]
     data = write(tmp_path / "rows.jsonl", rows)
     task = _task(root / "bert", "labels", data)
@@ -212,7 +212,9 @@ LINES = {
 
 
 @pytest.mark.parametrize("case", LINES)
-def test_a_wrong_line_is_not_named(root: Path, tmp_path: Path, case: str) -> None:
+def test_invalid_data_line_is_reported_with_line_number(
+    root: Path, tmp_path: Path, case: str
+) -> None:
     row, message = LINES[case]
     data = write(tmp_path / "data.jsonl", [row, "", row, "", row])
     wrong = _data(_task(root / "gpt2", "answers", data))
@@ -222,7 +224,7 @@ def test_a_wrong_line_is_not_named(root: Path, tmp_path: Path, case: str) -> Non
 
 
 @pytest.mark.parametrize(("folder", "learn"), [("gpt2", "answers"), ("bert", "labels")])
-def test_a_length_is_not_that_of_its_sample(root: Path, folder: str, learn: str) -> None:
+def test_lengths_match_samples(root: Path, folder: str, learn: str) -> None:
     lines = root / {"answers": "answers.jsonl", "labels": "labelled.jsonl"}[learn]
     data = _data(_task(root / folder, learn, lines))
     samples = [data[index] for index in range(len(data))]
@@ -233,7 +235,7 @@ def test_a_length_is_not_that_of_its_sample(root: Path, folder: str, learn: str)
     assert data.lengths().tolist() == used and len(set(used)) > 1
 
 
-def test_a_line_is_cut_within_its_prompt_or_loses_its_end(root: Path, tmp_path: Path) -> None:
+def test_truncation_keeps_answer_tokens_and_final_separator(root: Path, tmp_path: Path) -> None:
     rows = [{"prompt": "a", "answer": "b" * 99}, {"prompt": "a" * 99, "answer": "b"}]
     data, truncate = write(tmp_path / "data.jsonl", rows * 2), {"huggingface__truncate": "true"}
     cut = _data(_task(root / "gpt2", "answers", data, data__validation=data, **truncate))
@@ -246,7 +248,7 @@ def test_a_line_is_cut_within_its_prompt_or_loses_its_end(root: Path, tmp_path: 
     assert length == POSITIONS and tokens[-1] == 1, "the last token is not [SEP]"
 
 
-def test_a_line_is_in_training_and_validation(root: Path) -> None:
+def test_training_and_validation_lines_are_disjoint(root: Path) -> None:
     task = _task(root / "gpt2", "answers", root / "answers.jsonl", data__validation_fraction=0.1)
     assert task._data is not None
     parts = task._data.datasets
@@ -313,7 +315,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("case", FOLDERS)
-def test_a_wrong_folder_is_trained_or_is_a_traceback(tmp_path: Path, case: str) -> None:
+def test_unusable_model_directory_is_rejected(tmp_path: Path, case: str) -> None:
     folder = make(tmp_path / "llama", "llama")
     damage, message = FOLDERS[case]
     damage(folder)
@@ -321,7 +323,7 @@ def test_a_wrong_folder_is_trained_or_is_a_traceback(tmp_path: Path, case: str) 
         _task(folder).model()
 
 
-def test_a_model_that_sees_what_it_is_to_predict_learns_to_copy(root: Path) -> None:
+def test_bidirectional_model_is_rejected_for_language_modeling(root: Path) -> None:
     with pytest.raises(UserError, match="BertLMHeadModel sees the tokens that it is to predict"):
         _task(root / "bert").model()
 
@@ -338,26 +340,28 @@ def test_a_model_that_sees_what_it_is_to_predict_learns_to_copy(root: Path) -> N
         ({"lora__rank": 2, "lora__targets": ["nothing"]}, "^lora.targets: .*nothing"),
     ],
 )
-def test_a_wrong_key_is_a_traceback(root: Path, keys: dict[str, Any], message: str) -> None:
+def test_invalid_configuration_key_is_rejected(
+    root: Path, keys: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         _task(root / "llama", **keys).model()
 
 
-def test_a_vocabulary_with_gaps_does_not_fit_its_own_type(tmp_path: Path) -> None:
+def test_token_dtype_fits_vocabulary_with_gaps(tmp_path: Path) -> None:
     tokenizer = Library(WordLevel({"a": 0, "b": 300}, unk_token="a"))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     found = Tokenizer(str(tmp_path / "tokenizer.json")).encode(b"b")
     assert found.tolist() == [300] and found.dtype == "uint16"
 
 
-def test_roberta_has_positions_that_it_has_not(tmp_path: Path) -> None:
+def test_roberta_context_excludes_reserved_positions(tmp_path: Path) -> None:
     folder = make(tmp_path / "bert", "bert")
     _changed(folder, model_type="roberta", pad_token_id=1)
     with pytest.raises(UserError, match=f"has {POSITIONS - 2} positions"):
         _task(folder, "labels", labelled(tmp_path / "l.jsonl"), huggingface__context=POSITIONS)
 
 
-def test_the_network_is_asked() -> None:
+def test_huggingface_hub_is_always_offline() -> None:
     program = (
         "from hvdtrain.tasks.huggingface_model import library\n"
         "library()\n"

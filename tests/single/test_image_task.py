@@ -1,4 +1,4 @@
-"""The task `image` by itself: models, data, random changes, and what is wrong with a folder."""
+"""The task `image` without a run: models, datasets, augmentation, and errors in the data."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from tests.support.pictures import cut_off, draw
     ("name", "parameters", "entries"),
     [("resnet18", 11_689_512, 122), ("resnet50", 25_557_032, 320)],
 )
-def test_a_resnet_has_not_the_layout_of_torchvision(
-    name: str, parameters: int, entries: int
-) -> None:
+def test_resnet_layout_matches_torchvision(name: str, parameters: int, entries: int) -> None:
     model = ResNet(name, size=224, channels=3, classes=1000)
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert len(model.state_dict()) == entries
@@ -37,7 +35,7 @@ def test_a_resnet_has_not_the_layout_of_torchvision(
     assert model.eval()(torch.zeros(1, 3, 224, 224)).shape == (1, 1000)
 
 
-def test_a_vision_transformer_cannot_tell_where_a_patch_is() -> None:
+def test_vision_transformer_distinguishes_patch_positions() -> None:
     torch.manual_seed(0)
     model = VisionTransformer(size=8, patch=2, channels=1, classes=10).eval()
     image = torch.rand(1, 1, 8, 8)
@@ -45,7 +43,7 @@ def test_a_vision_transformer_cannot_tell_where_a_patch_is() -> None:
     assert not torch.allclose(model(image), model(image.roll(2, dims=3)), atol=1e-5)
 
 
-def test_the_digits_share_samples_or_their_middle_is_another_image() -> None:
+def test_digits_splits_cover_dataset_with_original_images() -> None:
     from sklearn.datasets import load_digits
 
     data = digits(0.2)
@@ -59,7 +57,7 @@ def test_the_digits_share_samples_or_their_middle_is_another_image() -> None:
     assert torch.equal(cut.flatten(1).sum(0).double(), 15 * original.flatten(1).sum(0))
 
 
-def test_a_random_crop_leaves_the_image_or_never_comes_to_a_place() -> None:
+def test_random_crop_covers_all_positions_and_is_reproducible() -> None:
     images = torch.arange(36, dtype=torch.uint8).view(1, 1, 6, 6).repeat(400, 2, 1, 1)
     seed_all(1, 2, 3)
     cut = crop(images, 4, move=True, flip=True)
@@ -72,7 +70,7 @@ def test_a_random_crop_leaves_the_image_or_never_comes_to_a_place() -> None:
     assert torch.equal(cut, crop(images, 4, move=True, flip=True))
 
 
-def test_mixup_has_other_shares_than_it_says() -> None:
+def test_mixup_blends_images_by_returned_share() -> None:
     torch.manual_seed(0)
     images = torch.rand(8, 1, 2, 2)
     mixed, other, share = mix(images, 0.4)
@@ -84,7 +82,7 @@ def _task(**keys: object) -> Image:
     return Image(ImageTaskConfig(ImageConfig(**keys)))  # type: ignore[arg-type]
 
 
-def test_the_loss_is_not_that_of_the_labels_that_were_mixed() -> None:
+def test_loss_matches_mixed_and_smoothed_labels() -> None:
     task = _task(mixup=0.3, label_smoothing=0.1, crop=False)
     data = task.datasets().train
     torch.manual_seed(0)
@@ -110,14 +108,14 @@ def test_the_loss_is_not_that_of_the_labels_that_were_mixed() -> None:
     assert found["top5"] == (int((better < 5).sum()), 16)
 
 
-def test_one_image_is_normalised_with_itself() -> None:
+def test_batchnorm_rejects_micro_batch_of_one_image() -> None:
     task = _task()
     batch = next(iter(DataLoader(task.datasets().train, 1)))
     with pytest.raises(UnsupportedTaskError, match=r"batch.micro_size 1: BatchNorm of resnet8"):
         task.loss(task.model(), batch)
 
 
-def test_a_folder_loses_an_image_or_validates_with_one_that_it_trains_with(tmp_path: Path) -> None:
+def test_image_directory_splits_are_complete_and_disjoint(tmp_path: Path) -> None:
     draw(tmp_path / "all", 10)
     data = folders(str(tmp_path / "all"), None, 0.2, 32)
     assert data.classes == ["blue", "green", "red"]
@@ -145,9 +143,7 @@ def test_a_folder_loses_an_image_or_validates_with_one_that_it_trains_with(tmp_p
         ("one each", "too few images for a part of validation"),
     ],
 )
-def test_a_folder_that_cannot_be_used_is_not_said_so(
-    tmp_path: Path, what: str, message: str
-) -> None:
+def test_unusable_image_directory_is_rejected(tmp_path: Path, what: str, message: str) -> None:
     (tmp_path / "a file").write_text("x")
     (tmp_path / "no classes").mkdir()
     (tmp_path / "empty class" / "cat").mkdir(parents=True)
@@ -156,7 +152,7 @@ def test_a_folder_that_cannot_be_used_is_not_said_so(
         folders(str(tmp_path / what), None, 0.2, 32)
 
 
-def test_a_class_that_is_only_in_the_validation_data_is_trained_as_another(tmp_path: Path) -> None:
+def test_class_found_only_in_validation_data_is_rejected(tmp_path: Path) -> None:
     train = draw(tmp_path / "train", 2, classes=("red", "blue"))
     validation = draw(tmp_path / "validation", 2)
     message = "class 'green' .*validation/green.* is only in the validation data; .* blue, red"
@@ -165,7 +161,7 @@ def test_a_class_that_is_only_in_the_validation_data_is_trained_as_another(tmp_p
 
 
 @pytest.mark.parametrize("file", ["000.png", "001.jpg"])
-def test_a_file_that_is_cut_off_is_not_named(tmp_path: Path, file: str) -> None:
+def test_truncated_image_file_is_named(tmp_path: Path, file: str) -> None:
     broken = cut_off(draw(tmp_path, 2) / "green" / file)
     data = folders(str(tmp_path), None, 0.5, 32)
     samples = [*data.train._samples, *data.validation._samples]  # type: ignore[attr-defined]
@@ -178,7 +174,7 @@ def test_a_file_that_is_cut_off_is_not_named(tmp_path: Path, file: str) -> None:
         halves[number // 3][number % 3]
 
 
-def test_the_digits_are_taken_for_images_of_another_size() -> None:
+def test_digits_dataset_rejects_larger_image_size() -> None:
     with pytest.raises(UserError, match=r"image.size 224 is for images of your own: name them"):
         build_data(parse(["--config", "resnet50"]))
 
@@ -192,6 +188,6 @@ def test_the_digits_are_taken_for_images_of_another_size() -> None:
         ("--image.model resnet19", "image.model: expected one of .*'resnet18'.*not resnet19"),
     ],
 )
-def test_a_key_that_cannot_be_is_taken(flags: str, message: str) -> None:
+def test_invalid_image_key_is_rejected(flags: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse(["--task", "image", *flags.split()])

@@ -1,6 +1,6 @@
-"""docker/ names only what there is, pins it, brings no secret, and fits together.
+"""docker/: files exist, versions are pinned, no secrets are stored, and services fit together.
 
-That the images build and train is seen by `make images`, which needs a Docker engine.
+`make images`, which requires a Docker engine, tests that the images build and train.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def mounts(service: str) -> dict[str, str]:
 
 
 @FILES
-def test_an_image_copies_only_what_is_there_and_in_its_context(name: str) -> None:
+def test_image_copies_only_existing_files_in_build_context(name: str) -> None:
     lines = (REPOSITORY / ".dockerignore").read_text().splitlines()
     context = [line[1:] for line in lines if line.startswith("!")]
     assert "*" in lines
@@ -59,12 +59,12 @@ def test_an_image_copies_only_what_is_there_and_in_its_context(name: str) -> Non
 
 
 @FILES
-def test_an_image_has_what_compiles_horovod(name: str) -> None:
+def test_image_installs_horovod_build_dependencies(name: str) -> None:
     installed = {word for words in instructions(name) if words[0] == "RUN" for word in words}
     assert set(PROGRAMS.values()) | {"python3-dev"} <= installed
 
 
-def test_every_python_package_of_the_images_is_pinned() -> None:
+def test_python_packages_in_images_are_pinned() -> None:
     lines = (DOCKER / "requirements.txt").read_text().splitlines()
     pins = [Requirement(line) for line in lines if not line.startswith("#")]
     assert [str(pin) for pin in pins if not str(pin.specifier).startswith("==")] == []
@@ -81,7 +81,7 @@ def test_every_python_package_of_the_images_is_pinned() -> None:
     assert re.search(r"^torch==", (REPOSITORY / ".ci/constraints.txt").read_text(), re.MULTILINE)
 
 
-def test_every_image_is_a_certain_version() -> None:
+def test_image_tags_are_pinned_to_versions() -> None:
     arguments = {
         word.partition("=")[0]: word.partition("=")[2]
         for name in ("Dockerfile", "Dockerfile.cuda")
@@ -103,7 +103,7 @@ def test_every_image_is_a_certain_version() -> None:
 
 
 @FILES
-def test_an_image_runs_as_an_ordinary_user_whom_the_volume_of_keys_belongs_to(name: str) -> None:
+def test_image_runs_as_unprivileged_owner_of_ssh_volume(name: str) -> None:
     words = instructions(name)
     assert [line for line in words if line[0] == "USER"] == [["USER", "hvdtrain"]]
     (user,) = [line for line in words if "useradd" in line]
@@ -113,7 +113,7 @@ def test_an_image_runs_as_an_ordinary_user_whom_the_volume_of_keys_belongs_to(na
     assert f"uid={uid},gid={uid},mode=0700" == options["o"]
 
 
-def test_no_service_has_more_rights_than_it_needs() -> None:
+def test_services_run_with_least_privilege() -> None:
     for name, service in SERVICES.items():
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
@@ -122,7 +122,7 @@ def test_no_service_has_more_rights_than_it_needs() -> None:
 
 
 @FILES
-def test_no_key_is_baked_in(name: str) -> None:
+def test_images_contain_no_ssh_keys(name: str) -> None:
     text = (DOCKER / name).read_text()
     assert "ssh-keygen" not in text
     # Debian's package makes host keys when it is installed: the same for all who have the image.
@@ -130,7 +130,7 @@ def test_no_key_is_baked_in(name: str) -> None:
     assert (DOCKER / "node/start").read_text().count("ssh-keygen") == 1
 
 
-def test_no_secret_is_written_down_in_docker() -> None:
+def test_docker_directory_contains_no_secrets() -> None:
     secret = re.compile(r"PRIVATE KEY|(password|secret|token)\w*['\"]?\s*[:=]\s*['\"]?\w", re.I)
     public = re.compile(r"password_file|GF_SECURITY_DISABLE")
     for path in (path for path in DOCKER.rglob("*") if path.is_file()):
@@ -138,7 +138,7 @@ def test_no_secret_is_written_down_in_docker() -> None:
             assert not secret.search(line) or public.search(line), f"{path}: {line}"
 
 
-def test_every_lasting_service_has_a_health_check() -> None:
+def test_long_running_services_have_health_checks() -> None:
     lasting = SERVICES.keys() - {"train"}
     assert {name for name in SERVICES if "healthcheck" in SERVICES[name]} == lasting
     waits = {"train": {"node1", "node2"}, "grafana": {"prometheus"}}
@@ -147,14 +147,14 @@ def test_every_lasting_service_has_a_health_check() -> None:
         assert conditions == {other: {"condition": "service_healthy"} for other in others}
 
 
-def test_whatever_is_mounted_is_there() -> None:
+def test_mounted_paths_and_volumes_exist() -> None:
     for name in SERVICES:
         for there, here in mounts(name).items():
             where = DOCKER / here if here.startswith(".") else here
             assert where in COMPOSE["volumes"] or Path(where).exists(), f"{name}: {there}"
 
 
-def test_the_nodes_share_runs_and_keys_and_their_ports_are_opened() -> None:
+def test_nodes_share_runs_and_ssh_keys_and_agree_on_ssh_port() -> None:
     for name in ("node1", "node2", "train"):
         assert mounts(name) == {"/home/hvdtrain/.ssh": "ssh", "/runs": "runs"}
         assert SERVICES[name]["hostname"] == name  # the targets of a run name it
@@ -167,7 +167,7 @@ def ssh_configurations() -> list[str]:
     return [(DOCKER / "node" / name).read_text() for name in ("sshd_config", "ssh_config")]
 
 
-def test_prometheus_reads_the_targets_of_the_runs_on_the_volume() -> None:
+def test_prometheus_reads_targets_from_runs_volume() -> None:
     inside = mounts("prometheus")
     assert inside["/runs"] == "runs"
     configuration = yaml.safe_load((DOCKER / "prometheus/prometheus.yml").read_text())
@@ -177,7 +177,7 @@ def test_prometheus_reads_the_targets_of_the_runs_on_the_volume() -> None:
     assert inside["/etc/prometheus"] == "./prometheus"
 
 
-def test_grafana_starts_with_the_dashboard_and_asks_the_prometheus_beside_it() -> None:
+def test_grafana_opens_dashboard_and_queries_bundled_prometheus() -> None:
     inside = mounts("grafana")
     home = Path(SERVICES["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"])
     dashboard = DOCKER / inside[str(home.parent)] / home.name
@@ -191,6 +191,6 @@ def test_grafana_starts_with_the_dashboard_and_asks_the_prometheus_beside_it() -
     assert url == "http://prometheus:9090"
 
 
-def test_the_scripts_can_be_executed() -> None:
+def test_docker_scripts_are_executable() -> None:
     for name in ("node/start", "try-images"):
         assert os.access(DOCKER / name, os.X_OK), name

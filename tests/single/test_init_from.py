@@ -1,4 +1,4 @@
-"""A run that begins with weights trained elsewhere."""
+"""run.init_from: a run that starts from pretrained weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _assert_weights(model: GPT, expected: GPT) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder", "checkpoint", "run"])
-def test_weights_of_our_own_are_not_taken_over(tmp_path: Path, kind: str) -> None:
+def test_init_from_loads_hvdtrain_weights(tmp_path: Path, kind: str) -> None:
     trained, fresh = _model(1), _model(2)
     path = tmp_path / "model.safetensors"
     if kind in ("checkpoint", "run"):
@@ -63,7 +63,7 @@ def test_weights_of_our_own_are_not_taken_over(tmp_path: Path, kind: str) -> Non
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("layout", ["gpt2", "llama"])
-def test_a_folder_of_hugging_face_comes_back_changed(
+def test_huggingface_export_round_trips_through_init_from(
     tmp_path: Path, layout: str, tied: bool
 ) -> None:
     sizes = {"tied_embeddings": tied, **(LLAMA if layout == "llama" else {})}
@@ -84,7 +84,7 @@ def test_a_folder_of_hugging_face_comes_back_changed(
 
 
 @pytest.mark.parametrize("layout", ["gpt2", "llama"])
-def test_a_model_that_transformers_saved_computes_other_logits(tmp_path: Path, layout: str) -> None:
+def test_init_from_transformers_model_keeps_logits(tmp_path: Path, layout: str) -> None:
     import transformers  # takes seconds
 
     if layout == "gpt2":
@@ -107,7 +107,7 @@ def test_a_model_that_transformers_saved_computes_other_logits(tmp_path: Path, l
         torch.testing.assert_close(ours.eval()(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_weights_that_do_not_fit_are_taken_over_or_not_all_named(tmp_path: Path) -> None:
+def test_mismatched_weights_are_listed_and_skipped_if_not_strict(tmp_path: Path) -> None:
     trained, fresh = _model(1, width=32), _model(2)
     own = _saved(fresh)
     found = _saved(trained)
@@ -143,7 +143,7 @@ def test_weights_that_do_not_fit_are_taken_over_or_not_all_named(tmp_path: Path)
     ],
 )
 @pytest.mark.parametrize("strict", [True, False])
-def test_what_holds_no_weights_is_a_traceback(
+def test_init_from_rejects_source_without_usable_weights(
     tmp_path: Path, content: str, message: str, strict: bool
 ) -> None:
     path = tmp_path / "there"
@@ -169,7 +169,7 @@ def test_what_holds_no_weights_is_a_traceback(
         load_initial_weights(_model(1), str(path), strict)
 
 
-def test_damaged_weights_are_taken_over(tmp_path: Path) -> None:
+def test_init_from_rejects_corrupted_weights(tmp_path: Path) -> None:
     folder = write(tmp_path / "checkpoints", Checkpoint({"model": _saved(_model(1))}, {"step": 4}))
     content = bytearray((folder / "model.safetensors").read_bytes())
     content[-1] ^= 1
@@ -181,7 +181,7 @@ def test_damaged_weights_are_taken_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_begin_with_other_weights_or_a_resume_begins_again(tmp_path: Path) -> None:
+def test_all_ranks_start_from_initial_weights_and_resume_ignores_them(tmp_path: Path) -> None:
     first = train(tmp_path, "first", ["--train.steps", "20", "--optim.lr", "0.01"])
     exported = tmp_path / "exported"
     assert cli.main(["ckpt", "export", str(first), "--out", str(exported)]) == 0

@@ -1,4 +1,4 @@
-"""batch.interleave: gradients leave earlier, and have the bits of one pass after the other."""
+"""batch.interleave: gradients are sent earlier and are bitwise identical to sequential passes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _gradients(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("checkpointed", ["none", "blocks"])
-def test_passes_in_turns_change_a_bit_or_a_block_waits_for_a_whole_pass(checkpointed: str) -> None:
+def test_interleaved_backward_goes_by_block_and_is_bitwise_identical(checkpointed: str) -> None:
     model, loss = _gpt(checkpointed)
     for number in range(PASSES):
         loss(number).backward()  # type: ignore[no-untyped-call]
@@ -107,7 +107,7 @@ def _raises() -> None:
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("failing", range(PASSES))
-def test_an_error_in_one_of_the_passes_is_lost_or_the_others_wait_for_ever(failing: int) -> None:
+def test_error_in_one_interleaved_pass_is_raised_without_deadlock(failing: int) -> None:
     model = _Chain()
     interleaved = _interleaved(model)
 
@@ -128,7 +128,7 @@ def test_an_error_in_one_of_the_passes_is_lost_or_the_others_wait_for_ever(faili
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_run_whose_passes_take_turns_has_another_curve(tmp_path: Path) -> None:
+def test_interleaved_run_is_bitwise_identical_to_plain_run(tmp_path: Path) -> None:
     """4 micro-batches a step: three ranks have 2, 1, 1."""
     flags = ["--train.steps", "8", "--checkpoint.every", "8", "--model.layers", "3"]
     flags += ["--model.dropout", "0.1"]
@@ -140,7 +140,7 @@ def test_a_run_whose_passes_take_turns_has_another_curve(tmp_path: Path) -> None
         assert weights(turns, 8) == weights(plain, 8)
 
 
-def test_what_cannot_take_turns_is_not_said_in_one_sentence(tmp_path: Path) -> None:
+def test_interleave_rejects_unsupported_models_and_options(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"batch\.interleave 3 is for models on CPUs"):
         InterleavedBackward(object(), _Chain(), PASSES, torch.device("cuda"), Heartbeat())
     with pytest.raises(UserError, match="takes turns at blocks, and the model has none"):

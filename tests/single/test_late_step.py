@@ -1,4 +1,4 @@
-"""A step that a rank takes late, because another rank took it, changes all of its state at once."""
+"""Steps that a rank applies late, because another rank already applied them."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _lose_agreement(rank: _Rank) -> None:
 
 
 @pytest.mark.parametrize("poisoned", [0, LOST], ids=["applied", "skipped"])
-def test_a_step_taken_late_advances_all_of_the_state(poisoned: int) -> None:
+def test_late_step_advances_all_state(poisoned: int) -> None:
     rank, undisturbed = _Rank(poisoned), _Rank(poisoned)
     for each in (rank, undisturbed):
         each.run(LOST - 1)
@@ -168,7 +168,7 @@ def test_a_step_taken_late_advances_all_of_the_state(poisoned: int) -> None:
     _assert_equal(rank.content(), undisturbed.content())
 
 
-def test_a_step_that_no_rank_took_is_computed_again() -> None:
+def test_step_applied_by_no_rank_is_recomputed() -> None:
     rank, undisturbed = _Rank(), _Rank()
     rank.run(LOST - 1)
     _lose_agreement(rank)
@@ -180,7 +180,7 @@ def test_a_step_that_no_rank_took_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize("place", ["finish", "agreed_norm"])
-def test_state_is_that_before_a_step_if_any_of_its_collectives_fails(place: str) -> None:
+def test_failed_collective_leaves_state_unchanged(place: str) -> None:
     rank = _Rank()
     rank.run(2)
     before = rank.content()
@@ -199,7 +199,7 @@ def _leave_out(rank: _Rank) -> None:
 
 
 @pytest.mark.parametrize("fault", [_apply_twice, _leave_out])
-def test_a_step_applied_twice_or_left_out_ends_the_rank(fault: Callable[[_Rank], None]) -> None:
+def test_step_applied_twice_or_skipped_aborts_rank(fault: Callable[[_Rank], None]) -> None:
     rank = _Rank()
     rank.run(2)
     fault(rank)

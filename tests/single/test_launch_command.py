@@ -1,4 +1,4 @@
-"""What may stand after the -- of `hvdtrain launch`: keys, or a command as horovodrun takes it."""
+"""Arguments after the -- of `hvdtrain launch`: keys, or a command as for horovodrun."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[supervisor.
         ("-- env A=1 python -m hvdtrain.train", ["env", "A=1", *MODULE]),
     ],
 )
-def test_a_command_as_horovodrun_takes_it_is_refused(
+def test_launch_accepts_horovodrun_style_training_command(
     planned: list[supervisor.Plan], tmp_path: Path, command: str, argv: list[str]
 ) -> None:
     assert cli.main(["launch", "--hosts", "a:2", *command.split(), *KEYS]) == 0
@@ -55,7 +55,7 @@ def test_a_command_as_horovodrun_takes_it_is_refused(
 
 
 @pytest.mark.parametrize("command", ["train.py --epochs 3", "python other.py", "mine"])
-def test_another_program_is_started_or_it_is_not_said_what_is_taken(
+def test_launch_rejects_program_other_than_training(
     planned: list[supervisor.Plan], capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert cli.main(["launch", "--hosts", "a:2", "--", *shlex.split(command)]) == 2
@@ -64,7 +64,7 @@ def test_another_program_is_started_or_it_is_not_said_what_is_taken(
     assert "`python -m hvdtrain.train --key value ...`" in line and not planned
 
 
-def test_the_python_of_another_environment_is_silently_replaced(
+def test_launch_rejects_python_of_another_environment(
     planned: list[supervisor.Plan], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     base = Path(sys.base_prefix) / "bin" / Path(sys.executable).resolve().name
@@ -80,7 +80,7 @@ def test_the_python_of_another_environment_is_silently_replaced(
     assert not planned
 
 
-def test_a_mistake_in_the_keys_of_a_command_is_not_found_before_anything_starts(
+def test_launch_validates_keys_before_starting_ranks(
     planned: list[supervisor.Plan], capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--run.id", "mine", "--train.step", "7"]

@@ -1,4 +1,4 @@
-"""The argv that starts the ranks."""
+"""The horovodrun and mpirun command lines that start the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.launch.commands import horovodrun, mpirun
 COMMAND = ["python", "-m", "hvdtrain.train", "--seed", "1"]
 
 
-def test_horovodrun_of_another_environment_is_started() -> None:
+def test_horovodrun_command_uses_current_environment() -> None:
     argv = horovodrun(16, COMMAND, hosts="node1:8,node2:8")
     launcher = str(Path(sys.executable).with_name("horovodrun"))
     assert argv == [launcher, "--gloo", "-np", "16", "-H", "node1:8,node2:8", *COMMAND]
@@ -22,14 +22,12 @@ def test_horovodrun_of_another_environment_is_started() -> None:
 
 
 @pytest.mark.parametrize("root", [True, False])
-def test_mpirun_refuses_root_or_lets_others_pass_as_root(
-    root: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mpirun_allows_root_only_for_root_user(root: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 0 if root else 1000)
     assert ("--allow-run-as-root" in mpirun(2, COMMAND)) == root
 
 
-def test_mpirun_mixes_hosts_and_hostfile_or_oversubscribes_them() -> None:
+def test_mpirun_accepts_one_host_source_and_does_not_oversubscribe_it() -> None:
     alone = mpirun(2, COMMAND)
     assert "--oversubscribe" in alone and alone[-len(COMMAND) :] == COMMAND
     with_file = mpirun(16, COMMAND, hostfile=Path("hostfiles/two-nodes"))

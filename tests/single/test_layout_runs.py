@@ -1,4 +1,4 @@
-"""What is seen of a model that spans ranks: who is slow, who waits, who holds what."""
+"""Telemetry of a model that spans ranks: stragglers, wait times and parameter shards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _columns(folder: Path) -> dict[str, list[float]]:
     return {name: [sum(own) / len(lines) for own in each] for name, each in ranks.items()}
 
 
-def test_of_two_pipelines_another_rank_is_named_than_the_slow_one(
+def test_slow_rank_in_one_of_two_pipelines_is_identified(
     pipelines: tuple[Path, str],
 ) -> None:
     folder, said = pipelines
@@ -63,23 +63,21 @@ def test_of_two_pipelines_another_rank_is_named_than_the_slow_one(
     assert re.search(r"rank 3 on \S+ is slow: .* it loses most in: compute", said), said
 
 
-def test_a_slow_stage_is_not_named_as_stage(tmp_path: Path) -> None:
+def test_slow_pipeline_stage_is_reported_as_stage(tmp_path: Path) -> None:
     folder, said = _run(tmp_path, {"pipeline": 2}, ranks=2, slow=1)
     assert _named(folder) == [(1, 1, None, "compute")], said
     assert re.search(r"pipeline stage 1 \(rank 1 on \S+\) is slow: ", said), said
 
 
 @pytest.mark.parametrize("axis", ["context", "shard", "tensor"])
-def test_of_ranks_that_compute_in_step_the_one_that_waits_is_named(
-    axis: str, tmp_path: Path
-) -> None:
+def test_slow_rank_is_reported_instead_of_rank_waiting_for_it(axis: str, tmp_path: Path) -> None:
     folder, said = _run(tmp_path, {axis: 2}, ranks=2, slow=1)
     assert _named(folder) == [(1, None, None, "compute")], said
     waited = _columns(folder)[f"{axis}_wait_seconds"]
     assert waited[0] > waited[1] + 0.8 * EVERY * LAG  # one micro-batch a step, at least
 
 
-def test_the_waits_of_a_pipeline_or_the_parts_of_its_ranks_are_not_told(
+def test_pipeline_wait_times_and_parameter_shards_are_recorded(
     pipelines: tuple[Path, str],
 ) -> None:
     folder, _ = pipelines
@@ -95,7 +93,7 @@ def test_the_waits_of_a_pipeline_or_the_parts_of_its_ranks_are_not_told(
             assert sum(seconds) == pytest.approx(line["wall_seconds"][rank], rel=0.02, abs=0.01)
 
 
-def test_the_report_does_not_show_the_layout(
+def test_report_shows_layout(
     pipelines: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = pipelines
@@ -115,7 +113,7 @@ def test_the_report_does_not_show_the_layout(
         assert part in page, part
 
 
-def test_the_hash_of_a_state_depends_on_its_layout(tmp_path: Path) -> None:
+def test_state_hash_is_independent_of_layout(tmp_path: Path) -> None:
     """A pipeline has the bits of one rank, where nothing is tied and nothing clipped."""
     flags = ["--model.tied_embeddings", "false", "--optim.clip_norm", "0", "--train.steps", "4"]
     flags += ["--model.layers", "2", "--train.replica_check_every", "2"]

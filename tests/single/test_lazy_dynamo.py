@@ -1,4 +1,4 @@
-"""What torch.compile needs is imported by those who compile, and by nobody else."""
+"""torch._dynamo is imported only by processes that compile."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def _run(code: str, root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_imports_what_it_does_not_compile_with_or_cannot_compile(tmp_path: Path) -> None:
+def test_dynamo_is_imported_only_when_compiling(tmp_path: Path) -> None:
     _run(_TRAIN + _NOT_IMPORTED + _COMPILE, tmp_path)
 
 
 @pytest.mark.slow
-def test_a_task_that_compiled_before_finds_another_torch(tmp_path: Path) -> None:
+def test_training_works_after_torch_compile(tmp_path: Path) -> None:
     _run("import sys" + _COMPILE + _TRAIN, tmp_path)

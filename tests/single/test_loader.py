@@ -1,4 +1,4 @@
-"""The global batch does not depend on how many ranks share its micro-batches."""
+"""The data loader: the global batch is independent of the world size."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _steps(loader: TrainLoader, steps: int) -> list[list[tuple[int, list[int]]]]
     batches=st.integers(1, 6),
     start=st.integers(0, 4),
 )
-def test_ranks_together_do_not_work_on_the_global_batch_each_sample_once(
+def test_ranks_cover_global_batch_exactly_once(
     world_size: int, micro: int, batches: int, start: int
 ) -> None:
     size = micro * batches
@@ -76,7 +76,7 @@ def test_ranks_together_do_not_work_on_the_global_batch_each_sample_once(
         assert together == sample_order(first, first + size, SIZE, SEED).tolist()
 
 
-def test_one_rank_has_two_micro_batches_more_than_another() -> None:
+def test_micro_batch_counts_differ_by_at_most_one() -> None:
     for world_size in range(1, 12):
         shares = [len(_loader(r, world_size, 2, 7).deal) for r in range(world_size)]
         assert max(shares) - min(shares) <= 1
@@ -87,7 +87,7 @@ def test_one_rank_has_two_micro_batches_more_than_another() -> None:
     more=st.integers(0, 7),
     fixed=st.floats(0, 3),
 )
-def test_micro_batches_dealt_by_speed_could_be_done_sooner(
+def test_assignment_by_speed_minimizes_step_time(
     seconds: list[float], more: int, fixed: float
 ) -> None:
     ranks, beside = len(seconds), [fixed * i for i in range(len(seconds))]
@@ -102,7 +102,7 @@ def test_micro_batches_dealt_by_speed_could_be_done_sooner(
     assert by_speed(ranks + more, [1.0] * ranks, [0.0] * ranks) == even(ranks + more, ranks)
 
 
-def test_a_new_deal_loses_or_repeats_a_sample_or_a_rank_changes_turns_when_dealt_evenly() -> None:
+def test_reassigned_micro_batches_cover_each_sample_exactly_once() -> None:
     for ranks in range(1, 6):
         for rank in range(ranks):
             assert list(Deal(13, Group(rank, ranks))) == list(range(rank, 13, ranks))
@@ -116,14 +116,14 @@ def test_a_new_deal_loses_or_repeats_a_sample_or_a_rank_changes_turns_when_dealt
         assert together == sample_order(step * 18, step * 18 + 18, SIZE, SEED).tolist()
 
 
-def test_a_loader_started_in_the_middle_does_not_go_on_where_the_other_was() -> None:
+def test_loader_resumes_at_given_sample() -> None:
     whole = _steps(_loader(1, 3, 2, 4), 9)
     assert _steps(_loader(1, 3, 2, 4, samples=4 * 8), 5) == whole[4:]
 
 
 @settings(deadline=None, max_examples=40)
 @given(world_size=st.integers(1, 9), micro=st.integers(1, 6), samples=st.integers(1, SIZE))
-def test_validation_repeats_or_leaves_out_a_sample(
+def test_validation_covers_each_sample_exactly_once(
     world_size: int, micro: int, samples: int
 ) -> None:
     seen: list[int] = []
@@ -163,7 +163,7 @@ class _Stream(IterableDataset[Tensor]):
 
 @pytest.mark.parametrize("data", [_Noisy, _Stream])
 @pytest.mark.parametrize("world_size", [2, 3, 7])
-def test_what_a_data_set_draws_depends_on_ranks_or_restarts(
+def test_dataset_randomness_is_independent_of_world_size_and_restart(
     world_size: int, data: type[Dataset[Any]]
 ) -> None:
     def steps(rank: int, world_size: int, first: int) -> dict[tuple[int, int], list[list[float]]]:
@@ -183,7 +183,7 @@ def test_what_a_data_set_draws_depends_on_ranks_or_restarts(
         assert steps(0, 1, first) == {key: v for key, v in alone.items() if key[0] >= first}
 
 
-def test_an_iterable_data_set_is_not_read_epoch_by_epoch() -> None:
+def test_iterable_dataset_is_read_epoch_by_epoch() -> None:
     loader = TrainLoader(_Stream(), 0, BatchConfig(8, 2), Deal(4, Group(0, 1)), SEED)
     seen = [int(row[0]) for step in range(5) for batch in loader.next_step(step) for row in batch]
     assert [number // 100 for number in seen] == [0] * 13 + [1] * 13 + [2] * 13 + [3]
@@ -191,7 +191,7 @@ def test_an_iterable_data_set_is_not_read_epoch_by_epoch() -> None:
     assert all(len(set(epoch)) == 13 for epoch in epochs) and epochs[0] != epochs[1]
 
 
-def test_validation_on_an_iterable_data_set_depends_on_the_number_of_ranks() -> None:
+def test_iterable_validation_is_independent_of_world_size() -> None:
     def batches(rank: int, world_size: int) -> list[tuple[int, list[list[float]]]]:
         share = validation_batches(
             _Stream(), validation_places(11, 2), Group(rank, world_size), SEED
@@ -215,7 +215,7 @@ class _Short(_Stream):
 
 
 @pytest.mark.parametrize("rank", range(6))
-def test_some_ranks_do_not_hear_that_an_iterable_data_set_is_too_short(rank: int) -> None:
+def test_all_ranks_report_iterable_dataset_that_ends_early(rank: int) -> None:
     message = "the data set _Short ended after 18 samples, but its __len__.* says 20"
     loader = TrainLoader(_Short(), 0, BatchConfig(8, 2), Deal(4, Group(rank, 6)), SEED)
     for step in range(2):
@@ -226,7 +226,7 @@ def test_some_ranks_do_not_hear_that_an_iterable_data_set_is_too_short(rank: int
         list(validation_batches(_Short(), validation_places(20, 2), Group(rank, 6), SEED))
 
 
-def test_data_without_a_length_is_not_named() -> None:
+def test_dataset_without_length_is_rejected() -> None:
     class Endless(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))
@@ -239,11 +239,11 @@ def test_data_without_a_length_is_not_named() -> None:
         build_datasets(Task(), Config())  # type: ignore[arg-type]
 
 
-def test_a_rank_without_micro_batches_loads_data() -> None:
+def test_rank_without_micro_batches_loads_no_data() -> None:
     assert list(islice(_loader(3, 4, 2, 2).next_step(0), 5)) == []
 
 
-def test_a_batch_loses_its_structure_on_the_way_to_the_device() -> None:
+def test_batch_structure_is_preserved_on_device_transfer() -> None:
     x = torch.ones(2)
     batch = {"x": x, "more": [x, (x, "name")]}
     moved = to_device(batch, torch.device("cpu"))
@@ -251,7 +251,7 @@ def test_a_batch_loses_its_structure_on_the_way_to_the_device() -> None:
 
 
 @pytest.mark.parametrize("empty", ["training", "validation"])
-def test_data_without_samples_is_trained_on_or_not_named(empty: str) -> None:
+def test_empty_dataset_is_rejected(empty: str) -> None:
     class Task:
         def datasets(self) -> Datasets:
             parts = {name: range(0 if name == empty else 3) for name in ("training", "validation")}

@@ -1,4 +1,4 @@
-"""Ranks that step on their own: what looks at the state waits until they have one again."""
+"""exchange.sync_every: evaluation and checkpoints wait until the ranks are synchronized."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_ranks_on_their_own_learn_less_send_as_much_or_do_not_say_so(root: Path) -> None:
+def test_local_steps_match_dense_loss_and_send_fewer_bytes(root: Path) -> None:
     assert losses(root / "average")[-1] == pytest.approx(losses(root / "dense")[-1], rel=0.03)
     # Parameters and AdamW's two moments, 13 times instead of 100 times gradients.
     share = _bytes(root / "average") / _bytes(root / "dense")
@@ -41,7 +41,7 @@ def _bytes(folder: Path) -> int:
     return sum(line["bytes"][0] for line in lines)
 
 
-def test_a_state_is_evaluated_compared_or_saved_that_ranks_do_not_share(root: Path) -> None:
+def test_evaluation_and_checkpoints_wait_for_synchronization(root: Path) -> None:
     lines = metrics(root / "diloco")
     evaluated = [line["step"] for line in lines if "validation_loss" in line]
     assert evaluated == [24, 40, 64, 80, STEPS]
@@ -53,7 +53,7 @@ def test_a_state_is_evaluated_compared_or_saved_that_ranks_do_not_share(root: Pa
 
 
 @pytest.mark.parametrize(("ranks", "same"), [(2, True), (1, False)])
-def test_a_resumed_run_is_another_one(root: Path, ranks: int, same: bool) -> None:
+def test_resumed_diloco_run_continues_loss_curve(root: Path, ranks: int, same: bool) -> None:
     flags = [*FLAGS, *DILOCO, "--run.resume", str(root / "diloco" / CHECKPOINT)]
     resumed = train(root, f"resumed-{ranks}", flags, f"gloo:{ranks}")
     whole = losses(root / "diloco")[SAVED:]
@@ -63,7 +63,7 @@ def test_a_resumed_run_is_another_one(root: Path, ranks: int, same: bool) -> Non
         assert weights(resumed, STEPS, 3) == weights(root / "diloco", STEPS, 3)
 
 
-def test_a_run_asked_to_stop_between_two_synchronisations_saves_what_one_rank_has(
+def test_stop_between_synchronizations_saves_consistent_checkpoint(
     root: Path,
 ) -> None:
     flags = [*TINY, *FLAGS, *DILOCO, "--task", "tests.support.tasks:Signalled"]
@@ -97,7 +97,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("flags", MISTAKES)
-def test_keys_that_exclude_each_other_are_not_one_sentence(flags: str) -> None:
+def test_conflicting_keys_are_rejected_in_one_sentence(flags: str) -> None:
     with pytest.raises(UserError) as caught:
         parse(flags.split())
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""Lines of metrics.jsonl from one rank 0 to the next."""
+"""Continuity of metrics.jsonl when another process becomes rank 0."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _rank_0(path: Path, recent: deque[dict[str, Any]], after: int) -> LogMetrics
     return LogMetrics(MetricsFile(path, after), recent, lambda _: 0, (), None)
 
 
-def test_next_rank_0_writes_what_the_last_one_could_not(tmp_path: Path) -> None:
+def test_new_rank_0_writes_records_lost_with_previous_one(tmp_path: Path) -> None:
     path, recent = tmp_path / "metrics.jsonl", deque[dict[str, Any]](maxlen=10)
     other = LogMetrics(None, recent, lambda _: 0, (), None)
     _log(_rank_0(path, deque(), 0), 1, 2)
@@ -34,7 +34,7 @@ def test_next_rank_0_writes_what_the_last_one_could_not(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
 
 
-def test_records_of_steps_that_are_redone_are_dropped(tmp_path: Path) -> None:
+def test_superseded_records_are_dropped_when_steps_are_repeated(tmp_path: Path) -> None:
     path, recent = tmp_path / "metrics.jsonl", deque[dict[str, Any]](maxlen=10)
     other = LogMetrics(None, recent, lambda _: 0, (), None)
     _log(other, 1, 2, 3, loss=1.0)

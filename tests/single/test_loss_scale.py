@@ -19,12 +19,12 @@ def _after(outcomes: list[bool], scale: LossScale) -> list[float]:
     return values
 
 
-def test_the_first_overflow_halves_the_scale_or_the_second_does_not() -> None:
+def test_scale_tolerates_first_overflow_and_halves_at_each_later_one() -> None:
     scale = LossScale()
     assert _after([False, True, False, False], scale) == [FIRST, FIRST, FIRST / 2, FIRST / 4]
 
 
-def test_a_thousand_good_steps_in_a_row_do_not_double_the_scale_or_fewer_do() -> None:
+def test_scale_doubles_after_1000_consecutive_good_steps() -> None:
     scale = LossScale()
     values = _after([True] * 999 + [False] + [True] * 1000, scale)
     assert values == [FIRST] * 1999 + [2 * FIRST]
@@ -32,7 +32,7 @@ def test_a_thousand_good_steps_in_a_row_do_not_double_the_scale_or_fewer_do() ->
     assert _after([False, False], scale) == [2 * FIRST, FIRST]
 
 
-def test_the_scale_sinks_below_1_or_skips_at_1_are_put_down_to_it() -> None:
+def test_scale_stops_at_1_and_skips_there_are_not_overflows() -> None:
     scale = LossScale()
     assert [scale.update(False) for _ in range(17)] == [True] * 17
     assert scale.value == 1.0
@@ -40,7 +40,7 @@ def test_the_scale_sinks_below_1_or_skips_at_1_are_put_down_to_it() -> None:
     assert scale.value == 1.0
 
 
-def test_a_checkpoint_lacks_what_the_next_scale_follows_from() -> None:
+def test_checkpoint_restores_loss_scale_state() -> None:
     scale = LossScale()
     _after([False, *[True] * 600], scale)
     saved = {name: tensor.clone() for name, tensor in scale.tensors().items()}
@@ -53,7 +53,7 @@ def test_a_checkpoint_lacks_what_the_next_scale_follows_from() -> None:
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_an_exchange_sees_gradients_times_the_scale(passes: int) -> None:
+def test_exchange_receives_unscaled_gradients(passes: int) -> None:
     model, plain = nn.Linear(4, 1), nn.Linear(4, 1)
     plain.load_state_dict(model.state_dict())
     scale = LossScale()

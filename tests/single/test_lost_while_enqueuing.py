@@ -1,4 +1,4 @@
-"""Patched Horovod: a rank dies just when the others hand their tensors over."""
+"""Patched Horovod: a rank dies while the other ranks enqueue tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 
 @pytest.mark.parametrize("process_sets", [False, True])
-def test_a_rank_that_enqueues_while_another_dies_waits_for_ever(process_sets: bool) -> None:
+def test_all_reduce_raises_if_peer_dies_during_enqueue(process_sets: bool) -> None:
     for tenths in range(6):
         said = kill_one(0.02 + tenths / 10, 20.0, process_sets)
         assert set(said) == {"HorovodInternalError"}, f"killed after {tenths} tenths of a second"

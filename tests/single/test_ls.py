@@ -1,4 +1,4 @@
-"""`hvdtrain ls`: what became of the runs of a folder."""
+"""`hvdtrain ls`: states of the runs in a directory."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str,
     return found
 
 
-def test_the_state_of_a_run_is_another(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_states_are_classified(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = {run["id"]: run for run in _json(capsys, str(root))}
     assert {name: run["state"] for name, run in found.items()} == {
         "going": "running",
@@ -98,7 +98,7 @@ def test_the_state_of_a_run_is_another(root: Path, capsys: pytest.CaptureFixture
     ("column", "first", "last"),
     [("age", "young", "going"), ("step", "young", "done"), ("loss", "diverged", "crashed")],
 )
-def test_runs_are_in_another_order(
+def test_runs_are_sorted_by_column(
     root: Path, capsys: pytest.CaptureFixture[str], column: str, first: str, last: str
 ) -> None:
     names = [run["id"] for run in _json(capsys, str(root), "--sort", column)]
@@ -108,7 +108,7 @@ def test_runs_are_in_another_order(
     assert (names[0], names[-1]) == (first, last)
 
 
-def test_the_table_lacks_a_run_or_a_column(
+def test_table_lists_all_runs_and_columns(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(root.parent)
@@ -121,12 +121,12 @@ def test_the_table_lacks_a_run_or_a_column(
     assert young == ["young", "running", "-", "-", "-", "-"]
 
 
-def test_a_folder_that_is_not_there_is_not_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_directory_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ls", "nowhere"]) == 2
     assert "nowhere: No such file or directory" in capsys.readouterr().err
 
 
-def test_a_long_run_is_read_from_its_beginning(tmp_path: Path) -> None:
+def test_ls_reads_only_end_of_long_metrics_file(tmp_path: Path) -> None:
     folder = _made(tmp_path, "long", [START], [], 0)
     with open(folder / "metrics.jsonl", "r+b") as file:
         file.seek(1 << 30)  # takes no room
@@ -141,14 +141,14 @@ def test_a_long_run_is_read_from_its_beginning(tmp_path: Path) -> None:
     assert peak < 4 << 20
 
 
-def test_a_long_run_that_was_killed_looks_like_one_that_never_began(tmp_path: Path) -> None:
+def test_long_killed_run_is_reported_as_killed(tmp_path: Path) -> None:
     saved = [{"event": "checkpoint", "step": step} for step in range(20_000)]
     _made(tmp_path, "long", [START, *saved], [_line(20_000)], 500)
     (run,) = runs_under(tmp_path)
     assert (run.state, run.steps) == ("killed", 60)
 
 
-def test_ls_imports_torch_or_parses_the_configuration(root: Path) -> None:
+def test_ls_imports_neither_torch_nor_configuration_parser(root: Path) -> None:
     argv = [sys.executable, "-X", "importtime", "-m", "hvdtrain.cli", "ls", str(root)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}

@@ -1,4 +1,4 @@
-"""RUN/manifest.json: a configuration once, however many generations a run has."""
+"""RUN/manifest.json stores each configuration once, for any number of generations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.run_files.folder import RunFolder
 from tests.support.history import History
 
 
-def test_manifest_has_an_unchanged_configuration_once(tmp_path: Path) -> None:
+def test_manifest_stores_unchanged_configuration_once(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     folder.config.touch()
@@ -28,7 +28,7 @@ def test_manifest_has_an_unchanged_configuration_once(tmp_path: Path) -> None:
     assert folder.manifest.stat().st_size < 20_000
 
 
-def test_audit_of_an_older_run_knows_the_interval_between_lines(tmp_path: Path) -> None:
+def test_audit_reads_log_interval_of_older_run_from_manifest(tmp_path: Path) -> None:
     """Its start events have no log_every; both starts have the same configuration."""
     history = History(tmp_path / "run", log_every=2)
     folder = RunFolder(history.folder)

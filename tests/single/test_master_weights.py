@@ -49,7 +49,7 @@ def _train(model: nn.Module, optimizer: MasterWeights, steps: range) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_master_weights_are_not_those_of_a_plain_loop(name: str) -> None:
+def test_master_weights_match_plain_loop_bitwise(name: str) -> None:
     model, plain = _model(), _model()
     _train(model, _optimizer(model, name), range(STEPS))
 
@@ -71,7 +71,7 @@ def test_master_weights_are_not_those_of_a_plain_loop(name: str) -> None:
     assert dtypes == [*[torch.bfloat16] * 2, *[torch.float32] * 2, *[torch.bfloat16] * 2]
 
 
-def test_updates_below_the_steps_of_bfloat16_are_lost() -> None:
+def test_updates_below_bfloat16_resolution_accumulate() -> None:
     parameter = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
     optimizer = MasterWeights(torch.optim.SGD([parameter], lr=1e-4))
     for _ in range(100):
@@ -81,7 +81,7 @@ def test_updates_below_the_steps_of_bfloat16_are_lost() -> None:
     assert parameter.item() == pytest.approx(0.99, rel=2**-8) and parameter.item() < 1
 
 
-def test_what_a_checkpoint_has_of_master_weights_gives_other_bits() -> None:
+def test_master_weights_resume_bitwise_from_checkpoint() -> None:
     model = _model()
     optimizer = _optimizer(model, "adamw")
     _train(model, optimizer, range(STEPS // 2))
@@ -99,7 +99,7 @@ def test_what_a_checkpoint_has_of_master_weights_gives_other_bits() -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_a_frozen_parameter_gets_a_master_or_moves() -> None:
+def test_parameter_without_gradient_stays_unchanged_without_master() -> None:
     model = _model()
     optimizer = _optimizer(model, "adamw")
     frozen: Tensor = model[0].weight  # type: ignore[index, assignment]

@@ -1,4 +1,4 @@
-"""metrics.jsonl: never a step twice, never a gap, whatever a crash left at its end."""
+"""metrics.jsonl has each step exactly once, even after a crash or a full disk."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def _goes_on(path: Path, after: int) -> list[int]:
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_what_a_crash_left_stays_or_takes_a_line_with_it(tmp_path: Path, end: str) -> None:
+def test_resume_discards_only_later_or_incomplete_lines(tmp_path: Path, end: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(map(_line, (1, 2, 3))) + ENDS[end])
     assert _goes_on(path, after=3) == [1, 2, 3, 4]
 
 
-def test_a_line_without_its_newline_and_the_next_become_one(tmp_path: Path) -> None:
+def test_missing_final_newline_is_restored(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(map(_line, (1, 2, 3)))[:-1])
     assert _goes_on(path, after=3) == [1, 2, 3, 4]
 
 
-def test_a_new_run_has_lines_of_another(tmp_path: Path) -> None:
+def test_new_run_starts_with_empty_file(tmp_path: Path) -> None:
     assert _goes_on(tmp_path / "metrics.jsonl", after=0) == [1]
     assert _goes_on(tmp_path / "metrics.jsonl", after=0) == [1]
 
@@ -81,9 +81,7 @@ file.close()
 
 
 @pytest.mark.parametrize("back", [15, 12, 9])
-def test_a_disk_that_is_full_for_a_while_leaves_a_gap_or_a_torn_line(
-    tmp_path: Path, back: int
-) -> None:
+def test_temporarily_full_disk_leaves_no_gap_or_torn_line(tmp_path: Path, back: int) -> None:
     path = tmp_path / "metrics.jsonl"
     done = subprocess.run(
         [sys.executable, "-c", _FULL_FOR_A_WHILE, str(path), str(back)],

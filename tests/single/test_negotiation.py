@@ -1,4 +1,4 @@
-"""How patched Horovod agrees on what is reduced next (patch 0014)."""
+"""Negotiation of the next tensors to reduce in patched Horovod (patch 0014)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CYCLE_SECONDS = 0.5
 
 
 @pytest.mark.parametrize("launcher", ["gloo", "mpi"])
-def test_an_all_reduce_waits_for_the_end_of_a_cycle(launcher: str) -> None:
+def test_all_reduce_starts_without_waiting_for_cycle_end(launcher: str) -> None:
     rank = [sys.executable, "-m", "hvdtrain.bench.allreduce_worker", "horovod", "4096"]
     settings = {"HOROVOD_CYCLE_TIME": str(1000 * CYCLE_SECONDS), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A gradient that is not finite: skipped and counted, and the end of the run if it stays."""
+"""Non-finite gradients: steps are skipped and counted, and the run ends if they persist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _run(root: Path, bad_steps: str, *flags: str) -> Finished:
     return run(root / "output", arguments, env={"HVDTRAIN_TEST_NAN": bad_steps})
 
 
-def test_one_bad_micro_batch_changes_weights_or_ends_the_run(tmp_path: Path) -> None:
+def test_nonfinite_step_is_skipped_without_changing_state(tmp_path: Path) -> None:
     done = _run(tmp_path, "4,5")
     assert done.returncode == 0, done
     assert "2 steps were skipped" in done.stderr, done
@@ -40,7 +40,7 @@ def test_one_bad_micro_batch_changes_weights_or_ends_the_run(tmp_path: Path) -> 
     assert states[2].state["nonfinite_in_a_row"] == 2 and states[2].state["samples"] == 40
 
 
-def test_a_loss_that_stays_not_finite_does_not_end_with_3(tmp_path: Path) -> None:
+def test_persistent_nonfinite_loss_exits_with_3(tmp_path: Path) -> None:
     done = _run(tmp_path, "3-", "--train.max_nonfinite", "4", "--train.steps", "50")
     assert done.returncode == 3, done
     message = done.stderr.strip().splitlines()[-1]
@@ -49,7 +49,7 @@ def test_a_loss_that_stays_not_finite_does_not_end_with_3(tmp_path: Path) -> Non
     assert [line["step"] for line in metrics(tmp_path / "case")] == list(range(1, 7))
 
 
-def test_a_loss_scale_hides_a_loss_that_stays_not_finite(tmp_path: Path) -> None:
+def test_persistent_nonfinite_loss_ends_run_despite_loss_scale(tmp_path: Path) -> None:
     flags = "--precision.name fp16 --train.max_nonfinite 4 --train.steps 50"
     done = _run(tmp_path, "3-", *flags.split())
     assert done.returncode == 3, done
@@ -65,7 +65,7 @@ def test_a_loss_scale_hides_a_loss_that_stays_not_finite(tmp_path: Path) -> None
     assert newest.parts["loss_scale"]["scale"] == 1 and newest.state["nonfinite"] == 4
 
 
-def test_a_skipped_step_leaves_nan_in_the_statistics_and_so_in_validation(tmp_path: Path) -> None:
+def test_skipped_step_keeps_batchnorm_statistics_finite(tmp_path: Path) -> None:
     # An epoch is 32 steps; one of them has the sample that is NaN.
     flags = "--task tests.support.unusual:Poisoned --train.steps 32 --eval.every 32"
     done = _run(tmp_path, "", *flags.split(), "--checkpoint.every", "32")

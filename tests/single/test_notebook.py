@@ -1,4 +1,4 @@
-"""docs/notebook.ipynb does what it shows."""
+"""docs/notebook.ipynb runs and produces the documented results."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def _result(cell: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_the_notebook_of_the_docs_does_not_run_from_top_to_bottom(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_docs_notebook_runs_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

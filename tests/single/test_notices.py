@@ -1,4 +1,4 @@
-"""preempt.notice: this host is about to be taken away, says a cloud, a file or a command."""
+"""preempt.notice: preemption notices from cloud metadata, a file or a command."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.support.metadata import MACHINE, metadata
 
 
 @pytest.mark.parametrize("text", ["", "ec2", "file:", "command: ", "http://", "ftp://a/b", "aws:1"])
-def test_a_source_that_there_is_not_is_watched(text: str) -> None:
+def test_unknown_notice_source_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match=r"preempt\.notice is aws, gcp, azure, file:PATH"):
         notices.parse_source(text)
 
 
 @pytest.mark.parametrize("text", ["aws", "gcp"])
-def test_a_cloud_is_asked_in_another_way_than_it_documents(text: str) -> None:
+def test_cloud_metadata_requests_follow_documented_protocol(text: str) -> None:
     with metadata() as said:
         source = notices.parse_source(text, said.address)
         assert not source()
@@ -32,7 +32,7 @@ def test_a_cloud_is_asked_in_another_way_than_it_documents(text: str) -> None:
         assert source()
 
 
-def test_an_azure_machine_leaves_for_an_event_of_another_one() -> None:
+def test_azure_reacts_only_to_preemption_of_this_machine() -> None:
     with metadata() as said:
         source = notices.parse_source("azure", said.address)
         assert not source()
@@ -42,7 +42,7 @@ def test_an_azure_machine_leaves_for_an_event_of_another_one() -> None:
         assert source()
 
 
-def test_a_notice_is_asked_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notice_requests_bypass_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     with metadata() as said:
         source = notices.parse_source(f"{said.address}/notice")
@@ -51,7 +51,7 @@ def test_a_notice_is_asked_of_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
         assert source()
 
 
-def test_a_file_or_a_command_is_no_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_or_command_can_give_notice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "notice"
     file = notices.parse_source(f"file:{path}")
     command = notices.parse_source(f"command:test -e {path}")
@@ -74,7 +74,7 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def test_a_server_that_hangs_or_fails_ends_the_watch_or_fills_the_log(
+def test_watch_survives_hanging_server_and_logs_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(notices, "_REQUEST_SECONDS", 0.2)
@@ -100,7 +100,7 @@ def test_a_server_that_hangs_or_fails_ends_the_watch_or_fills_the_log(
     assert len(lines) == 1 and lines[0].endswith("; it is asked again")
 
 
-def test_the_first_signal_after_a_notice_ends_the_process_without_a_checkpoint(
+def test_first_signal_after_notice_does_not_end_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ends: list[int] = []
@@ -115,7 +115,7 @@ def test_the_first_signal_after_a_notice_ends_the_process_without_a_checkpoint(
 
 
 @pytest.mark.slow
-def test_a_run_is_not_stopped_by_a_notice(tmp_path: Path) -> None:
+def test_notice_stops_run_with_checkpoint(tmp_path: Path) -> None:
     with metadata() as said:
         flags = ["--task=tests.support.tasks:Paced", f"--run.root={tmp_path}", "--run.id=mine"]
         flags += [f"--preempt.notice={said.address}/notice", "--telemetry.port=0"]

@@ -1,4 +1,4 @@
-"""The optimizer's groups, and its state by name: what checkpoints and broadcasts carry."""
+"""Parameter groups and named optimizer state, as saved in checkpoints and broadcast."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 1) ->
     return RunState(model, optimizer, Progress(step=3, samples=12), {"seed": seed, "data": "f"})
 
 
-def test_vectors_decay_or_a_parameter_is_in_no_group_or_two() -> None:
+def test_weight_decay_groups_partition_parameters_by_dimension() -> None:
     model, optimizer = _trained("adamw", 0)
     decay, rest = optimizer.param_groups
     assert decay["weight_decay"] == 0.1 and rest["weight_decay"] == 0.0
@@ -67,13 +67,13 @@ def test_vectors_decay_or_a_parameter_is_in_no_group_or_two() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fresh_optimizer_has_state(name: str) -> None:
+def test_new_optimizer_has_no_state(name: str) -> None:
     model, optimizer = _trained(name, 0)
     assert state_tensors(optimizer, model) == {}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_training_goes_on_otherwise_after_state_was_taken_over(name: str) -> None:
+def test_training_continues_identically_after_state_is_restored(name: str) -> None:
     model, optimizer = _trained(name, 3)
     saved = {key: t.clone() for key, t in state_tensors(optimizer, model).items()}
     other = copy.deepcopy(model)
@@ -87,14 +87,14 @@ def test_training_goes_on_otherwise_after_state_was_taken_over(name: str) -> Non
         assert torch.equal(tensor, other.state_dict()[key]), key
 
 
-def test_an_optimizer_that_keeps_more_than_tensors_is_saved_in_part() -> None:
+def test_non_tensor_optimizer_state_is_rejected() -> None:
     model, optimizer = _trained("adamw", 1)
     optimizer.state[model.convolution.bias]["seen"] = 3
     with pytest.raises(TypeError, match="seen"):
         state_tensors(optimizer, model)
 
 
-def test_a_captured_run_comes_back_changed() -> None:
+def test_captured_run_state_round_trips() -> None:
     model, optimizer = _trained("adamw", 3)
     checkpoint = copy.deepcopy(_state(model, optimizer).capture())
     assert (
@@ -115,7 +115,7 @@ def test_a_captured_run_comes_back_changed() -> None:
 
 
 @pytest.mark.parametrize("change", ["seed", "data", "format", "model"])
-def test_a_checkpoint_of_another_run_is_taken_over(change: str) -> None:
+def test_checkpoint_of_another_run_is_rejected_before_loading(change: str) -> None:
     model, optimizer = _trained("adamw", 1)
     checkpoint = copy.deepcopy(_state(model, optimizer).capture())
     if change == "model":

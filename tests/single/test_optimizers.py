@@ -1,4 +1,4 @@
-"""Each optimizer takes the steps of the one that a plain loop would use."""
+"""Each optimizer takes the same steps as its reference implementation."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adafactor", "fused"])
-def test_a_step_is_another_than_torchs(name: str) -> None:
+def test_optimizer_steps_match_torch(name: str) -> None:
     model = _model()
     other = copy.deepcopy(model)
     fused = name == "fused"
@@ -74,7 +74,7 @@ def test_a_step_is_another_than_torchs(name: str) -> None:
     _assert_same(_train(model, build_optimizer(config, model)), _train(other, plain))
 
 
-def test_lion_is_not_algorithm_2_of_its_paper() -> None:
+def test_lion_matches_algorithm_2_of_its_paper() -> None:
     model = _model()
     other = copy.deepcopy(model)
     config = OptimConfig(name="lion", betas=(0.9, 0.99), weight_decay=DECAY)
@@ -96,7 +96,7 @@ def test_lion_is_not_algorithm_2_of_its_paper() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_muon_takes_embeddings_and_the_output_layer_or_leaves_matrices_to_adamw(tied: bool) -> None:
+def test_muon_updates_only_hidden_matrices_and_adamw_the_rest(tied: bool) -> None:
     model = _model(tied)
     taken = {id(p) for p in muon_parameters(model)}
     names = {name for name, p in model.named_parameters() if id(p) in taken}
@@ -115,13 +115,13 @@ def test_muon_takes_embeddings_and_the_output_layer_or_leaves_matrices_to_adamw(
     _assert_same(_train(model, build_optimizer(config, model)), _train(other, muon, adamw))
 
 
-def test_muon_without_a_matrix_trains_nothing_with_muon() -> None:
+def test_muon_rejects_model_without_matrices() -> None:
     model = nn.Sequential(nn.Conv1d(3, 4, 2), nn.BatchNorm1d(4))
     with pytest.raises(UserError, match="muon: the model has no matrix to train"):
         build_optimizer(OptimConfig(name="muon"), model)
 
 
-def test_a_frozen_parameter_moves_or_another_does_not() -> None:
+def test_only_frozen_parameters_stay_unchanged() -> None:
     model = _model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     freeze(model, ["embedding.*", "blocks.?.attention.q.*"])
@@ -132,7 +132,7 @@ def test_a_frozen_parameter_moves_or_another_does_not() -> None:
     assert frozen - {"blocks.0.attention.k.bias"} == expected
 
 
-def test_a_pattern_that_matches_nothing_is_passed_over() -> None:
+def test_invalid_optimizer_options_are_rejected() -> None:
     with pytest.raises(UserError, match=r"optim.freeze: 'embeding' matches no parameter .*embedd"):
         freeze(_model(), ["norm.*", "embeding"])
     assert parse(["--optim.freeze", "norm.*"]).config.optim.freeze == ["norm.*"]
@@ -142,7 +142,7 @@ def test_a_pattern_that_matches_nothing_is_passed_over() -> None:
         parse(["--optim.eps", "0"])
 
 
-def test_moments_of_8_bits_are_not_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adamw8bit_state_is_restored_from_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(model: nn.Module) -> Optimizer:
         return build_optimizer(OptimConfig(name="adamw8bit", lr=LR), model)
 

@@ -1,4 +1,4 @@
-"""Groups of parameters that a task gives to the optimizer."""
+"""Parameter groups that a task defines for the optimizer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
 
 
-def test_a_group_has_another_learning_rate_or_weight_decay_than_it_says() -> None:
+def test_group_learning_rate_and_weight_decay_are_applied() -> None:
     first, second = _model()
     groups = [
         {"params": first.parameters(), "lr_scale": 0.1},
@@ -30,7 +30,7 @@ def test_a_group_has_another_learning_rate_or_weight_decay_than_it_says() -> Non
     assert found == [(0.05, 0.1), (0.5, 0.0)]
 
 
-def test_a_frozen_parameter_of_a_group_is_trained_or_refused() -> None:
+def test_frozen_parameter_in_group_is_accepted_but_not_trained() -> None:
     model = _model()
     model[0].weight.requires_grad_(False)
     groups = [{"params": layer.parameters()} for layer in model]
@@ -48,7 +48,7 @@ def test_a_frozen_parameter_of_a_group_is_trained_or_refused() -> None:
         (lambda groups: groups[0].update(params=[nn.Linear(1, 1).weight]), "no parameter of the"),
     ],
 )
-def test_groups_that_cannot_be_used_are_taken(change: Any, message: str) -> None:
+def test_invalid_groups_are_rejected(change: Any, message: str) -> None:
     model = _model()
     groups = [{"params": list(layer.parameters())} for layer in model]
     change(groups)
@@ -56,7 +56,7 @@ def test_groups_that_cannot_be_used_are_taken(change: Any, message: str) -> None
         build_optimizer(OptimConfig(), model, groups)
 
 
-def test_the_curve_of_a_task_with_groups_depends_on_the_number_of_ranks(tmp_path: Path) -> None:
+def test_grouped_task_loss_curve_is_independent_of_world_size(tmp_path: Path) -> None:
     curves = []
     for launcher in ("", "gloo:2"):
         root = tmp_path / (launcher[:4] or "one")

@@ -1,4 +1,4 @@
-"""A global batch that grows with the ranks: what it is, and where it cannot be."""
+"""batch.per_rank_size: a global batch that scales with the world size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMON += ["--batch.micro_size", "4"]
 
 
 @pytest.mark.parametrize(("rule", "lr"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
-def test_the_rate_is_not_that_of_the_rule(rule: str, lr: float) -> None:
+def test_learning_rate_follows_scaling_rule(rule: str, lr: float) -> None:
     flags = ["--batch.per_rank_size", "12", "--optim.lr", "0.1", "--optim.scale_lr", rule]
     config = with_global_batch(parse(flags).config, 4)
     assert config.batch.global_size == 48 and config.batch.micro_batches == 12
@@ -35,12 +35,12 @@ def test_the_rate_is_not_that_of_the_rule(rule: str, lr: float) -> None:
         (["--optim.scale_lr", "linear"], r"optim.scale_lr linear needs batch.per_rank_size"),
     ],
 )
-def test_a_batch_that_cannot_be_is_accepted(flags: list[str], message: str) -> None:
+def test_invalid_per_rank_batch_is_rejected(flags: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse(flags)
 
 
-def test_ranks_with_batches_of_their_own_train_otherwise_than_one_with_all(
+def test_per_rank_batches_match_one_rank_with_global_batch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = [*COMMON, "--run.root", str(tmp_path), "--train.epochs", "1"]
@@ -63,7 +63,7 @@ def test_ranks_with_batches_of_their_own_train_otherwise_than_one_with_all(
     assert "batch.global_size was 32 at the checkpoint of step 8 and is 16 now" in alone.stderr
 
 
-def test_an_elastic_run_has_a_batch_that_grows_with_its_ranks(tmp_path: Path) -> None:
+def test_elastic_run_rejects_per_rank_batch(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("localhost:2\n")
     launcher = shlex.split(
         "horovodrun --gloo -np 2 --min-np 1 --max-np 2 --network-interfaces lo"

@@ -1,4 +1,4 @@
-"""The phases of a rank's time: disjoint, and together the wall time."""
+"""The phases of a rank's time are disjoint and sum to the wall time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support import runs
 pytestmark = pytest.mark.slow
 
 
-def test_time_is_counted_twice_or_not_at_all() -> None:
+def test_phases_partition_wall_time() -> None:
     began = time.perf_counter()
     timer = PhaseTimer(began)
     time.sleep(0.02)
@@ -33,14 +33,14 @@ def test_time_is_counted_twice_or_not_at_all() -> None:
         assert least <= seconds[phase] < least + 0.02, seconds
 
 
-def test_a_phase_that_goes_on_is_not_seen_before_its_end() -> None:
+def test_current_phase_time_is_included() -> None:
     timer = PhaseTimer(time.perf_counter())
     timer.enter("eval")
     time.sleep(0.02)
     assert timer.seconds()["eval"] >= 0.02
 
 
-def test_an_error_inside_a_phase_leaves_it_for_ever() -> None:
+def test_error_inside_phase_restores_previous_phase() -> None:
     timer = PhaseTimer(time.perf_counter())
     with pytest.raises(KeyError), timer.inside("checkpoint"):
         raise KeyError
@@ -63,7 +63,7 @@ class DeviceEvent:
         return end._at - self._at
 
 
-def test_time_of_a_device_is_taken_from_the_host_or_waited_for() -> None:
+def test_device_phase_times_are_read_without_blocking_host() -> None:
     DeviceEvent.now = 0.0
     times = deque([0.0, 100.0, 300.0, 350.0, 400.0])
     timer = PhaseTimer(time.perf_counter())
@@ -84,7 +84,7 @@ def test_time_of_a_device_is_taken_from_the_host_or_waited_for() -> None:
 
 
 @pytest.mark.parametrize("launcher", ["", "gloo:2"])
-def test_phases_of_a_run_miss_time(tmp_path: Path, launcher: str) -> None:
+def test_phase_times_of_run_sum_to_wall_time(tmp_path: Path, launcher: str) -> None:
     arguments = ["--train.steps=40", "--eval.every=7", "--checkpoint.every=9"]
     folder = runs.train(tmp_path, "run", arguments, launcher)
     lines = [json.loads(line) for line in (folder / "ranks.jsonl").read_text().splitlines()]

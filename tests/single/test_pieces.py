@@ -1,4 +1,4 @@
-"""Pieces of tensors: where each is, who saves it, and the whole made of them."""
+"""Tensor shards: their offsets, the rank that saves each, and the assembled tensor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _layouts(draw: Any) -> tuple[tuple[int, ...], tuple[int, ...], list[Any]]:
 
 @given(layout=_layouts(), order=st.randoms())
 @settings(max_examples=80, deadline=None)
-def test_pieces_overlap_or_leave_a_gap_or_are_not_those_of_torch(layout: Any, order: Any) -> None:
+def test_shards_match_torch_chunks_and_assemble_to_whole_tensor(layout: Any, order: Any) -> None:
     shape, mesh, placements = layout
     tensor = torch.arange(math.prod(shape)).reshape(shape)
     pieces = {}
@@ -53,7 +53,7 @@ def test_pieces_overlap_or_leave_a_gap_or_are_not_those_of_torch(layout: Any, or
     assert torch.equal(assemble(in_any_order), tensor)
 
 
-def test_a_piece_of_a_plain_tensor_is_not_its_memory() -> None:
+def test_shard_of_plain_tensor_shares_its_memory() -> None:
     parameter = nn.Parameter(torch.zeros(3, 2))
     where, part = piece(parameter)
     part.fill_(5.0)
@@ -61,11 +61,11 @@ def test_a_piece_of_a_plain_tensor_is_not_its_memory() -> None:
     assert piece(torch.tensor(4.0))[0].shape == ()
 
 
-def test_a_sum_that_is_spread_over_ranks_passes_for_a_piece() -> None:
+def test_partial_placement_is_rejected() -> None:
     with pytest.raises(ValueError, match="yet to be summed"):
         extent((4,), (2,), (0,), [Partial()])
 
 
-def test_a_rank_says_wrongly_what_it_holds_or_a_piece_is_saved_twice_or_never() -> None:
+def test_shards_saved_by_first_holders_assemble_to_whole_tensor() -> None:
     """Of a 2 x 2 mesh, with uneven parts, and what FSDP2 makes of a split model."""
     assert on_torch_ranks(4, wrong_pieces, timeout=240) == [[]] * 4

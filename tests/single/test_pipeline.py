@@ -1,4 +1,4 @@
-"""A pipeline beside one rank: the same losses, gradients and parameters."""
+"""Pipeline parallelism matches one rank in losses, gradients and parameters."""
 
 from __future__ import annotations
 
@@ -68,15 +68,13 @@ def ranks(size: int, name: str) -> list[Compared]:
 
 
 @EVERY
-def test_a_pipeline_computes_something_else_than_one_rank(
-    ranks: list[Compared], size: int, name: str
-) -> None:
+def test_pipeline_results_match_single_rank(ranks: list[Compared], size: int, name: str) -> None:
     for rank in ranks:
         assert max(rank.apart.values()) < 1e-5, rank.apart
 
 
 @EVERY
-def test_a_rank_holds_more_than_its_stages_or_under_other_names(
+def test_rank_holds_only_parameters_of_its_stages(
     ranks: list[Compared], size: int, name: str
 ) -> None:
     whole = ranks[0].names[1]
@@ -88,7 +86,7 @@ def test_a_rank_holds_more_than_its_stages_or_under_other_names(
 
 
 @EVERY
-def test_a_tied_parameter_differs_between_the_ends(
+def test_tied_parameter_is_shared_by_first_and_last_rank_only(
     ranks: list[Compared], size: int, name: str
 ) -> None:
     assert ranks[0].tied == ranks[-1].tied
@@ -98,7 +96,7 @@ def test_a_tied_parameter_differs_between_the_ends(
     assert not any(rank.tied for rank in ranks[1:-1])
 
 
-def test_one_of_two_stages_holds_more_than_half_of_a_models_parameters() -> None:
+def test_two_stages_split_parameters_evenly() -> None:
     task = Words(layers=4, tied_embeddings=False)
     for rank in (0, 1):
         model = task.model()
@@ -108,13 +106,13 @@ def test_one_of_two_stages_holds_more_than_half_of_a_models_parameters() -> None
         assert own == pytest.approx(whole / 2, rel=0.05), rank
 
 
-def test_the_bubble_is_not_measured() -> None:
+def test_pipeline_bubble_is_measured() -> None:
     found = _SEEN.get(2) or on_torch_ranks(2, compare, {"gpipe": CASES[2]["gpipe"]})
     whole, waited, formula, steps = found[1]["gpipe"].bubble
     assert 0 < waited < whole and steps == 1 and formula == 1 / 5
 
 
-def test_the_death_of_a_peer_hangs_the_others_or_is_not_raised(tmp_path: Path) -> None:
+def test_dead_pipeline_peer_raises_error_without_hang(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="rank 1 ended without a result"):
         on_torch_ranks(2, lose_a_peer, tmp_path / "seen")
     calls, seconds = map(float, (tmp_path / "seen").read_text().split())
@@ -130,9 +128,7 @@ def test_the_death_of_a_peer_hangs_the_others_or_is_not_raised(tmp_path: Path) -
         ("shapes", 1, "have different shapes, such as"),
     ],
 )
-def test_a_task_that_a_pipeline_cannot_run_does_not_end_with_one_sentence(
-    mistake: str, rank: int, sentence: str
-) -> None:
+def test_task_that_pipeline_cannot_run_is_rejected(mistake: str, rank: int, sentence: str) -> None:
     assert sentence in _of_mistake(mistake)[rank]
 
 
@@ -166,7 +162,7 @@ class _Forgotten(Normed):
         (_Forgotten, 2, "no stage has the model's parameter table.weight"),
     ],
 )
-def test_a_model_that_cannot_be_cut_does_not_end_with_one_sentence(
+def test_model_that_cannot_be_split_into_stages_is_rejected(
     model: type[nn.Module], stages: int, sentence: str
 ) -> None:
     with pytest.raises(UserError, match=re.escape(sentence)):

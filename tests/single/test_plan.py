@@ -1,4 +1,4 @@
-"""`hvdtrain plan`: its arithmetic, what it reads, and what it says."""
+"""`hvdtrain plan`: cost model, inputs and output."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def _two(hosts: int = 2, ranks: int = 1, gbit: float = 1.0) -> Cluster:
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, clusters)
-def test_an_all_reduce_is_faster_than_its_bytes_can_cross_a_link(size: float, c: Cluster) -> None:
+def test_all_reduce_time_respects_link_bandwidth(size: float, c: Cluster) -> None:
     least = 2 * (c.hosts - 1) / c.hosts * size / c.between.bytes_per_second
     assert collectives.all_reduce(size, c) >= least * (1 - 1e-9)
 
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, clusters)
-def test_a_collective_takes_time_with_one_rank(size: float, c: Cluster) -> None:
+def test_collectives_on_one_rank_take_no_time(size: float, c: Cluster) -> None:
     alone = replace(c, hosts=1, ranks_per_host=1)
     every = (collectives.all_reduce, collectives.all_gather, collectives.reduce_scatter)
     assert [collective(size, alone) for collective in every] == [0, 0, 0]
@@ -85,7 +85,7 @@ def test_a_collective_takes_time_with_one_rank(size: float, c: Cluster) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, clusters, st.floats(1, 10))
-def test_a_larger_buffer_or_a_longer_way_takes_less_time(
+def test_all_reduce_time_grows_with_size_and_latency(
     size: float, c: Cluster, factor: float
 ) -> None:
     now = collectives.all_reduce(size, c)
@@ -96,19 +96,19 @@ def test_a_larger_buffer_or_a_longer_way_takes_less_time(
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, clusters)
-def test_a_reduce_scatter_and_an_all_gather_are_not_a_ring(size: float, c: Cluster) -> None:
+def test_reduce_scatter_and_all_gather_add_up_to_ring_all_reduce(size: float, c: Cluster) -> None:
     parts = collectives.reduce_scatter(size, c) + collectives.all_gather(size / c.ranks, c)
     assert isclose(parts, collectives.ring(size, c), abs_tol=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, clusters)
-def test_hierarchical_is_another_ring_where_a_host_has_one_rank(size: float, c: Cluster) -> None:
+def test_hierarchical_equals_ring_with_one_rank_per_host(size: float, c: Cluster) -> None:
     flat = replace(c, ranks_per_host=1)
     assert isclose(collectives.hierarchical(size, flat), collectives.ring(size, flat))
 
 
-def test_a_ring_of_four_ranks_sends_something_else_than_the_documented_bytes() -> None:
+def test_four_rank_all_reduce_sends_documented_bytes() -> None:
     # docs/exchange.md: 2 (n - 1) / n of the buffer over each host's link, or 2 (h - 1) / h.
     seconds = 8e6 / (1e9 / 8)
     assert isclose(collectives.ring(8e6, _two(2, 2)), 1.5 * seconds)
@@ -117,7 +117,7 @@ def test_a_ring_of_four_ranks_sends_something_else_than_the_documented_bytes() -
 
 @settings(max_examples=60, deadline=None)
 @given(buckets, st.floats(0.01, 10), st.floats(0, 1), st.floats(0, 1))
-def test_a_step_is_done_before_its_gradients_or_later_than_one_after_the_other(
+def test_overlap_stays_between_ideal_and_sequential_time(
     found: list[Bucket], backward: float, each: float, busy: float
 ) -> None:
     transfers = [Transfer(b.ready * backward, each, busy * each) for b in found]
@@ -130,27 +130,27 @@ def test_a_step_is_done_before_its_gradients_or_later_than_one_after_the_other(
     assert got.exposed >= 0
 
 
-def test_a_bucket_is_sent_before_the_one_in_front_of_it_has_arrived() -> None:
+def test_buckets_are_sent_one_after_another() -> None:
     got = overlap([Transfer(0.1, 0.5), Transfer(0.2, 0.5), Transfer(1.0, 0.1)], 1.0)
     assert isclose(got.done, 1.2)
     assert isclose(got.computed, 1.0)
 
 
-def test_a_processor_that_sends_computes_as_fast_as_one_that_does_not() -> None:
+def test_sending_slows_down_compute() -> None:
     # From 0.5 s on half of its time goes to sending, for 0.4 s: 0.2 s are missing.
     got = overlap([Transfer(0.5, 0.4, 0.2)], 1.0)
     assert isclose(got.computed, 1.2)
     assert isclose(got.done, 1.2)
 
 
-def test_what_has_arrived_is_worked_on_before_the_backward_pass_is_done() -> None:
+def test_received_buckets_are_processed_after_backward_pass() -> None:
     got = overlap([Transfer(0.1, 0.1, after=0.3, again=0.2)], 1.0)
     assert isclose(got.done, 1.5)
 
 
 @settings(max_examples=60, deadline=None)
 @given(jobs, clusters, st.sampled_from(sorted(STRATEGIES)))
-def test_a_prediction_beats_the_hardware(job: Job, c: Cluster, strategy: str) -> None:
+def test_prediction_stays_within_hardware_limits(job: Job, c: Cluster, strategy: str) -> None:
     found = predict(job, c, strategy, CONFIG)
     assert 0 < found.efficiency <= 1 + 1e-9
     assert found.step_seconds >= job.forward_seconds + job.backward_seconds
@@ -160,7 +160,7 @@ def test_a_prediction_beats_the_hardware(job: Job, c: Cluster, strategy: str) ->
         assert isclose(found.efficiency, 1)  # costs are 0 here
 
 
-def test_a_compression_costs_nothing_on_one_rank() -> None:
+def test_one_rank_pays_for_topk_but_not_for_float16_conversion() -> None:
     costs = {"dense": StrategyCost(), "topk": StrategyCost(0.1, 0.2), "float16": StrategyCost(1, 1)}
     alone = _two(hosts=1)
     seconds = {
@@ -172,13 +172,13 @@ def test_a_compression_costs_nothing_on_one_rank() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(jobs, clusters, st.floats(1, 100))
-def test_a_faster_network_makes_a_step_longer(job: Job, c: Cluster, factor: float) -> None:
+def test_faster_network_never_increases_step_time(job: Job, c: Cluster, factor: float) -> None:
     faster = replace(c.between, bits_per_second=c.between.bits_per_second * factor)
     now, then = (predict(job, one, "dense", CONFIG) for one in (c, replace(c, between=faster)))
     assert then.step_seconds <= now.step_seconds * (1 + 1e-9)
 
 
-def test_micro_batches_before_the_last_one_hide_what_is_sent() -> None:
+def test_only_last_micro_batch_hides_communication() -> None:
     # 40 MB at 1 Gbit/s take 0.32 s, of which the last backward pass of 0.2 s hides a part.
     one, four = (
         predict(replace(A_JOB, micro_batches=n * 2), _two(), "dense", CONFIG) for n in (1, 4)
@@ -188,13 +188,13 @@ def test_micro_batches_before_the_last_one_hide_what_is_sent() -> None:
     assert one.limit == "bandwidth"
 
 
-def test_ranks_with_different_numbers_of_micro_batches_are_not_told() -> None:
+def test_uneven_micro_batches_are_reported_as_limit() -> None:
     found = predict(replace(A_JOB, micro_batches=3), _two(gbit=1e4), "dense", CONFIG)
     assert found.limit == "uneven"
     assert found.efficiency < 0.8
 
 
-def test_a_plan_has_other_bytes_than_the_exchange_hands_over() -> None:
+def test_planned_bytes_match_exchange() -> None:
     """Against the buckets of the exchanges themselves, on one process."""
     from torch import nn
 
@@ -215,7 +215,7 @@ def test_a_plan_has_other_bytes_than_the_exchange_hands_over() -> None:
         exchange._arrivals.stop()
 
 
-def test_buckets_of_a_model_whose_shapes_are_unknown_are_not_a_runs() -> None:
+def test_buckets_for_unknown_shapes_match_real_buckets() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1 << 18)) for _ in range(40)]  # 1 MiB each
     known = buckets_of(parameters, {p: (40 - i) / 40 for i, p in enumerate(parameters)})
     guessed = even_buckets(40 << 18)
@@ -225,9 +225,7 @@ def test_buckets_of_a_model_whose_shapes_are_unknown_are_not_a_runs() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.floats(60, 1e7), st.floats(0.01, 30), st.floats(0, 300))
-def test_another_time_between_checkpoints_loses_less(
-    mtbf: float, save: float, restart: float
-) -> None:
+def test_daly_interval_maximizes_goodput(mtbf: float, save: float, restart: float) -> None:
     failures = Failures(mtbf, save, restart)
     best = daly(failures)
     assert best > 0
@@ -238,20 +236,20 @@ def test_another_time_between_checkpoints_loses_less(
             assert goodput(failures, best * factor) <= at_best * (1 + 1e-3)
 
 
-def test_dalys_interval_is_not_youngs_where_saves_are_short() -> None:
+def test_daly_interval_approaches_youngs_for_short_saves() -> None:
     failures = Failures(mtbf=1e6, save_seconds=1e-3, restart_seconds=0)
     assert daly(failures) == pytest.approx(young(failures), rel=1e-3)
     assert young(Failures(86400, 5, 0)) == pytest.approx((2 * 5 * 86400) ** 0.5)
 
 
-def test_an_elastic_run_loses_steps() -> None:
+def test_elastic_run_has_higher_goodput_than_restarted_run() -> None:
     failures = Failures(3600, 1, 1)
     elastic = replace(failures, redone=False)
     assert goodput(elastic, 85) > goodput(failures, 85)
     assert goodput(replace(elastic, mtbf=inf), inf) == 1
 
 
-def test_memory_is_not_that_of_the_documentation() -> None:
+def test_memory_matches_documentation() -> None:
     """docs/parallel.md, with AdamW's state of twice the parameters P."""
     p = float(A_JOB.parameter_bytes)
     assert memory(A_JOB, Layout(), 8) == 4 * p
@@ -263,7 +261,7 @@ def test_memory_is_not_that_of_the_documentation() -> None:
     assert memory(replace(A_JOB, activation_bytes=7.0), Layout(), 1) == 4 * p + 7
 
 
-def test_the_bubble_is_not_that_of_the_documentation() -> None:
+def test_bubble_matches_documentation() -> None:
     assert bubble(4, 1) == 0
     assert bubble(4, 2) == 1 / 5  # docs/pipeline.md: (p - 1) / (v m + p - 1)
     job = replace(A_JOB, optimizer_seconds=0.0, blocks=4, block_bytes=1e-6)
@@ -274,7 +272,7 @@ def test_the_bubble_is_not_that_of_the_documentation() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(jobs, clusters)
-def test_a_layout_does_not_divide_the_ranks(job: Job, c: Cluster) -> None:
+def test_layouts_divide_ranks(job: Job, c: Cluster) -> None:
     whole = replace(job, blocks=8, block_bytes=1e6)
     for layout in layouts(whole, c, STRATEGIES):
         assert c.ranks % layout.replica == 0
@@ -282,7 +280,7 @@ def test_a_layout_does_not_divide_the_ranks(job: Job, c: Cluster) -> None:
         assert step_seconds(whole, c, layout, CONFIG) > 0
 
 
-def test_flags_of_a_layout_are_no_keys_of_the_configuration() -> None:
+def test_layout_flags_are_valid_configuration_keys() -> None:
     from hvdtrain.config import parse
 
     job = replace(A_JOB, blocks=8, block_bytes=1e6)
@@ -291,7 +289,7 @@ def test_flags_of_a_layout_are_no_keys_of_the_configuration() -> None:
         assert (config.parallel.shard, config.parallel.tensor) == (layout.shard, layout.tensor)
 
 
-def test_the_table_of_published_systems_is_not_what_the_code_says() -> None:
+def test_documented_table_of_published_systems_is_current() -> None:
     text = (ROOT / "docs" / "plan.md").read_text()
     rows = [
         f"| {one.name} | {one.hosts * one.per_host} | {one.predicted:.0%} | {said} | {error} |"
@@ -305,12 +303,12 @@ def test_the_table_of_published_systems_is_not_what_the_code_says() -> None:
         assert row in text, f"docs/plan.md lacks\n{row}"
 
 
-def test_a_job_is_another_after_a_plans_json() -> None:
+def test_job_round_trips_through_json() -> None:
     job = replace(A_JOB, buckets=(Bucket(5, 0.5, ((1, 5),)), Bucket(7, 1.0)), blocks=2)
     assert job_from(json.loads(json.dumps(asdict(job)))) == job
 
 
-def test_what_processes_measured_at_once_is_not_their_mean() -> None:
+def test_measurements_of_several_processes_are_averaged() -> None:
     slow = replace(A_JOB, forward_seconds=0.3)
     assert mean_of([A_JOB, slow]).forward_seconds == pytest.approx(0.2)
     assert mean_of([A_JOB, A_JOB]).buckets == A_JOB.buckets
@@ -319,7 +317,7 @@ def test_what_processes_measured_at_once_is_not_their_mean() -> None:
     assert costs.busy_seconds_per_byte == pytest.approx(1e-7)
 
 
-def test_a_bandwidth_or_a_time_is_read_as_another() -> None:
+def test_bandwidth_and_time_units_are_parsed() -> None:
     assert [parse_bandwidth(t) for t in ("25gbit", "400Mbit/s", "1.5G")] == [25e9, 4e8, 1.5e9]
     assert [parse_seconds(t) for t in ("20us", "0.5ms", "1s")] == pytest.approx([2e-5, 5e-4, 1])
 
@@ -358,7 +356,7 @@ def _plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str
     return code, captured.out, captured.err
 
 
-def test_a_plan_recommends_what_does_not_fit(
+def test_plan_recommends_layout_that_fits_memory(
     files: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     given_ = ["--from", files["job"], "--hosts", "4", "--ranks", "2", "--price", "3"]
@@ -380,7 +378,7 @@ def test_a_plan_recommends_what_does_not_fit(
     assert "No layout fits" in out
 
 
-def test_plan_calls_a_layout_cheapest_if_memory_and_price_are_known(
+def test_plan_names_cheapest_layout_if_memory_and_price_are_known(
     files: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ("--from", files["job"], "--hosts", "4", "--bandwidth", "1gbit", "--price", "2")
@@ -390,7 +388,7 @@ def test_plan_calls_a_layout_cheapest_if_memory_and_price_are_known(
     assert "Recommended, memory unknown:" in out
 
 
-def test_the_table_does_not_say_what_is_not_known(
+def test_plan_lists_unknown_inputs(
     files: dict[str, str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     plot = tmp_path / "plan.svg"
@@ -405,7 +403,7 @@ def test_the_table_does_not_say_what_is_not_known(
     assert "efficiency" in plot.read_text()
 
 
-def test_tuned_settings_are_not_those_that_were_faster(
+def test_tune_chooses_fastest_measured_settings(
     files: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, out, _ = _plan(capsys, "--tune", "--from", files["allreduce"])
@@ -417,7 +415,7 @@ def test_tuned_settings_are_not_those_that_were_faster(
     assert yaml.safe_load(out)["exchange"]["wire"] in ("float16", "bfloat16")
 
 
-def test_the_measured_network_is_not_used(
+def test_plan_uses_measured_network(
     files: dict[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     both = ["--from", files["allreduce"], "--from", files["job"], "--hosts", "2", "--ranks", "2"]
@@ -427,9 +425,7 @@ def test_the_measured_network_is_not_used(
     assert between["bits_per_second"] == pytest.approx(8 * 1.5 * (8 << 20) / 0.195, rel=0.01)
 
 
-def test_a_run_is_planned_with_other_figures_than_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_uses_metrics_of_given_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--train.steps=20", "--telemetry.exchange_every=5", "--eval.every=0"]
     train(tmp_path, "run", [*flags, "--checkpoint.every=20"])
     lines = [json.loads(line) for line in (tmp_path / "run" / "ranks.jsonl").open()]
@@ -448,9 +444,7 @@ def test_a_run_is_planned_with_other_figures_than_its_own(
     assert any("AdamW" in sentence for sentence in plan["unknown"])
 
 
-def test_exchanges_that_were_measured_are_not_planned_from(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_uses_measured_exchanges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [
         {"side": "no exchange", "step_seconds": 0.3, "sent_bytes": None},
         {"side": "dense", "step_seconds": 0.6, "sent_bytes": 4e7},
@@ -484,7 +478,7 @@ def test_exchanges_that_were_measured_are_not_planned_from(
         (["--gpu", "Voodoo2"], "no peak is known"),
     ],
 )
-def test_bad_input_gets_a_traceback(
+def test_plan_reports_invalid_input_without_traceback(
     arguments: list[str],
     sentence: str,
     files: dict[str, str],
@@ -496,7 +490,7 @@ def test_bad_input_gets_a_traceback(
     assert "Traceback" not in err
 
 
-def test_a_damaged_file_gets_a_traceback(
+def test_plan_reports_damaged_file_without_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for text in ("{", "[]", '{"benchmark": "allreduce", "rows": []}', '{"benchmark": "plan"}'):
@@ -506,7 +500,7 @@ def test_a_damaged_file_gets_a_traceback(
         assert (code, "Traceback" in err) == (2, False), err
 
 
-def test_a_gpu_that_is_not_here_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_supports_gpu_that_is_not_installed(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = ["--model.layers=2", "--model.width=64", "--model.context=64"]
     code, out, _ = _plan(
         capsys, "--gpu", "H100", "--mfu", "0.5", "--hosts", "2", "--format", "json", "--", *tiny

@@ -1,4 +1,4 @@
-"""`hvdtrain plan`: inputs at the edge of what it takes, and its own JSON as one of them."""
+"""`hvdtrain plan`: edge cases of its inputs, including its own JSON output."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def plan(capsys: pytest.CaptureFixture[str]) -> Plan:
     return call
 
 
-def test_a_plan_of_a_growing_batch_is_another_from_its_own_json(
+def test_weak_scaling_plan_round_trips_through_its_json(
     job: str, plan: Plan, tmp_path: Path
 ) -> None:
     first = plan("--from", job, *HOSTS, "--weak")
@@ -86,7 +86,7 @@ def test_a_plan_of_a_growing_batch_is_another_from_its_own_json(
     assert shared["scaling"] == plan("--from", job, *HOSTS)["scaling"]
 
 
-def test_an_exchange_that_is_not_dense_cannot_be_planned_alone(job: str, plan: Plan) -> None:
+def test_single_non_dense_strategy_can_be_planned(job: str, plan: Plan) -> None:
     found = plan("--from", job, *HOSTS, "--strategies", "float16")
     assert {row["strategy"] for row in found["scaling"]} == {"float16"}
     whole = [row["layout"] for row in found["layouts"] if "parallel" not in row["flags"]]
@@ -105,7 +105,7 @@ def _rewrite(path: Path, **fields: float | None) -> None:
     path.write_text("".join(json.dumps(event) + "\n" for event in kept))
 
 
-def test_a_save_behind_the_steps_counts_as_if_it_held_them_up(tmp_path: Path, plan: Plan) -> None:
+def test_checkpoint_interval_uses_stall_time_of_saves(tmp_path: Path, plan: Plan) -> None:
     flags = ["--train.steps=20", "--telemetry.exchange_every=5", "--eval.every=0"]
     train(tmp_path, "run", [*flags, "--checkpoint.every=10"])
     events = tmp_path / "run" / "events.jsonl"
@@ -132,7 +132,7 @@ def test_a_save_behind_the_steps_counts_as_if_it_held_them_up(tmp_path: Path, pl
     assert plan(*given)["saving"]["interval_steps"] == 1
 
 
-def test_what_ranks_hold_whole_beside_their_shards_is_forgotten() -> None:
+def test_memory_includes_unsharded_parameters() -> None:
     """docs/parallel.md: what lies in no block, with its gradient; two blocks and a gradient."""
     p = float(JOB.parameter_bytes)
     given = replace(JOB, activation_bytes=None, optimizer_bytes=0.0, blocks=10)
@@ -142,7 +142,7 @@ def test_what_ranks_hold_whole_beside_their_shards_is_forgotten() -> None:
     assert memory(half, Layout(tensor=4), 8) == memory(given, Layout(tensor=4), 8)
 
 
-def test_parameters_outside_of_blocks_are_taken_for_blocks() -> None:
+def test_parameters_outside_blocks_are_counted_separately() -> None:
     class Tiny(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -164,7 +164,7 @@ def test_parameters_outside_of_blocks_are_taken_for_blocks() -> None:
     assert kept.outside_bytes == 4 * (3 * 4 + 4)
 
 
-def test_a_saved_plan_forgets_what_was_assumed_of_its_job(plan: Plan, tmp_path: Path) -> None:
+def test_saved_plan_keeps_its_assumptions(plan: Plan, tmp_path: Path) -> None:
     first = plan("--gpu", "H100", "--mfu", "0.5", "--", *TINY)
     path = tmp_path / "plan.json"
     for _ in range(2):  # from its JSON, and from that one's
@@ -174,13 +174,13 @@ def test_a_saved_plan_forgets_what_was_assumed_of_its_job(plan: Plan, tmp_path: 
         assert len(first["unknown"]) == len(set(first["unknown"]))
 
 
-def test_bytes_are_taken_for_bits() -> None:
+def test_bandwidth_units_distinguish_bytes_from_bits() -> None:
     texts = ("900GB/s", "50MB/s", "3 GB", "2GBps", "25Gb/s", "25gbit/s", "25GBit/s", "25gbps")
     wanted = [7.2e12, 4e8, 2.4e10, 1.6e10, 25e9, 25e9, 25e9, 25e9]
     assert [parse_bandwidth(text) for text in texts] == wanted
 
 
-def test_hops_between_measured_hosts_are_counted_twice(
+def test_measured_launch_time_excludes_latency_between_hosts(
     job: str, plan: Plan, tmp_path: Path
 ) -> None:
     path = tmp_path / "allreduce.json"
@@ -194,7 +194,7 @@ def test_hops_between_measured_hosts_are_counted_twice(
     assert plan(*given, "1ms")["cluster"]["launch_seconds"] == pytest.approx(0.005)
 
 
-def test_failures_that_never_end_are_a_traceback(job: str, plan: Plan) -> None:
+def test_plan_reports_no_progress_if_failures_outpace_recovery(job: str, plan: Plan) -> None:
     found = plan("--from", job, "--hosts", "1024", "--mtbf", "1e-3", "--price", "1")
     assert found["saving"]["supervised"] == 0.0
     assert found["layouts"][0]["price"] is None
@@ -205,7 +205,7 @@ def test_failures_that_never_end_are_a_traceback(job: str, plan: Plan) -> None:
     [["--batch.per_rank_size=4", "--batch.micro_size=2"], ["--batch.max_tokens=64"]],
     ids=["per_rank_size", "max_tokens"],
 )
-def test_micro_batches_without_a_fixed_size_are_planned_with_another(
+def test_plan_rejects_micro_batches_of_variable_size(
     keys: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "--gpu", "H100", "--", *TINY, *keys]) == 2

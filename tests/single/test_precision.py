@@ -1,4 +1,4 @@
-"""Runs in 16 bits: their curves, what their checkpoints fit, and what is refused."""
+"""16-bit runs: loss curves, resuming, exports and rejected options."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def in_float32(folder: Path, auto: Finished) -> list[dict]:
     return metrics(folder / "auto")
 
 
-def test_auto_is_not_float32_on_a_cpu_or_does_not_say_so(folder: Path, auto: Finished) -> None:
+def test_auto_precision_is_float32_on_cpu_and_logged(folder: Path, auto: Finished) -> None:
     assert "precision.name auto: float32, on cpu" in auto.stderr, auto
     events = (folder / "auto/events.jsonl").read_text().splitlines()
     [start] = [event for event in map(json.loads, events) if event["event"] == "start"]
@@ -44,7 +44,7 @@ def test_auto_is_not_float32_on_a_cpu_or_does_not_say_so(folder: Path, auto: Fin
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp16", "bf16-params"])
-def test_a_curve_in_16_bits_leaves_that_of_float32(
+def test_loss_curve_in_16_bits_stays_close_to_float32(
     folder: Path, in_float32: list[dict], name: str
 ) -> None:
     lines = metrics(train(folder, name, [*FLAGS, "--precision.name", name]))
@@ -70,7 +70,7 @@ def _exported_as_they_are(folder: Path) -> None:
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_run_resumes_in_another_precision(folder: Path, in_float32: list[dict]) -> None:
+def test_resume_rejects_precision_change(folder: Path, in_float32: list[dict]) -> None:
     where = ["--run.root", str(folder), "--run.id", "auto"]
     done = run(folder / "output", [*TINY, *FLAGS, *where, "--precision.name", "bf16"])
     assert done.returncode == 2 and "Traceback" not in done.stderr, done
@@ -92,13 +92,13 @@ def test_a_run_resumes_in_another_precision(folder: Path, in_float32: list[dict]
         ),
     ],
 )
-def test_what_cannot_be_is_begun(flags: str, message: str) -> None:
+def test_invalid_precision_options_are_rejected(flags: str, message: str) -> None:
     with pytest.raises(UserError, match=message) as caught:
         parse(flags.split())
     assert caught.value.exit_code == 2 and "\n" not in str(caught.value)
 
 
-def test_a_model_in_float16_loses_its_gradients(tmp_path: Path) -> None:
+def test_fp16_rejects_float16_parameters(tmp_path: Path) -> None:
     flags = "--task tests.support.tasks:Half --precision.name fp16 --batch.global_size 8"
     where = ["--batch.micro_size", "2", "--run.root", str(tmp_path), "--telemetry.port", "0"]
     done = run(tmp_path, [*flags.split(), *where])

@@ -1,4 +1,4 @@
-"""A process whose run is done ends, whatever user code left running."""
+"""A process exits after its run, even if user code left threads or processes behind."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ end_process(3, seconds=1.0)
         ("", signal.SIGQUIT, "time.sleep(1)"),
     ],
 )
-def test_a_forked_child_ends_by_the_signals_its_rank_handles(
+def test_forked_child_is_ended_by_signals_its_rank_handles(
     install: str, number: signal.Signals, before: str, tmp_path: Path
 ) -> None:
     stacks = str(tmp_path / "stacks")
@@ -58,7 +58,7 @@ def test_a_forked_child_ends_by_the_signals_its_rank_handles(
     assert done.stdout.split() == [str(-number)], done
 
 
-def test_a_run_ends_with_forked_processes_left_in_its_datasets(tmp_path: Path) -> None:
+def test_run_ends_despite_forked_processes_left_by_its_dataset(tmp_path: Path) -> None:
     flags = ["--task", "tests.support.tasks:Forking", "--run.root", str(tmp_path)]
     done = runs.run(tmp_path, [*flags, "--telemetry.port", "0"], timeout=40)
     assert done.returncode == 0, done
@@ -76,7 +76,7 @@ def test_a_run_ends_with_forked_processes_left_in_its_datasets(tmp_path: Path) -
         ("import atexit; atexit.register(lambda: time.sleep(60))", "line "),
     ],
 )
-def test_a_finished_process_ends_and_names_what_it_waits_for(left: str, named: str) -> None:
+def test_finished_process_exits_and_names_what_blocks_its_exit(left: str, named: str) -> None:
     code = LEFT.format(left=left)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
     assert done.returncode == 3, done

@@ -1,4 +1,4 @@
-"""How patched Horovod starts a process on this host: its exit code, its output, its end."""
+"""How patched Horovod starts a process on this host: exit code, output and termination."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _run(code: str, events: Sequence[threading.Event] = ()) -> tuple[int, str]:
     return exit_code, out.getvalue()
 
 
-def test_a_launcher_imports_torch_before_it_starts_ranks(tmp_path: Path) -> None:
+def test_launcher_starts_ranks_without_importing_torch(tmp_path: Path) -> None:
     # 2 s in each start, to learn that Gloo is there.
     (tmp_path / "torch.py").write_text("raise SystemExit('imported')\n")
     argv = horovodrun(1, ["true"])
@@ -56,7 +56,7 @@ os.execvp("mpirun", mpirun(2, ["echo", "started"]))
 """
 
 
-def test_no_command_starts_ranks_in_a_notebook_that_has_imported_mpi(tmp_path: Path) -> None:
+def test_mpirun_starts_ranks_from_process_that_imported_mpi(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", IN_A_SINGLETON, A_COMMAND]
     done = Job([], argv, environment({}), tmp_path / "job").wait(60)
     assert done.returncode == 0 and done.stdout.count("started") == 2, done
@@ -66,18 +66,18 @@ def test_no_command_starts_ranks_in_a_notebook_that_has_imported_mpi(tmp_path: P
     ("end", "code"),
     [("sys.exit(0)", 0), ("sys.exit(75)", 75), ("os.kill(os.getpid(), 11)", 139)],
 )
-def test_an_exit_code_is_changed(end: str, code: int) -> None:
+def test_exit_code_is_passed_through(end: str, code: int) -> None:
     assert _run(f"import os, sys; {end}") == (code, "")
 
 
-def test_a_program_that_is_not_there_is_not_named() -> None:
+def test_missing_program_is_named() -> None:
     out = io.StringIO()
     code = guarded_exec.execute("env A=1 not-there", None, SETTINGS, guarded_exec.Output(out, out))
     assert code == 127
     assert "not-there cannot be started: No such file" in out.getvalue()
 
 
-def test_a_program_path_may_contain_an_equals_sign(tmp_path: Path) -> None:
+def test_program_path_may_contain_equals_sign(tmp_path: Path) -> None:
     program = tmp_path / "lr=0.1" / "run"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho $A\n")
@@ -88,19 +88,19 @@ def test_a_program_path_may_contain_an_equals_sign(tmp_path: Path) -> None:
     assert (code, out.getvalue()) == (0, "b=/c\n")
 
 
-def test_output_before_the_end_is_lost() -> None:
+def test_output_before_kill_is_complete() -> None:
     code, text = _run("import os; os.write(1, b'x' * 300_000 + b'!'); os.kill(os.getpid(), 9)")
     assert (code, len(text), text[-1]) == (137, 300_001, "!")
 
 
-def test_output_that_is_not_utf8_blocks_the_process() -> None:
+def test_non_utf8_output_does_not_block_process() -> None:
     code, text = _run("import os; os.write(1, b'\\xff\\n' + b'x' * 300_000 + b'!')")
     assert (code, text[0], text[-1]) == (0, "\N{REPLACEMENT CHARACTER}", "!")
 
 
 @pytest.mark.alone
 @pytest.mark.parametrize("detach", ["", "os.setsid()", "os.setsid(); os.fork() and os._exit(0)"])
-def test_a_helper_outlives_its_process(detach: str) -> None:
+def test_helper_is_killed_with_its_process(detach: str) -> None:
     began = time.monotonic()
     code, _ = _run(
         "import os, time\n"
@@ -115,7 +115,7 @@ def test_a_helper_outlives_its_process(detach: str) -> None:
     assert time.monotonic() - began < 2
 
 
-def test_a_process_that_ignores_the_wish_to_end_is_waited_for_without_limit(
+def test_process_that_ignores_sigterm_is_killed(
     tmp_path: Path,
 ) -> None:
     event, ready = threading.Event(), tmp_path / "ready"
@@ -139,7 +139,7 @@ def test_a_process_that_ignores_the_wish_to_end_is_waited_for_without_limit(
     assert time.monotonic() - began < 20
 
 
-def test_a_signal_to_all_processes_of_a_job_ends_its_ranks_at_once() -> None:
+def test_signal_to_starter_process_is_forwarded_to_rank() -> None:
     code, _ = _run(
         "import os, signal, sys, time\n"
         "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
@@ -150,14 +150,14 @@ def test_a_signal_to_all_processes_of_a_job_ends_its_ranks_at_once() -> None:
 
 
 @pytest.mark.alone
-def test_a_process_outlives_what_started_it() -> None:
+def test_process_is_killed_when_its_starter_is_killed() -> None:
     began = time.monotonic()
     code, _ = _run("import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(60)")
     assert code == 137
     assert time.monotonic() - began < 1.5, "it holds the pipe of the output"
 
 
-def test_kubeflow_without_stdin_starts_no_process(
+def test_process_starts_under_kubeflow_agent_without_stdin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In place of Kubeflow's agent, which is there in its containers alone.
@@ -175,7 +175,7 @@ def test_kubeflow_without_stdin_starts_no_process(
     assert (code, out.getvalue()) == (3, f"a b in {folder}\n")
 
 
-def test_an_environment_larger_than_a_pipe_arrives_in_part() -> None:
+def test_environment_larger_than_pipe_buffer_arrives_complete() -> None:
     values = {f"NAME_{i}": "x" * 100_000 for i in range(5)}
     code = "import os; print(sum(len(v) for k, v in os.environ.items() if k[:5] == 'NAME_'))"
     out = io.StringIO()

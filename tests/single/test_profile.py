@@ -1,4 +1,4 @@
-"""Profiles of chosen steps: what real ranks write, and what `hvdtrain profile summary` says."""
+"""Profiles of selected steps, and `hvdtrain profile summary`."""
 
 from __future__ import annotations
 
@@ -59,9 +59,7 @@ def _spans(trace: Path) -> dict[str, float]:
 
 @pytest.mark.alone
 @pytest.mark.parametrize("launcher", ["gloo:2", "mpirun:2"])
-def test_a_profile_misses_steps_ranks_phases_or_the_late_rank(
-    tmp_path: Path, launcher: str
-) -> None:
+def test_profile_contains_steps_ranks_phases_and_late_rank(tmp_path: Path, launcher: str) -> None:
     _run(tmp_path, "--profile.steps 10:13 --checkpoint.every 11", launcher, late=1)
     folder = tmp_path / "run/profile"
     host = os.uname().nodename
@@ -89,7 +87,7 @@ def test_a_profile_misses_steps_ranks_phases_or_the_late_rank(
     assert any(one.name.startswith("aten::") for one in part.operators)
 
 
-def test_ranks_that_were_not_asked_for_write_traces(tmp_path: Path) -> None:
+def test_only_selected_ranks_write_traces(tmp_path: Path) -> None:
     _run(tmp_path, "--profile.steps 13:99 --profile.ranks [1]", "gloo:2")
     names = {path.name[:10] for path in (tmp_path / "run/profile").iterdir()}
     assert names == {"rank_00001", "timeline.1"}
@@ -97,7 +95,7 @@ def test_ranks_that_were_not_asked_for_write_traces(tmp_path: Path) -> None:
     assert part.steps == (13, 15), "the run's last step ends the profile"
 
 
-def test_a_run_without_profile_pays_for_one(tmp_path: Path) -> None:
+def test_run_without_profile_starts_no_profiling(tmp_path: Path) -> None:
     _run(tmp_path, "")
     assert not (tmp_path / "run/profile").exists()
     env = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2"}
@@ -107,7 +105,7 @@ def test_a_run_without_profile_pays_for_one(tmp_path: Path) -> None:
     assert env["HOROVOD_TIMELINE"] == "DYNAMIC"
 
 
-def test_steps_that_are_done_already_are_passed_over_in_silence(tmp_path: Path) -> None:
+def test_steps_before_resume_are_reported_as_not_profiled(tmp_path: Path) -> None:
     where = ["--run.root", str(tmp_path), "--run.id", "run"]
     for steps, flags in (("6", []), ("8", ["--profile.steps", "3:5"])):
         argv = [*runs.TINY, *where, "--train.steps", steps, *flags]
@@ -116,7 +114,7 @@ def test_steps_that_are_done_already_are_passed_over_in_silence(tmp_path: Path) 
     assert "profile.steps 3:5: the run is at step 6" in done.stderr, done
 
 
-def test_a_folder_that_cannot_be_written_ends_the_run_or_is_told_twice(tmp_path: Path) -> None:
+def test_unwritable_profile_directory_is_reported_once_and_run_continues(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/profile").write_text("in the way")
     done = _run(tmp_path, "--profile.steps 5:9", "gloo:2")
@@ -136,12 +134,12 @@ def test_a_folder_that_cannot_be_written_ends_the_run_or_is_told_twice(tmp_path:
         ("15:20", r"profile.steps 15:20 begins after the last step \(train.steps 14\)"),
     ],
 )
-def test_a_range_without_steps_is_taken(steps: str, message: str) -> None:
+def test_invalid_or_empty_step_range_is_rejected(steps: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse(["--profile.steps", steps, "--train.steps=14"])
 
 
-def test_a_range_that_yaml_takes_for_a_number_is_not_explained(tmp_path: Path) -> None:
+def test_unquoted_yaml_step_range_is_explained(tmp_path: Path) -> None:
     file = tmp_path / "my.yaml"
     file.write_text("profile:\n  steps: 10:13\n")
     with pytest.raises(UserError, match='in YAML "10:13", with quotes'):
@@ -151,25 +149,25 @@ def test_a_range_that_yaml_takes_for_a_number_is_not_explained(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("ranks", ["0,3", "[0, 3]"])
-def test_ranks_are_read_in_one_spelling_only(ranks: str) -> None:
+def test_ranks_are_read_with_and_without_brackets(ranks: str) -> None:
     parsed = parse(["--profile.steps=1:2", f"--profile.ranks={ranks}"])
     assert parsed.config.profile.named_ranks == {0, 3}
 
 
 @pytest.mark.parametrize("ranks", ["[]", "[-1]", "x"])
-def test_ranks_that_cannot_be_are_taken(ranks: str) -> None:
+def test_invalid_ranks_are_rejected(ranks: str) -> None:
     with pytest.raises(UserError, match=r"profile\.ranks"):
         parse(["--profile.steps=1:2", f"--profile.ranks={ranks}"])
 
 
-def test_a_rank_that_there_is_not_is_never_told(tmp_path: Path) -> None:
+def test_rank_beyond_world_size_is_rejected(tmp_path: Path) -> None:
     flags = ["--profile.steps=1:2", "--profile.ranks=[0,3]", "--run.root", str(tmp_path)]
     done = runs.run(tmp_path, [*runs.TINY, *flags], timeout=60)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done
     assert "profile.ranks names rank 3, but the run's ranks are 0 to 0" in done.stderr
 
 
-def test_the_peak_of_a_phase_is_the_peak_of_another() -> None:
+def test_peak_memory_is_recorded_per_phase() -> None:
     timer = PhaseTimer(time.perf_counter())
     memory, whole, part = PeakMemory(torch.device("cpu"), timer), Peaks(), Peaks()
     timer.enter("data")
@@ -193,7 +191,7 @@ def test_the_peak_of_a_phase_is_the_peak_of_another() -> None:
     assert memory.most() == (whole.host["forward"], 0), "the process forgot its own peak"
 
 
-def test_steps_that_are_done_again_count_twice(tmp_path: Path) -> None:
+def test_profiles_of_repeated_steps_are_removed(tmp_path: Path) -> None:
     kept = ["rank_00000_a.b.9.json", f"rank_00000_a.b.9{TRACE}", "notes.12.txt"]
     gone = ["rank_00001_a.b.10.json", f"rank_00001_a.b.12{TRACE}", "timeline.10.json"]
     for name in (*kept, *gone):
@@ -219,7 +217,7 @@ def _write(folder: Path, rank: int, events: list[dict[str, Any]], device: str = 
     (folder / (stem + TRACE)).write_bytes(gzip.compress(json.dumps(events).encode()))
 
 
-def test_time_is_given_to_the_wrong_part_or_operator(tmp_path: Path) -> None:
+def test_summary_assigns_time_to_phases_and_operators(tmp_path: Path) -> None:
     (tmp_path / "profile").mkdir()
     calls = [_call("outer", 0, 100), _call("inner", 10, 30), _call("inner", 50, 20)]
     calls += [_call("innermost", 15, 5), _call("outer", 200, 10), _call("inner", 0, 7, tid=2)]
@@ -234,7 +232,7 @@ def test_time_is_given_to_the_wrong_part_or_operator(tmp_path: Path) -> None:
     assert part.late is None and "timeline.4.json cannot be read" in part.problems[0]
 
 
-def test_operators_of_a_gpu_are_those_of_the_host(tmp_path: Path) -> None:
+def test_gpu_operators_come_from_device_kernels(tmp_path: Path) -> None:
     (tmp_path / "profile").mkdir()
     calls = [_call("aten::mm", 0, 10), _call("gemm", 5, 400, cat="kernel")]
     _write(tmp_path / "profile", 0, calls, "cuda")
@@ -242,7 +240,7 @@ def test_operators_of_a_gpu_are_those_of_the_host(tmp_path: Path) -> None:
     assert [one.name for one in part.operators] == ["gemm"]
 
 
-def test_the_summary_needs_torch_or_hides_what_it_found(tmp_path: Path) -> None:
+def test_summary_runs_without_torch_and_reports_late_rank(tmp_path: Path) -> None:
     (tmp_path / "profile").mkdir()
     _write(tmp_path / "profile", 0, [_call("aten::mm", 0, 10)])
     _write(tmp_path / "profile", 1, [])
@@ -267,6 +265,6 @@ def test_the_summary_needs_torch_or_hides_what_it_found(tmp_path: Path) -> None:
     assert part["late"] == 1 and part["operators"][0]["name"] == "aten::mm"
 
 
-def test_a_run_without_profiles_is_summed_up(tmp_path: Path) -> None:
+def test_summary_rejects_run_without_profiles(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no profile; train with --profile\.steps"):
         summarise(tmp_path)

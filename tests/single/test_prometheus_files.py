@@ -1,4 +1,4 @@
-"""Prometheus' configuration and rules: whether promtool takes them, and whether they fit."""
+"""Prometheus' configuration, alert rules and dashboard queries match the exported metrics."""
 
 from __future__ import annotations
 
@@ -69,20 +69,20 @@ def _names(figures: bytes) -> set[str]:
     return set(re.findall(r"^(\w+)", figures.decode(), re.MULTILINE)) - {"#"}
 
 
-def test_prometheus_refuses_its_configuration_or_rules() -> None:
+def test_prometheus_accepts_configuration_and_rules() -> None:
     output = _promtool("check", "config", str(PROMETHEUS / "prometheus.yml"))
     assert "2 rule files found" in output
 
 
-def test_an_alert_comes_too_early_or_not_at_all_or_without_need() -> None:
+def test_alerts_fire_exactly_when_expected() -> None:
     assert "SUCCESS" in _promtool("test", "rules", str(UNIT_TESTS))
 
 
-def test_prometheus_finds_fault_with_the_names_of_figures(figures: bytes) -> None:
+def test_metric_names_pass_promtool_check(figures: bytes) -> None:
     assert _promtool("check", "metrics", text=figures) == ""
 
 
-def test_a_query_of_the_dashboard_is_no_promql(tmp_path: Path) -> None:
+def test_dashboard_queries_are_valid_promql(tmp_path: Path) -> None:
     content = [
         {"record": f"panel:query{i}:value", "expr": expr}
         for i, (_, expr) in enumerate(queries("mine", "1m"))
@@ -92,7 +92,7 @@ def test_a_query_of_the_dashboard_is_no_promql(tmp_path: Path) -> None:
     assert f"{len(content)} rules found" in _promtool("check", "rules", str(file))
 
 
-def test_a_rule_or_a_panel_shows_what_no_rank_exports(figures: bytes) -> None:
+def test_rules_and_panels_use_only_exported_metrics(figures: bytes) -> None:
     every = [rule["expr"] for name in ("recording", "alerts") for rule in rules(name)]
     every += [expr for _, expr in queries("mine", "1m")]
     recorded = {rule["record"] for rule in rules("recording")}
@@ -105,7 +105,7 @@ def test_a_rule_or_a_panel_shows_what_no_rank_exports(figures: bytes) -> None:
 
 
 @pytest.mark.parametrize("rule", rules("alerts"), ids=lambda rule: rule["alert"])
-def test_an_alert_does_not_say_what_it_should(rule: dict) -> None:
+def test_alert_has_labels_annotations_and_unit_test(rule: dict) -> None:
     assert rule["labels"]["severity"] in ("info", "warning", "critical")
     assert rule["for"]
     notes = rule["annotations"]
@@ -118,12 +118,12 @@ def test_an_alert_does_not_say_what_it_should(rule: dict) -> None:
     assert expected[:2] == [False, True], "just inside `for`, then firing"
 
 
-def test_a_rule_is_not_named_as_others_are() -> None:
+def test_recording_rules_follow_naming_scheme() -> None:
     for rule in rules("recording"):
         assert re.fullmatch(r"(run|host|rank):hvdtrain_\w+:\w+", rule["record"])
 
 
-def test_a_run_that_has_ended_or_lies_beside_others_is_not_found(tmp_path: Path) -> None:
+def test_prometheus_discovers_only_active_runs(tmp_path: Path) -> None:
     config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
     (job,) = config["scrape_configs"]
     assert job["job_name"] == "hvdtrain", "rules ask for up of this job"
@@ -141,7 +141,7 @@ def test_a_run_that_has_ended_or_lies_beside_others_is_not_found(tmp_path: Path)
     assert not (tmp_path / "one/targets.json").exists()
 
 
-def test_a_list_of_another_user_ends_the_run(tmp_path: Path) -> None:
+def test_unusable_targets_directory_does_not_end_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "one")
     folder.path.mkdir()
     write_targets(folder.targets, "one", [Target("node1", 0, 9855)], tls=False)
@@ -151,7 +151,7 @@ def test_a_list_of_another_user_ends_the_run(tmp_path: Path) -> None:
     assert not folder.targets.exists()
 
 
-def test_a_run_that_begins_counts_as_stalled(tmp_path: Path) -> None:
+def test_starting_run_does_not_count_as_stalled(tmp_path: Path) -> None:
     exporter = Exporter(TelemetryConfig(port=1, host="127.0.0.1"), 0)
     value = exporter.registry.get_sample_value("hvdtrain_last_step_timestamp_seconds")
     exporter.close()

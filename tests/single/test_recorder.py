@@ -1,4 +1,4 @@
-"""Rank 0's ledger, where the disk was full or rank 0 died before it could write."""
+"""Start events written late: after a full disk, or by the next rank 0."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _starts(folder: Path) -> list[tuple[int, int]]:
     return [(line["generation"], line["step"]) for line in lines if line["event"] == "start"]
 
 
-def test_a_generation_whose_rank_0_died_unable_to_write_is_missing(tmp_path: Path) -> None:
+def test_start_that_a_dead_rank_0_could_not_write_is_recorded_later(tmp_path: Path) -> None:
     generations = [_generation(number) for number in range(4)]
     first = RunRecorder(RunFolder(tmp_path), KEEP)
     first.emit_starts(generations[:2])
@@ -31,7 +31,7 @@ def test_a_generation_whose_rank_0_died_unable_to_write_is_missing(tmp_path: Pat
     assert _starts(tmp_path) == [(0, 0), (1, 10), (2, 20), (3, 30)]
 
 
-def test_a_generation_that_never_did_a_step_is_added_behind_later_ones(tmp_path: Path) -> None:
+def test_generation_older_than_the_last_recorded_one_is_omitted(tmp_path: Path) -> None:
     # Its rank 0 was not among those who thought that it had begun.
     RunRecorder(RunFolder(tmp_path), KEEP).emit_starts([_generation(0)])
     RunRecorder(RunFolder(tmp_path), KEEP).emit_starts([_generation(0), _generation(2)])
@@ -39,7 +39,7 @@ def test_a_generation_that_never_did_a_step_is_added_behind_later_ones(tmp_path:
     assert _starts(tmp_path) == [(0, 0), (1, 20), (2, 30)]
 
 
-def test_generations_that_wait_for_the_disk_get_one_number(tmp_path: Path) -> None:
+def test_generations_recorded_after_a_disk_failure_have_distinct_numbers(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "later")
     recorder = RunRecorder(folder, CheckpointConfig(keep=1))
     recorder.emit_starts([_generation(0)])

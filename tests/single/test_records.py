@@ -1,4 +1,4 @@
-"""Samples in JSON lines, Parquet files and tar shards, and the indexes that find them."""
+"""Samples in JSON lines, Parquet files and tar shards, and their indexes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _parquet(path: Path, start: int, count: int) -> Path:
     return path
 
 
-def test_a_sample_of_json_lines_is_lost_or_read_twice(tmp_path: Path) -> None:
+def test_json_lines_are_read_once_and_in_order(tmp_path: Path) -> None:
     for file, count in enumerate([5, 1, 30]):
         _lines(tmp_path / f"{file}.jsonl", [{"at": [file, i], "ü": "\n" * i} for i in range(count)])
     (tmp_path / "3.jsonl").write_bytes(b'\n\r\n{"at": [3, 0]}\r\n\n\n{"at": [3, 1]}')
@@ -83,7 +83,7 @@ def test_a_sample_of_json_lines_is_lost_or_read_twice(tmp_path: Path) -> None:
     cuts=st.lists(st.integers(0, 40), max_size=4),
     newline=st.booleans(),
 )
-def test_pieces_of_a_file_find_other_lines_than_the_whole(
+def test_scanning_a_file_in_chunks_finds_every_line_once(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], cuts: list[int], newline: bool
 ) -> None:
     content = "\n".join(lines).encode() + b"\n" * newline
@@ -98,7 +98,7 @@ def test_pieces_of_a_file_find_other_lines_than_the_whole(
     assert [*chain(*found)] == full
 
 
-def test_a_row_of_parquet_is_lost_or_read_twice(
+def test_parquet_rows_are_read_once_and_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hvdtrain.data.parquet._CACHE_BYTES", 100)  # holds one row group or none
@@ -110,7 +110,7 @@ def test_a_row_of_parquet_is_lost_or_read_twice(
     assert set(ParquetRows([str(tmp_path)])[0]) == {"n", "text"}
 
 
-def test_a_worker_cannot_read_what_its_rank_has_read(tmp_path: Path) -> None:
+def test_workers_read_data_that_their_rank_has_opened(tmp_path: Path) -> None:
     _parquet(tmp_path / "a.parquet", 0, 30)
     _lines(tmp_path / "a.jsonl", [{"n": n} for n in range(30)])
     for data in (ParquetRows([str(tmp_path)], ["n"]), JsonLines([str(tmp_path)])):
@@ -123,7 +123,7 @@ def test_a_worker_cannot_read_what_its_rank_has_read(tmp_path: Path) -> None:
         assert found == sample_order(0, 30, 30, seed=1).tolist()
 
 
-def test_a_sample_of_a_shard_lacks_a_member(tmp_path: Path) -> None:
+def test_tar_samples_have_all_their_members(tmp_path: Path) -> None:
     long = "d" * 120  # its name takes a header of its own
     _tar(tmp_path / "0.tar", [("a/1.png", b"x" * 700), ("a/1.cls", b"3"), ("b/1.png", b"")])
     _tar(tmp_path / "1.tar", [(f"{long}/2.Seg.PNG", b"y"), (f"{long}/2.cls", b"4")])
@@ -137,7 +137,7 @@ def test_a_sample_of_a_shard_lacks_a_member(tmp_path: Path) -> None:
     ]
 
 
-def test_an_index_is_made_again_or_used_although_the_file_has_changed(
+def test_index_is_reused_until_its_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = _lines(tmp_path / "a.jsonl", [{"n": 1}, {"n": 2}])
@@ -154,7 +154,7 @@ def test_an_index_is_made_again_or_used_although_the_file_has_changed(
     assert sorted(p.name for p in tmp_path.iterdir()) == [".a.jsonl.index.npy", "a.jsonl"]
 
 
-def test_data_that_cannot_be_written_beside_cannot_be_read(
+def test_read_only_data_is_indexed_in_a_cache_or_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = [_lines(tmp_path / f"{f}/a.jsonl", [{"n": f}] * (f + 1)) for f in (0, 1)]
@@ -170,7 +170,7 @@ def test_data_that_cannot_be_written_beside_cannot_be_read(
 
 
 @pytest.mark.slow
-def test_ranks_make_another_index_than_one_process(
+def test_ranks_build_the_same_indexes_as_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = (
@@ -242,7 +242,7 @@ def _cut(path: Path, size: int) -> Path:
         ),
     ],
 )
-def test_broken_data_is_a_traceback_or_no_error(
+def test_invalid_data_or_index_raises_a_clear_error(
     tmp_path: Path, make: Callable[[Path], object], message: str | None
 ) -> None:
     with pytest.raises(IndexError if message is None else UserError, match=message):
@@ -258,7 +258,7 @@ def _broken_line(folder: Path, line: str) -> object:
 
 
 @pytest.mark.parametrize("source", ["jsonl", "parquet"])
-def test_a_document_is_lost_or_runs_into_the_next(tmp_path: Path, source: str) -> None:
+def test_each_row_is_one_document_with_a_separator(tmp_path: Path, source: str) -> None:
     texts = [f"document {n}" for n in range(10)]
     if source == "parquet":
         _parquet(tmp_path / "a.parquet", 0, 10)
@@ -294,7 +294,7 @@ def _shard(path: Path, count: int, **broken: bytes) -> Path:
     return _tar(path, members)
 
 
-def test_images_of_shards_are_of_another_class_or_trained_and_validated_on(tmp_path: Path) -> None:
+def test_image_shards_keep_their_labels_and_are_split_without_overlap(tmp_path: Path) -> None:
     _shard(tmp_path / "0.tar", 6)
     _shard(tmp_path / "1.tar", 4)
     data = shards(f"{tmp_path}/*.tar", None, 0.2, 8, Reading(3))
@@ -319,7 +319,7 @@ def test_images_of_shards_are_of_another_class_or_trained_and_validated_on(tmp_p
         ),
     ],
 )
-def test_a_broken_sample_of_a_shard_is_a_traceback(
+def test_broken_sample_of_a_shard_is_named(
     tmp_path: Path, broken: dict[str, bytes], message: str
 ) -> None:
     path = _shard(tmp_path / "a.tar", 6, **broken)
@@ -328,14 +328,14 @@ def test_a_broken_sample_of_a_shard_is_a_traceback(
         [data.train[i] for i in range(6)]
 
 
-def test_shards_are_accepted_without_the_number_of_classes() -> None:
+def test_tar_shards_require_the_number_of_classes() -> None:
     with pytest.raises(ValueError, match=r"needs image\.classes"):
         ImageConfig(data="a/*.tar")
     with pytest.raises(ValueError, match=r"both be folders, or both tar shards"):
         ImageConfig(data="a/*.tar", classes=3, validation="b")
 
 
-def test_a_stale_index_of_parquet_is_used(tmp_path: Path) -> None:
+def test_changed_parquet_file_is_indexed_again(tmp_path: Path) -> None:
     path = _parquet(tmp_path / "a.parquet", 0, 10)
     assert open_indexes([path], PARQUET)[0].tolist() == [0, 7, 10]
     _parquet(path, 0, 20)

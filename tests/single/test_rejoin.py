@@ -1,4 +1,4 @@
-"""Between two generations: what a process keeps, and what it tells the launcher."""
+"""Between two generations: the state that a process keeps, and the status that it reports."""
 
 from __future__ import annotations
 

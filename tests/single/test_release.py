@@ -1,4 +1,4 @@
-"""A release: one version everywhere, and an sdist and a wheel that are whole."""
+"""A release: one version everywhere, and a complete sdist and wheel."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return source / "dist"
 
 
-def test_the_wheel_lacks_a_file_or_brings_another(built: Path) -> None:
+def test_wheel_contains_exactly_the_package_files(built: Path) -> None:
     (wheel,) = built.glob(f"hvdtrain-{VERSION}-py3-none-any.whl")
     (_,) = built.glob(f"hvdtrain-{VERSION}.tar.gz")
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
@@ -53,7 +53,7 @@ def test_the_wheel_lacks_a_file_or_brings_another(built: Path) -> None:
     assert packed == there
 
 
-def test_the_wheel_does_not_install_into_an_empty_environment(built: Path, tmp_path: Path) -> None:
+def test_wheel_installs_into_an_empty_environment(built: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     call([sys.executable, "-m", "venv", "--without-pip", empty], tmp_path)
     (wheel,) = built.glob("*.whl")
@@ -74,7 +74,7 @@ def test_the_wheel_does_not_install_into_an_empty_environment(built: Path, tmp_p
     assert (tmp_path / "kubernetes/monitoring/hvdtrain.json").exists()
 
 
-def test_two_places_name_two_versions() -> None:
+def test_package_citation_and_changelog_have_one_version() -> None:
     citation = yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())
     assert citation["version"] == VERSION
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()

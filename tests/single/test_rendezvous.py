@@ -1,4 +1,4 @@
-"""The launcher's HTTP server: who is answered, and how ranks get each other's addresses."""
+"""The launcher's HTTP server: authentication, and the exchange of rank addresses."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _column(rank: int, size: int = RANKS) -> bytes:
     return b"".join(f"{other}>{rank};".encode() for other in range(size) if other != rank)
 
 
-def test_ranks_get_addresses_of_others_or_those_of_an_earlier_context(launcher: Launcher) -> None:
+def test_ranks_receive_only_addresses_of_the_current_context(launcher: Launcher) -> None:
     with ThreadPoolExecutor(RANKS) as pool:
         for nonce in (b"attempt1", b"attempt2"):
             found = pool.map(lambda rank, n=nonce: launcher.exchange(rank, n), range(RANKS))
@@ -97,7 +97,7 @@ def test_ranks_get_addresses_of_others_or_those_of_an_earlier_context(launcher: 
 
 
 @pytest.mark.alone
-def test_a_rank_of_an_earlier_generation_takes_part_or_is_waited_for(launcher: Launcher) -> None:
+def test_request_from_an_earlier_generation_is_rejected_at_once(launcher: Launcher) -> None:
     assert launcher.exchange(0, b"attempt1", generation=0) == (409, b"")
     with ThreadPoolExecutor(1) as pool:
         held = pool.submit(launcher.exchange, 0, b"attempt1")
@@ -108,7 +108,7 @@ def test_a_rank_of_an_earlier_generation_takes_part_or_is_waited_for(launcher: L
         assert time.monotonic() - began < 0.3, "it was not told at once"
 
 
-def test_a_request_that_is_not_signed_is_answered(
+def test_unsigned_requests_are_refused_and_reported_once(
     launcher: Launcher, capfd: pytest.CaptureFixture[str]
 ) -> None:
     paths = {"GET": "/join/0", "HEAD": "/README.md", "PUT": "/global/0", "POST": "/global/0/2/1"}
@@ -126,13 +126,13 @@ def test_a_request_that_is_not_signed_is_answered(
     assert launcher.server._httpd.refused == 12
 
 
-def test_a_request_that_is_not_signed_is_read_to_its_end(launcher: Launcher) -> None:
+def test_unsigned_request_is_refused_without_reading_its_body(launcher: Launcher) -> None:
     with socket.create_connection(("127.0.0.1", launcher.port), timeout=2) as connection:
         connection.sendall(b"PUT /global/0 HTTP/1.1\r\nContent-Length: 1000000000\r\n\r\n")
         assert b" 403 " in connection.recv(100)
 
 
-def test_our_requests_or_horovods_are_not_signed(
+def test_requests_from_ranks_and_horovod_are_signed(
     launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(secret.RENDEZVOUS_SECRET, KEY)
@@ -143,7 +143,7 @@ def test_our_requests_or_horovods_are_not_signed(
     assert ask("127.0.0.1", launcher.port, "join", 7, {}) is None
 
 
-def test_a_launcher_without_a_secret_refuses_its_ranks() -> None:
+def test_launcher_without_a_secret_accepts_unsigned_requests() -> None:
     launcher = Launcher(None)
     assert launcher.request("PUT", "/global/0", b"value", key=None)[0] == 200
     assert launcher.request("GET", "/global/0", key=None) == (200, b"value")
@@ -151,12 +151,12 @@ def test_a_launcher_without_a_secret_refuses_its_ranks() -> None:
 
 
 @pytest.mark.parametrize("ranks", [8, 32])
-def test_a_rank_asks_more_often_where_there_are_more_ranks(ranks: int) -> None:
+def test_requests_per_rank_do_not_grow_with_world_size(ranks: int) -> None:
     requests = rendezvous(ranks, 2).figures[1]
     assert max(requests.values) <= 10, "its ranks, twice, and six contexts; some again"
 
 
-def test_what_the_user_said_of_interfaces_is_lost() -> None:
+def test_network_interfaces_set_by_the_user_are_used() -> None:
     said = ["nowhere0", "lo"]
     for option, env in ((said, {"HOROVOD_GLOO_IFACE": "other0"}), (None, {})):
         given = env if option else {"HOROVOD_GLOO_IFACE": ",".join(said)}
@@ -168,7 +168,7 @@ def test_what_the_user_said_of_interfaces_is_lost() -> None:
         interfaces.for_rank("192.0.2.1", {"HOROVOD_GLOO_IFACE": "nowhere0"})
 
 
-def test_the_launcher_says_the_loopback_address_where_it_has_another(
+def test_launcher_advertises_a_non_loopback_address(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ours = [a.address for all_ in psutil.net_if_addrs().values() for a in all_]

@@ -40,7 +40,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "run"
 
 
-def test_a_flipped_bit_reaches_a_checkpoint_or_the_curve(whole: Path, tmp_path: Path) -> None:
+def test_flipped_bits_are_healed_before_losses_or_checkpoints_change(
+    whole: Path, tmp_path: Path
+) -> None:
     # Each is healed at once, so that nothing of it is left: not a bit of any later loss.
     flags = ["--checkpoint.every", "5", "--checkpoint.keep", "4"]
     done = _run(tmp_path, "1:5:weight,0:10:exp_avg_sq,2:15:step", *flags)
@@ -55,7 +57,7 @@ def test_a_flipped_bit_reaches_a_checkpoint_or_the_curve(whole: Path, tmp_path: 
         assert weights(folder, step) == weights(whole, step)
 
 
-def test_the_ranks_stay_different_or_the_step_is_not_logged(whole: Path, tmp_path: Path) -> None:
+def test_healing_is_logged_and_ranks_are_identical_afterwards(whole: Path, tmp_path: Path) -> None:
     done = _run(tmp_path, "2:7:weight", "--train.log_every", "6", "--checkpoint.every", "17")
     assert done.returncode == 0, done
     folder = tmp_path / "run"
@@ -68,7 +70,7 @@ def test_the_ranks_stay_different_or_the_step_is_not_logged(whole: Path, tmp_pat
     assert after == pytest.approx(expected, rel=1e-2)
 
 
-def test_two_ranks_that_differ_go_on_or_are_saved(tmp_path: Path) -> None:
+def test_two_diverged_ranks_stop_without_a_checkpoint_and_resume(tmp_path: Path) -> None:
     done = _run(tmp_path, "1:7:weight", "--checkpoint.every", "5", ranks=2)
     assert done.returncode == 1, done
     message = "step 10: parameters or optimizer state differ between 2 groups of ranks (rank 0 on "

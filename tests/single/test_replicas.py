@@ -1,4 +1,4 @@
-"""Which processes form replicas of a model that spans ranks, where parts go, and who has them."""
+"""Replicas of a model that spans ranks: choice of processes, shard placement and transfers."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ def _chosen(processes: list[Process], most: int = 100) -> list[int]:
     return [process.number for process in choose(processes, most)]
 
 
-def test_models_that_do_not_span_ranks_leave_a_process_out() -> None:
+def test_all_processes_are_chosen_if_a_replica_is_one_rank() -> None:
     processes = [_process(n, "a", 1, 0) for n in range(3)]
     assert _chosen(processes) == [0, 1, 2] and _chosen(processes, 2) == [0, 1]
 
 
-def test_the_survivor_of_a_broken_replica_breaks_another_one() -> None:
+def test_intact_replica_is_chosen_over_a_survivor_of_a_broken_one() -> None:
     # One of host a has died: the replica of host b trains on, whose ranks are neighbours.
     left = [_process(0, "a", 2, 0), _process(2, "b", 2, 0), _process(3, "b", 2, 1)]
     assert _chosen(left) == [2, 3]
 
 
-def test_the_only_holder_of_a_part_is_left_out() -> None:
+def test_only_holder_of_a_shard_is_chosen() -> None:
     left = [_process(0, "a", 2, 0), _process(1, "a", 2, 0), _process(2, "b", 2, 1)]
     assert 2 in _chosen(left)
 
 
-def test_survivors_of_two_broken_replicas_do_not_form_one() -> None:
+def test_survivors_of_two_broken_replicas_form_one() -> None:
     assert _chosen([_process(0, "a", 2, 0), _process(3, "b", 2, 1)]) == [0, 3]
 
 
-def test_a_spare_with_an_old_part_counts_as_its_holder() -> None:
+def test_spare_with_an_outdated_shard_does_not_count_as_its_holder() -> None:
     old = _process(0, "a", 2, 1, reaches=5)
     new = [_process(1, "b", 2, 0), _process(2, "c", 2, 1)]
     assert _chosen([old, *new]) == [1, 2]
@@ -62,7 +62,7 @@ def test_a_spare_with_an_old_part_counts_as_its_holder() -> None:
     st.lists(st.tuples(st.integers(0, 3), st.none() | st.integers(0, 3)), max_size=12),
     st.integers(0, 12),
 )
-def test_more_than_whole_replicas_take_part_or_a_part_is_lost(
+def test_only_whole_replicas_are_chosen_and_no_shard_is_lost(
     size: int, found: list[tuple[int, int | None]], most: int
 ) -> None:
     processes = [
@@ -79,7 +79,7 @@ def test_more_than_whole_replicas_take_part_or_a_part_is_lost(
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.none() | st.integers(0, 1)), min_size=1))
-def test_a_rank_gets_another_part_than_it_had(found: list[tuple[int, int | None]]) -> None:
+def test_ranks_keep_the_shards_they_hold(found: list[tuple[int, int | None]]) -> None:
     found = found[: len(found) // 2 * 2] or [(0, None), (0, None)]
     before = [part for _, part in found]
     grid = Grid.of([f"host {host}" for host, _ in found], AXES, PLACE, before)
@@ -89,19 +89,19 @@ def test_a_rank_gets_another_part_than_it_had(found: list[tuple[int, int | None]
         assert kept[part] == min(before.count(part), grid.replicas)
 
 
-def test_a_new_process_goes_where_a_neighbour_lacks_it() -> None:
+def test_new_process_completes_the_replica_on_its_host() -> None:
     hosts = ["a", "a", "b", "b"]
     grid = Grid.of(hosts, AXES, PLACE, [1, None, 0, 1])
     assert grid.replica_of(0) == (1, 0) and grid.replica_of(2) == (2, 3)
 
 
-def test_holder_of_the_newest_shard_keeps_its_part_before_a_spare() -> None:
+def test_holder_of_the_newest_shard_takes_precedence_over_a_spare() -> None:
     spare, holder = PartStatus(before=0), PartStatus(part=0, step=9, reaches=9, before=0)
     grid, moved = arrange(["a", "a"], [spare, holder], 9, AXES, PLACE)
     assert moved == [0] and grid.part(1) == 0
 
 
-def test_a_part_is_given_by_one_that_is_behind_or_to_one_that_has_it() -> None:
+def test_shards_are_sent_from_their_holders_to_ranks_that_lack_them() -> None:
     grid = Grid((0, 1, 2, 3), {"tensor": 2})
     moves = plan([None, 1, 0, None], grid)
     assert [(m.part, m.source, m.receivers) for m in moves] == [(0, 2, (0,)), (1, 1, (3,))]

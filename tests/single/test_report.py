@@ -1,4 +1,4 @@
-"""`hvdtrain report`: true figures from whatever a run left, on pages that can be read."""
+"""`hvdtrain report`: correct metrics from the files of any run, on readable pages."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _figures(capsys: pytest.CaptureFixture[str], *runs: Path) -> dict[str, Any]:
     return found
 
 
-def test_a_figure_is_not_what_one_computes_by_hand(
+def test_metrics_equal_values_computed_by_hand(
     history: History, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = _figures(capsys, history.folder)
@@ -123,7 +123,7 @@ def test_a_figure_is_not_what_one_computes_by_hand(
     assert found["missing"] == []
 
 
-def test_a_restart_or_a_slow_rank_is_told_wrong(
+def test_restarts_and_stragglers_are_reported(
     history: History, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = _figures(capsys, history.folder)
@@ -142,7 +142,7 @@ def test_a_restart_or_a_slow_rank_is_told_wrong(
     assert found["goodput_share"] == goodput.share and found["seconds_by_part"] == goodput.parts
 
 
-def test_the_page_lacks_a_figure_or_needs_something_outside(history: History) -> None:
+def test_page_is_complete_and_self_contained(history: History) -> None:
     assert cli.main(["report", str(history.folder)]) == 0
     page = (history.folder / "report.html").read_text()
     for part in (
@@ -163,7 +163,7 @@ def test_the_page_lacks_a_figure_or_needs_something_outside(history: History) ->
 
 
 @pytest.mark.slow
-def test_a_page_in_a_browser_is_blank_or_complains(history: History, tmp_path: Path) -> None:
+def test_page_renders_in_a_browser_without_complaints(history: History, tmp_path: Path) -> None:
     assert cli.main(["report", str(history.folder)]) == 0
     shown = show(history.folder / "report.html", tmp_path, 4000)
     assert not shown.complaints
@@ -174,7 +174,7 @@ def test_a_page_in_a_browser_is_blank_or_complains(history: History, tmp_path: P
     assert shown.count("#1b1f24") > 1000 and shown.count("#ffffff") > 10**6
 
 
-def test_a_page_may_ask_another_place_for_something(history: History, tmp_path: Path) -> None:
+def test_page_blocks_requests_to_other_hosts(history: History, tmp_path: Path) -> None:
     assert cli.main(["report", str(history.folder)]) == 0
     page = history.folder / "report.html"
     asking = '<img src="http://127.0.0.1:9/x.png"></body>'
@@ -184,7 +184,7 @@ def test_a_page_may_ask_another_place_for_something(history: History, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_page_cannot_be_read_in_the_dark(history: History, tmp_path: Path) -> None:
+def test_page_is_readable_in_dark_mode(history: History, tmp_path: Path) -> None:
     assert cli.main(["report", str(history.folder)]) == 0
     shown = show(history.folder / "report.html", tmp_path, 4000, dark=True)
     assert shown.count("#14181c") > 10**6  # the background, of the plots too
@@ -193,7 +193,7 @@ def test_a_page_cannot_be_read_in_the_dark(history: History, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_two_runs_are_compared_wrong(
+def test_two_runs_are_compared(
     history: History, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = History(tmp_path / "o$ther$<b>")
@@ -251,7 +251,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_what_is_missing_is_not_said_or_stops_the_report(
+def test_report_lists_missing_data_and_shows_the_rest(
     name: str, history: History, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage, sentences, pictures = DAMAGES[name]
@@ -265,7 +265,7 @@ def test_what_is_missing_is_not_said_or_stops_the_report(
     assert page.count("<svg") == pictures
 
 
-def test_a_run_of_one_rank_or_one_that_goes_on_cannot_be_shown(
+def test_report_shows_an_unfinished_run_of_one_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     history = History(tmp_path / "alone")
@@ -281,7 +281,7 @@ def test_a_run_of_one_rank_or_one_that_goes_on_cannot_be_shown(
     assert "it was killed, or it still runs" in page and "one rank" in page
 
 
-def test_one_long_step_makes_the_others_too_small_to_see(history: History) -> None:
+def test_long_step_switches_step_time_to_a_logarithmic_axis(history: History) -> None:
     path = history.folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[9]["step_seconds"] = 100.0
@@ -292,7 +292,7 @@ def test_one_long_step_makes_the_others_too_small_to_see(history: History) -> No
     assert "mathdefault" not in page  # what matplotlib writes for powers of ten
 
 
-def test_losses_that_are_not_finite_are_hidden(history: History) -> None:
+def test_nonfinite_losses_and_skipped_steps_are_counted(history: History) -> None:
     path = history.folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     lines[7] |= {"loss": None, "skipped": True}
@@ -304,7 +304,7 @@ def test_losses_that_are_not_finite_are_hidden(history: History) -> None:
     assert "Left out: 1 step whose loss was not finite." in page
 
 
-def test_a_mistake_of_the_user_is_not_told_in_a_sentence(
+def test_invalid_usage_ends_with_a_clear_error(
     history: History, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     assert cli.main(["report", str(tmp_path)]) == 2
@@ -334,7 +334,7 @@ print(json.dumps([code, used.ru_utime + used.ru_stime, int(peak[1]) / 1000, heav
 
 
 @pytest.mark.slow
-def test_a_long_run_of_many_ranks_takes_long_or_much_memory(tmp_path: Path) -> None:
+def test_report_of_a_long_run_stays_within_time_and_memory_limits(tmp_path: Path) -> None:
     LongRun(tmp_path / "long", 100_000, 64, failures=(20_005, 60_000))
     done = subprocess.run(
         [sys.executable, "-c", _MEASURED, str(tmp_path / "long")],
@@ -356,7 +356,7 @@ def test_a_long_run_of_many_ranks_takes_long_or_much_memory(tmp_path: Path) -> N
     assert shown.count("#fd9040", near=16) > 800
 
 
-def test_a_peak_disappears_where_points_share_a_bin() -> None:
+def test_binned_curve_keeps_peaks() -> None:
     x = np.arange(100_000.0)
     y = np.ones(100_000)
     y[[777, 99_999]], y[50_000], y[60_000] = 9, -3, np.nan
@@ -370,7 +370,7 @@ def test_a_peak_disappears_where_points_share_a_bin() -> None:
     assert of_ranks.x.tolist() == [0, 2] and of_ranks.middle.tolist() == [3, 2]
 
 
-def test_a_slow_rank_disappears_where_cells_are_shared() -> None:
+def test_binned_heat_map_keeps_slow_ranks() -> None:
     step = np.arange(10.0, 100_010, 10)
     values = np.ones((len(step), 300))
     values[5000, 290], values[:, 7], values[20:40, 250:] = 0.3, 0.8, np.nan
@@ -394,5 +394,5 @@ def test_a_slow_rank_disappears_where_cells_are_shared() -> None:
         (units.ranks([0, 1, 2, 6]), "0-2, 6"),
     ],
 )
-def test_a_figure_is_written_wrong(shown: str, expected: str) -> None:
+def test_numbers_are_formatted_with_units(shown: str, expected: str) -> None:
     assert shown == expected

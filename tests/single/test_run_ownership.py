@@ -1,4 +1,4 @@
-"""Whose a run is: two processes never train it at the same time, the dead keep nobody out."""
+"""Run ownership: one process trains a run at a time, and a dead owner blocks no other."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
         job.kill()
 
 
-def test_a_file_system_without_locks_lets_two_train_or_none(runs: Runs) -> None:
+def test_run_has_one_owner_on_a_file_system_without_locks(runs: Runs) -> None:
     first = runs.start(TASK)
     runs.wait_for_more(first)
     second = runs.start(TASK).wait(60)
@@ -81,7 +81,7 @@ def test_a_file_system_without_locks_lets_two_train_or_none(runs: Runs) -> None:
     assert json.loads((runs.run / ".owner").read_text())["ended"], "the next start would wait"
 
 
-def test_a_stopped_owner_writes_after_another_has_taken_its_run(runs: Runs) -> None:
+def test_suspended_owner_exits_without_writing_after_a_takeover(runs: Runs) -> None:
     first = runs.start()
     runs.wait_for_more(first)
     runs.process(first).suspend()
@@ -104,7 +104,7 @@ def test_a_stopped_owner_writes_after_another_has_taken_its_run(runs: Runs) -> N
     assert steps == list(range(1, len(steps) + 1))
 
 
-def test_a_crash_makes_the_next_start_wait_where_there_are_locks(runs: Runs) -> None:
+def test_start_after_a_crash_does_not_wait_if_locks_work(runs: Runs) -> None:
     first = runs.start()
     runs.wait_for_more(first)
     runs.process(first).kill()

@@ -1,4 +1,4 @@
-"""A run that is interrupted and continues is the run that was not, to the last bit."""
+"""An interrupted and resumed run is bitwise identical to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _assert_whole(root: Path, run_id: str, first: int = 1) -> None:
     assert weights(folder, STEPS) == weights(whole, STEPS)
 
 
-def test_a_killed_run_goes_on_otherwise_or_repeats_lines(root: Path) -> None:
+def test_killed_run_resumes_identically_without_repeated_lines(root: Path) -> None:
     killed = _run(root, "killed", signals=_in_step("SIGKILL", 14))
     assert killed.returncode == -9, killed
     assert [line["step"] for line in metrics(root / "killed")] == list(range(1, 14))
@@ -61,7 +61,7 @@ def test_a_killed_run_goes_on_otherwise_or_repeats_lines(root: Path) -> None:
     assert manifest["restarts"] == 1
 
 
-def test_a_run_asked_to_stop_loses_a_step_or_does_not_end_with_75(root: Path) -> None:
+def test_stop_signal_saves_a_checkpoint_and_exits_with_75(root: Path) -> None:
     # The flag rides with the exchange of the next step, and the run ends after that.
     for name, step, last in (("SIGTERM", 7, 8), ("SIGUSR1", 5, 14)):
         done = _run(root, "stopped", signals=_in_step(name, step))
@@ -72,7 +72,7 @@ def test_a_run_asked_to_stop_loses_a_step_or_does_not_end_with_75(root: Path) ->
     _assert_whole(root, "stopped")
 
 
-def test_a_run_without_time_to_save_does_not_end_with_75_or_goes_on_otherwise(root: Path) -> None:
+def test_stop_without_time_to_save_exits_with_75_and_resumes_identically(root: Path) -> None:
     grace = ("--preempt.grace_seconds", "0.0001")
     done = _run(root, "hurried", *grace, signals=_in_step("SIGTERM", 14))
     assert done.returncode == 75, done
@@ -82,19 +82,19 @@ def test_a_run_without_time_to_save_does_not_end_with_75_or_goes_on_otherwise(ro
     _assert_whole(root, "hurried")
 
 
-def test_a_second_signal_is_not_obeyed_at_once(root: Path) -> None:
+def test_second_signal_ends_the_run_at_once(root: Path) -> None:
     done = _run(root, "twice", signals="SIGUSR1:13,SIGTERM:14")
     assert done.returncode == 128 + 15, done
 
 
-def test_a_checkpoint_given_by_its_path_is_not_the_start(root: Path) -> None:
+def test_resume_from_a_checkpoint_path_starts_there(root: Path) -> None:
     checkpoint = root / "whole/checkpoints/step_00000010"
     done = _run(root, "branch", "--run.resume", str(checkpoint))
     assert done.returncode == 0, done
     _assert_whole(root, "branch", first=11)
 
 
-def test_a_damaged_checkpoint_is_not_named_or_ends_the_run(root: Path) -> None:
+def test_resume_names_a_damaged_checkpoint_and_uses_an_older_one(root: Path) -> None:
     shutil.copytree(root / "whole", root / "damaged")
     path = root / "damaged/checkpoints/step_00000020/optimizer.safetensors"
     content = bytearray(path.read_bytes())
@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_is_not_named_or_ends_the_run(root: Path) -> None:
     _assert_whole(root, "damaged")
 
 
-def test_a_branch_whose_checkpoint_lost_its_marker_starts_anew_from_the_other_run(
+def test_branch_without_whole_checkpoints_is_not_started_again(
     root: Path,
 ) -> None:
     other = root / "whole/checkpoints/step_00000010"
@@ -128,7 +128,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_run_that_cannot_go_on_is_touched_or_not_refused(root: Path, case: str) -> None:
+def test_refused_resume_leaves_the_run_unchanged(root: Path, case: str) -> None:
     flags, message = REFUSED[case]
     kept = {name: (root / "whole" / name).read_bytes() for name in ("config.yaml", "metrics.jsonl")}
     done = _run(root, "whole", *flags)
@@ -139,7 +139,7 @@ def test_a_run_that_cannot_go_on_is_touched_or_not_refused(root: Path, case: str
     assert len(list((root / "whole/checkpoints").glob("step_*"))) == 2
 
 
-def test_a_folder_that_cannot_be_written_is_not_wrong_input(root: Path) -> None:
+def test_unwritable_run_root_is_reported_as_invalid_input(root: Path) -> None:
     # Below a file nobody can make a folder, root included.
     below = str(root / "whole/config.yaml")
     done = _run(root, "run", "--run.root", below)
@@ -148,7 +148,7 @@ def test_a_folder_that_cannot_be_written_is_not_wrong_input(root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resume_outlives_the_watchdog_when_reading_is_slow(tmp_path: Path) -> None:
+def test_resume_from_a_slow_disk_survives_the_watchdog(tmp_path: Path) -> None:
     # Rank 0 reads the model, then both ranks read the optimizer's files: each takes 6 s, longer
     # than a rank may be idle, or missing in a collective.
     flags = [

@@ -1,4 +1,4 @@
-"""The order of samples: arithmetic alone, so properties over any size, seed and epoch."""
+"""Sample order: properties over any dataset size, seed and epoch."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def _epoch(size: int, seed: int, epoch: int) -> list[int]:
 
 @no_deadline
 @given(size=SIZES, seed=SEEDS, epoch=EPOCHS)
-def test_an_epoch_repeats_or_leaves_out_a_sample(size: int, seed: int, epoch: int) -> None:
+def test_epoch_contains_each_sample_once(size: int, seed: int, epoch: int) -> None:
     assert sorted(_epoch(size, seed, epoch)) == list(range(size))
 
 
 # From 30 samples on two permutations are alike by chance less often than once in 10^32.
 @no_deadline
 @given(size=st.integers(30, 3000), seed=SEEDS, epoch=EPOCHS)
-def test_two_epochs_have_the_same_order(size: int, seed: int, epoch: int) -> None:
+def test_consecutive_epochs_have_different_orders(size: int, seed: int, epoch: int) -> None:
     assert _epoch(size, seed, epoch) != _epoch(size, seed, epoch + 1)
 
 
 @no_deadline
 @given(size=st.integers(30, 3000), seed=st.integers(0, 2**63), epoch=EPOCHS)
-def test_two_seeds_have_the_same_order(size: int, seed: int, epoch: int) -> None:
+def test_different_seeds_give_different_orders(size: int, seed: int, epoch: int) -> None:
     assert _epoch(size, seed, epoch) != _epoch(size, seed + 1, epoch)
 
 
 @no_deadline
 @given(size=st.integers(1, 60), seed=SEEDS, start=st.integers(0, 300), length=st.integers(0, 300))
-def test_a_slice_of_a_run_is_not_cut_from_its_epochs_one_after_the_other(
+def test_range_across_epochs_concatenates_their_orders(
     size: int, seed: int, start: int, length: int
 ) -> None:
     epochs = [index for e in range((start + length) // size + 1) for index in _epoch(size, seed, e)]
@@ -54,15 +54,13 @@ def test_a_slice_of_a_run_is_not_cut_from_its_epochs_one_after_the_other(
 
 @no_deadline
 @given(cuts=st.lists(st.integers(0, 500), max_size=6), size=st.integers(1, 200), seed=SEEDS)
-def test_the_order_depends_on_how_a_run_is_cut_into_steps(
-    cuts: list[int], size: int, seed: int
-) -> None:
+def test_order_does_not_depend_on_step_boundaries(cuts: list[int], size: int, seed: int) -> None:
     borders = sorted({0, 500, *cuts})
     parts = [sample_order(a, b, size, seed) for a, b in pairwise(borders)]
     assert np.concatenate(parts).tolist() == sample_order(0, 500, size, seed).tolist()
 
 
-def test_a_billion_samples_cost_more_memory_or_time_than_the_batch() -> None:
+def test_order_of_a_billion_samples_needs_little_time_and_memory() -> None:
     size = 10**9
     tracemalloc.start()
     started = time.process_time()
@@ -76,7 +74,7 @@ def test_a_billion_samples_cost_more_memory_or_time_than_the_batch() -> None:
     assert seconds < 1
 
 
-def test_the_first_sample_is_not_uniform_over_seeds() -> None:
+def test_first_sample_is_uniform_over_seeds() -> None:
     size, seeds = 10, 5000
     first = np.array([sample_order(0, 1, size, seed)[0] for seed in range(seeds)])
     counts = np.bincount(first, minlength=size)
@@ -84,13 +82,13 @@ def test_the_first_sample_is_not_uniform_over_seeds() -> None:
     assert chi_square < 33.7  # 9 degrees of freedom: beyond it once in 10,000
 
 
-def test_neighbours_stay_neighbours() -> None:
+def test_order_is_uncorrelated_with_index_and_neighbours() -> None:
     order = sample_order(0, 100_000, 100_000, seed=3)
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
     assert abs(np.corrcoef(np.arange(len(order)), order)[0, 1]) < 0.02
 
 
-def test_the_order_changed_since_the_last_version() -> None:
+def test_order_is_stable_across_versions() -> None:
     # A run that is resumed under a new version continues in the same order.
     assert sample_order(0, 12, 10, 1234).tolist() == [4, 7, 0, 8, 6, 9, 3, 2, 1, 5, 5, 3]
     assert sample_order(10**9 - 3, 10**9 + 3, 10**9, 0).tolist() == [

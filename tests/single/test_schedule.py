@@ -22,7 +22,7 @@ NAMES = ["cosine", "linear", "constant"]
     ratio=st.floats(0, 1),
     peak=st.floats(1e-6, 10),
 )
-def test_a_rate_lies_outside_zero_and_the_peak_or_rises_after_the_warm_up(
+def test_rate_stays_below_peak_and_never_rises_after_warmup(
     name: str, warmup: int, steps: int, ratio: float, peak: float
 ) -> None:
     config = ScheduleConfig(name=name, warmup_steps=warmup, final_ratio=ratio)  # type: ignore[arg-type]
@@ -35,7 +35,7 @@ def test_a_rate_lies_outside_zero_and_the_peak_or_rises_after_the_warm_up(
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear"])
-def test_a_falling_schedule_misses_its_peak_middle_or_end(name: str) -> None:
+def test_decaying_schedule_meets_its_peak_midpoint_and_end(name: str) -> None:
     config = ScheduleConfig(name=name, warmup_steps=10, final_ratio=0.1)  # type: ignore[arg-type]
     assert learning_rate(config, 2.0, 0, 111) == pytest.approx(0.2)
     assert learning_rate(config, 2.0, 9, 111) == 2.0
@@ -44,14 +44,14 @@ def test_a_falling_schedule_misses_its_peak_middle_or_end(name: str) -> None:
     assert learning_rate(config, 2.0, 110, 111) == pytest.approx(0.2)
 
 
-def test_cosine_is_not_a_cosine() -> None:
+def test_cosine_schedule_follows_a_cosine() -> None:
     config = ScheduleConfig(name="cosine", warmup_steps=0, final_ratio=0.0)
     for step in range(101):
         expected = (1 + math.cos(math.pi * step / 100)) / 2
         assert learning_rate(config, 1.0, step, 101) == pytest.approx(expected)
 
 
-def test_constant_falls() -> None:
+def test_constant_schedule_stays_at_peak_after_warmup() -> None:
     config = ScheduleConfig(name="constant", warmup_steps=3)
     rates = [learning_rate(config, 0.3, step, 50) for step in range(50)]
     assert rates[:3] == pytest.approx([0.1, 0.2, 0.3]) and set(rates[3:]) == {0.3}

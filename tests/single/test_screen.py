@@ -1,4 +1,4 @@
-"""What somebody sees who starts training: a live bar on a terminal, few clean lines elsewhere."""
+"""Console output of training: a progress bar on a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ def _flags(root: Path, steps: int) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["none", "mpi", "gloo"])
-def test_a_terminal_shows_no_bar_or_prefixes_of_the_launcher(tmp_path: Path, launcher: str) -> None:
+def test_terminal_shows_a_progress_bar_without_launcher_prefixes(
+    tmp_path: Path, launcher: str
+) -> None:
     argv = [*TRAIN, *_flags(tmp_path, 30)]
     if launcher != "none":
         argv = horovodrun(1, argv, controller=launcher)
@@ -66,7 +68,7 @@ def test_a_terminal_shows_no_bar_or_prefixes_of_the_launcher(tmp_path: Path, lau
 
 
 @pytest.mark.slow
-def test_what_is_redirected_from_a_terminal_is_shown_on_it(tmp_path: Path) -> None:
+def test_redirected_output_does_not_reach_the_terminal(tmp_path: Path) -> None:
     argv = mpirun(1, [*TRAIN, *_flags(tmp_path, 3)])
     for number, end in enumerate((f"2>{tmp_path}/0", f"2>&1 | cat >{tmp_path}/1")):
         shown = _on_a_terminal(["bash", "-c", f"{shlex.join(argv)} {end}"], tmp_path)
@@ -76,7 +78,7 @@ def test_what_is_redirected_from_a_terminal_is_shown_on_it(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_make_train_shows_a_line_for_each_step_or_prefixes_of_the_launcher(tmp_path: Path) -> None:
+def test_make_train_prints_few_lines_without_launcher_prefixes(tmp_path: Path) -> None:
     arguments = shlex.join([*_flags(tmp_path, 60), "--eval.every", "25"])
     make = ["make", "--no-print-directory", "-n", "train", "NP=2", f"ARGS={arguments}"]
     *_, recipe = subprocess.check_output(make, cwd=REPOSITORY, text=True).splitlines()
@@ -100,7 +102,7 @@ def test_make_train_shows_a_line_for_each_step_or_prefixes_of_the_launcher(tmp_p
     assert [line["step"] for line in metrics(tmp_path / "a")] == list(range(1, 61))
 
 
-def test_a_line_of_the_log_is_written_in_pieces() -> None:
+def test_log_line_is_written_in_one_call() -> None:
     class Stream(StringIO):
         def __init__(self) -> None:
             super().__init__()
@@ -119,7 +121,7 @@ def test_a_line_of_the_log_is_written_in_pieces() -> None:
     assert stream.pieces == ["hvdtrain: warning: slow\n"]
 
 
-def test_a_supervised_elastic_launcher_prefixes_lines_of_rank_0_or_hides_whose_others_are(
+def test_supervised_output_prefixes_lines_of_all_ranks_except_rank_0(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     script = (

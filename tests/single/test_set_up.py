@@ -1,4 +1,4 @@
-"""The set-up of a machine: what package managers say goes into a file, named where they fail."""
+"""Machine set-up: package manager output goes to a log file, which errors name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _set_up(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_chatter_of_apt_is_on_the_screen_or_lost(folder: Path) -> None:
+def test_apt_output_goes_to_the_log_file(folder: Path) -> None:
     done = _set_up(folder)
     assert done.returncode == 0, done.stderr
     (line,) = (done.stdout + done.stderr).splitlines()
@@ -50,7 +50,7 @@ def test_the_chatter_of_apt_is_on_the_screen_or_lost(folder: Path) -> None:
     assert (again.returncode, again.stdout, again.stderr) == (0, "", "")
 
 
-def test_a_failure_of_apt_does_not_show_its_last_words_and_where_the_rest_is(folder: Path) -> None:
+def test_apt_failure_shows_its_last_lines_and_the_log_path(folder: Path) -> None:
     (folder / "broken").touch()
     done = _set_up(folder)
     assert done.returncode == 100

@@ -1,4 +1,4 @@
-"""A model whose parameters are sharded, alone and after tensor parallelism split it."""
+"""Sharded parameters, alone and combined with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BOTH = {
 }
 
 
-def test_two_ranks_that_shard_a_model_train_otherwise_than_one_or_hold_more_than_half() -> None:
+def test_two_sharded_ranks_match_one_rank_and_hold_half_each() -> None:
     """Two micro-batches a rank: gradients are sums over ranks and over backward passes."""
     for rank in on_torch_ranks(2, compared, {"shard": 2}, SHARDED, timeout=240):
         rough = rank.pop("sums of 16 bits")
@@ -41,7 +41,7 @@ def test_two_ranks_that_shard_a_model_train_otherwise_than_one_or_hold_more_than
             assert not found.dtensors, name
 
 
-def test_other_blocks_than_the_one_that_computes_are_whole_or_zero_2_gathers_twice() -> None:
+def test_zero_3_gathers_one_block_at_a_time_and_zero_2_gathers_once() -> None:
     kinds = {"zero 3": Sharding(), "zero 2": Sharding(reshard_after_forward=False)}
     for rank in on_torch_ranks(2, whole_blocks, kinds):
         for number in range(3):
@@ -53,14 +53,14 @@ def test_other_blocks_than_the_one_that_computes_are_whole_or_zero_2_gathers_twi
         assert rank["zero 3"]["after evaluation"] == rank["zero 2"]["after evaluation"] == []
 
 
-def test_offloading_from_the_cpu_is_no_sentence() -> None:
+def test_offload_without_a_gpu_is_refused() -> None:
     config = parse(["--parallel.shard=2", "--parallel.offload=cpu"]).config
     mesh: Any = SimpleNamespace(model=SimpleNamespace(device_type="cpu"))
     with pytest.raises(UserError, match="it is for GPUs"):
         shard_model(config, SimpleNamespace(), torch.nn.Linear(1, 1), mesh, None)
 
 
-def test_four_ranks_that_split_and_shard_a_model_train_otherwise_than_one() -> None:
+def test_tensor_parallel_and_sharded_ranks_match_one_rank() -> None:
     for rank in on_torch_ranks(4, compared, {"shard": 2, "tensor": 2}, BOTH, timeout=240):
         for name, found in rank.items():
             assert found.loss < 1e-5 and found.gradient < 1e-5, name

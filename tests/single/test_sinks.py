@@ -1,4 +1,4 @@
-"""TensorBoard, wandb and MLflow get the curve; one that fails or hangs costs nobody a step."""
+"""TensorBoard, wandb and MLflow receive the metrics; a failing sink does not affect training."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _curve(folder: Path) -> list[tuple[int, float]]:
     return [(line["step"], pytest.approx(line["loss"], rel=1e-6)) for line in metrics(folder)]
 
 
-def test_a_sink_has_another_curve_than_the_run_or_a_step_twice_after_a_resume(
+def test_sinks_have_the_curve_of_the_run_once_after_a_resume(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "run"
@@ -133,7 +133,7 @@ def test_a_sink_has_another_curve_than_the_run_or_a_step_twice_after_a_resume(
     assert "metrics.jsonl has every" not in done.stderr and "wandb:" not in done.stderr, done
 
 
-def test_figures_of_a_sink_are_not_those_of_metrics_jsonl(tmp_path: Path) -> None:
+def test_sinks_receive_every_metric_of_metrics_jsonl(tmp_path: Path) -> None:
     flags, env = _all_sinks(tmp_path)
     done = _run(tmp_path, [*REGRESSION, *flags, "--train.steps", "4", "--eval.every", "2"], env)
     assert done.returncode == 0, done
@@ -148,7 +148,7 @@ def test_figures_of_a_sink_are_not_those_of_metrics_jsonl(tmp_path: Path) -> Non
     assert {path.name for path in folder.iterdir()} == names | {"step"}
 
 
-def test_a_sink_that_fails_ends_training_or_is_told_of_twice(tmp_path: Path) -> None:
+def test_failing_sink_is_reported_once_and_training_continues(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/tensorboard").write_text("no folder")
     flags, env = _all_sinks(tmp_path)
@@ -178,7 +178,7 @@ def silent_server() -> Iterator[str]:
 
 # Only the longest has more figures than a sink keeps; how a process ends is its launcher's matter.
 @pytest.mark.parametrize(("launcher", "steps"), [("", 1100), ("gloo:2", 30), ("mpirun:2", 30)])
-def test_a_sink_that_hangs_holds_up_a_step_or_the_end(
+def test_hanging_sink_does_not_block_steps_or_the_end(
     tmp_path: Path, silent_server: str, launcher: str, steps: int
 ) -> None:
     flags, env = _all_sinks(tmp_path)
@@ -202,7 +202,7 @@ def test_a_sink_that_hangs_holds_up_a_step_or_the_end(
     assert '"event": "end"' in events and '"exit_code": 0' in events
 
 
-def test_a_sink_that_hangs_changes_the_exit_code(tmp_path: Path, silent_server: str) -> None:
+def test_hanging_sink_does_not_change_the_exit_code(tmp_path: Path, silent_server: str) -> None:
     env = {"MLFLOW_TRACKING_URI": silent_server, "HVDTRAIN_TEST_NAN": "2-"}
     flags = [*REGRESSION, "--task", "tests.support.tasks:NotFinite"]
     flags += ["--train.max_nonfinite", "3", "--telemetry.mlflow_experiment", "tests"]
@@ -232,7 +232,7 @@ class Blocked:
         self.exit_code = exit_code
 
 
-def test_what_waited_for_a_sink_is_lost_or_the_memory_grows_without_end() -> None:
+def test_queue_of_a_blocked_sink_is_bounded_and_written_later() -> None:
     blocked = Blocked()
     sink = BackgroundSink(blocked)
     sink.start(0)
@@ -249,7 +249,7 @@ def test_what_waited_for_a_sink_is_lost_or_the_memory_grows_without_end() -> Non
     assert len(blocked.steps) <= 1002 and blocked.steps[-1] == 5001
 
 
-def test_a_text_or_an_infinite_number_gets_to_a_sink() -> None:
+def test_sinks_receive_only_finite_numbers() -> None:
     seen: list[Any] = []
 
     class Seen(Blocked):
@@ -265,7 +265,7 @@ def test_a_text_or_an_infinite_number_gets_to_a_sink() -> None:
     assert seen == [(3, 5.0, {"loss": 1.0})]
 
 
-def test_a_missing_package_is_not_told_before_training(
+def test_missing_sink_package_is_reported_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "wandb").mkdir()  # what a run in offline mode leaves is no package
@@ -283,7 +283,7 @@ def test_a_missing_package_is_not_told_before_training(
     check_packages(TelemetryConfig())
 
 
-def test_a_secret_is_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_contain_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", SESAME)
     text = f"POST http://me:pass@host:5000/api\nfailed with key {SESAME}: " + "x" * 1000
     shown = without_secrets(text)
@@ -292,7 +292,7 @@ def test_a_secret_is_in_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(shown) < 400
 
 
-def test_another_process_of_the_run_makes_a_second_run_of_mlflow(
+def test_resumed_run_continues_its_mlflow_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key, value in _all_sinks(tmp_path)[1].items():

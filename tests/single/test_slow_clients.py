@@ -1,4 +1,4 @@
-"""A thousand slow connections to a training process: it has files to open, and is scraped."""
+"""A thousand slow connections to the metrics port of a training process."""
 
 from __future__ import annotations
 
@@ -62,9 +62,7 @@ def training(tmp_path: Path, port: int) -> Iterator[Job]:
     job.kill()
 
 
-def test_a_thousand_slow_handshakes_take_the_files_of_training_or_keep_prometheus_out(
-    training: Job, port: int
-) -> None:
+def test_slow_handshakes_do_not_exhaust_files_or_block_prometheus(training: Job, port: int) -> None:
     (trainer,) = (p for p in psutil.Process().children(recursive=True) if str(port) in p.cmdline())
     slow = [_connect(port) for _ in range(CLIENTS)]
     try:
@@ -84,7 +82,9 @@ def test_a_thousand_slow_handshakes_take_the_files_of_training_or_keep_prometheu
     assert done.returncode == EXIT_PREEMPTED and "could not be written" not in done.stderr, done
 
 
-def test_a_client_that_drips_is_served_for_ever(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+def test_slow_sender_is_disconnected_after_a_time_limit(
+    monkeypatch: pytest.MonkeyPatch, port: int
+) -> None:
     monkeypatch.setattr(connections, "STRANGER_SECONDS", 1.0)
     exporter = Exporter(TelemetryConfig(host=HOST, port=port), 0)
     client, began = _connect(port), time.monotonic()
@@ -122,7 +122,9 @@ def _scrape(port: int) -> str:
         return str(page.read().decode())
 
 
-def test_a_friend_or_a_lonely_host_makes_room_for_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_server_drops_untrusted_connections_of_the_busiest_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(connections, "MOST", 4)
     monkeypatch.setattr(connections, "_ROOM_SECONDS", 0.0)  # nobody serves them here
     pairs = [socket.socketpair() for _ in range(6)]

@@ -1,4 +1,4 @@
-"""Ranks that wait for one whose part of the start, such as reading a checkpoint, takes long."""
+"""Ranks that wait for a rank whose part of the start-up, such as reading a checkpoint, is slow."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _ranks(folder: Path, part: str) -> Finished:
     return start(folder / "output", [], "gloo:2", env, command).wait(90)
 
 
-def test_rank_that_hangs_in_its_part_is_not_waited_for_without_end(tmp_path: Path) -> None:
+def test_wait_for_a_hanging_rank_is_bounded(tmp_path: Path) -> None:
     done = _ranks(tmp_path, "hang")
     waited = re.search(r"rank 1 waited (\d+) s", done.stdout)
     assert waited and 3 <= int(waited[1]) <= 20, done
@@ -74,16 +74,16 @@ def test_rank_that_hangs_in_its_part_is_not_waited_for_without_end(tmp_path: Pat
     assert "checkpoint: no progress; other ranks may wait for this one" in done.stderr, done
 
 
-def test_rank_that_works_slowly_in_its_part_is_waited_for(tmp_path: Path) -> None:
+def test_ranks_wait_for_a_rank_that_computes_slowly(tmp_path: Path) -> None:
     done = _ranks(tmp_path, "work")
     assert done.stdout.count("continues") == 2, done
     assert "checkpoint: waiting for other ranks" in done.stderr, done
     assert "checkpoint: still working" in done.stderr, done
 
 
-def test_rank_that_reads_slowly_in_its_part_is_waited_for(tmp_path: Path) -> None:
+def test_ranks_wait_for_a_rank_that_reads_slowly(tmp_path: Path) -> None:
     assert _ranks(tmp_path, "read").stdout.count("continues") == 2
 
 
-def test_rank_that_only_advances_in_its_part_is_waited_for(tmp_path: Path) -> None:
+def test_ranks_wait_for_a_rank_that_only_reports_progress(tmp_path: Path) -> None:
     assert _ranks(tmp_path, "advance").stdout.count("continues") == 2

@@ -1,4 +1,4 @@
-"""Checkpoints of models that span ranks: any layout reads what any other has saved, bitwise."""
+"""Checkpoints of models that span ranks: any layout reads any other layout's, bitwise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUTS = {
 }
 
 
-def test_a_layout_reads_other_bits_than_another_has_saved(tmp_path: Path) -> None:
+def test_every_layout_reads_checkpoints_of_every_other_bitwise(tmp_path: Path) -> None:
     for rank in on_torch_ranks(8, read_by_others, tmp_path, LAYOUTS, timeout=280):
         assert len(rank) == len(LAYOUTS) ** 2
         assert not {names: wrong for names, wrong in rank.items() if wrong}

@@ -1,4 +1,4 @@
-"""Each axis with what else changes a step, against the same on one rank."""
+"""Each parallel axis with each option that changes a step, compared with one rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row]
 
 
 @pytest.mark.parametrize(("axis", "option"), PAIRS)
-def test_an_axis_has_another_curve_than_one_rank_with_the_same_option(
+def test_parallel_axis_with_an_option_has_the_curve_of_one_rank(
     rows: dict[tuple[str, str], Row], axis: str, option: str
 ) -> None:
     row = rows[axis, option]

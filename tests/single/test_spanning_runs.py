@@ -1,4 +1,4 @@
-"""Models that span ranks: the curve of one rank, on whichever layout, across layouts."""
+"""Runs of models that span ranks: any layout, or a change of layouts, has one rank's losses."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.smoke
-def test_a_layout_has_another_curve_or_does_not_continue_the_checkpoint_of_another(
+def test_layouts_continue_each_other_with_the_curve_of_one_rank(
     chain: tuple[Path, Path],
 ) -> None:
     found, wanted = (metrics(folder) for folder in chain)
@@ -62,12 +62,12 @@ def test_a_layout_has_another_curve_or_does_not_continue_the_checkpoint_of_anoth
                 assert line[key] == pytest.approx(expected[key], rel=1e-5), (key, line["step"])
 
 
-def test_a_run_does_not_begin_with_the_weights_that_it_is_given(chain: tuple[Path, Path]) -> None:
+def test_run_starts_from_the_weights_of_init_from(chain: tuple[Path, Path]) -> None:
     begun = metrics(chain[0].with_name("begun"))
     assert metrics(chain[0])[0]["loss"] < begun[0]["loss"] - 0.01
 
 
-def test_weights_of_a_checkpoint_in_pieces_are_not_whole(chain: tuple[Path, Path]) -> None:
+def test_weights_of_a_sharded_checkpoint_are_read_whole(chain: tuple[Path, Path]) -> None:
     checkpoints = chain[0] / "checkpoints"
     split = read_weights(checkpoints / "step_00000012").tensors
     assert (checkpoints / "step_00000012" / "model.rank_00001.safetensors").exists()
@@ -78,7 +78,7 @@ def test_weights_of_a_checkpoint_in_pieces_are_not_whole(chain: tuple[Path, Path
 
 
 @pytest.mark.parametrize("more", [[], ["--ema"]])
-def test_pieces_are_not_exported_as_what_they_are_pieces_of(
+def test_sharded_checkpoint_is_exported_as_whole_weights(
     chain: tuple[Path, Path], tmp_path: Path, more: list[str]
 ) -> None:
     found = []
@@ -108,13 +108,15 @@ def test_pieces_are_not_exported_as_what_they_are_pieces_of(
         (["--parallel.offload", "cpu"], "parallel.offload cpu is about parameters that ranks"),
     ],
 )
-def test_an_impossible_layout_is_no_sentence(tmp_path: Path, flags: list[str], said: str) -> None:
+def test_impossible_layout_is_refused_with_the_reason(
+    tmp_path: Path, flags: list[str], said: str
+) -> None:
     done = run(tmp_path, [*TINY, "--run.root", str(tmp_path), *flags])
     assert done.returncode == 2
     assert said in done.stderr and "Traceback" not in done.stderr, done
 
 
-def test_neighbours_on_an_axis_are_on_different_hosts_though_one_has_room() -> None:
+def test_replica_ranks_share_a_host_if_it_has_room() -> None:
     """Also where the launcher numbers the ranks host after host in turns."""
     degrees = ParallelConfig(tensor=2, pipeline=2).degrees
     hosts = ["a", "b"] * 4
@@ -125,7 +127,7 @@ def test_neighbours_on_an_axis_are_on_different_hosts_though_one_has_room() -> N
         assert {hosts[r] for r in grid.same_part(rank)} == {"a", "b"}
 
 
-def test_ranks_with_other_work_or_another_part_are_compared() -> None:
+def test_grid_groups_ranks_with_the_same_work_or_shard() -> None:
     parallel = ParallelConfig(tensor=2, pipeline=2, context=2)
     grid = Grid.of(["a"] * 16, parallel.degrees, parallel.place)
     assert grid.stages == [(0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)]
@@ -136,7 +138,7 @@ def test_ranks_with_other_work_or_another_part_are_compared() -> None:
     assert plain.stages == [(0, 1)] and plain.in_step == [(0,), (1,)]
 
 
-def test_the_layout_is_not_printed_without_ranks(tmp_path: Path) -> None:
+def test_print_layout_needs_no_ranks(tmp_path: Path) -> None:
     done = run(tmp_path, ["--parallel.pipeline", "2", "--print_layout", "node1:2,node2:2"])
     assert done.returncode == 0, done
     assert done.stdout.splitlines() == [

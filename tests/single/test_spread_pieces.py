@@ -1,4 +1,4 @@
-"""Tensors in pieces: put together from any files, or refused where one is missing."""
+"""Tensors stored in shards: assembled from any files, or refused if a shard is missing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _box(row: int, column: int, height: int, width: int) -> tuple[Piece, Tensor]
 BOXES = [_box(0, 0, 4, 2), _box(0, 2, 1, 4), _box(1, 2, 3, 4)]
 
 
-def test_boxes_or_rows_are_put_together_in_another_order() -> None:
+def test_shards_of_any_shape_are_assembled_in_order() -> None:
     assert torch.equal(assemble(BOXES), WHOLE)
     assert torch.equal(assemble([_flat(*ends) for ends in reversed(FLAT)]), WHOLE)
     assert torch.equal(flat_range(BOXES, 3, 11), WHOLE.view(-1)[3:11])
@@ -40,13 +40,13 @@ def test_boxes_or_rows_are_put_together_in_another_order() -> None:
     assert torch.equal(assemble([(Piece((), 0), scalar.view(1))]), scalar)
 
 
-def test_a_piece_is_described_as_another_one() -> None:
+def test_shard_description_round_trips() -> None:
     for piece, _ in (*BOXES, _flat(5, 6)):
         assert Piece.of(piece.described()) == piece
 
 
 @pytest.mark.parametrize("pieces", [BOXES[:2], [_flat(0, 5), _flat(6, 24)]])
-def test_a_missing_piece_is_made_up(pieces: list[tuple[Piece, Tensor]]) -> None:
+def test_missing_shard_is_refused(pieces: list[tuple[Piece, Tensor]]) -> None:
     part = SpreadPart({"w": pieces}, "checkpoint x")
     with pytest.raises(DamagedError, match=r"checkpoint x: w: its pieces have \d+ elements of 24"):
         part.whole("w")
@@ -71,7 +71,7 @@ def _save(root: Path) -> Path:
     return write(root, captured[0])
 
 
-def test_pieces_in_files_are_lost_or_kept_from_other_programs(tmp_path: Path) -> None:
+def test_saved_shards_can_be_read_back_and_by_safetensors(tmp_path: Path) -> None:
     folder = _save(tmp_path)
     verify(folder)
     part = open_part(folder, "optimizer")
@@ -84,7 +84,7 @@ def test_pieces_in_files_are_lost_or_kept_from_other_programs(tmp_path: Path) ->
     assert open_part(folder, "ema") is None
 
 
-def test_a_damaged_piece_is_used(tmp_path: Path) -> None:
+def test_damaged_shard_is_refused(tmp_path: Path) -> None:
     damaged = _save(tmp_path) / "optimizer.rank_00002.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
     with pytest.raises(DamagedError, match=damaged.name):

@@ -1,4 +1,4 @@
-"""Which blocks each stage of a pipeline holds."""
+"""Assignment of blocks to pipeline stages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _of_stages(costs: Costs, spans: list[range]) -> list[float]:
 
 
 @given(_models())
-def test_a_block_is_on_no_stage_or_two_or_a_stage_has_none(model: tuple[Costs, int]) -> None:
+def test_each_block_is_on_one_stage_and_no_stage_is_empty(model: tuple[Costs, int]) -> None:
     costs, stages = model
     spans = divide(costs, stages)
     assert len(spans) == stages and all(len(span) >= 1 for span in spans)
@@ -37,7 +37,7 @@ def test_a_block_is_on_no_stage_or_two_or_a_stage_has_none(model: tuple[Costs, i
 
 
 @given(_models())
-def test_another_division_has_a_cheaper_dearest_stage_or_is_more_even(
+def test_division_minimizes_the_costliest_stage_and_is_most_even(
     model: tuple[Costs, int],
 ) -> None:
     costs, stages = model
@@ -54,25 +54,25 @@ def test_another_division_has_a_cheaper_dearest_stage_or_is_more_even(
     assert price(divide(costs, stages)) == pytest.approx(min(map(price, every)))
 
 
-def test_a_dear_head_does_not_take_blocks_from_the_last_stage() -> None:
+def test_costly_head_moves_blocks_away_from_the_last_stage() -> None:
     assert divide(Costs(0, [1.0] * 8, 3), 2) == [range(5), range(5, 8)]
     assert divide(Costs(1, [1.0] * 6, 100), 3) == [range(2), range(2, 5), range(5, 6)]
 
 
-def test_too_few_blocks_are_no_sentence() -> None:
+def test_more_stages_than_blocks_are_refused() -> None:
     with pytest.raises(UserError, match="of 4 stages needs as many blocks, and the model has 3"):
         divide(Costs(1, [1.0] * 3, 1), 4)
 
 
 @given(st.integers(1, 8), st.integers(1, 4))
-def test_a_stage_is_on_no_rank_or_on_two(ranks: int, virtual: int) -> None:
+def test_each_virtual_stage_is_on_one_rank(ranks: int, virtual: int) -> None:
     layout = Layout(ranks, virtual)
     held = [stage for rank in range(ranks) for stage in layout.of_rank(rank)]
     assert sorted(held) == [*range(layout.stages)]
     assert layout.of_rank(0)[0] == 0 and layout.of_rank(ranks - 1)[-1] == layout.stages - 1
 
 
-def test_the_bubble_is_not_that_of_the_formula() -> None:
+def test_bubble_equals_the_formula() -> None:
     assert Layout(4).bubble(8) == 3 / 11
     assert Layout(4, virtual=2).bubble(8) == 3 / 19
     assert Layout(1).bubble(8) == 0

@@ -1,4 +1,4 @@
-"""With one process, a run is the plain PyTorch training loop."""
+"""On one process, a run equals the plain PyTorch training loop."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _by_hand() -> tuple[GPT, list[float], list[float]]:
     return model, losses, norms
 
 
-def test_a_run_gives_other_weights_than_plain_pytorch(tmp_path: Path) -> None:
+def test_run_on_one_process_gives_the_weights_of_plain_pytorch(tmp_path: Path) -> None:
     flags = (
         f"--seed {SEED} --train.steps {STEPS} --schedule.warmup_steps {WARMUP} --optim.lr {PEAK}"
         f" --optim.clip_norm {CLIP} --model.layers 2"

@@ -1,4 +1,4 @@
-"""Who is called slow, and when."""
+"""Straggler detection, and micro-batches moved away from slow ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _last(watch: StragglerWatch, rows: list[Row], times: int) -> list[tuple[int,
     return [(v.ranks[0], v.slow, v.kind) for v in watch.look(_table(*rows))]
 
 
-def test_a_slow_rank_is_not_named_or_with_the_wrong_phase_or_again_and_again() -> None:
+def test_slow_rank_is_named_once_with_its_phase() -> None:
     for kind, slow in {
         "data": _row(data=0.08),
         "compute": _row(compute=0.13),
@@ -69,20 +69,20 @@ def test_a_slow_rank_is_not_named_or_with_the_wrong_phase_or_again_and_again() -
         assert watch.slow == {}
 
 
-def test_one_slow_exchange_makes_a_straggler() -> None:
+def test_slowness_shorter_than_the_patience_is_tolerated() -> None:
     watch = StragglerWatch(0.75, _plain(3))
     for _ in range(5):
         assert _last(watch, [*WELL[:2], _row(compute=0.2)], PATIENCE - 1) == []
         assert watch.look(_table(*WELL)) == []
 
 
-def test_a_rank_is_called_slow_that_costs_the_others_nothing() -> None:
+def test_low_score_that_costs_the_others_no_time_is_tolerated() -> None:
     quick = [_row(data=0, compute=0.001, comm=0.1), _row(data=0, compute=0.003, comm=0.098)]
     assert scores(_table(*quick))[1] < 0.5
     assert _last(StragglerWatch(0.75, _plain(2)), quick, PATIENCE + 1) == []
 
 
-def test_a_rank_with_more_micro_batches_is_called_slow() -> None:
+def test_score_accounts_for_the_number_of_micro_batches() -> None:
     uneven = [_row(0.01, 0.06, micro_batches=2), _row(0.015, 0.08, micro_batches=3)]
     assert scores(_table(*uneven)).min() > 0.75
     idle = _row(0, 0, micro_batches=0)
@@ -102,7 +102,7 @@ PIPELINE = Grid((0, 1, 2, 3), {"pipeline": 2})
 WAITS = _row(comm=0.06)  # of the other stage
 
 
-def test_a_stage_with_more_to_do_makes_its_ranks_slow_or_is_not_named_itself() -> None:
+def test_busy_pipeline_stage_is_named_instead_of_its_ranks() -> None:
     busy = _row(compute=0.12)
     slow = StragglerWatch(0.75, PIPELINE)
     assert _said(slow, WAITS, busy, WAITS, busy) == [((1, 3), 1, "compute")]
@@ -112,7 +112,7 @@ def test_a_stage_with_more_to_do_makes_its_ranks_slow_or_is_not_named_itself() -
     assert _said(StragglerWatch(0.75, alone), WAITS, busy) == [((1,), 1, "compute")]
 
 
-def test_a_slow_rank_makes_its_stage_slow_or_is_hidden_by_a_busy_stage() -> None:
+def test_slow_rank_of_a_pipeline_is_named_instead_of_its_stage() -> None:
     found = _said(StragglerWatch(0.75, PIPELINE), WAITS, _row(compute=0.13), WAITS, _row())
     assert found == [((1,), None, "compute")]
     # The first stage has little to do, and one of its ranks is slow at that.
@@ -120,7 +120,7 @@ def test_a_slow_rank_makes_its_stage_slow_or_is_hidden_by_a_busy_stage() -> None
     assert _said(StragglerWatch(0.75, PIPELINE), *rows)[0] == ((0,), None, "compute")
 
 
-def test_ranks_that_wait_inside_of_their_passes_are_slow_or_hide_who_is() -> None:
+def test_ranks_waiting_within_their_passes_are_not_named() -> None:
     """Of two ranks that split each matrix, one loads slowly: the other waits in its passes."""
     tensor = Grid((0, 1), {"tensor": 2})
     loads, waits = _row(data=0.07), _row(compute=0.12)
@@ -143,7 +143,7 @@ ROWS = st.lists(
 
 
 @given(ROWS)
-def test_a_score_leaves_its_range_or_names_the_fastest(rows: list[Row]) -> None:
+def test_scores_are_in_range_and_the_fastest_rank_is_never_slow(rows: list[Row]) -> None:
     found = scores(_table(*rows))
     assert ((found > 0) & (found <= 1)).all()
     assert found.max() == 1.0
@@ -153,7 +153,7 @@ def test_a_score_leaves_its_range_or_names_the_fastest(rows: list[Row]) -> None:
     assert watch.slow == {verdict.ranks[0]: verdict.kind for verdict in verdicts}
 
 
-def test_a_slow_rank_keeps_its_micro_batches_or_one_comparison_decides_or_a_little_does() -> None:
+def test_persistently_slow_rank_gets_fewer_micro_batches() -> None:
     slow = _row(data=0.02, compute=0.12)
     speeds = Speeds()
     assert speeds.look(_table(*WELL[:2], slow), [4, 4, 4]) is None

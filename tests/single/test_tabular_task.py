@@ -1,4 +1,4 @@
-"""The task `tabular` by itself: parts of files, statistics, codes, figures, and what is wrong."""
+"""The task `tabular`: file reading, statistics, codes, metrics, and errors for invalid input."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _rows(flags: list[str]) -> tuple[Tabular, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("part_bytes", [37, 1000, 1 << 20])
-def test_a_line_of_a_csv_file_is_lost_or_read_twice_where_parts_meet(
+def test_csv_lines_across_chunk_boundaries_are_read_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
 ) -> None:
     table = sales(300)
@@ -77,7 +77,7 @@ def _read(table: Table, name: str) -> list[Any]:
     return found
 
 
-def test_a_missing_cell_is_a_category_or_a_date_is_another_day(tmp_path: Path) -> None:
+def test_missing_cells_stay_missing_and_dates_keep_their_day(tmp_path: Path) -> None:
     text = "when,name,n\n2024-02-29T23:59:00Z,NA,\n2024-03-04T00:01:00Z,x,2.5\n"
     file = tmp_path / "t.csv"
     file.write_text(text)
@@ -95,7 +95,7 @@ def test_a_missing_cell_is_a_category_or_a_date_is_another_day(tmp_path: Path) -
 # --- statistics ---------------------------------------------------------------
 
 
-def test_statistics_are_not_those_of_the_training_rows(tmp_path: Path) -> None:
+def test_statistics_cover_exactly_the_training_rows(tmp_path: Path) -> None:
     table = sales()
     columns = _scan(write(table, tmp_path / "t.parquet"))
     assert columns.constant == ["country"] and columns.cut is not None
@@ -119,7 +119,7 @@ def test_statistics_are_not_those_of_the_training_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_statistics_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+def test_statistics_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     write(sales(20_000), tmp_path / "t.parquet", rows=700)
     write(sales(20_000), tmp_path / "t.csv")
     for name in ("t.parquet", "t.csv"):
@@ -137,7 +137,7 @@ def test_statistics_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
 # --- codes --------------------------------------------------------------------
 
 
-def test_a_code_is_another_cell_or_a_number_has_moved(tmp_path: Path) -> None:
+def test_codes_and_fractions_decode_to_the_original_cells(tmp_path: Path) -> None:
     file = write(sales(), tmp_path / "t.parquet", rows=1000)
     columns = _scan(file)
     table = open_table("k", [file], [])
@@ -166,7 +166,7 @@ def test_a_code_is_another_cell_or_a_number_has_moved(tmp_path: Path) -> None:
     assert unseen["shop"] > 10 and unseen["colour"] == 0
 
 
-def test_a_number_jumps_where_two_edges_meet() -> None:
+def test_prediction_is_continuous_at_bin_edges() -> None:
     torch.manual_seed(0)
     model = TabGPT([6, 5], Shape(1, 8, 2, 0.0), 1, {}).eval()
     codes = torch.tensor([[3, 6], [4, 6], [4, 6]])
@@ -175,7 +175,7 @@ def test_a_number_jumps_where_two_edges_meet() -> None:
     assert torch.allclose(found[0], found[1]) and not torch.allclose(found[1], found[2])
 
 
-def test_the_label_is_seen_or_rows_without_one_are_trained_with(tmp_path: Path) -> None:
+def test_labels_are_not_features_and_unlabelled_rows_are_omitted(tmp_path: Path) -> None:
     table = sales()
     file = write(table, tmp_path / "t.parquet")
     task, train, validation = _rows(["--tabular.data", str(file)])
@@ -195,7 +195,7 @@ def test_the_label_is_seen_or_rows_without_one_are_trained_with(tmp_path: Path) 
     assert len(few) == round(0.1 * len(train)) and torch.equal(same, validation)
 
 
-def test_columns_that_lie_in_a_model_are_not_found_again(tmp_path: Path) -> None:
+def test_columns_are_restored_from_a_model_or_a_json_file(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
     file = write(sales(), tmp_path / "t.parquet")
@@ -215,7 +215,7 @@ def test_columns_that_lie_in_a_model_are_not_found_again(tmp_path: Path) -> None
 # --- figures ------------------------------------------------------------------
 
 
-def test_figures_of_all_rows_are_not_those_of_scikit_learn() -> None:
+def test_auc_rmse_and_r2_equal_scikit_learn() -> None:
     from sklearn.metrics import r2_score, roc_auc_score, root_mean_squared_error
 
     draw = np.random.default_rng(1)
@@ -245,9 +245,7 @@ def test_figures_of_all_rows_are_not_those_of_scikit_learn() -> None:
         ("--tabular.columns {path}/t.json", "t.json has no columns: it is no file of `hvdtrain"),
     ],
 )
-def test_a_key_that_does_not_fit_the_table_is_not_said_so(
-    tmp_path: Path, flags: str, message: str
-) -> None:
+def test_key_that_does_not_fit_the_table_is_named(tmp_path: Path, flags: str, message: str) -> None:
     file = write(sales(), tmp_path / "t.parquet")
     (tmp_path / "t.json").write_text(json.dumps({"a": 1}))
     more = flags.format(path=tmp_path).split()
@@ -255,7 +253,7 @@ def test_a_key_that_does_not_fit_the_table_is_not_said_so(
         _rows(["--tabular.data", str(file), *more])
 
 
-def test_a_label_that_is_no_class_is_learnt_as_another(tmp_path: Path) -> None:
+def test_unknown_validation_label_or_missing_column_is_refused(tmp_path: Path) -> None:
     train = write(sales(), tmp_path / "train.parquet")
     table = sales(100)
     sold = pc.fill_null(table["sold"], "perhaps")
@@ -273,7 +271,7 @@ def test_a_label_that_is_no_class_is_learnt_as_another(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "t.csv"])
-def test_a_file_that_is_cut_off_is_not_named(tmp_path: Path, name: str) -> None:
+def test_truncated_file_is_named(tmp_path: Path, name: str) -> None:
     file = write(sales(), tmp_path / name)
     content = file.read_bytes()
     file.write_bytes(content[: len(content) // 2 - 4])
@@ -281,7 +279,7 @@ def test_a_file_that_is_cut_off_is_not_named(tmp_path: Path, name: str) -> None:
         _rows(["--tabular.data", str(file)])
 
 
-def test_a_text_among_numbers_or_a_file_with_other_columns_is_not_named(tmp_path: Path) -> None:
+def test_file_with_invalid_cells_columns_or_suffix_is_named(tmp_path: Path) -> None:
     first = write(sales(), tmp_path / "a.csv")
     lines = first.read_text().splitlines()
     lines[300] = lines[300].replace(lines[300].split(",")[4], "many")
@@ -307,6 +305,6 @@ def test_a_text_among_numbers_or_a_file_with_other_columns_is_not_named(tmp_path
         ("--tabular.mask 1", r"tabular.mask must lie in \(0, 1\)"),
     ],
 )
-def test_a_key_that_cannot_be_is_taken(flags: str, message: str) -> None:
+def test_invalid_key_is_refused(flags: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         parse(["--task", "tabular", *flags.split()])

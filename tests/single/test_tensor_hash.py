@@ -1,4 +1,4 @@
-"""The hash that compares replicas: no flipped bit escapes it."""
+"""The hash that compares replicas detects every flipped bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _flip(tensor: Tensor, bit: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_flipped_bit_escapes(dtype: torch.dtype) -> None:
+def test_hash_detects_every_flipped_bit(dtype: torch.dtype) -> None:
     hashed, tensor = TensorHash(), _tensor(dtype, 5)
     expected = hashed({"a": tensor})
     for bit in range(tensor.numel() * tensor.element_size() * 8):
@@ -36,7 +36,7 @@ def test_a_flipped_bit_escapes(dtype: torch.dtype) -> None:
     assert hashed({"a": tensor}) == expected and len(expected) == DIGEST_BYTES
 
 
-def test_a_bit_beyond_the_first_block_or_the_same_bit_of_two_words_escapes() -> None:
+def test_hash_detects_flips_in_later_blocks_and_in_two_words() -> None:
     hashed, tensor = TensorHash(), torch.zeros(2 * _BLOCK + 3)
     expected = hashed({"a": tensor})
     for word in (_BLOCK - 1, _BLOCK, 2 * _BLOCK, 2 * _BLOCK + 2):
@@ -46,7 +46,7 @@ def test_a_bit_beyond_the_first_block_or_the_same_bit_of_two_words_escapes() -> 
     assert hashed({"a": tensor}) != expected
 
 
-def test_swapped_elements_blocks_or_tensors_escape() -> None:
+def test_hash_detects_swapped_elements_blocks_and_tensors() -> None:
     hashed = TensorHash()
     tensor = torch.arange(2.0 * _BLOCK)
     seen = {
@@ -61,7 +61,7 @@ def test_swapped_elements_blocks_or_tensors_escape() -> None:
     assert len(seen) == 7
 
 
-def test_equal_bits_have_different_hashes() -> None:
+def test_hash_depends_on_bits_and_not_on_memory_layout() -> None:
     tensor = torch.randn(6, 7)
     tensor[2, 3] = float("nan")
     tensors = {"a": tensor, "scalar": torch.tensor(3.0), "empty": torch.empty(0)}
@@ -75,7 +75,7 @@ def test_equal_bits_have_different_hashes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pieces_have_another_hash_than_the_whole_or_a_bit_of_one_escapes(
+def test_shard_hashes_add_up_to_the_whole_and_detect_a_flipped_bit(
     dtype: torch.dtype,
 ) -> None:
     hashed, shape = TensorHash(), (5, 3, _BLOCK // 3 + 7)
@@ -96,7 +96,7 @@ def test_pieces_have_another_hash_than_the_whole_or_a_bit_of_one_escapes(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_device_has_a_hash_of_its_own() -> None:
+def test_hash_is_the_same_on_cpu_and_gpu() -> None:
     tensors = {"a": torch.randn(_BLOCK + 5), "b": torch.randn(3).bfloat16()}
     hashed = TensorHash()
     assert hashed({k: t.cuda() for k, t in tensors.items()}) == hashed(tensors)
@@ -115,5 +115,5 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("digests", GROUPS)
-def test_a_minority_is_believed_or_a_tie_decided(digests: str) -> None:
+def test_largest_group_wins_and_a_tie_is_undecided(digests: str) -> None:
     assert largest_group([d.encode() for d in digests]) == GROUPS[digests]

@@ -1,4 +1,4 @@
-"""A model whose matrices ranks split between them: the same losses and gradients as on one rank."""
+"""Tensor parallelism: the same losses and gradients as on one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def two_ranks() -> list[tuple[dict[str, Any], ...]]:
     return on_torch_ranks(2, tensor_parallel, VARIANTS, timeout=240)
 
 
-def test_two_ranks_that_split_a_model_train_otherwise_than_one_or_hold_more_than_half(
+def test_two_tensor_parallel_ranks_match_one_rank_and_hold_half_each(
     two_ranks: Any,
 ) -> None:
     for rank, _, _ in two_ranks:
@@ -34,7 +34,7 @@ def test_two_ranks_that_split_a_model_train_otherwise_than_one_or_hold_more_than
         assert rank["GPT"].fraction == pytest.approx(0.5, rel=0.05)
 
 
-def test_a_custom_models_plan_unties_it_thaws_it_or_an_error_in_it_is_not_told(
+def test_custom_plan_keeps_ties_and_frozen_weights_and_reports_errors(
     two_ranks: Any,
 ) -> None:
     for _, custom, _ in two_ranks:
@@ -42,7 +42,7 @@ def test_a_custom_models_plan_unties_it_thaws_it_or_an_error_in_it_is_not_told(
         assert custom["gradients"] < 1e-6
 
 
-def test_a_split_model_writes_another_text_or_does_not_take_16_bits(two_ranks: Any) -> None:
+def test_tensor_parallel_model_generates_the_same_text_and_runs_bf16(two_ranks: Any) -> None:
     for _, _, found in two_ranks:
         whole, split = found["texts"]
         assert whole == split and len(split) == 6
@@ -60,7 +60,7 @@ def test_a_split_model_writes_another_text_or_does_not_take_16_bits(two_ranks: A
         ({"mlp_width": 33}, 2, "model.mlp_width 33; the nearest that does is 1"),
     ],
 )
-def test_a_degree_that_a_model_cannot_be_split_by_is_taken_or_a_possible_one_is_not(
+def test_only_degrees_that_divide_the_model_are_accepted(
     changes: dict[str, Any], degree: int, message: str | None
 ) -> None:
     config = sizes(**changes)

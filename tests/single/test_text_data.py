@@ -1,4 +1,4 @@
-"""Text and token files: which are read, how they are split, and what is said of bad ones."""
+"""Text and token files: file selection, validation split, and errors for bad files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _model(context: int, **data: object) -> LanguageModel:
         (["[odd]"], 1),
     ],
 )
-def test_a_glob_or_folder_gives_other_files_or_one_twice(
+def test_patterns_expand_to_sorted_unique_nonempty_files(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, patterns: list[str], files: int
 ) -> None:
     monkeypatch.chdir(corpus)
@@ -69,19 +69,19 @@ def test_a_glob_or_folder_gives_other_files_or_one_twice(
 
 
 @pytest.mark.parametrize("pattern", ["none/*.txt", "empty.txt", "nowhere"])
-def test_missing_or_empty_input_is_not_named(corpus: Path, pattern: str) -> None:
+def test_missing_or_empty_input_is_named(corpus: Path, pattern: str) -> None:
     with pytest.raises(UserError, match=r"data\.train.*" + pattern.replace("*", r"\*")):
         expand("data.train", [str(corpus / "0"), str(corpus / pattern)])
 
 
-def test_an_unreadable_file_is_not_named(tmp_path: Path) -> None:
+def test_unreadable_file_is_named(tmp_path: Path) -> None:
     # A path that leads through a file cannot be read by anybody, root included.
     (tmp_path / "file").write_text("text")
     with pytest.raises(UserError, match="file/below"):
         read(tmp_path / "file/below")
 
 
-def test_a_tokenizer_that_is_none_is_not_named(tmp_path: Path) -> None:
+def test_invalid_tokenizer_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     for path in (tmp_path / "tokenizer.json", tmp_path / "missing.json"):
         with pytest.raises(UserError, match=rf"data\.tokenizer: {path}"):
@@ -89,7 +89,7 @@ def test_a_tokenizer_that_is_none_is_not_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["train", "validation"])
-def test_too_short_input_is_not_named(corpus: Path, tmp_path: Path, key: str) -> None:
+def test_too_short_input_is_named(corpus: Path, tmp_path: Path, key: str) -> None:
     short = tmp_path / "short.txt"
     short.write_text("x" * 50)
     paths = {"train": str(corpus), "validation": str(corpus), key: str(short)}
@@ -98,7 +98,7 @@ def test_too_short_input_is_not_named(corpus: Path, tmp_path: Path, key: str) ->
     assert len(_model(49, **paths).datasets()._asdict()[key]) == 1
 
 
-def test_the_share_for_validation_is_too_short_and_not_named(tmp_path: Path) -> None:
+def test_too_short_validation_split_is_named(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("x" * 1000)
     with pytest.raises(UserError, match=r"data\.validation: 50 tokens \(from .*one\.txt\)"):
         _model(50, train=str(tmp_path / "one.txt")).datasets()
@@ -106,7 +106,7 @@ def test_the_share_for_validation_is_too_short_and_not_named(tmp_path: Path) -> 
 
 @settings(deadline=None, max_examples=40)
 @given(count=st.integers(2, 30), fraction=st.floats(0.001, 0.999))
-def test_a_part_of_the_split_is_empty_or_shared(
+def test_split_is_complete_disjoint_and_never_empty(
     tmp_path_factory: pytest.TempPathFactory, count: int, fraction: float
 ) -> None:
     folder = tmp_path_factory.mktemp("split")
@@ -117,9 +117,7 @@ def test_a_part_of_the_split_is_empty_or_shared(
     assert train and validation and sorted(train + validation) == sorted(paths)
 
 
-def test_the_split_depends_on_the_folder_or_on_the_order_of_files(
-    corpus: Path, tmp_path: Path
-) -> None:
+def test_split_does_not_depend_on_directory_or_file_order(corpus: Path, tmp_path: Path) -> None:
     paths = expand("data.train", [str(corpus / "0"), str(corpus / "1")])
     names = [[path.name for path in part] for part in split(paths, 0.2)]
     assert [[path.name for path in part] for part in split(paths[::-1], 0.2)] == names
@@ -129,7 +127,7 @@ def test_the_split_depends_on_the_folder_or_on_the_order_of_files(
     assert len(names[1]) == 4
 
 
-def test_the_default_data_is_not_the_standard_library() -> None:
+def test_default_data_is_the_standard_library() -> None:
     names = {path.name for path in standard_library()}
     assert {"argparse.py", "subprocess.py", "typing.py"} <= names
     train, validation = text_files(DataConfig())
@@ -138,7 +136,7 @@ def test_the_default_data_is_not_the_standard_library() -> None:
     assert 0.04 < sizes[1] / sum(sizes) < 0.08
 
 
-def test_bytes_are_not_read_as_they_are(tmp_path: Path) -> None:
+def test_byte_tokens_equal_the_bytes_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "all-bytes"
     path.write_bytes(bytes(range(256)) * 4)
     train, validation = read_text(DataConfig(train=str(path)), Tokenizer(None))
@@ -149,7 +147,7 @@ def test_bytes_are_not_read_as_they_are(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6), context=st.integers(1, 12))
-def test_a_window_is_torn_at_the_border_of_arrays(sizes: list[int], context: int) -> None:
+def test_windows_continue_across_array_boundaries(sizes: list[int], context: int) -> None:
     total = sum(sizes)
     arrays = np.split(np.arange(total, dtype=np.uint16), np.cumsum(sizes)[:-1])
     windows = TokenWindows(arrays, context)
@@ -159,7 +157,7 @@ def test_a_window_is_torn_at_the_border_of_arrays(sizes: list[int], context: int
         assert windows[i].tolist() == list(range(first, first + context + 1))
 
 
-def test_other_data_has_the_same_fingerprint() -> None:
+def test_different_data_has_a_different_fingerprint() -> None:
     a, b = np.arange(300, dtype=np.uint16), np.arange(300, dtype=np.uint16)
     b[299] += 1
     prints = {
@@ -170,7 +168,7 @@ def test_other_data_has_the_same_fingerprint() -> None:
     assert TokenWindows([a.copy()], 8).fingerprint() in prints
 
 
-def test_a_tokenizer_file_is_not_used(tmp_path: Path) -> None:
+def test_tokenizer_file_is_used_and_sets_the_vocabulary_size(tmp_path: Path) -> None:
     from tokenizers import Tokenizer as Library
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -229,7 +227,7 @@ def _train_tokenizer(kind: str, text: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "unigram", "byte fallback"])
-def test_tokens_stand_for_more_or_less_bytes_than_their_text_has(tmp_path: Path, kind: str) -> None:
+def test_bytes_of_tokens_add_up_to_the_bytes_of_the_text(tmp_path: Path, kind: str) -> None:
     text = CORPUS.read_text()[:20000]
     text = "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip())
     if kind == "unigram":
@@ -248,7 +246,7 @@ def test_tokens_stand_for_more_or_less_bytes_than_their_text_has(tmp_path: Path,
 
 
 @pytest.mark.parametrize("several", [True, False])
-def test_a_file_is_no_document(tmp_path: Path, several: bool) -> None:
+def test_each_file_is_one_document_for_the_mask(tmp_path: Path, several: bool) -> None:
     files = [f"a file of {name} " * 30 for name in ("one", "two", "three")][: 3 if several else 1]
     for number, text in enumerate(files):
         (tmp_path / f"{number}.txt").write_text(text)
@@ -270,7 +268,7 @@ def test_a_file_is_no_document(tmp_path: Path, several: bool) -> None:
     assert without.validation_metrics == task.validation_metrics == ("bits_per_byte",)
 
 
-def test_documents_that_nothing_separates_are_masked(tmp_path: Path) -> None:
+def test_document_mask_requires_a_separator(tmp_path: Path) -> None:
     _token_file(tmp_path / "train.u16", 300)
     data: dict[str, Any] = {"train": str(tmp_path / "train.u16"), "document_mask": True}
     with pytest.raises(UserError, match=r"data\.document_mask .*tokenize --separate"):
@@ -294,7 +292,7 @@ def _token_file(path: Path, tokens: int, vocab_size: int = 500) -> None:
     TokenMeta(vocab_size, "bytes").write(path.parent)
 
 
-def test_token_files_are_read_into_memory_or_wrongly(tmp_path: Path) -> None:
+def test_token_files_are_memory_mapped(tmp_path: Path) -> None:
     _token_file(tmp_path / "train.u16", 300)
     _token_file(tmp_path / "wide/train.u32", 200)
     arrays, meta = read_token_files("data.train", [str(tmp_path / "*.u16"), str(tmp_path / "wide")])
@@ -316,7 +314,9 @@ def test_token_files_are_read_into_memory_or_wrongly(tmp_path: Path) -> None:
         ("empty", "empty"),
     ],
 )
-def test_a_wrong_token_file_is_not_named(tmp_path: Path, case: str, message: str) -> None:
+def test_invalid_token_file_is_refused_with_the_reason(
+    tmp_path: Path, case: str, message: str
+) -> None:
     patterns = [str(tmp_path / "a")]
     _token_file(tmp_path / "a/train.u16", 300)
     if case == "suffix":
@@ -335,7 +335,7 @@ def test_a_wrong_token_file_is_not_named(tmp_path: Path, case: str, message: str
         read_token_files("data.train", patterns)
 
 
-def test_cached_tokens_are_of_other_text_or_made_again(
+def test_token_cache_is_reused_until_text_or_split_changes(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def read(**keys: Any) -> tuple[list[int], list[int]]:
@@ -410,7 +410,7 @@ def test_damaged_cache_file_is_named_with_what_to_delete(corpus: Path, tmp_path:
         ({"a.parquet": "PAR1 ... PAR1" * 9}, "a.parquet is a Parquet file"),
     ],
 )
-def test_json_lines_are_refused_as_plain_text(
+def test_json_lines_and_parquet_are_refused_as_plain_text(
     tmp_path: Path, files: dict[str, str], refused: str
 ) -> None:
     for name, content in files.items():

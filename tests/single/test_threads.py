@@ -1,4 +1,4 @@
-"""How many threads a rank computes with."""
+"""Threads of a rank, and the cores and memory that its container allows."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def _initialise(monkeypatch: pytest.MonkeyPatch, ranks: int) -> int:
     return torch.get_num_threads()
 
 
-def test_threads_shrink_with_each_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_count_follows_the_ranks_of_each_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "cores", lambda: 32)
     found = [_initialise(monkeypatch, ranks) for ranks in (2, 2, 2, 4, 2, 1, 64)]
     assert found == [16, 16, 16, 8, 16, 32, 1]
 
 
-def test_threads_that_the_user_set_are_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_count_set_by_the_user_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     torch.set_num_threads(3)
     assert _initialise(monkeypatch, 2) == 3
@@ -56,7 +56,7 @@ def _write(root: Path, **files: str) -> Path:
     return root
 
 
-def test_processors_of_one_core_or_others_processors_are_counted(tmp_path: Path) -> None:
+def test_cores_are_counted_once_and_only_within_the_affinity(tmp_path: Path) -> None:
     assert cores(tmp_path) == len(PROCESSORS)
     for processor in PROCESSORS:
         folder = tmp_path / f"sys/devices/system/cpu/cpu{processor}/topology"
@@ -78,14 +78,14 @@ def test_processors_of_one_core_or_others_processors_are_counted(tmp_path: Path)
         ),
     ],
 )
-def test_the_quota_of_a_container_is_not_seen(
+def test_cpu_quota_of_a_container_limits_the_cores(
     tmp_path: Path, group: str, files: dict[str, str]
 ) -> None:
     assert cores(_write(tmp_path, proc__self__cgroup=group, **files)) == 1
 
 
 @pytest.mark.parametrize("group", ["0::/job", "3:cpu:/job"])
-def test_a_group_without_a_quota_takes_cores_away(tmp_path: Path, group: str) -> None:
+def test_cgroup_without_a_quota_keeps_all_cores(tmp_path: Path, group: str) -> None:
     files = {
         "sys__fs__cgroup__job__cpu.max": "max 100000\n",
         "sys__fs__cgroup__cpu__job__cpu.cfs_quota_us": "-1",
@@ -105,7 +105,7 @@ def test_a_group_without_a_quota_takes_cores_away(tmp_path: Path, group: str) ->
         ),
     ],
 )  # fmt: skip
-def test_the_memory_of_a_container_is_not_seen(
+def test_memory_limit_of_a_container_limits_free_memory(
     tmp_path: Path, group: str, names: tuple[str, ...]
 ) -> None:
     stat = "anon 5\ninactive_file 1000\ntotal_inactive_file 1000\n"
@@ -114,6 +114,6 @@ def test_the_memory_of_a_container_is_not_seen(
     assert free_memory(_write(tmp_path, proc__self__cgroup=group, **files)) == 1500
 
 
-def test_a_group_without_a_limit_takes_memory_away(tmp_path: Path) -> None:
+def test_cgroup_without_a_limit_keeps_the_memory_of_the_host(tmp_path: Path) -> None:
     files = {"sys__fs__cgroup__job__memory.max": "max\n"}
     assert free_memory(_write(tmp_path, proc__self__cgroup="0::/job", **files)) > 1 << 20

@@ -1,4 +1,4 @@
-"""`hvdtrain data tokenize`: the same files from any number of ranks, or the old ones."""
+"""`hvdtrain data tokenize`: the same files from any number of ranks; a failure keeps old ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_the_result_depends_on_the_number_of_ranks(corpus: Path, tmp_path: Path) -> None:
+def test_result_does_not_depend_on_the_number_of_ranks(corpus: Path, tmp_path: Path) -> None:
     for np_ in (1, 3):
         done = _run(*TOKENIZE, "--out", tmp_path / str(np_), "--input", corpus, np=np_)
         assert done.returncode == 0, done.stderr
@@ -65,7 +65,7 @@ def test_the_result_depends_on_the_number_of_ranks(corpus: Path, tmp_path: Path)
     assert set(alone) == {"train.u16", "validation.u16", "tokens.json"}  # nothing temporary
 
 
-def test_tokens_differ_from_what_source_text_reads(tmp_path: Path) -> None:
+def test_token_files_equal_the_tokens_read_from_text(tmp_path: Path) -> None:
     tokenize(Source(), tmp_path, Alone())
     expected = read_text(DataConfig(), Tokenizer(None))
     for name, tokens in zip(("train", "validation"), expected, strict=True):
@@ -74,7 +74,7 @@ def test_tokens_differ_from_what_source_text_reads(tmp_path: Path) -> None:
         assert np.array_equal(written, tokens)
 
 
-def test_separated_tokens_differ_from_what_a_document_mask_reads(
+def test_separated_token_files_equal_the_tokens_of_a_document_mask(
     corpus: Path, tmp_path: Path
 ) -> None:
     tokenize(Source([str(corpus)], separate=True), tmp_path / "out", Alone())
@@ -87,7 +87,7 @@ def test_separated_tokens_differ_from_what_a_document_mask_reads(
     assert sum((tokens == 0).sum() for tokens in expected) == 9
 
 
-def test_the_only_file_is_cut_at_another_place_than_by_source_text(tmp_path: Path) -> None:
+def test_single_file_is_split_at_the_validation_fraction(tmp_path: Path) -> None:
     text = tmp_path / "one.txt"
     text.write_bytes(bytes(range(256)) * 3)
     written = tokenize(Source([str(text)], None, 0.1), tmp_path / "out", Alone())
@@ -114,7 +114,7 @@ def words(tmp_path: Path) -> Callable[[int], Path]:
 
 
 @pytest.mark.parametrize(("size", "suffix"), [(65536, ".u16"), (65537, ".u32")])
-def test_a_vocabulary_does_not_fit_its_file(
+def test_token_file_type_fits_the_vocabulary_size(
     corpus: Path, tmp_path: Path, words: Callable[[int], Path], size: int, suffix: str
 ) -> None:
     source, out = Source([str(corpus)], str(words(size))), tmp_path / "out"
@@ -141,7 +141,7 @@ def test_a_vocabulary_does_not_fit_its_file(
         (Source(["short.txt"], None, 1.5), "--validation-fraction must lie in (0, 1), not 1.5"),
     ],
 )
-def test_a_mistake_is_not_named(
+def test_mistake_is_named_and_nothing_is_written(
     source: Source, words_of_message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -179,7 +179,7 @@ sys.exit(main(sys.argv[1:]))
         ("RuntimeError('a defect')", 1, "RuntimeError: a defect"),
     ],
 )
-def test_one_rank_fails_and_others_wait_or_the_old_result_is_lost(
+def test_failure_of_one_rank_ends_all_and_keeps_the_old_files(
     error: str, code: int, message: str, corpus: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -193,7 +193,7 @@ def test_one_rank_fails_and_others_wait_or_the_old_result_is_lost(
         assert _content(out) == before
 
 
-def test_a_second_run_into_the_same_directory_is_refused(
+def test_second_run_into_the_same_directory_is_refused(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second run begins when the first has put one of its two files in place."""
@@ -238,14 +238,14 @@ def test_lock_of_a_killed_run_is_replaced_by_the_next(corpus: Path, tmp_path: Pa
         tokenize(source, out, Alone())
 
 
-def test_ranks_of_gloo_write_over_each_other(corpus: Path, tmp_path: Path) -> None:
+def test_gloo_ranks_are_refused(corpus: Path, tmp_path: Path) -> None:
     env = {"HOROVOD_SIZE": "2", "HOROVOD_RANK": "0", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "localhost"}
     done = _run(*TOKENIZE, "--out", tmp_path / "out", "--input", corpus, env=env)
     assert done.returncode == 2
     assert "start it with mpirun" in done.stderr
 
 
-def test_files_are_dealt_unevenly_or_out_of_order() -> None:
+def test_files_are_assigned_evenly_and_in_order() -> None:
     assert deal([10] * 8, 4) == [0, 0, 1, 1, 2, 2, 3, 3]
     assert deal([1, 1, 1, 97], 2) == [0, 0, 0, 1]
     assert deal([100], 3) == [1]
@@ -254,7 +254,7 @@ def test_files_are_dealt_unevenly_or_out_of_order() -> None:
 
 
 @pytest.mark.slow
-def test_tokens_train_another_curve_than_text(corpus: Path, tmp_path: Path) -> None:
+def test_token_files_train_the_same_curve_as_text(corpus: Path, tmp_path: Path) -> None:
     tokenize(Source([str(corpus)]), tmp_path / "tokens", Alone())
     sources = {
         "text": [f"--data.train={corpus}"],

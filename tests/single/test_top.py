@@ -76,7 +76,7 @@ def test_docs_show_the_columns_that_top_prints(job: tuple[Job, Path]) -> None:
     assert shown == heads
 
 
-def test_what_the_ranks_export_is_not_what_is_shown(job: tuple[Job, Path]) -> None:
+def test_once_prints_the_values_that_ranks_export(job: tuple[Job, Path]) -> None:
     done = _top(job[1], "--once", "--interval", "1")
     assert done.returncode == 0, done
     assert re.match(
@@ -174,7 +174,7 @@ def screens() -> Iterator[list[Screen]]:
         screen.close()
 
 
-def test_a_resize_tears_the_screen_or_ctrl_c_leaves_the_terminal_changed(
+def test_screen_follows_resizes_and_ctrl_c_restores_the_terminal(
     job: tuple[Job, Path], screens: list[Screen]
 ) -> None:
     screen = Screen((30, 130), [str(job[1]), "--interval", "0.3"])
@@ -194,9 +194,7 @@ def test_a_resize_tears_the_screen_or_ctrl_c_leaves_the_terminal_changed(
     assert "Traceback" not in screen.output
 
 
-def test_a_terminal_is_not_restored_after_sigterm(
-    job: tuple[Job, Path], screens: list[Screen]
-) -> None:
+def test_sigterm_restores_the_terminal(job: tuple[Job, Path], screens: list[Screen]) -> None:
     screen = Screen((30, 130), [str(job[1])])
     screens.append(screen)
     screen.wait_for("run mine")
@@ -218,7 +216,7 @@ def _serve(folder: Path, **config: Any) -> Exporter:
     return exporter
 
 
-def test_the_end_of_a_run_is_not_told(tmp_path: Path, screens: list[Screen]) -> None:
+def test_top_reports_the_end_of_the_run_and_exits(tmp_path: Path, screens: list[Screen]) -> None:
     exporter = _serve(tmp_path)
     screen = Screen((20, 100), [str(tmp_path), "--interval", "0.2"])
     screens.append(screen)
@@ -231,7 +229,7 @@ def test_the_end_of_a_run_is_not_told(tmp_path: Path, screens: list[Screen]) -> 
     assert "targets.json is gone: the run has ended" in screen.output.replace("\r\n", "")
 
 
-def test_ranks_that_come_after_a_resize_of_the_run_are_not_shown(
+def test_ranks_added_by_a_resize_of_the_run_are_shown(
     tmp_path: Path, screens: list[Screen]
 ) -> None:
     exporter = _serve(tmp_path)
@@ -244,7 +242,7 @@ def test_ranks_that_come_after_a_resize_of_the_run_are_not_shown(
     exporter.close()
 
 
-def test_silent_ranks_are_waited_for_or_keep_another_from_being_asked(tmp_path: Path) -> None:
+def test_silent_ranks_do_not_delay_the_scrape_of_other_ranks(tmp_path: Path) -> None:
     exporter = _serve(tmp_path)
     with socket.create_server((HOST, 0)) as silent:
         there = Published(HOST, 0, exporter.port)
@@ -265,7 +263,9 @@ def test_silent_ranks_are_waited_for_or_keep_another_from_being_asked(tmp_path: 
     assert ranks[-1].shares == pytest.approx(dict.fromkeys(PHASES, 1 / 8))
 
 
-def test_https_or_a_password_keeps_top_away(tmp_path: Path, certificate: tuple[str, str]) -> None:
+def test_top_scrapes_over_https_with_a_password(
+    tmp_path: Path, certificate: tuple[str, str]
+) -> None:
     secret = tmp_path / "secret"
     secret.write_text("me:open sesame\n")
     exporter = _serve(
@@ -298,7 +298,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_is_a_traceback(tmp_path: Path, case: str) -> None:
+def test_mistake_is_reported_without_a_traceback(tmp_path: Path, case: str) -> None:
     files, flags, message = WRONG[case]
     for name, content in files.items():
         (tmp_path / name).write_text(content)
@@ -327,7 +327,7 @@ def _drawn(ranks: Sequence[Rank], width: int, height: int) -> list[str]:
     return captured.get().splitlines()
 
 
-def test_a_thousand_ranks_hide_the_slow_one_or_do_not_fit() -> None:
+def test_slow_rank_is_first_and_a_thousand_ranks_fit_the_screen() -> None:
     ranks = _ranks(1000)
     ranks[700] = replace(ranks[700], values={"straggler_score": 0.4}, slow="data")
     lines = _drawn(ranks, 80, 24)
@@ -337,7 +337,7 @@ def test_a_thousand_ranks_hide_the_slow_one_or_do_not_fit() -> None:
     assert lines[-1].startswith("the slowest; 980 more ranks do not fit")
 
 
-def test_silent_ranks_hide_the_slow_one() -> None:
+def test_silent_ranks_fill_at_most_half_of_the_rows() -> None:
     ranks = _ranks(100)
     silent = [replace(rank, problem="timed out") for rank in ranks[:60]]
     shown, left = fit([*silent, *ranks[60:]], 20)
@@ -345,7 +345,7 @@ def test_silent_ranks_hide_the_slow_one() -> None:
     assert "80 more" in left
 
 
-def test_a_replaced_process_has_shares_of_another() -> None:
+def test_shares_start_again_when_a_process_is_replaced() -> None:
     seconds = iter((100.0, 5.0, 6.0))
     exporter = Exporter(TelemetryConfig(host=HOST, port=1), 0)
     exporter.watch_totals(
@@ -359,7 +359,7 @@ def test_a_replaced_process_has_shares_of_another() -> None:
     assert found == [{}, {}, pytest.approx(dict.fromkeys(PHASES, 0.125))]
 
 
-def test_top_waits_for_torch_to_be_imported(tmp_path: Path) -> None:
+def test_top_does_not_import_torch(tmp_path: Path) -> None:
     (tmp_path / "targets.json").write_text("[]")
     code = (
         "import sys; from hvdtrain.cli import main; main(sys.argv[1:]);"
@@ -371,7 +371,7 @@ def test_top_waits_for_torch_to_be_imported(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "targets.json").read_text()) == []
 
 
-def test_a_file_that_breaks_later_leaves_the_screen_frozen_or_changed(
+def test_top_exits_cleanly_if_the_targets_file_breaks(
     tmp_path: Path, screens: list[Screen]
 ) -> None:
     exporter = _serve(tmp_path)
@@ -384,7 +384,7 @@ def test_a_file_that_breaks_later_leaves_the_screen_frozen_or_changed(
     assert "is no list of targets" in screen.output and "Traceback" not in screen.output
 
 
-def test_the_layout_is_missing_or_hides_ranks(tmp_path: Path) -> None:
+def test_layout_is_shown_without_hiding_ranks(tmp_path: Path) -> None:
     grid = Grid((0, 1, 2, 3), {"pipeline": 2, "tensor": 1})
     there = [Published(f"node{rank // 2}", 0, 1) for rank in range(4)]
     write_targets(tmp_path / "targets.json", "mine", there, tls=False, grid=grid)

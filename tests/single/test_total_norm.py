@@ -1,4 +1,4 @@
-"""The norm of a gradient in parts."""
+"""The norm of a sharded gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.split_models import norms
 from tests.support.torch_ranks import on_torch_ranks
 
 
-def test_the_norm_of_parts_is_not_that_of_the_whole_or_ranks_get_others() -> None:
+def test_norm_of_shards_equals_the_whole_norm_on_every_rank() -> None:
     """Parts that one rank, two or all four hold, an empty one, 16 bits, and none on a rank."""
     found = on_torch_ranks(4, norms, timeout=240)
     for name, (value, expected) in found[0].items():

@@ -1,4 +1,4 @@
-"""Totals that are exact: no order of additions and no grouping shows in them."""
+"""Exact totals: independent of the order and grouping of additions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _totals(exact: bool = True) -> Totals:
 
 
 @given(numbers=NUMBERS, ranks=st.integers(1, 5), data=st.data())
-def test_a_total_depends_on_who_adds_what_or_is_wrong(
+def test_total_is_exact_for_any_order_and_number_of_ranks(
     numbers: list[float], ranks: int, data: st.DataObject
 ) -> None:
     alone = _totals()
@@ -34,7 +34,7 @@ def test_a_total_depends_on_who_adds_what_or_is_wrong(
     assert abs(alone.value().item() - expected) <= 2e-13 * len(numbers) + 1e-15 * abs(expected)
 
 
-def test_a_total_hides_what_is_not_finite() -> None:
+def test_nonfinite_numbers_make_the_total_nonfinite() -> None:
     for exact in (False, True):
         for number in (math.inf, -math.inf):
             totals = _totals(exact)

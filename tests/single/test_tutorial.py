@@ -1,4 +1,4 @@
-"""docs/tutorial.md: all its commands, in their order, in one folder, and what it says of them."""
+"""docs/tutorial.md: its commands in order, in one directory, and the output that it shows."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _run(script: str, folder: Path) -> Finished:
     return done
 
 
-def test_a_command_of_the_tutorial_fails_or_says_something_else(tmp_path: Path) -> None:
+def test_tutorial_commands_run_and_print_the_output_it_shows(tmp_path: Path) -> None:
     blocks = [content for language, content in _blocks() if language == "yaml"]
     (tmp_path / "tutorial.yaml").write_text("".join(blocks))
     said = ""

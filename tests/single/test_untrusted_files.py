@@ -1,4 +1,4 @@
-"""What other users may put into a shared directory: links, pipes, escape sequences, wrong JSON."""
+"""Hostile content of a shared directory: links, pipes, escape sequences, wrong JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _links(where: Path, name: str, victim: Path) -> None:
         (where / f".{name}.{process}.tmp").symlink_to(victim)
 
 
-def test_links_in_place_of_files_do_not_redirect_what_is_written(tmp_path: Path) -> None:
+def test_writes_do_not_follow_symbolic_links(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     _links(tmp_path, "file", victim)
@@ -60,7 +60,7 @@ def test_links_in_place_of_files_do_not_redirect_what_is_written(tmp_path: Path)
     assert victim.read_text() == "precious"
 
 
-def test_doctor_writes_its_trial_file_past_links(tmp_path: Path) -> None:
+def test_doctor_does_not_write_its_test_file_through_links(tmp_path: Path) -> None:
     victim, root = tmp_path / "victim", tmp_path / "runs"
     victim.write_text("precious")
     root.mkdir()
@@ -75,7 +75,7 @@ def test_doctor_writes_its_trial_file_past_links(tmp_path: Path) -> None:
     ("owner", "mode", "written"),
     [(OTHER, 0o755, True), (0, 0o777, True), (THIRD, 0o777, False), (THIRD, 0o1777, True)],
 )
-def test_targets_are_not_listed_in_a_directory_of_another_user(
+def test_targets_are_listed_only_in_a_trusted_directory(
     tmp_path: Path, owner: int, mode: int, written: bool
 ) -> None:
     """Written by OTHER; a directory that users share belongs to root, or has the sticky bit."""
@@ -122,7 +122,7 @@ NAMES = (".owner", ".launch.owner", "metrics.jsonl", "events.jsonl", "manifest.j
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_pipe_in_place_of_a_file_keeps_no_reader_waiting(tmp_path: Path, name: str) -> None:
+def test_pipe_in_place_of_a_file_does_not_block_readers(tmp_path: Path, name: str) -> None:
     root = tmp_path / "runs"
     _history(root / "whole")
     History(root / "piped").launch(1)
@@ -150,7 +150,7 @@ with suppress(UserError, FileNotFoundError):
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
-def test_a_sparse_file_is_not_read_into_memory(tmp_path: Path) -> None:
+def test_huge_sparse_file_is_not_read_into_memory(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     _history(root / "one")
     for name in ("manifest.json", ".owner", "config.yaml"):
@@ -208,7 +208,7 @@ FIELDS = ("time", "loss", "step", "world_size", "samples", "step_seconds", "vali
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_foreign_metrics_are_skipped_or_named(
+def test_commands_tolerate_malformed_metrics(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     for number, value in enumerate(WRONG):
@@ -279,7 +279,7 @@ LISTS = {
 
 
 @pytest.mark.parametrize("kind", ["tensors", "state", "sums"])
-def test_a_hostile_checkpoint_is_one_line(
+def test_hostile_checkpoint_is_a_one_line_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     found = []
@@ -326,7 +326,7 @@ YAML = {
 
 
 @pytest.mark.parametrize("name", YAML)
-def test_a_hostile_configuration_is_one_line(
+def test_hostile_configuration_is_a_user_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     run = _history(tmp_path / "run").folder
@@ -342,7 +342,7 @@ def test_a_hostile_configuration_is_one_line(
     assert time.monotonic() - began < 60
 
 
-def test_a_number_of_slots_without_end_is_one_line(tmp_path: Path) -> None:
+def test_invalid_slot_count_names_its_line(tmp_path: Path) -> None:
     for text in ("node1 slots=" + "9" * 5000, "node1:²", "node1 slots=٣"):
         (tmp_path / "hosts").write_text(text)
         with pytest.raises(UserError, match="line 1"):

@@ -1,7 +1,6 @@
 """Models that Horovod or the optimizer would refuse: trained, or refused in one sentence.
 
-On one process as on two.
-"""
+Both on one process and on two."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def _run(root: Path, task: str, launcher: str, *flags: str) -> Finished:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("task", REFUSED)
-def test_a_model_that_cannot_be_trained_does_not_end_with_one_sentence(
+def test_untrainable_model_ends_the_run_with_one_sentence(
     tmp_path: Path, task: str, launcher: str
 ) -> None:
     done = _run(tmp_path, task, launcher)
@@ -48,7 +47,7 @@ def test_a_model_that_cannot_be_trained_does_not_end_with_one_sentence(
     assert "Traceback" not in output, done
 
 
-def test_weights_with_channels_last_are_trained_otherwise_than_row_major_ones(
+def test_channels_last_weights_train_like_row_major_ones(
     tmp_path: Path,
 ) -> None:
     constant, curves = "--schedule.name=constant", []
@@ -70,9 +69,7 @@ def test_weights_with_channels_last_are_trained_otherwise_than_row_major_ones(
 
 
 @pytest.mark.parametrize("task", ["Float16", "BFloat16"])
-def test_weights_of_16_bits_are_not_trained_alike_on_one_and_more_ranks(
-    tmp_path: Path, task: str
-) -> None:
+def test_16_bit_weights_train_the_same_on_any_number_of_ranks(tmp_path: Path, task: str) -> None:
     found = []
     for launcher in (*LAUNCHERS, "gloo:2"):
         root = tmp_path / (launcher[:4] or "one")
@@ -83,7 +80,7 @@ def test_weights_of_16_bits_are_not_trained_alike_on_one_and_more_ranks(
     assert found[2] == found[1]
 
 
-def test_data_without_an_index_has_another_curve_on_two_ranks_or_after_a_restart(
+def test_iterable_dataset_has_the_same_curve_on_two_ranks_and_resumed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     curves = []
@@ -119,12 +116,12 @@ def _embedding(**flags: bool) -> nn.Module:
         (nn.Linear(2, 2).requires_grad_(False), "nothing to train"),
     ],
 )
-def test_a_model_that_cannot_be_trained_is_not_named(model: nn.Module, message: str) -> None:
+def test_untrainable_model_is_refused_with_the_reason(model: nn.Module, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_model(model)
 
 
-def test_a_model_that_can_be_trained_is_refused() -> None:
+def test_trainable_model_is_accepted() -> None:
     frozen = nn.Linear(2, 2, dtype=torch.complex64).requires_grad_(False)
     halves = nn.Sequential(nn.Linear(2, 2).half(), nn.Linear(2, 2).bfloat16())
     model = nn.Sequential(frozen, halves, nn.Linear(2, 2).double(), _embedding())
@@ -132,6 +129,6 @@ def test_a_model_that_can_be_trained_is_refused() -> None:
     check_device(model, torch.device("cpu"))
 
 
-def test_a_parameter_on_another_device_is_not_named() -> None:
+def test_parameter_on_the_wrong_device_is_named() -> None:
     with pytest.raises(UserError, match="parameter weight is on cpu, not on cuda:0"):
         check_device(nn.Linear(2, 2), torch.device("cuda", 0))

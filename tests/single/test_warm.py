@@ -1,4 +1,4 @@
-"""The ranks of tests that are forked end and are ended like processes that were started."""
+"""Forked ranks of the tests behave like processes that were started."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _rank(job: Job) -> psutil.Process:
     return psutil.Process(int(job.output().rpartition(WAITING)[2]))
 
 
-def test_flags_environment_or_exit_code_are_others(job: Job) -> None:
+def test_forked_rank_keeps_flags_directory_and_exit_code(job: Job) -> None:
     _rank(job)
     os.kill(job.pid, signal.SIGUSR1)
     done = job.wait(30)
@@ -38,19 +38,19 @@ def test_flags_environment_or_exit_code_are_others(job: Job) -> None:
     assert done.stdout.splitlines()[0] == f"['a flag', '-5'] given {os.getcwd()}"
 
 
-def test_a_rank_looks_like_its_parent_from_outside(job: Job) -> None:
+def test_forked_rank_shows_its_command_line_and_environment(job: Job) -> None:
     rank = _rank(job)
     words = ["python", "-m", "tests.support.waiting", "a flag", "-5"]
     assert [word for word in rank.cmdline() if word] == words
     assert rank.environ() == psutil.Process(job.pid).environ()
 
 
-def test_a_rank_that_a_signal_ended_seems_to_have_ended_by_itself(job: Job) -> None:
+def test_exit_code_reports_the_signal_that_killed_the_rank(job: Job) -> None:
     _rank(job).kill()
     assert job.wait(30).returncode == -signal.SIGKILL
 
 
-def test_a_killed_rank_trains_on(job: Job) -> None:
+def test_killed_job_ends_its_forked_rank(job: Job) -> None:
     rank = _rank(job)
     os.kill(job.pid, signal.SIGKILL)
     assert job.wait(30).returncode == -signal.SIGKILL

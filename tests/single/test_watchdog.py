@@ -1,4 +1,4 @@
-"""The watchdog beside a real process: whom it kills, and whom it lets live."""
+"""The watchdog of a real process: which ranks it kills, and which it tolerates."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _watchdog(rank: subprocess.Popen[str]) -> psutil.Process:
     return next(c for c in children if "hvdtrain.elastic.watchdog" in c.cmdline())
 
 
-def test_a_rank_that_waits_for_a_busy_child_is_killed(
+def test_rank_waiting_for_a_busy_child_is_not_killed(
     rank: StartRank,
 ) -> None:
     # Through a shell, as compilers are started: the work is done by a grandchild.
@@ -90,7 +90,7 @@ def test_a_rank_that_waits_for_a_busy_child_is_killed(
     assert busy.wait(20) == 0
 
 
-def test_a_rank_that_waits_for_an_idle_child_lives(
+def test_rank_waiting_for_an_idle_child_is_killed(
     rank: StartRank,
 ) -> None:
     began = time.monotonic()
@@ -99,7 +99,7 @@ def test_a_rank_that_waits_for_an_idle_child_lives(
     assert time.monotonic() - began < 11
 
 
-def test_a_suspended_job_is_killed_when_it_goes_on(
+def test_suspended_job_is_not_killed_when_it_continues(
     rank: StartRank,
 ) -> None:
     healthy = rank("for _ in range(4):\n    work()\n    time.sleep(1.6)")
@@ -116,24 +116,24 @@ def test_a_suspended_job_is_killed_when_it_goes_on(
     assert healthy.wait(20) == 0
 
 
-def test_a_rank_is_not_watched_after_its_watchdog_died(rank: StartRank, tmp_path: Path) -> None:
+def test_rank_is_watched_after_its_watchdog_dies(rank: StartRank, tmp_path: Path) -> None:
     hung = rank("work()\ntime.sleep(60)")
     _watchdog(hung).kill()
     assert hung.wait(20) == -signal.SIGKILL
     assert "no progress, no work for 2 s, while WORKING" in (tmp_path / "stacks").read_text()
 
 
-def test_a_rank_that_waits_for_its_computing_threads_lives(rank: StartRank) -> None:
+def test_rank_waiting_for_its_computing_threads_is_not_killed(rank: StartRank) -> None:
     lines = "with ThreadPoolExecutor(2) as pool: pool.submit(hash_until, time.monotonic() + 5)"
     assert rank(f"work()\n{lines}").wait(20) == 0
 
 
-def test_reading_a_checkpoint_slowly_is_progress(rank: StartRank, tmp_path: Path) -> None:
+def test_slow_read_of_a_checkpoint_counts_as_progress(rank: StartRank, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(130 * 64))  # 13 s; busy without progress: 10 s
     assert rank(SLOW_DISK, hang_seconds=1.0).wait(30) == 0
 
 
-def test_horovods_polling_threads_are_not_work(rank: StartRank, tmp_path: Path) -> None:
+def test_horovod_polling_threads_do_not_count_as_work(rank: StartRank, tmp_path: Path) -> None:
     start = (
         "from hvdtrain.runtime.init import initialise\n"
         "initialise()\n"

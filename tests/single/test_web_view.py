@@ -1,4 +1,4 @@
-"""`hvdtrain report --serve`: what it reads, whom it answers, and what a browser shows."""
+"""`hvdtrain report --serve`: incremental reads, access control, and the pages in a browser."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _append(path: Path, text: str) -> None:
 # --- reading files that are being written ---------------------------------------
 
 
-def test_a_look_reads_again_what_was_read(tmp_path: Path) -> None:
+def test_tail_reads_only_appended_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)))
     file = Tail(path)
@@ -60,7 +60,7 @@ def test_a_look_reads_again_what_was_read(tmp_path: Path) -> None:
     assert file.read() == tail.News()
 
 
-def test_half_a_line_is_taken_for_a_torn_one(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_not_counted_as_torn(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st')
     file = Tail(path)
@@ -71,7 +71,7 @@ def test_half_a_line_is_taken_for_a_torn_one(tmp_path: Path) -> None:
     assert (news.lines, news.torn) == ([{"step": 2}], 1)
 
 
-def test_lines_that_a_run_took_back_stay(tmp_path: Path) -> None:
+def test_rewritten_file_is_read_from_the_start(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "time": 1}\n')
     file = Tail(path)
@@ -85,7 +85,7 @@ def test_lines_that_a_run_took_back_stay(tmp_path: Path) -> None:
     assert file.read() == tail.News()
 
 
-def test_one_look_takes_all_of_a_long_file(tmp_path: Path, monkeypatch: Any) -> None:
+def test_long_file_is_read_in_chunks(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(tail, "CHUNK", 100)
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' * 20 + "x" * 250 + '\n{"step": 2}\n')
@@ -96,7 +96,7 @@ def test_one_look_takes_all_of_a_long_file(tmp_path: Path, monkeypatch: Any) -> 
     assert found == [1] * 20 + [2]
 
 
-def test_a_long_run_needs_ever_more_points_or_loses_a_peak() -> None:
+def test_series_has_bounded_points_and_keeps_peaks() -> None:
     series = Series()
     for step in range(1, 100_001):
         series.add(step, 9.0 if step == 777 else 1.0)
@@ -116,7 +116,7 @@ def _state(path: Path) -> str:
     return str(overview.row()["state"])
 
 
-def test_the_state_of_a_run_is_wrong(tmp_path: Path) -> None:
+def test_run_state_follows_its_ownership_and_exit_code(tmp_path: Path) -> None:
     run = tmp_path / "run"
     history = History(run)
     history.launch(2)
@@ -136,7 +136,7 @@ def test_the_state_of_a_run_is_wrong(tmp_path: Path) -> None:
         assert _state(run) == state
 
 
-def test_a_process_that_died_is_said_to_run(tmp_path: Path) -> None:
+def test_run_with_a_stale_owner_file_is_shown_as_killed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     History(run).launch(1)
     owner = Ownership(run)
@@ -168,14 +168,14 @@ def damaged(tmp_path: Path) -> Path:
     return run
 
 
-def test_damaged_files_stop_the_view(damaged: Path) -> None:
+def test_damaged_files_do_not_break_the_view(damaged: Path) -> None:
     shown = LiveRun(damaged).refresh()
     json.dumps(shown, allow_nan=False)
     assert (shown["step"], shown["loss"], shown["torn"]) == (3, None, 1)
     assert shown["restarts"] == 1 and shown["series"]["loss"]["x"] == []
 
 
-def test_a_restart_in_a_run_is_missed_or_its_old_steps_stay(tmp_path: Path) -> None:
+def test_restart_is_shown_and_replaces_the_lost_steps(tmp_path: Path) -> None:
     history = History(tmp_path / "run", eval_every=6)
     history.launch(2)
     history.steps(13)
@@ -194,7 +194,7 @@ def test_a_restart_in_a_run_is_missed_or_its_old_steps_stay(tmp_path: Path) -> N
     assert shown["validation"]["loss"] > 0 and shown["ranks"] == 3
 
 
-def test_a_folder_outside_of_the_root_can_be_seen(tmp_path: Path) -> None:
+def test_only_runs_inside_the_root_are_visible(tmp_path: Path) -> None:
     root = tmp_path / "root"
     History(root / "inside")
     History(tmp_path / "outside")
@@ -210,7 +210,7 @@ def test_a_folder_outside_of_the_root_can_be_seen(tmp_path: Path) -> None:
     assert Runs(root, "other").rows() == []
 
 
-def test_many_runs_that_are_looked_at_by_turns_are_read_from_their_beginning_each_time(
+def test_runs_viewed_in_turn_are_not_read_again(
     tmp_path: Path,
 ) -> None:
     names = [f"run{number}" for number in range(20)]
@@ -283,7 +283,7 @@ def served(root: Path) -> Iterator[Served]:
         yield served
 
 
-def test_the_server_answers_a_foreign_name_or_shows_what_is_no_run(served: Served) -> None:
+def test_server_refuses_foreign_host_names_and_paths_outside_runs(served: Served) -> None:
     assert json.loads(served.get("/api/runs")[1])["runs"][0]["name"] == ODD
     for host in ("localhost", "127.0.0.1:1", "[::1]:80", socket.gethostname()):
         assert served.get("/api/runs", Host=host)[0] == 200, host
@@ -300,7 +300,7 @@ def test_the_server_answers_a_foreign_name_or_shows_what_is_no_run(served: Serve
     assert headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_many_silent_clients_keep_a_browser_out(served: Served) -> None:
+def test_silent_clients_do_not_block_the_server(served: Served) -> None:
     silent = [socket.create_connection(("127.0.0.1", served.port), 10) for _ in range(64)]
     try:
         assert served.get("/api/runs")[0] == 200
@@ -309,7 +309,7 @@ def test_many_silent_clients_keep_a_browser_out(served: Served) -> None:
             client.close()
 
 
-def test_the_whole_report_is_not_made(served: Served) -> None:
+def test_server_generates_the_full_report(served: Served) -> None:
     path = f"/report?name={quote(ODD)}"
     poll(lambda: "<svg" in served.get(path)[1], 120, "the report")
     status, page, headers = served.get(path)
@@ -317,7 +317,7 @@ def test_the_whole_report_is_not_made(served: Served) -> None:
     assert "script-src" not in headers["Content-Security-Policy"]
 
 
-def test_a_removed_run_ends_the_server(root: Path, served: Served) -> None:
+def test_server_survives_the_removal_of_a_run(root: Path, served: Served) -> None:
     history = History(root / "gone")
     history.launch(1)
     assert served.get("/api/run?name=gone")[0] == 200
@@ -329,7 +329,7 @@ def test_a_removed_run_ends_the_server(root: Path, served: Served) -> None:
     poll(lambda: '"gone"' not in served.get("/api/runs")[1], 10, "the list without it")
 
 
-def test_others_see_runs_without_the_token(root: Path, tmp_path: Path) -> None:
+def test_public_server_requires_the_token(root: Path, tmp_path: Path) -> None:
     with serving(tmp_path / "serve", str(root / "whole"), "--host", "0.0.0.0") as served:
         query = served.url.partition("?")[2]
         (token,) = re.findall(r"token=([\w-]{40,})", query)
@@ -371,7 +371,7 @@ def test_others_see_runs_without_the_token(root: Path, tmp_path: Path) -> None:
         ([], "name the folder of a run"),
     ],
 )
-def test_a_mistake_of_the_user_is_no_sentence(
+def test_invalid_usage_ends_with_a_clear_error(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["report", *arguments]) == 2
@@ -389,9 +389,7 @@ def _rows(page: Tab) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_list_does_not_sort_filter_or_compare_in_a_browser(
-    served: Served, tmp_path: Path
-) -> None:
+def test_run_list_sorts_filters_and_compares_in_a_browser(served: Served, tmp_path: Path) -> None:
     with tab(tmp_path, 900) as page:
         page.open(served.url)
         page.wait("document.querySelectorAll('tbody tr').length == 3", 60, "list")
@@ -420,7 +418,7 @@ def test_the_list_does_not_sort_filter_or_compare_in_a_browser(
 
 
 @pytest.mark.slow
-def test_the_page_of_a_run_cannot_be_read_in_the_dark(served: Served, tmp_path: Path) -> None:
+def test_run_page_is_readable_in_dark_mode(served: Served, tmp_path: Path) -> None:
     with tab(tmp_path, 900, dark=True) as page:
         page.open(served.url + "?run=whole")
         page.wait("document.querySelectorAll('figure:not([hidden]) path').length > 4", 60, "curves")
@@ -458,7 +456,7 @@ def _rank(job: Job, rank: int) -> psutil.Process:
 
 
 @pytest.mark.slow
-def test_a_restart_of_a_live_run_needs_a_reload(elastic: Job, tmp_path: Path) -> None:
+def test_restart_of_a_live_run_appears_without_a_reload(elastic: Job, tmp_path: Path) -> None:
     metrics = tmp_path / "runs/live/metrics.jsonl"
     poll(lambda: metrics.exists() and metrics.read_text().count("\n") > 12, 120, "steps")
     step = "Number(document.querySelector('.value').textContent.split(' ')[0].replace(',', ''))"

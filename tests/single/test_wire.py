@@ -1,4 +1,4 @@
-"""Gradients that travel in 16 bits: nearly the same curve in half of the bytes."""
+"""Gradients sent in 16 bits: nearly the same losses for half of the bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARTS = {"float16": {"wire.safetensors"}, "bfloat16": set()}
 
 
 @pytest.mark.parametrize(("wire", "launcher"), [("float16", "mpirun:2"), ("bfloat16", "gloo:2")])
-def test_16_bits_change_the_curve_or_do_not_halve_the_bytes_or_resume_elsewhere(
+def test_16_bit_wire_halves_bytes_keeps_the_curve_and_resumes_exactly(
     tmp_path: Path, wire: str, launcher: str
 ) -> None:
     dense = train(tmp_path, "dense", FLAGS, launcher)
@@ -40,7 +40,7 @@ def _bytes(folder: Path) -> int:
     return sum(line["bytes"][0] for line in lines)
 
 
-def test_the_scale_does_not_shrink_after_an_overflow_or_never_grows_again() -> None:
+def test_wire_scale_shrinks_after_an_overflow_and_grows_again() -> None:
     wire = Float16()
     first = wire.tensors()["scale"].item()
     wire.commit(applied=False)
@@ -58,7 +58,7 @@ def test_the_scale_does_not_shrink_after_an_overflow_or_never_grows_again() -> N
     )
 
 
-def test_exact_sums_with_a_float16_wire_are_not_one_sentence(tmp_path: Path) -> None:
+def test_exact_exchange_refuses_a_float16_wire(tmp_path: Path) -> None:
     flags = ["--exchange.name", "exact", "--runtime.threads", "1", "--exchange.wire", "float16"]
     done = run(tmp_path, [*TINY, *flags])
     assert done.returncode == 2, done

@@ -1,4 +1,4 @@
-"""loader.workers: the same samples and random numbers, and nothing that outlives its rank."""
+"""loader.workers: the same samples and random numbers, and no worker outlives its rank."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _steps(workers: int, rank: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_workers_load_other_samples_or_change_what_is_drawn(rank: int) -> None:
+def test_workers_load_the_same_samples_and_random_numbers(rank: int) -> None:
     alone = _steps(0, rank)
     for workers in (1, 3):
         ahead = _steps(workers, rank)
@@ -71,12 +71,12 @@ def test_workers_load_other_samples_or_change_what_is_drawn(rank: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_broken_sample_is_a_traceback_of_a_worker(workers: int) -> None:
+def test_broken_sample_in_a_worker_is_a_user_error(workers: int) -> None:
     with pytest.raises(UserError, match=r"^sample 7 is broken: repair it$"):
         next(_loader(_Broken(), workers).next_step(0))
 
 
-def test_an_iterable_data_set_is_read_by_each_worker() -> None:
+def test_workers_refuse_an_iterable_dataset() -> None:
     class Stream(IterableDataset[Tensor]):
         def __len__(self) -> int:
             return 1
@@ -92,7 +92,7 @@ def test_an_iterable_data_set_is_read_by_each_worker() -> None:
         build_datasets(Task(), Config(loader=LoaderConfig(2)))  # type: ignore[arg-type]
 
 
-def test_a_worker_outlives_the_rank_that_was_killed() -> None:
+def test_workers_end_when_their_rank_is_killed() -> None:
     program = (
         "import time, psutil\n"
         "from tests.single.test_workers import _Drawing, _loader\n"
@@ -129,7 +129,7 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_run_with_workers_has_another_curve(tmp_path: Path) -> None:
+def test_run_with_workers_has_the_same_curve(tmp_path: Path) -> None:
     flags = ["--train.steps", "3"]
     plain = train(tmp_path, "plain", flags)
     ahead = train(tmp_path, "ahead", [*flags, "--loader.workers", "2"], "mpirun:2")

@@ -51,7 +51,7 @@ def _pair(server: socket.socket) -> list[socket.socket]:
     return [client, server.accept()[0]]
 
 
-def test_leaving_a_world_ends_no_connection_of_other_threads(
+def test_leaving_a_world_keeps_the_connections_of_other_threads(
     clients: list[subprocess.Popen[bytes]],
 ) -> None:
     connections = Connections()

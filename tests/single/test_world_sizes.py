@@ -1,7 +1,6 @@
-"""Real launchers on this machine: the curve of a run depends on no number of ranks.
+"""Real launchers on this machine: losses do not depend on the launcher or the world size.
 
-And what goes wrong is said once and ends every rank with the same code.
-"""
+An error is reported once and ends every rank with the same exit code."""
 
 from __future__ import annotations
 
@@ -45,30 +44,26 @@ def _assert_agree(folder: Path, other: Path, first: int = 1) -> None:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS[1:])
-def test_the_curve_depends_on_the_launcher_or_the_number_of_ranks(
-    root: Path, launcher: str
-) -> None:
+def test_curve_does_not_depend_on_the_launcher_or_the_world_size(root: Path, launcher: str) -> None:
     folder = root / _name(launcher)
     _assert_agree(folder, root / "alone")
     assert {line["world_size"] for line in metrics(folder)} == {int(launcher[-1])}
 
 
-def test_the_model_learns_nothing_or_dropout_does_nothing(root: Path) -> None:
+def test_model_learns_and_dropout_changes_the_losses(root: Path) -> None:
     without = train(root, "without", CURVE)
     assert losses(without)[-1] < 0.8 * losses(without)[0]
     assert losses(without) != pytest.approx(losses(root / "alone"), rel=1e-4)
 
 
-def test_two_runs_on_three_ranks_differ_in_a_bit(root: Path) -> None:
+def test_runs_on_three_ranks_are_bitwise_reproducible(root: Path) -> None:
     again = train(root, "again", [*CURVE, *DROPOUT], "mpirun:3")
     assert losses(again) == losses(root / "mpirun-3")
     assert weights(again, STEPS) == weights(root / "mpirun-3", STEPS)
 
 
 @pytest.mark.parametrize("launcher", ["mpirun:2", "mpirun:3"])
-def test_a_run_resumed_on_as_many_or_more_ranks_has_another_curve(
-    root: Path, launcher: str
-) -> None:
+def test_run_resumed_on_as_many_or_more_ranks_keeps_its_curve(root: Path, launcher: str) -> None:
     checkpoint = root / f"mpirun-2/checkpoints/step_{HALF:08}"
     name = f"resumed-{_name(launcher)}"
     flags = [*CURVE, *DROPOUT, "--run.resume", str(checkpoint)]
@@ -80,9 +75,7 @@ def test_a_run_resumed_on_as_many_or_more_ranks_has_another_curve(
 
 
 @pytest.mark.parametrize("launcher", PAIRS)
-def test_a_signal_to_one_rank_does_not_stop_all_with_75_or_loses_a_step(
-    root: Path, launcher: str
-) -> None:
+def test_signal_to_one_rank_stops_all_with_75_and_loses_no_step(root: Path, launcher: str) -> None:
     where = ["--run.root", str(root), "--run.id", f"stopped-{_name(launcher)}"]
     flags = [*TINY, *CURVE, *DROPOUT, *where, "--task", "tests.support.tasks:Signalled"]
     # Rank 1 has two micro-batches a step: this one is in step 30, and the next is the last.
@@ -112,21 +105,21 @@ def _assert_said_once(done: Finished, message: str) -> None:
     assert "Traceback" not in output, done
 
 
-def test_a_typo_is_not_said_once(tmp_path: Path) -> None:
+def test_typo_is_reported_once(tmp_path: Path) -> None:
     _assert_said_once(_fails(tmp_path, "mpirun:2", "--optim.lrr", "1"), "did you mean optim.lr?")
 
 
-def test_a_glob_without_files_is_not_said_once(tmp_path: Path) -> None:
+def test_glob_without_files_is_reported_once(tmp_path: Path) -> None:
     pattern = str(tmp_path / "none/*.txt")
     _assert_said_once(_fails(tmp_path, "gloo:2", "--data.train", pattern), f"matches '{pattern}'")
 
 
-def test_a_folder_that_cannot_be_written_is_not_said_once(tmp_path: Path) -> None:
+def test_unwritable_run_directory_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file: nobody can make a folder below it")
     _assert_said_once(_fails(tmp_path, "mpirun:2"), f"{tmp_path}/runs/case cannot be written")
 
 
-def test_damaged_checkpoints_are_not_said_once(root: Path, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_reported_once(root: Path, tmp_path: Path) -> None:
     shutil.copytree(root / "alone", tmp_path / "runs/case")
     checkpoints = sorted((tmp_path / "runs/case/checkpoints").iterdir())
     for folder in checkpoints:
@@ -140,9 +133,7 @@ def test_damaged_checkpoints_are_not_said_once(root: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("launcher", PAIRS)
-def test_an_error_of_one_rank_leaves_others_or_its_message_unseen(
-    tmp_path: Path, launcher: str
-) -> None:
+def test_error_on_one_rank_is_shown_and_ends_all_ranks(tmp_path: Path, launcher: str) -> None:
     flags = (
         f"--task tests.support.tasks:Failing --batch.global_size 4 --batch.micro_size 2"
         f" --eval.every 0 --telemetry.port 0 --run.root {tmp_path} --run.id case"
@@ -158,7 +149,7 @@ def test_an_error_of_one_rank_leaves_others_or_its_message_unseen(
     assert not [command for command in commands if str(tmp_path) in (command or ())]
 
 
-def test_a_batchnorm_model_is_evaluated_differently_on_another_number_of_ranks(
+def test_batchnorm_evaluation_does_not_depend_on_the_world_size(
     tmp_path: Path,
 ) -> None:
     task = ["--task", "tests.support.tasks:Paced", "--train.steps", "12", "--eval.every", "4"]

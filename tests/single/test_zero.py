@@ -1,4 +1,4 @@
-"""A sharded optimizer: who holds what, the bits of the whole one, ranks that die anywhere."""
+"""A sharded optimizer: shard placement, bitwise equality with a whole one, deaths of ranks."""
 
 from __future__ import annotations
 
@@ -159,13 +159,15 @@ def _assert_whole(
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion"])
 @pytest.mark.parametrize(("hosts", "copies"), [("a", 2), ("ab", 1), ("aab", 2), ("aabb", 2)])
-def test_a_part_has_other_bits_than_it_has_in_the_whole(name: str, hosts: str, copies: int) -> None:
+def test_optimizer_shards_are_bitwise_identical_to_the_whole(
+    name: str, hosts: str, copies: int
+) -> None:
     ranks = [_Rank(name, copies) for _ in hosts]
     _generation(ranks, hosts, until=7)
     _assert_whole(ranks, 7, name)
 
 
-def test_masters_of_a_part_have_other_bits_than_in_the_whole() -> None:
+def test_master_weight_shards_are_bitwise_identical_to_the_whole() -> None:
     ranks = [_Rank(dtype=torch.bfloat16) for _ in HOSTS]
     _generation(ranks, HOSTS, until=7)
     _assert_whole(ranks, 7, dtype=torch.bfloat16)
@@ -174,7 +176,7 @@ def test_masters_of_a_part_have_other_bits_than_in_the_whole() -> None:
 @pytest.mark.parametrize(
     ("hosts", "copies"), [("aabb", 2), ("aabbcc", 2), ("aaabbbccc", 3), ("abcd", 1), ("aab", 2)]
 )
-def test_a_rank_holds_more_than_its_share(hosts: str, copies: int) -> None:
+def test_each_rank_holds_only_its_share_of_the_state(hosts: str, copies: int) -> None:
     sizes = [1000 * size for size in SIZES]
     dealing = deal(sizes, hosts, copies)
     for rank in range(len(hosts)):
@@ -183,11 +185,11 @@ def test_a_rank_holds_more_than_its_share(hosts: str, copies: int) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aaaabbbb", "abab", "aabbcc", "aabbc", "abc"])
-def test_two_copies_of_a_part_are_on_one_host(hosts: str) -> None:
+def test_copies_of_a_shard_are_on_different_hosts(hosts: str) -> None:
     assert hosts_that_hold_alone(deal(SIZES, hosts, 2), hosts) == []
 
 
-def test_a_host_with_most_ranks_is_not_named() -> None:
+def test_host_that_alone_holds_a_shard_is_named() -> None:
     assert hosts_that_hold_alone(deal(SIZES, "aaab", 2), "aaab") == ["a"]
 
 
@@ -208,7 +210,7 @@ DEATHS = {
 
 @pytest.mark.parametrize("dead", [ONE, HOST, (0,)], ids=["one", "host", "rank 0"])
 @pytest.mark.parametrize("death", DEATHS)
-def test_a_death_loses_a_step_or_a_part(death: str, dead: tuple[int, ...]) -> None:
+def test_no_step_or_shard_is_lost_when_ranks_die(death: str, dead: tuple[int, ...]) -> None:
     at, count, heard, reached = DEATHS[death]
     heard = (
         tuple(r for r in heard if r not in dead)
@@ -229,7 +231,7 @@ def test_a_death_loses_a_step_or_a_part(death: str, dead: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("at", ["zero.held", "zero.parameters", "zero.state", "model"])
 @pytest.mark.parametrize("first", ["step.agree", "zero.0"])
-def test_a_second_death_while_parts_move_loses_a_step_or_a_part(first: str, at: str) -> None:
+def test_no_step_or_shard_is_lost_when_a_rank_dies_in_a_state_transfer(first: str, at: str) -> None:
     ranks = [_Rank(copies=3) for _ in "abcd"]
     _generation(ranks, "abcd", 7, Death((3,), first, 4, (1, 2)))
     results = _generation(ranks[:3], "abc", 7, Death((2,), at))
@@ -239,7 +241,7 @@ def test_a_second_death_while_parts_move_loses_a_step_or_a_part(first: str, at: 
 
 
 @pytest.mark.parametrize(("copies", "dead"), [(1, (2,)), (2, (0, 2))])
-def test_a_part_that_nobody_holds_is_made_up(copies: int, dead: tuple[int, ...]) -> None:
+def test_shard_without_a_holder_is_reported_as_lost(copies: int, dead: tuple[int, ...]) -> None:
     ranks = [_Rank(copies=copies) for _ in HOSTS]
     _generation(ranks, HOSTS, 7, Death(dead, "gradients", 4))
     left = [rank for number, rank in enumerate(ranks) if number not in dead]
@@ -255,7 +257,7 @@ def _differing(ranks: list[_Rank]) -> list[int]:
 
 
 @pytest.mark.parametrize("entry", ["exp_avg", "step"])
-def test_a_damaged_copy_of_a_part_is_not_found(entry: str) -> None:
+def test_damaged_copy_of_a_shard_is_detected(entry: str) -> None:
     ranks = [_Rank() for _ in HOSTS]
     _generation(ranks, HOSTS, until=3)
     assert _differing(ranks) == []
@@ -266,7 +268,7 @@ def test_a_damaged_copy_of_a_part_is_not_found(entry: str) -> None:
     assert _differing(ranks) == sorted(holders)
 
 
-def test_damaged_parameters_reach_all_ranks_unnoticed() -> None:
+def test_damaged_parameters_are_detected_after_the_next_step() -> None:
     ranks = [_Rank() for _ in HOSTS]
     _generation(ranks, HOSTS, until=3)
     number, start, _ = ranks[2].optimizer.own_slices()[0]
@@ -295,13 +297,13 @@ EXCLUDED = {
 
 
 @pytest.mark.parametrize("flags", EXCLUDED)
-def test_what_does_not_go_with_parts_is_not_one_sentence(flags: str) -> None:
+def test_options_incompatible_with_zero_are_refused(flags: str) -> None:
     task = ["--task", "tests.support.tasks:Regression"]
     with pytest.raises(UserError, match=re.escape(EXCLUDED[flags])):
         parse([*task, "--parallel.zero", "1", *flags.split()])
 
 
-def test_more_copies_than_ranks_are_not_one_sentence() -> None:
+def test_more_copies_than_ranks_are_refused() -> None:
     flags = ["--parallel.zero", "1", "--parallel.zero_copies", "3"]
     config = parse(["--task", "tests.support.tasks:Regression", *flags]).config
     with pytest.raises(UserError, match="zero_copies 3 is more than the 2 ranks"):
@@ -310,7 +312,7 @@ def test_more_copies_than_ranks_are_not_one_sentence() -> None:
         check_zero(config, ranks, elastic)
 
 
-def test_parameters_in_another_order_of_memory_are_cut() -> None:
+def test_noncontiguous_parameters_are_refused() -> None:
     model = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     with pytest.raises(UserError, match="make them contiguous"):
         ShardedOptimizer(torch.optim.SGD(model.parameters()), 2)
@@ -328,7 +330,7 @@ def _bytes_held(copies: int, ranks: int) -> int:
     return max(sum(t.nbytes for t in own) for own in tensors)
 
 
-def test_state_takes_more_memory_than_the_formula_says() -> None:
+def test_state_memory_equals_the_formula() -> None:
     whole = _bytes_held(1, 1)
     for copies, ranks in ((1, 2), (1, 4), (2, 4), (2, 5), (3, 4)):
         found = _bytes_held(copies, ranks) / whole

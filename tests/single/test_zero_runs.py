@@ -1,4 +1,4 @@
-"""parallel.zero: one curve, one state, whoever holds which part of it, and whoever reads it."""
+"""parallel.zero: the same losses and state for any shard placement, and after a resume."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
 
 
-def test_parts_of_three_ranks_have_other_bits_or_losses_than_the_whole(
-    whole: Path, three: Path
-) -> None:
+def test_three_sharded_ranks_are_bitwise_identical_to_one_rank(whole: Path, three: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hvdtrain.cli", "audit", "--same", str(three), str(whole)],
         capture_output=True,
@@ -81,7 +79,7 @@ def test_parts_of_three_ranks_have_other_bits_or_losses_than_the_whole(
         ("whole", "mpirun:2", _zero(1)),
     ],
 )
-def test_a_checkpoint_of_parts_is_read_otherwise_on_other_ranks(
+def test_checkpoint_resumes_bitwise_on_other_world_sizes_and_shardings(
     request: pytest.FixtureRequest,
     tmp_path: Path,
     whole: Path,
@@ -96,7 +94,7 @@ def test_a_checkpoint_of_parts_is_read_otherwise_on_other_ranks(
     _assert_bits(_state(resumed), _state(whole))
 
 
-def test_masters_of_bf16_parameters_are_another_state_in_parts(tmp_path: Path) -> None:
+def test_sharded_bf16_master_weights_are_bitwise_identical_to_one_rank(tmp_path: Path) -> None:
     flags = [*EXACT, "--precision.name", "bf16-params"]
     alone = runs.train(tmp_path, "alone", flags)
     parts = runs.train(tmp_path, "parts", [*flags, *_zero(1)], "mpirun:2", timeout=240)

@@ -1,4 +1,4 @@
-"""hvd.abort(), which patch 0011 brings: an exchange fails when it is told to."""
+"""hvd.abort(), which patch 0011 adds, fails a pending collective at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.cluster import Cluster
 
 
 @pytest.mark.alone
-def test_an_exchange_of_which_a_part_has_arrived_waits_for_the_timeout(cluster: Cluster) -> None:
+def test_abort_fails_a_partial_exchange_before_the_timeout(cluster: Cluster) -> None:
     command = f"horovodrun --gloo -np 2 {cluster.python} -m tests.support.aborted"
     done = cluster.run("node1", command.split(), {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20"}, timeout=90)
     (seconds,) = re.findall(r"failed after ([\d.]+) s", done.stdout)

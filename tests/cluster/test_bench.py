@@ -1,4 +1,4 @@
-"""`hvdtrain bench` between hosts. No figure is judged here."""
+"""`hvdtrain bench` between hosts, without limits on the measured values."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from tests.support.runs import TINY
 SIDES = ["Horovod, Gloo", "Horovod, MPI", "MPI_Allreduce", "torch gloo"]
 
 
-def test_an_all_reduce_between_hosts_is_not_measured_by_all_sides(
-    cluster: Cluster, runs: Path
-) -> None:
+def test_bench_allreduce_measures_every_side_between_hosts(cluster: Cluster, runs: Path) -> None:
     plot = runs / "plot.svg"
     command = "hvdtrain bench allreduce --hosts node1:1,node2:1 --sizes 1M,4K --rounds 1"
     argv = [*command.split(), "--format", "json", "--plot", str(plot)]
@@ -35,9 +33,7 @@ def test_an_all_reduce_between_hosts_is_not_measured_by_all_sides(
     assert plot.read_text().startswith("<svg")
 
 
-def test_a_strategy_is_not_run_on_two_hosts_next_to_no_exchange(
-    cluster: Cluster, runs: Path
-) -> None:
+def test_bench_exchange_compares_a_strategy_with_no_exchange(cluster: Cluster, runs: Path) -> None:
     plot, root = runs / "plot.svg", runs / "root"
     command = "hvdtrain bench exchange --hosts node1:1,node2:1 --launcher mpi --steps 20"
     argv = [*command.split(), "--strategies", "float16", "--format", "json", "--plot", str(plot)]

@@ -1,4 +1,4 @@
-"""The hosts themselves: what later tests lean on, without any training."""
+"""The hosts that the other tests use, without any training."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def test_launcher_reaches_both_hosts_and_ranks_sum(
         assert f"host={host} rank={rank} local={rank % 2} total=6.0" in done.stdout, done
 
 
-def test_hosts_have_their_own_names_and_python_of_this_environment(cluster: Cluster) -> None:
+def test_hosts_have_their_own_names_and_the_python_of_this_environment(cluster: Cluster) -> None:
     for name in cluster.names:
         done = cluster.run("node1", ["ssh", name, "hostname; command -v python"])
         assert done.stdout.split() == [name, f"{sys.prefix}/bin/python"], done
 
 
-def test_hosts_share_the_test_folder_but_not_tmp(cluster: Cluster, runs: Path) -> None:
+def test_hosts_share_the_test_directory_but_not_tmp(cluster: Cluster, runs: Path) -> None:
     cluster.file("node1", "/tmp/private").write_text("mine")
     (runs / "shared").write_text("ours")
     files = ["cat", "/tmp/private", str(runs / "shared")]
@@ -66,7 +66,7 @@ def test_hosts_share_the_test_folder_but_not_tmp(cluster: Cluster, runs: Path) -
     assert cluster.run("node2", files).stdout == "ours"
 
 
-def test_cut_link_separates_a_host_until_it_is_joined_again(cluster: Cluster) -> None:
+def test_cut_link_isolates_a_host_until_it_is_restored(cluster: Cluster) -> None:
     probe = ["ssh", "-o", "ConnectTimeout=2", "node2", "hostname"]
     cluster.link("node2", up=False)
     try:
@@ -87,7 +87,7 @@ def test_dead_host_loses_its_processes_and_boots_again(cluster: Cluster) -> None
     assert cluster.run("node1", ["ssh", "node2", "hostname"]).stdout == "node2\n"
 
 
-def test_command_past_its_time_is_killed(cluster: Cluster) -> None:
+def test_command_is_killed_after_its_timeout(cluster: Cluster) -> None:
     with pytest.raises(AssertionError, match="still running after 1 s"):
         cluster.run("node1", ["sleep", "60"], timeout=1)
     assert cluster.processes("node1", containing="sleep 60") == []

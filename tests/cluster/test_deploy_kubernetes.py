@@ -1,7 +1,6 @@
 """The elastic job of `hvdtrain deploy kubernetes`: its containers as plain processes on hosts.
 
-No Kubernetes: the test does what its controller of Jobs would.
-"""
+There is no Kubernetes: the test takes the role of its Job controller."""
 
 from __future__ import annotations
 
@@ -60,9 +59,7 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
-def test_pods_that_come_and_go_cost_steps_or_the_job_does_not_resume(
-    cluster: Cluster, pods: Pods
-) -> None:
+def test_changing_pods_cost_no_step_and_the_job_resumes(cluster: Cluster, pods: Pods) -> None:
     run = cluster.shared / "train"
 
     def trains_on(ranks: int, job: Job) -> None:

@@ -1,9 +1,8 @@
-"""`hvdtrain doctor` between two hosts: each fault is made, named, mended, and then not found.
+"""`hvdtrain doctor` between two hosts: each fault is injected, named, fixed, and then not found.
 
-What cannot be made on one machine: a clock (hosts in namespaces share that of the kernel), a file
-system without flock, a faulty GPU. tests/single/test_doctor.py has these from facts as hosts tell
-them.
-"""
+Three faults cannot be injected on one machine: a wrong clock (hosts in namespaces share the
+kernel's clock), a file system without flock, and a faulty GPU. tests/single/test_doctor.py tests
+these with facts as hosts report them."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ def _check(doctor: Examined, faults: Sequence[Fault], cwd: Path = REPOSITORY) ->
 
 
 @pytest.mark.parametrize("names", TOGETHER, ids=" and ".join)
-def test_a_fault_of_a_host_is_not_named(doctor: Examined, names: Sequence[str]) -> None:
+def test_host_faults_are_named_with_a_fix(doctor: Examined, names: Sequence[str]) -> None:
     _check(doctor, [OF_A_HOST[name] for name in names])
 
 
@@ -113,7 +112,7 @@ def strict(doctor: Examined) -> Iterator[Examined]:
 
 
 @pytest.mark.parametrize("name", OF_A_LOGIN)
-def test_a_fault_of_a_login_is_not_named(
+def test_login_fault_is_named_with_a_fix(
     doctor: Examined, request: pytest.FixtureRequest, name: str
 ) -> None:
     if "host key" in name:
@@ -148,7 +147,7 @@ def _firewall(doctor: Examined, rule: str) -> Iterator[None]:
         ("9855-9900", "reject with tcp reset", "metrics", "refused", "warning"),
     ],
 )
-def test_a_closed_port_is_not_named(
+def test_closed_port_is_named_with_a_fix(
     doctor: Examined, ports: str, verdict: str, name: str, how: str, severity: str
 ) -> None:
     with _firewall(doctor, f"{ports} {verdict}"):
@@ -159,7 +158,7 @@ def test_a_closed_port_is_not_named(
         assert doctor.findings("network") == []
 
 
-def test_a_port_22_that_does_not_answer_is_not_named(doctor: Examined) -> None:
+def test_unreachable_ssh_port_is_named(doctor: Examined) -> None:
     for verdict, says in (
         ("drop", "does not answer"),
         ("reject with tcp reset", "nothing listens"),
@@ -168,7 +167,7 @@ def test_a_port_22_that_does_not_answer_is_not_named(doctor: Examined) -> None:
             assert says in named(doctor.findings(), "ssh", "node2")["what"]
 
 
-def test_another_mtu_is_not_named(doctor: Examined) -> None:
+def test_mtu_mismatch_is_named_with_a_fix(doctor: Examined) -> None:
     doctor.on("node2", "ip link set eth0 mtu 1400")
     try:
         findings = doctor.findings("network")
@@ -181,7 +180,7 @@ def test_another_mtu_is_not_named(doctor: Examined) -> None:
         doctor.on("node2", "ip link set eth0 mtu 1500")
 
 
-def test_large_packets_that_vanish_on_the_way_are_not_named(doctor: Examined) -> None:
+def test_path_that_drops_large_packets_is_named(doctor: Examined) -> None:
     doctor.cluster.path_mtu("node2", 1400)
     try:
         findings = doctor.findings("network")
@@ -192,7 +191,7 @@ def test_large_packets_that_vanish_on_the_way_are_not_named(doctor: Examined) ->
         doctor.cluster.path_mtu("node2", 1500)
 
 
-def test_a_slow_direction_is_not_named(doctor: Examined) -> None:
+def test_slow_direction_of_a_link_is_named(doctor: Examined) -> None:
     limit = "tbf rate 100mbit burst 256kb latency 100ms"
     doctor.on("node2", f"tc qdisc replace dev eth0 root {limit}")
     try:
@@ -203,7 +202,7 @@ def test_a_slow_direction_is_not_named(doctor: Examined) -> None:
         doctor.on("node2", "tc qdisc del dev eth0 root")
 
 
-def test_a_way_on_which_short_messages_wait_is_not_named(doctor: Examined) -> None:
+def test_high_latency_of_small_packets_is_named(doctor: Examined) -> None:
     # Packets of less than 128 bytes leave node2 one by one; larger ones are not held back.
     doctor.on(
         "node2",
@@ -220,7 +219,7 @@ def test_a_way_on_which_short_messages_wait_is_not_named(doctor: Examined) -> No
         doctor.on("node2", "tc qdisc del dev eth0 root")
 
 
-def test_an_interface_with_which_nccl_begins_and_that_leads_nowhere_is_not_named(
+def test_unreachable_interface_that_nccl_prefers_is_named_with_a_fix(
     doctor: Examined,
 ) -> None:
     gpu = OF_A_HOST["a GPU with errors"]  # a script in place of nvidia-smi: there is none here
@@ -243,7 +242,7 @@ def test_an_interface_with_which_nccl_begins_and_that_leads_nowhere_is_not_named
         doctor.on("node1", gpu.undo)
 
 
-def test_an_interface_that_a_variable_names_and_a_host_lacks_is_not_named(doctor: Examined) -> None:
+def test_missing_interface_set_by_a_variable_is_named_with_a_fix(doctor: Examined) -> None:
     findings = doctor.findings(env={"HOROVOD_GLOO_IFACE": "ib0"})
     found = named(findings, "interfaces", "node2")
     name, _, value = found["mend"].split()[1].partition("=")
@@ -251,7 +250,7 @@ def test_an_interface_that_a_variable_names_and_a_host_lacks_is_not_named(doctor
     assert doctor.findings(env={name: value}) == []
 
 
-def test_a_wheel_of_another_torch_or_one_that_does_not_load_is_not_named(doctor: Examined) -> None:
+def test_horovod_wheel_that_mismatches_or_fails_to_load_is_named(doctor: Examined) -> None:
     (metadata,) = [
         Path(str(file.locate()))
         for file in importlib.metadata.files("horovod") or ()
@@ -280,7 +279,7 @@ def test_a_wheel_of_another_torch_or_one_that_does_not_load_is_not_named(doctor:
         assert [text in one for one in said].count(True) == 1, (text, findings)
 
 
-def test_other_data_on_a_host_is_not_named(doctor: Examined) -> None:
+def test_different_training_data_on_a_host_is_named(doctor: Examined) -> None:
     folder = doctor.root / "data"
     folder.mkdir()
     (folder / "a.txt").write_text("the same on both hosts " * 200)
@@ -295,7 +294,7 @@ def test_other_data_on_a_host_is_not_named(doctor: Examined) -> None:
         doctor.on("node2", f"umount -l {folder}")
 
 
-def test_a_slow_host_is_not_named(doctor: Examined) -> None:
+def test_slow_host_is_named(doctor: Examined) -> None:
     """Each host has a processor of its own; on node2's others compute, too."""
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
@@ -321,7 +320,7 @@ def test_a_slow_host_is_not_named(doctor: Examined) -> None:
             one.wait(10)
 
 
-def test_an_all_reduce_that_fails_is_not_named(doctor: Examined) -> None:
+def test_failing_all_reduce_is_named(doctor: Examined) -> None:
     """Open MPI's daemon cannot be started on node2, which nothing shows but a real start."""
     daemon = "$(readlink -f $(command -v orted))"
     doctor.on("node2", f"mount --bind /dev/null {daemon}")
@@ -332,7 +331,7 @@ def test_an_all_reduce_that_fails_is_not_named(doctor: Examined) -> None:
         doctor.on("node2", f"umount -l {daemon}")
 
 
-def test_healthy_hosts_get_a_finding(doctor: Examined) -> None:
+def test_healthy_hosts_have_no_findings(doctor: Examined) -> None:
     began = time.monotonic()
     command = ["hvdtrain", "doctor", "--hosts", BOTH, "--format", "json"]
     done = doctor.cluster.run(

@@ -1,4 +1,4 @@
-"""Exchanges other than the default through faults, resizes and another launcher."""
+"""Non-default exchanges through faults, resizes and a change of launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNPACED = {"HVDTRAIN_TEST_PACE": "0"}
 
 
 @pytest.mark.smoke
-def test_a_kill_a_resize_or_a_resume_on_other_hosts_changes_a_bit(
+def test_exact_run_is_bitwise_identical_after_kill_resize_and_resume(
     job: Callable[..., ElasticJob], cluster: Cluster, runs: Path
 ) -> None:
     alone = runs / "alone"
@@ -49,7 +49,7 @@ def test_a_kill_a_resize_or_a_resume_on_other_hosts_changes_a_bit(
     assert weights(resumed.run, STEPS) == weights(alone / "case", STEPS)
 
 
-def test_a_kill_changes_a_bit_of_what_is_learnt_from_a_table(
+def test_exact_tabular_run_is_bitwise_identical_after_a_kill(
     job: Callable[..., ElasticJob], runs: Path
 ) -> None:
     table = write(sales(), runs / "sales.parquet")
@@ -60,7 +60,7 @@ def test_a_kill_changes_a_bit_of_what_is_learnt_from_a_table(
     _assert_as_alone_through_a_kill(running, runs, keys, ranks=2)
 
 
-def test_a_kill_while_passes_take_turns_changes_a_bit_or_is_waited_for(
+def test_exact_interleaved_run_is_bitwise_identical_after_a_kill(
     job: Callable[..., ElasticJob], runs: Path
 ) -> None:
     gpt = f"--task language_model --data.train {CORPUS} --model.layers 3 --model.width 128"
@@ -72,7 +72,7 @@ def test_a_kill_while_passes_take_turns_changes_a_bit_or_is_waited_for(
 
 
 @pytest.mark.soak
-def test_a_kill_changes_a_bit_of_what_is_learnt_by_length(
+def test_exact_run_batched_by_length_is_bitwise_identical_after_a_kill(
     job: Callable[..., ElasticJob], runs: Path
 ) -> None:
     ragged = "--task tests.support.ragged:Ragged --exchange.name exact --runtime.threads 1"
@@ -107,7 +107,7 @@ def _assert_as_alone_through_a_kill(running: ElasticJob, runs: Path, keys: str, 
         ("--exchange.compression topk --exchange.ratio 0.4", False),
     ],
 )
-def test_a_newcomer_does_not_fit_in_or_the_curve_leaves_that_of_float32(
+def test_replaced_rank_joins_float16_and_top_k_exchanges(
     job: Callable[..., ElasticJob],
     reference: list[dict[str, Any]],
     flags: str,
@@ -129,13 +129,13 @@ def test_a_newcomer_does_not_fit_in_or_the_curve_leaves_that_of_float32(
 
 
 @pytest.mark.parametrize("launcher", ["gloo", "mpi"])
-def test_a_sum_within_hosts_first_is_another_one(cluster: Cluster, launcher: str) -> None:
+def test_hierarchical_all_reduce_is_exact(cluster: Cluster, launcher: str) -> None:
     command = [cluster.python, "-m", "tests.support.summed"]
     done = cluster.run("node1", launch(launcher, 4, command, "node1:2,node2:2"), timeout=90)
     assert done.returncode == 0 and "right on 4 ranks" in done.stdout, done
 
 
-def test_ranks_that_step_on_their_own_lose_more_than_that_or_do_not_meet(
+def test_local_sgd_loses_at_most_one_period_when_ranks_are_killed(
     job: Callable[..., ElasticJob], cluster: Cluster, runs: Path
 ) -> None:
     # After each synchronisation the ranks' states are compared.

@@ -1,8 +1,7 @@
-"""The table of faults: each is done to a real elastic job between real hosts.
+"""The table of faults: each is injected into a real elastic job on real hosts.
 
-No step is lost, none is done twice, and the losses are those of an undisturbed run.
-`record_property` puts the measured seconds into the report (`pytest -rA`, junit).
-"""
+No step is lost or done twice, and the losses equal those of an undisturbed run.
+`record_property` puts the measured seconds into the report (`pytest -rA`, junit)."""
 
 from __future__ import annotations
 
@@ -96,7 +95,7 @@ def _check_job(
 
 
 @pytest.mark.timeout(400)
-def test_a_killed_rank_loses_a_step_or_holds_the_others_up(
+def test_survivors_continue_after_rank_is_killed(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]], record_property: Record
 ) -> None:
     # A death is noticed at once, whatever the timeout: patch 0003 of Horovod's wheel.
@@ -105,7 +104,7 @@ def test_a_killed_rank_loses_a_step_or_holds_the_others_up(
 
 
 @pytest.mark.timeout(400)
-def test_a_rank_that_falls_silent_loses_a_step_or_holds_the_others_up(
+def test_survivors_continue_after_rank_falls_silent(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]], record_property: Record
 ) -> None:
     running = job()
@@ -113,7 +112,7 @@ def test_a_rank_that_falls_silent_loses_a_step_or_holds_the_others_up(
 
 
 @pytest.mark.timeout(400)
-def test_a_rank_that_hangs_or_a_host_that_comes_or_goes_loses_a_step(
+def test_no_step_is_lost_when_a_rank_hangs_or_hosts_change(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]], record_property: Record
 ) -> None:
     hangs = {"HVDTRAIN_TEST_HANG": "2:15:8,3:30"}
@@ -144,7 +143,7 @@ def _check_stacks(running: ElasticJob) -> None:
     assert "no progress, no work" in text and "_get_stuck" in text, text
 
 
-def test_a_link_that_is_cut_stops_training_or_keeps_its_host_out(
+def test_survivors_continue_after_a_cut_link_and_the_host_rejoins(
     cluster: Cluster,
     job: Callable[..., ElasticJob],
     reference: list[dict[str, Any]],
@@ -175,7 +174,7 @@ def test_a_link_that_is_cut_stops_training_or_keeps_its_host_out(
     assert joined <= 20, f"joined {joined:.1f} s after the link was there again: {done}"
 
 
-def test_a_link_that_is_cut_stops_training_where_datagrams_do_not_get_through(
+def test_survivors_continue_after_a_cut_link_if_datagrams_are_blocked(
     cluster: Cluster,
     job: Callable[..., ElasticJob],
     reference: list[dict[str, Any]],

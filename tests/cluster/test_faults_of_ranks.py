@@ -1,7 +1,6 @@
-"""The table of faults, what is wrong with one rank's host, its helpers or its data.
+"""The table of faults: faults of one rank's host, helper processes or data.
 
-Elastic jobs on 2 hosts; those who train continue without it, or the job says why it cannot.
-"""
+Elastic jobs on 2 hosts: the other ranks continue, or the job reports why it cannot."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ HANG_SECONDS = 5
 PACE = {"HVDTRAIN_TEST_PACE": "0.05"}
 
 
-def test_a_dead_watchdog_ends_the_run_when_its_rank_meets_the_others_again(
+def test_dead_watchdog_is_restarted_in_the_next_generation(
     job: Callable[..., ElasticJob],
 ) -> None:
     running = job(np=3, hosts="node1:2 node2:1")
@@ -43,7 +42,7 @@ def test_a_dead_watchdog_ends_the_run_when_its_rank_meets_the_others_again(
     assert log.count("watchdog ended") == 1, (log, done)
 
 
-def test_a_disk_that_hangs_rank_0_hangs_all(
+def test_survivors_continue_when_a_disk_hangs_rank_0(
     job: Callable[..., ElasticJob], cluster: Cluster, runs: Path
 ) -> None:
     run = runs / "case"
@@ -104,7 +103,7 @@ class Frozen:
         assert done.returncode == 0, done
 
 
-def test_a_sample_that_raises_kills_process_after_process(
+def test_job_ends_after_three_processes_fail_on_a_bad_sample(
     job: Callable[..., ElasticJob],
 ) -> None:
     running = job(arguments=TROUBLED, env={"HVDTRAIN_TEST_TROUBLE": "*:sample"})
@@ -115,7 +114,7 @@ def test_a_sample_that_raises_kills_process_after_process(
     assert done.stderr.count("Traceback") == 3, done
 
 
-def test_a_newcomer_that_does_not_fit_ends_those_who_train(
+def test_training_continues_when_a_new_process_does_not_fit(
     job: Callable[..., ElasticJob],
 ) -> None:
     trouble = {"HVDTRAIN_TEST_TROUBLE": "3:hand-over,4:device,5:data"}
@@ -136,7 +135,7 @@ def test_a_newcomer_that_does_not_fit_ends_those_who_train(
     assert_clean(running.run)
 
 
-def test_a_run_outlives_a_discovery_gap_and_waits_for_ranks_it_needs(
+def test_run_survives_a_discovery_gap_and_waits_for_required_ranks(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:
     # A survivor and a newcomer call collectives of the task's own, too.

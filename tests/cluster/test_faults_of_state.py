@@ -1,8 +1,7 @@
-"""The table of faults, what threatens the state: preemption, checkpoints, disks, wrong bits.
+"""The table of faults: threats to the state, such as preemption, disk faults and flipped bits.
 
 Ranks on 2 hosts. Every run that ends passes `hvdtrain audit`, has each step in metrics.jsonl
-once, and the losses of an undisturbed run. `record_property` has the measured figures.
-"""
+once, and the losses of an undisturbed run. `record_property` stores the measured values."""
 
 from __future__ import annotations
 
@@ -104,7 +103,7 @@ STOPS: dict[str, tuple[type[TrainingJob], dict[str, signal.Signals]]] = {
 
 
 @pytest.mark.parametrize("launcher", STOPS)
-def test_a_preempted_run_does_not_end_with_75_or_loses_a_step(
+def test_preempted_run_exits_with_75_and_loses_no_step(
     start: Start, hold: Path, undisturbed: Path, launcher: str, record_property: Record
 ) -> None:
     kind, stops = STOPS[launcher]
@@ -120,7 +119,7 @@ def test_a_preempted_run_does_not_end_with_75_or_loses_a_step(
     assert_same_curve(running.lines(), local.metrics(undisturbed))
 
 
-def test_a_spot_host_with_a_notice_costs_a_step_or_stops_the_others(
+def test_spot_host_with_a_notice_leaves_without_a_lost_step(
     start: Start, cluster: Cluster, runs: Path, undisturbed: Path
 ) -> None:
     notice = runs / "notice"
@@ -192,7 +191,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-def test_a_damaged_checkpoint_is_used_or_ends_the_run(undisturbed: Path, tmp_path: Path) -> None:
+def test_resume_skips_damaged_checkpoints(undisturbed: Path, tmp_path: Path) -> None:
     # Rank 0 alone chooses and reads a checkpoint, so one process resumes from what 4 ranks left.
     run = shutil.copytree(undisturbed, tmp_path / "case")
     # On a busy machine a save may have been left out, since the one before was still under way.
@@ -222,7 +221,7 @@ def _assert_whole_checkpoints(run: Path, newest: int) -> None:
         verify(folder)
 
 
-def test_a_first_rank_that_dies_in_a_save_leaves_half_a_checkpoint_or_the_last(
+def test_death_of_rank_0_in_a_save_leaves_only_whole_checkpoints(
     start: Start, hold: Path, undisturbed: Path, record_property: Record
 ) -> None:
     running = start(ElasticJob, HVDTRAIN_TEST_HOLD=f"save:{hold}")
@@ -243,7 +242,7 @@ def test_a_first_rank_that_dies_in_a_save_leaves_half_a_checkpoint_or_the_last(
     _assert_whole_checkpoints(running.run, newest=running.last()["step"])
 
 
-def test_a_rank_that_dies_in_the_last_save_ends_the_run_or_holds_it_up(
+def test_run_completes_if_a_rank_dies_in_the_last_save(
     start: Start, hold: Path, undisturbed: Path, record_property: Record
 ) -> None:
     flags = f"{HELD} --checkpoint.every 1000"
@@ -265,7 +264,7 @@ def test_a_rank_that_dies_in_the_last_save_ends_the_run_or_holds_it_up(
 
 
 @pytest.mark.alone
-def test_a_disk_that_blocks_or_is_full_stops_training_or_is_not_told(
+def test_training_continues_on_a_blocked_or_full_disk_with_a_warning(
     cluster: Cluster,
     start: Start,
     runs: Path,
@@ -343,7 +342,7 @@ def _failures(cluster: Cluster) -> float:
 # --- wrong bits ------------------------------------------------------------
 
 
-def test_one_ranks_nan_reaches_the_others_or_sets_them_apart(start: Start) -> None:
+def test_nan_on_one_rank_skips_the_step_on_all_ranks(start: Start) -> None:
     flags = (
         "--task tests.support.tasks:NotFinite --train.steps 12 --eval.every 0"
         " --train.replica_check_every 1"  # bitwise, after each step
@@ -358,7 +357,7 @@ def test_one_ranks_nan_reaches_the_others_or_sets_them_apart(start: Start) -> No
     assert "steps [5]" in assert_clean(running.run)
 
 
-def test_a_flipped_bit_is_not_named_with_its_host_or_stays(start: Start) -> None:
+def test_flipped_bit_is_named_with_its_host_and_healed(start: Start) -> None:
     flags = (
         "--task tests.support.tasks:Flipped --train.steps 30 --eval.every 0"
         " --train.replica_check_every 10"

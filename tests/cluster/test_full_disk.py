@@ -1,4 +1,4 @@
-"""A full disk while ranks die: training continues with the state that is left."""
+"""A full disk while ranks die: training continues with the state that survives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _wait_for_more(running: ElasticJob) -> None:
     running.wait_until(lambda: _shown(running) >= target, 40, f"step {target}")
 
 
-def test_a_full_disk_ends_the_run_when_a_rank_or_rank_0_dies(
+def test_run_with_a_full_disk_survives_the_deaths_of_ranks(
     cluster: Cluster, job: Callable[..., ElasticJob], runs: Path, reference: list[dict[str, Any]]
 ) -> None:
     with _small_disk(cluster, runs / "case") as run:

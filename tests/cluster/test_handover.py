@@ -1,4 +1,4 @@
-"""The state of a run on its way to a process that joins it."""
+"""State transfer to a process that joins a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.faults import ElasticJob, assert_same_curve
 DYING = "--task tests.support.handover:DyingSource --checkpoint.every 0"
 
 
-def test_a_run_begins_with_half_of_a_state_whose_source_has_died(
+def test_partial_state_is_discarded_if_its_source_dies(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:
     running = job(hosts="node1:1", np=1, arguments=DYING)
@@ -30,7 +30,7 @@ def test_a_run_begins_with_half_of_a_state_whose_source_has_died(
     assert (running.run / "left_metrics.jsonl").exists()
 
 
-def test_state_outlives_a_source_that_dies_while_sending_a_newer_one(
+def test_state_survives_a_source_that_dies_while_sending_a_newer_one(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:
     flags = "--task tests.support.handover:LostAhead --checkpoint.every 0"
@@ -45,7 +45,7 @@ def test_state_outlives_a_source_that_dies_while_sending_a_newer_one(
     assert_same_curve(running.lines(), reference)
 
 
-def test_a_host_that_leaves_as_asked_fails_the_step_of_a_rank_that_is_late(
+def test_removal_of_a_host_does_not_fail_the_step_of_a_late_rank(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:
     flags = "--task tests.support.handover:LateFigures --telemetry.exchange_every 1"
@@ -75,7 +75,7 @@ def _slow_network(cluster: Cluster) -> Iterator[None]:
 
 
 @pytest.mark.alone
-def test_a_state_larger_than_the_timeout_allows_keeps_a_process_out_or_ends_the_run(
+def test_state_transfer_may_take_longer_than_the_collective_timeout(
     cluster: Cluster,
     job: Callable[..., ElasticJob],
     reference: list[dict[str, Any]],

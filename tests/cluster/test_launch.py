@@ -1,4 +1,4 @@
-"""`hvdtrain launch` between two hosts: injured while it trains, it continues as if nothing was."""
+"""`hvdtrain launch` between two hosts: a run recovers from each fault."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ class Supervised:
         return found
 
 
-def test_added_host_that_cannot_train_ends_the_run(cluster: Cluster, runs: Path) -> None:
+def test_added_host_that_cannot_train_is_excluded(cluster: Cluster, runs: Path) -> None:
     data = cluster.file("node1", "/tmp/only-here")
     data.write_bytes(local.CORPUS.read_bytes())
     hostfile = runs / "hostfile"
@@ -217,7 +217,7 @@ def test_added_host_that_cannot_train_ends_the_run(cluster: Cluster, runs: Path)
     assert [start["world_size"] for start in supervised.starts()] == [1, 1]
 
 
-def test_step_that_always_fails_is_tried_for_ever_or_its_error_is_not_shown(
+def test_run_ends_after_three_failed_attempts_and_shows_the_error(
     cluster: Cluster, runs: Path
 ) -> None:
     failing = "--task tests.support.tasks:Failing --batch.global_size 2"
@@ -231,9 +231,7 @@ def test_step_that_always_fails_is_tried_for_ever_or_its_error_is_not_shown(
 
 
 @pytest.mark.parametrize("probe", ["tcp:22", "ssh"])
-def test_discover_lists_a_host_that_is_cut_off_or_not_one_that_answers(
-    cluster: Cluster, probe: str
-) -> None:
+def test_discover_lists_exactly_the_reachable_hosts(cluster: Cluster, probe: str) -> None:
     command = ["python", "-m", "hvdtrain.cli", "discover", *HOSTS.split(), "--probe", probe]
     assert cluster.run("node1", command).stdout == "node1:1\nnode2:2\n"
     cluster.link("node2", up=False)
@@ -290,7 +288,7 @@ KILLS: dict[str, Callable[[Cluster], None]] = {
 
 
 @pytest.mark.parametrize("fault", KILLS)
-def test_fault_costs_more_than_the_steps_since_the_checkpoint(
+def test_fault_costs_only_the_steps_since_the_checkpoint(
     supervised: Supervised, undisturbed: list[float], fault: str, record_property: Record
 ) -> None:
     supervised.train_on(ALL)
@@ -302,7 +300,7 @@ def test_fault_costs_more_than_the_steps_since_the_checkpoint(
     supervised.check_recovery(seconds, lost, record_property)
 
 
-def test_killed_supervisor_leaves_ranks_or_its_run_is_lost(
+def test_killed_supervisor_ends_its_ranks_and_its_run_resumes(
     supervised: Supervised, undisturbed: list[float], record_property: Record
 ) -> None:
     supervised.train_on(ALL)
@@ -318,7 +316,7 @@ def test_killed_supervisor_leaves_ranks_or_its_run_is_lost(
     supervised.check_recovery(seconds, lost, record_property)
 
 
-def test_frozen_rank_of_a_killed_launch_keeps_the_next_from_starting(
+def test_next_launch_replaces_the_frozen_ranks_of_a_killed_one(
     supervised: Supervised, undisturbed: list[float], record_property: Record
 ) -> None:
     supervised.train_on(ALL)
@@ -336,7 +334,7 @@ def test_frozen_rank_of_a_killed_launch_keeps_the_next_from_starting(
     supervised.check_recovery(seconds, lost, record_property)
 
 
-def test_run_outlives_probes_that_fail_while_it_completes_steps(
+def test_run_survives_failed_probes_while_it_completes_steps(
     supervised: Supervised, undisturbed: list[float]
 ) -> None:
     supervised.train_on(ALL)
@@ -364,7 +362,7 @@ HOST_FAULTS: dict[str, tuple[Callable[[Cluster], None], Callable[[Cluster], None
 
 
 @pytest.mark.parametrize("fault", HOST_FAULTS)
-def test_lost_host_ends_the_run_or_is_not_used_again(
+def test_run_continues_without_a_lost_host_and_uses_it_again(
     supervised: Supervised, undisturbed: list[float], fault: str, record_property: Record
 ) -> None:
     supervised.train_on(ALL)
@@ -383,7 +381,7 @@ def test_lost_host_ends_the_run_or_is_not_used_again(
     supervised.check_recovery(seconds, lost, record_property)
 
 
-def test_dead_host_of_the_supervisor_takes_the_run_with_it(
+def test_run_resumes_on_another_host_after_the_supervisors_host_dies(
     supervised: Supervised, undisturbed: list[float], record_property: Record
 ) -> None:
     supervised.train_on(ALL)
@@ -403,16 +401,14 @@ def test_dead_host_of_the_supervisor_takes_the_run_with_it(
         cluster.boot("node1")
 
 
-def test_interrupted_supervisor_leaves_ranks(supervised: Supervised) -> None:
+def test_interrupted_supervisor_ends_its_ranks(supervised: Supervised) -> None:
     supervised.wait_for_step(1)
     done = supervised.interrupt()
     assert done.returncode == 130, done
     assert not supervised.cluster.ranks()
 
 
-def test_too_few_hosts_end_the_run_instead_of_being_waited_for(
-    one_run: Supervised, undisturbed: list[float]
-) -> None:
+def test_supervisor_waits_for_enough_hosts(one_run: Supervised, undisturbed: list[float]) -> None:
     supervised, started_at = one_run, time.time()
     if supervised.job.running():
         supervised.interrupt()
@@ -429,7 +425,7 @@ def test_too_few_hosts_end_the_run_instead_of_being_waited_for(
     supervised.check_curve(undisturbed)
 
 
-def test_terminated_supervisor_does_not_checkpoint_or_end_with_75(
+def test_terminated_supervisor_saves_a_checkpoint_and_exits_with_75(
     supervised: Supervised, undisturbed: list[float]
 ) -> None:
     supervised.train_on(ALL)

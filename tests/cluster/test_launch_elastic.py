@@ -1,4 +1,4 @@
-"""`hvdtrain launch --controller gloo`: dead ranks are replaced, a dead job is started again."""
+"""`hvdtrain launch --controller gloo`: dead ranks are replaced, a dead job is restarted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def one_run(two_hosts: Cluster) -> Iterator[Supervised]:
     two_hosts.kill(two_hosts.ranks())
 
 
-def test_one_killed_rank_restarts_the_whole_job(
+def test_killed_rank_is_replaced_without_a_restart_of_the_job(
     supervised: Supervised, undisturbed: list[float]
 ) -> None:
     supervised.train_on(ALL)
@@ -46,7 +46,7 @@ def test_one_killed_rank_restarts_the_whole_job(
     supervised.check_curve(undisturbed)
 
 
-def test_all_ranks_killed_end_the_run_or_cost_more_than_the_steps_since_the_checkpoint(
+def test_death_of_all_ranks_costs_only_the_steps_since_the_checkpoint(
     supervised: Supervised, undisturbed: list[float], record_property: Record
 ) -> None:
     supervised.train_on(ALL)
@@ -57,7 +57,7 @@ def test_all_ranks_killed_end_the_run_or_cost_more_than_the_steps_since_the_chec
     supervised.check_recovery(seconds, lost, record_property)
 
 
-def test_killed_supervisor_leaves_ranks_or_its_run_is_lost(
+def test_killed_supervisor_ends_its_ranks_and_its_run_resumes(
     supervised: Supervised, undisturbed: list[float], record_property: Record
 ) -> None:
     supervised.train_on(ALL)
@@ -72,7 +72,7 @@ def test_killed_supervisor_leaves_ranks_or_its_run_is_lost(
     supervised.check_recovery(seconds, lost, record_property)
 
 
-def test_terminated_supervisor_does_not_checkpoint_or_end_with_75(
+def test_terminated_supervisor_saves_a_checkpoint_and_exits_with_75(
     supervised: Supervised, undisturbed: list[float]
 ) -> None:
     supervised.train_on(ALL)

@@ -1,4 +1,4 @@
-"""Models that span ranks of two hosts: the losses of one rank, whatever goes over the network."""
+"""Models that span ranks of two hosts have the losses of one rank in every layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL = "--model.layers=2 --model.width=16 --model.context=16 --eval.every=2"
 # Eight ranks at once on the two cores of a small machine.
 @pytest.mark.alone
 @pytest.mark.timeout(400)
-def test_a_model_that_spans_two_hosts_has_other_losses_than_on_one_rank(cluster: Cluster) -> None:
+def test_model_that_spans_two_hosts_has_the_losses_of_one_rank(cluster: Cluster) -> None:
     command = "hvdtrain bench layouts --np 8 --hosts node1:4,node2:4 --format json"
     named = [word for layout in LAYOUTS for word in ("--layout", layout)]
     argv = [*command.split(), "--steps", str(STEPS), *named, "--", *SMALL.split()]
@@ -39,9 +39,7 @@ def test_a_model_that_spans_two_hosts_has_other_losses_than_on_one_rank(cluster:
 
 
 @pytest.mark.timeout(500)
-def test_a_run_that_spans_two_hosts_is_not_continued_by_one_rank(
-    cluster: Cluster, runs: Path
-) -> None:
+def test_one_rank_continues_a_run_that_spanned_two_hosts(cluster: Cluster, runs: Path) -> None:
     sizes = (
         f"--data.train {REPOSITORY}/LICENSE --model.layers 2 --model.width 16 --model.heads 2"
         " --model.context 16 --batch.global_size 8 --batch.micro_size 2 --eval.every 0"

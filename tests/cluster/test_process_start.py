@@ -1,4 +1,4 @@
-"""How launchers start ranks on two hosts, what others may read of it, and what a rank leaves."""
+"""Start and end of ranks on two hosts: environment, secrets and helper processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHOW = "import os; print(ascii([os.getcwd(), os.environ['ODD']]))"
 
 
 @pytest.mark.alone
-def test_a_rank_with_a_helper_process_holds_up_the_others(
+def test_killed_rank_with_a_helper_process_does_not_delay_the_others(
     cluster: Cluster, runs: Path, record_property: Callable[[str, object], None]
 ) -> None:
     arguments = f"{HELPED} --elastic.timeout_seconds 20"
@@ -50,7 +50,7 @@ def test_a_rank_with_a_helper_process_holds_up_the_others(
         job.job.kill()
 
 
-def test_a_killed_launcher_leaves_ranks_or_their_helpers(cluster: Cluster, runs: Path) -> None:
+def test_killed_launcher_ends_all_ranks_and_their_helpers(cluster: Cluster, runs: Path) -> None:
     job = TrainingJob(cluster, PLAIN, runs, HELPED, None, "python")
     try:
         job.wait_for_step(5)
@@ -61,7 +61,7 @@ def test_a_killed_launcher_leaves_ranks_or_their_helpers(cluster: Cluster, runs:
 
 
 @pytest.mark.parametrize("host", ["node1", "node2"])
-def test_a_rank_that_fails_is_not_the_jobs_exit_code_or_leaves_helpers(
+def test_killed_rank_sets_the_exit_code_and_leaves_no_helpers(
     cluster: Cluster, runs: Path, host: str
 ) -> None:
     job = TrainingJob(cluster, PLAIN, runs, HELPED, None, "python")
@@ -85,7 +85,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_environment_of_ranks_can_be_read_by_every_user(
+def test_secrets_of_ranks_are_hidden_from_other_users(
     cluster: Cluster, runs: Path, launcher: str
 ) -> None:
     # And what horovodrun starts to find interfaces has its key for signatures.
@@ -107,7 +107,7 @@ def test_the_environment_of_ranks_can_be_read_by_every_user(
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_ranks_start_in_another_folder_or_with_another_environment(
+def test_ranks_start_in_the_working_directory_with_the_environment(
     cluster: Cluster, runs: Path, shared: bool
 ) -> None:
     folder = runs / 'it\'s "here"; cd'

@@ -1,4 +1,4 @@
-"""Profiles of an elastic run: a round that ends inside the range closes its files."""
+"""Profiles of an elastic run: a generation that ends within the range closes its files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob
 
 
-def test_a_rank_that_dies_while_it_is_profiled_takes_the_others_profile_along(
+def test_killed_rank_does_not_lose_the_profiles_of_other_ranks(
     cluster: Cluster, runs: Path
 ) -> None:
     flags = "--profile.steps 10:40 --profile.ranks [0,1]"

@@ -1,9 +1,7 @@
-"""A real Prometheus beside a real run: 4 ranks on 2 hosts, in which one thing after another
-goes wrong, and is put right again.
+"""A real Prometheus scrapes a real run: 4 ranks on 2 hosts, one injected fault after another.
 
-Its configuration and rules are the committed ones with all times 60 times shorter: what takes
-minutes there takes seconds here.
-"""
+Its configuration and rules are the committed ones with all durations divided by 60: minutes
+become seconds."""
 
 from __future__ import annotations
 
@@ -78,7 +76,7 @@ def watched(two_hosts: Cluster) -> Iterator[Watched]:
         two_hosts.kill(two_hosts.ranks())
 
 
-def test_a_rank_is_not_scraped_or_not_told_from_the_others(watched: Watched) -> None:
+def test_every_rank_is_scraped_with_its_own_labels(watched: Watched) -> None:
     def up() -> list[dict]:
         return watched.prometheus.query(f"up{{{RUN}}} == 1")
 
@@ -93,7 +91,7 @@ def test_a_rank_is_not_scraped_or_not_told_from_the_others(watched: Watched) -> 
     assert json.loads((watched.job.run / "targets.json").read_text())
 
 
-def test_a_panel_or_a_recording_rule_shows_nothing(watched: Watched) -> None:
+def test_every_panel_and_recording_rule_has_data(watched: Watched) -> None:
     watched.prometheus.wait_for_end("TrainingStalled", 20)
     watched.job.wait_for_more(50, 30)  # rates, exchanges, an evaluation, checkpoints
     every = [*queries("case", "10s")]
@@ -107,14 +105,14 @@ def test_a_panel_or_a_recording_rule_shows_nothing(watched: Watched) -> None:
     assert watched.value(f"sum(avg by (phase) (rate(hvdtrain_phase_seconds_total{{{RUN}}}[10s])))")
 
 
-def test_a_loss_that_is_not_finite_has_no_alert(watched: Watched) -> None:
+def test_nonfinite_loss_alert_fires_and_resolves(watched: Watched) -> None:
     with watched.disturbed("nan"):
         watched.prometheus.wait_for("LossNotFinite", 20, run="case", severity="critical")
     watched.prometheus.wait_for_end("LossNotFinite", 20)
     assert watched.value(f"max(hvdtrain_nonfinite_total{{{RUN}}})") > 0
 
 
-def test_checkpoints_that_fail_have_no_alert(watched: Watched) -> None:
+def test_stale_checkpoint_alert_fires_and_resolves(watched: Watched) -> None:
     good = watched.job.run / "checkpoints"
     kept = good.rename(good.with_name("kept"))
     good.write_text("no folder")
@@ -125,7 +123,7 @@ def test_checkpoints_that_fail_have_no_alert(watched: Watched) -> None:
     watched.prometheus.wait_for_end("CheckpointStale", 20)
 
 
-def test_a_rank_that_is_slow_to_load_has_no_alert_with_its_name(watched: Watched) -> None:
+def test_straggler_alert_names_a_rank_with_slow_data(watched: Watched) -> None:
     watched.job.wait_for_step(300, 60)  # the run's own past, against which it becomes slow
     with watched.disturbed("lag"):
         watched.prometheus.wait_for(
@@ -138,7 +136,7 @@ def test_a_rank_that_is_slow_to_load_has_no_alert_with_its_name(watched: Watched
     watched.prometheus.wait_for_end("ThroughputDropped", 20)
 
 
-def test_a_rank_with_half_a_processor_has_no_alert_with_its_name(watched: Watched) -> None:
+def test_straggler_alert_names_a_rank_with_half_a_processor(watched: Watched) -> None:
     with _short_of_processor(watched.job.process(2).pid):
         watched.prometheus.wait_for(
             "Straggler", 60, run="case", rank="2", host="node2", phase="compute"
@@ -147,13 +145,13 @@ def test_a_rank_with_half_a_processor_has_no_alert_with_its_name(watched: Watche
     watched.prometheus.wait_for_end("Straggler", 20)
 
 
-def test_ranks_that_wait_for_the_network_alone_have_no_alert(watched: Watched) -> None:
+def test_communication_bound_alert_fires_and_resolves(watched: Watched) -> None:
     with watched.disturbed("quick"):
         watched.prometheus.wait_for("CommunicationBound", 40, run="case")
     watched.prometheus.wait_for_end("CommunicationBound", 20)
 
 
-def test_a_lost_rank_has_no_alert_or_one_that_stays(watched: Watched) -> None:
+def test_missing_rank_alerts_fire_and_resolve(watched: Watched) -> None:
     restarts = watched.value(f"max(hvdtrain_restarts_total{{{RUN}}})")
     # A rank that does not answer is given up before the alert: here Prometheus alone is cut off.
     watched.job.cluster.connections("node1", "node2", 9856, leave=False)
@@ -174,7 +172,7 @@ def test_a_lost_rank_has_no_alert_or_one_that_stays(watched: Watched) -> None:
     watched.prometheus.wait_for_end("RankMissing", 30)
 
 
-def test_a_run_that_stands_still_has_no_alert(watched: Watched) -> None:
+def test_stalled_training_alert_fires_and_resolves(watched: Watched) -> None:
     everyone = [pid for p in watched.job.cluster.ranks() for pid in _with_watchdog(p.pid)]
     everyone.append(watched.job.launcher().pid)
     _send(signal.SIGSTOP, reversed(everyone))  # who would end or give up ranks comes first
@@ -185,7 +183,7 @@ def test_a_run_that_stands_still_has_no_alert(watched: Watched) -> None:
     watched.job.wait_for_more(5, 30)
 
 
-def test_a_clean_end_looks_like_a_crash(watched: Watched) -> None:
+def test_clean_end_of_a_run_leaves_no_alert(watched: Watched) -> None:
     watched.job.end()
     poll(lambda: not watched.prometheus.query(f"up{{{RUN}}}"), 30, "the end of the targets")
     for rule in rules("alerts"):

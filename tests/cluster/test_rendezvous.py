@@ -1,4 +1,4 @@
-"""Who may talk to the launcher of an elastic job, how much its ranks do, and over which network."""
+"""The launcher of an elastic job: access control, number of requests, choice of network."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(connection.getresponse().status)
 """
 
 
-def test_whoever_reaches_the_launcher_takes_part_or_disturbs_it(
+def test_launcher_refuses_requests_without_its_secret(
     cluster: Cluster, job: Callable[..., ElasticJob]
 ) -> None:
     running = job(**ONE_EACH)
@@ -65,7 +65,7 @@ def test_whoever_reaches_the_launcher_takes_part_or_disturbs_it(
     assert re.findall(REFUSED, done.stderr) == [("GET /join/0", "1")], done
 
 
-def test_a_generation_costs_requests_by_the_square_of_its_ranks(
+def test_requests_of_a_generation_grow_linearly_with_world_size(
     job: Callable[..., ElasticJob],
 ) -> None:
     running = job(env={"PYTHONPATH": str(REPOSITORY / "tests/support/counting")})
@@ -107,7 +107,7 @@ def _networks(cluster: Cluster, job: ElasticJob) -> set[str]:
 
 
 @pytest.mark.parametrize("by", ["option", "variable"])
-def test_the_network_that_the_user_named_is_not_used(
+def test_network_named_by_the_user_is_used(
     cluster: Cluster, job: Callable[..., ElasticJob], by: str
 ) -> None:
     with _second_network(cluster):
@@ -121,7 +121,7 @@ def test_the_network_that_the_user_named_is_not_used(
     assert networks == {FAST}, networks
 
 
-def test_a_host_that_joins_is_told_the_loopback_address_or_a_foreign_interface(
+def test_host_joins_despite_loopback_name_and_other_interface_names(
     cluster: Cluster, job: Callable[..., ElasticJob]
 ) -> None:
     # As Debian has it: the own name leads to the loopback interface.

@@ -1,4 +1,4 @@
-"""A model that spans ranks of two hosts, whose ranks and hosts are killed: no step is lost."""
+"""A model that spans ranks of two hosts whose ranks and hosts are killed: no step is lost."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FAULTS: dict[str, Callable[[ElasticJob], None]] = {
         ("shard", ["kill rank 0"], False),
     ],
 )
-def test_a_lost_rank_or_host_loses_a_step_or_breaks_the_other_replica(
+def test_lost_rank_or_host_costs_no_step_if_a_replica_survives(
     job: Callable[..., ElasticJob],
     curve: list[dict[str, Any]],
     record_property: Callable[[str, object], None],
@@ -77,7 +77,7 @@ def test_a_lost_rank_or_host_loses_a_step_or_breaks_the_other_replica(
     assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
 
 
-def test_a_death_where_ranks_agree_on_a_step_loses_it(
+def test_no_step_is_lost_when_a_rank_dies_while_ranks_agree_on_it(
     job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
 ) -> None:
     task = "--task tests.support.handover:DyingReplica"
@@ -96,7 +96,7 @@ def test_a_death_where_ranks_agree_on_a_step_loses_it(
     assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
 
 
-def test_a_step_taken_late_is_applied_once_if_the_transfer_is_aborted(
+def test_late_step_is_applied_once_if_the_state_transfer_is_aborted(
     job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
 ) -> None:
     task = "--task tests.support.handover:DyingReplica"
@@ -108,7 +108,7 @@ def test_a_step_taken_late_is_applied_once_if_the_transfer_is_aborted(
     assert running.events("start")[1]["source"] == "memory"
 
 
-def test_run_says_what_it_lost_if_all_holders_of_a_shard_die(
+def test_run_reports_the_lost_steps_if_all_holders_of_a_shard_die(
     job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
 ) -> None:
     running = job(arguments=f"{MODEL} --parallel.tensor 2", min_np=2)

@@ -1,4 +1,4 @@
-"""A lock on the run's folder that outlives rank 0, as the lease of an NFS server does for 90 s."""
+"""A lock on the run directory that outlives rank 0, like the 90 s lease of an NFS server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def locks(cluster: Cluster) -> Iterator[BorrowedLocks]:
 
 
 @pytest.mark.alone
-def test_a_lock_that_outlives_rank_0_holds_up_the_others_or_loses_their_state(
+def test_survivors_continue_from_memory_while_a_lock_outlives_rank_0(
     job: Callable[..., ElasticJob],
     locks: BorrowedLocks,
     reference: list[dict[str, Any]],
@@ -48,7 +48,7 @@ def test_a_lock_that_outlives_rank_0_holds_up_the_others_or_loses_their_state(
     assert not (running.run / "left_metrics.jsonl").exists(), "a step was done twice"
 
 
-def test_launch_gives_up_while_a_lock_outlives_rank_0(
+def test_launch_recovers_while_a_lock_outlives_rank_0(
     cluster: Cluster,
     locks: BorrowedLocks,
     runs: Path,

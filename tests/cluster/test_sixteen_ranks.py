@@ -1,4 +1,4 @@
-"""The literal commands of the README, between two hosts."""
+"""The literal commands of the README on two hosts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ THREE = {
         ("mpirun", "two-each"),
     ],
 )
-def test_sixteen_ranks_on_two_hosts_differ_in_a_bit_from_one_process_or_repeat_a_step(
+def test_sixteen_ranks_on_two_hosts_match_one_process_bitwise(
     cluster: Cluster, runs: Path, launcher: str, batch: str
 ) -> None:
     flags = f"{SMALL} {EXACT} {BATCHES[batch]} --run.root {runs}"
@@ -84,7 +84,7 @@ def test_error_in_one_rank_ends_all_ranks_on_both_hosts(
 
 # What ranks tell each other does not depend on who starts mpirun.
 @pytest.mark.parametrize("launcher", ["gloo", "mpirun"])
-def test_host_without_the_data_is_reported_once_as_wrong_input(
+def test_host_without_the_data_is_reported_once_as_invalid_input(
     cluster: Cluster, runs: Path, launcher: str
 ) -> None:
     corpus = cluster.file("node1", "/tmp/corpus")

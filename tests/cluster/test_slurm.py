@@ -1,4 +1,4 @@
-"""slurm/train.sbatch under a real Slurm with two nodes: whatever ends a start, no step is lost."""
+"""slurm/train.sbatch under a real Slurm with two nodes: no step is lost, whatever ends the job."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ only_srun = pytest.mark.parametrize("one_job", ["srun"], indirect=True)
 
 
 @only_srun
-def test_job_that_is_told_while_it_starts_comes_back(
+def test_signal_during_start_up_requeues_the_job(
     slurm: Slurm, one_job: SlurmRun, undisturbed: SlurmRun
 ) -> None:
     poll(lambda: bool(one_job.ranks()), WAIT_SECONDS, "the first rank")
@@ -240,7 +240,7 @@ def test_scontrol_requeue_saves_and_resumes(
     _check_nothing_lost(one_job, log, undisturbed)
 
 
-def test_preempted_job_comes_back_after_the_other(
+def test_preempted_job_resumes_after_the_other_job(
     slurm: Slurm, one_job: SlurmRun, undisturbed: SlurmRun
 ) -> None:
     def make_room() -> None:
@@ -254,7 +254,7 @@ def test_preempted_job_comes_back_after_the_other(
     _check_curve(one_job, undisturbed)
 
 
-def test_job_that_came_back_does_not_end(one_job: SlurmRun, undisturbed: SlurmRun) -> None:
+def test_requeued_job_runs_to_its_last_step(one_job: SlurmRun, undisturbed: SlurmRun) -> None:
     one_job.finish()
     assert len(one_job.lines()) == STEPS
     _check_curve(one_job, undisturbed)
@@ -274,7 +274,7 @@ def test_time_limit_saves_requeues_and_resumes(
     _check_nothing_lost(run, run.log, undisturbed)
 
 
-def test_killed_rank_ends_a_job_that_nobody_supervises(submit: Submit) -> None:
+def test_killed_rank_fails_an_unsupervised_job(submit: Submit) -> None:
     run = submit("killed", LAUNCHER="srun")
     run.wait_for_steps()
     run.slurm.cluster.kill(run.ranks("node2"))
@@ -282,7 +282,9 @@ def test_killed_rank_ends_a_job_that_nobody_supervises(submit: Submit) -> None:
     assert run.restarts == 0
 
 
-def test_killed_rank_ends_a_supervised_job(submit: Submit, undisturbed: SlurmRun) -> None:
+def test_supervised_job_continues_after_rank_is_killed(
+    submit: Submit, undisturbed: SlurmRun
+) -> None:
     run = submit("launch", more=("--checkpoint.every", "5"), LAUNCHER="launch")
     run.wait_for_steps()
     run.slurm.cluster.kill(run.ranks("node2"))
@@ -302,7 +304,7 @@ def test_job_is_not_requeued_beyond_the_cap(slurm: Slurm, submit: Submit) -> Non
     assert f"--run.id slurm-{run.job}" in run.log
 
 
-def test_cancelled_job_does_not_come_back(slurm: Slurm, submit: Submit) -> None:
+def test_cancelled_job_is_not_requeued(slurm: Slurm, submit: Submit) -> None:
     run = submit("cancelled", TWO_EACH)
     run.wait_for_steps()
     slurm.run("scancel", str(run.job))
@@ -311,7 +313,7 @@ def test_cancelled_job_does_not_come_back(slurm: Slurm, submit: Submit) -> None:
     assert run.restarts == 0
 
 
-def test_mistake_ends_the_job_with_its_own_exit_code(slurm: Slurm, submit: Submit) -> None:
+def test_invalid_flag_fails_the_job_with_exit_code_2(slurm: Slurm, submit: Submit) -> None:
     run = submit("mistake", more=("--seeed", "1"))
     run.wait("FAILED")
     assert slurm.field(run.job, "ExitCode") == "2:0"

@@ -10,7 +10,7 @@ from tests.support.cluster import Cluster
 
 
 @pytest.mark.alone
-def test_a_rank_that_takes_no_part_is_not_reported_under_gloo(cluster: Cluster) -> None:
+def test_rank_missing_from_a_collective_is_reported_under_gloo(cluster: Cluster) -> None:
     seconds = {"CHECK": "1", "SHUTDOWN": "3"}
     env = {f"HOROVOD_STALL_{name}_TIME_SECONDS": value for name, value in seconds.items()}
     command = f"horovodrun --gloo -np 2 {cluster.python} -m tests.support.held_collective".split()

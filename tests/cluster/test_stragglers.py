@@ -1,4 +1,4 @@
-"""A rank that is slow is named while it is slow: its host, and in which phase."""
+"""A slow rank is reported while it is slow, with its host and phase."""
 
 from __future__ import annotations
 
@@ -65,9 +65,7 @@ def _events(runs: Path, name: str) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_whose_data_are_slow_is_not_named_or_again_and_again(
-    cluster: Cluster, runs: Path
-) -> None:
+def test_rank_with_slow_data_is_named_once(cluster: Cluster, runs: Path) -> None:
     lag = runs / "lag"
     job = _start(cluster, runs, MPIRUN, SLEEPING, f"3:0.05:{lag}")
     assert "is slow" not in job.output()
@@ -104,7 +102,7 @@ def _throttled(pid: int) -> Iterator[None]:
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_whose_processor_is_slow_is_not_named(cluster: Cluster, runs: Path) -> None:
+def test_rank_with_a_slow_processor_is_named(cluster: Cluster, runs: Path) -> None:
     # MPI waits by polling, which would take the processor from the other rank too.
     job = _start(cluster, runs, GLOO, COMPUTING)
     [slow] = cluster.ranks("node2")

@@ -1,4 +1,4 @@
-"""An optimizer in parts, on ranks of two hosts that are killed: no step is lost, or it is said."""
+"""A sharded optimizer on two hosts with killed ranks: no step is lost, or the loss is reported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _assert_no_step_was_lost(
     return starts
 
 
-def test_a_killed_rank_or_host_loses_a_part_or_a_step(
+def test_killed_rank_or_host_loses_no_shard_and_no_step(
     job: Callable[..., ElasticJob],
     curve: list[dict[str, Any]],
     record_property: Callable[[str, object], None],
@@ -68,7 +68,7 @@ def test_a_killed_rank_or_host_loses_a_part_or_a_step(
 
 
 @pytest.mark.soak
-def test_a_death_where_ranks_agree_on_a_step_loses_it(
+def test_no_step_is_lost_when_a_rank_dies_while_ranks_agree_on_it(
     job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
 ) -> None:
     task = "--task tests.support.handover:DyingInStep"
@@ -81,7 +81,7 @@ def test_a_death_where_ranks_agree_on_a_step_loses_it(
     assert failed_after == [9, 19], starts
 
 
-def test_a_part_of_which_there_is_no_copy_is_made_up(
+def test_run_returns_to_a_checkpoint_if_the_only_copy_of_a_shard_dies(
     job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
 ) -> None:
     running = job(arguments=f"{ZERO} --parallel.zero_copies 1 --checkpoint.every 10")
@@ -98,7 +98,7 @@ def test_a_part_of_which_there_is_no_copy_is_made_up(
     assert (running.run / "left_metrics.jsonl").exists(), done
 
 
-def test_a_part_that_is_lost_before_the_first_checkpoint_is_made_up(
+def test_run_returns_to_its_start_if_a_shard_dies_before_a_checkpoint(
     job: Callable[..., ElasticJob], curve: list[dict[str, Any]]
 ) -> None:
     running = job(

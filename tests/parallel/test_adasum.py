@@ -70,7 +70,7 @@ def _step(exchange: BucketedExchange, model: Model, own: dict[str, Tensor], rank
     exchange.finish()
 
 
-def test_adasum_is_not_the_one_of_the_paper(topology: Topology) -> None:
+def test_adasum_equals_the_formula_of_the_paper(topology: Topology) -> None:
     ranks, model = topology.world_size, Model()
     exchange = adasum_exchange(build_optimizer(OptimConfig(), model), model)
     every = [_gradients(rank) for rank in range(ranks)]
@@ -90,7 +90,7 @@ def test_adasum_is_not_the_one_of_the_paper(topology: Topology) -> None:
 
 
 @pytest.mark.parametrize("poison", [float("inf"), float("nan")])
-def test_a_gradient_that_is_not_finite_is_so_on_some_ranks_only(
+def test_nonfinite_gradient_of_one_rank_is_nonfinite_on_all_ranks(
     topology: Topology, poison: float
 ) -> None:
     model, own = Model(), _gradients(topology.rank)

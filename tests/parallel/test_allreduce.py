@@ -26,9 +26,7 @@ def _of(rank: int, size: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.float16, torch.bfloat16])
-def test_an_element_of_a_large_sum_is_wrong(
-    topology: Topology, size: str, dtype: torch.dtype
-) -> None:
+def test_large_sum_is_exact(topology: Topology, size: str, dtype: torch.dtype) -> None:
     ranks = topology.world_size
     elements = SIZES[size](ranks) * 4 // dtype.itemsize
     own = _of(topology.rank, elements, dtype)
@@ -40,7 +38,7 @@ def test_an_element_of_a_large_sum_is_wrong(
     assert torch.equal(own.to(torch.int64), expected)
 
 
-def test_a_large_product_or_maximum_is_another(topology: Topology) -> None:
+def test_large_product_and_maximum_are_exact(topology: Topology) -> None:
     ranks = range(topology.world_size)
     size = SIZES["many segments"](topology.world_size)
     each = torch.stack([_of(rank, size, torch.float32) for rank in ranks])
@@ -61,7 +59,7 @@ FIRST_ELEMENTS = {  # of tensors in one memory
 
 
 @pytest.mark.parametrize("layout", FIRST_ELEMENTS)
-def test_tensors_that_lie_in_one_buffer_are_summed_otherwise_than_alone(
+def test_tensors_in_one_buffer_are_summed_like_separate_ones(
     topology: Topology, layout: str
 ) -> None:
     ranks = range(topology.world_size)

@@ -1,4 +1,4 @@
-"""torch.bfloat16 in Horovod's own collectives, which the patch 0018-bfloat16 gives them."""
+"""torch.bfloat16 in Horovod's own collectives, which patch 0018-bfloat16 adds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _rounded(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
-def test_a_number_is_combined_otherwise_than_in_float32(topology: Topology, name: str) -> None:
+def test_reductions_equal_rounded_float32(topology: Topology, name: str) -> None:
     if topology.world_size > 2:
         pytest.skip("more than two ranks add in an order that depends on the algorithm")
     op, combine = REDUCTIONS[name]
@@ -54,7 +54,7 @@ def test_a_number_is_combined_otherwise_than_in_float32(topology: Topology, name
 
 
 @pytest.mark.parametrize("size", ODD_SIZES)
-def test_a_sum_of_an_odd_size_is_not_that_of_float32(topology: Topology, size: int) -> None:
+def test_sums_of_odd_sizes_equal_rounded_float32(topology: Topology, size: int) -> None:
     every = torch.stack([_of(rank, size) for rank in range(topology.world_size)]).float()
     own = _of(topology.rank, size)
     tolerance = {"rtol": 0.0, "atol": 0.02 * (topology.world_size > 2)}
@@ -68,7 +68,7 @@ def test_a_sum_of_an_odd_size_is_not_that_of_float32(topology: Topology, size: i
         torch.testing.assert_close(found, (factor * every.sum(0)).bfloat16(), **tolerance)
 
 
-def test_rows_are_gathered_cast_or_dealt_with_other_bits(topology: Topology) -> None:
+def test_allgather_broadcast_and_alltoall_are_bitwise_exact(topology: Topology) -> None:
     ranks = range(topology.world_size)
     gathered = hvd.allgather(_of(topology.rank, 2 * topology.rank + 1, 3), name="gather")
     assert torch.equal(gathered, torch.cat([_of(rank, 2 * rank + 1, 3) for rank in ranks]))
@@ -84,7 +84,7 @@ def test_rows_are_gathered_cast_or_dealt_with_other_bits(topology: Topology) -> 
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
-def test_a_part_of_a_sum_is_another_or_that_of_another_rank(topology: Topology, rows: int) -> None:
+def test_reducescatter_gives_each_rank_its_shard_of_the_sum(topology: Topology, rows: int) -> None:
     every = torch.stack([_of(rank, rows, 3) for rank in range(topology.world_size)]).float()
     found = hvd.reducescatter(_of(topology.rank, rows, 3), op=hvd.Sum, name="part")
     mine = every.sum(0).tensor_split(topology.world_size)[topology.rank]

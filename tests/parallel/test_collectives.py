@@ -1,4 +1,4 @@
-"""The collectives beside the exchange of gradients."""
+"""Collectives other than gradient synchronization."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from hvdtrain.runtime.collectives import (
 from hvdtrain.runtime.topology import Topology
 
 
-def test_broadcast_json_gives_a_rank_something_other_than_rank_0_has(topology: Topology) -> None:
+def test_broadcast_json_gives_every_rank_the_value_of_rank_0(topology: Topology) -> None:
     for value in (None, "", {"a": [1, 2.5, None]}, "ü" * 100_000, 2**70):
         own = value if topology.rank == 0 else f"of rank {topology.rank}"
         assert broadcast_json(own, "value") == value
 
 
-def test_gather_json_mixes_or_cuts_values_of_different_lengths(topology: Topology) -> None:
+def test_gather_json_returns_values_of_any_length_in_rank_order(topology: Topology) -> None:
     gathered = gather_json({"rank": topology.rank, "text": "é" * 1000 * topology.rank}, "value")
     assert gathered == [{"rank": r, "text": "é" * 1000 * r} for r in range(topology.world_size)]
 
 
-def test_a_part_that_nobody_failed_is_ended_or_its_result_lost(topology: Topology) -> None:
+def test_on_all_ranks_returns_the_own_result_if_no_rank_fails(topology: Topology) -> None:
     assert on_all_ranks("part", lambda: topology.rank) == topology.rank
 
 
 @pytest.mark.parametrize("failing", ["first", "last", "all"])
-def test_a_rank_continues_after_another_failed_or_another_message_counts(
+def test_on_all_ranks_raises_the_first_failing_ranks_error_on_all(
     topology: Topology, failing: str
 ) -> None:
     last = topology.world_size - 1
@@ -54,7 +54,7 @@ def test_a_rank_continues_after_another_failed_or_another_message_counts(
     assert caught.value.exit_code == (3 if ranks[0] == 0 else 2)
 
 
-def test_broadcast_tensors_changes_a_bit_or_leaves_out_a_tensor(topology: Topology) -> None:
+def test_broadcast_tensors_copies_every_tensor_bitwise(topology: Topology) -> None:
     def made(seed: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)
         return {
@@ -75,7 +75,7 @@ def test_broadcast_tensors_changes_a_bit_or_leaves_out_a_tensor(topology: Topolo
         torch.testing.assert_close(tensors[name], expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_tensor_of_many_pieces_arrives_otherwise(
+def test_tensor_broadcast_in_chunks_arrives_unchanged(
     topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hvdtrain.runtime.collectives.piece_bytes", lambda *_: 1000)
@@ -89,24 +89,24 @@ COPIES = {(3, 2, 1): 1, (3, 4, 2): 6, (4, 16, 8): 80, (7, 64, 8): 168, (30, 1000
 
 
 @pytest.mark.parametrize("case", COPIES)
-def test_a_piece_takes_longer_than_the_timeout_at_100_mbit(case: tuple[int, int, int]) -> None:
+def test_chunk_takes_at_most_half_the_timeout_at_100_mbit(case: tuple[int, int, int]) -> None:
     seconds = piece_bytes(*case) * 8 * COPIES[case] / 100e6
     assert 0.4 * case[0] <= seconds <= 0.5 * case[0]
 
 
-def test_sum_is_not_the_sum(topology: Topology) -> None:
+def test_sum_adds_the_values_of_all_ranks(topology: Topology) -> None:
     own = torch.tensor([1.0, topology.rank], dtype=torch.float64)
     ranks = range(topology.world_size)
     assert sum_(own, "sum").tolist() == [len(ranks), sum(ranks)]
 
 
-def test_hosts_or_ranks_are_counted_wrongly(topology: Topology) -> None:
+def test_topology_counts_hosts_and_ranks(topology: Topology) -> None:
     assert len(topology.hosts) == topology.world_size == topology.local_size
     assert topology.rank == topology.local_rank
     assert topology.ranks_by_host() == {topology.host: list(range(topology.world_size))}
 
 
-def test_a_thread_that_waits_for_another_rank_takes_a_processor(topology: Topology) -> None:
+def test_thread_waiting_for_another_rank_uses_no_processor(topology: Topology) -> None:
     sum_(torch.zeros(1), "together")
     if topology.rank == 1:
         time.sleep(1)

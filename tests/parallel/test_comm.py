@@ -1,4 +1,4 @@
-"""hvdtrain.comm between ranks, and with one rank, as whoever calls it sees it."""
+"""hvdtrain.comm as its callers see it, on several ranks and on one."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def _same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_a_rank_does_not_know_its_place(topology: Topology) -> None:
+def test_rank_and_size_match_the_topology(topology: Topology) -> None:
     assert (comm.rank(), comm.size()) == (topology.rank, topology.world_size)
     assert (comm.local_rank(), comm.local_size()) == (topology.local_rank, topology.local_size)
     assert comm.is_main_process() == (topology.rank == 0)
 
 
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
-def test_all_reduce_gives_another_number_shape_or_dtype(
+def test_all_reduce_is_exact_and_keeps_shape_and_dtype(
     topology: Topology, dtype: torch.dtype
 ) -> None:
     every, own = _every(topology, dtype), _of(topology.rank, dtype)
@@ -56,7 +56,7 @@ def test_all_reduce_gives_another_number_shape_or_dtype(
 
 
 @pytest.mark.parametrize("dtype", (*EXACT, *OTHERS), ids=str)
-def test_all_gather_loses_a_row_or_changes_a_bit(topology: Topology, dtype: torch.dtype) -> None:
+def test_all_gather_keeps_every_row_bitwise(topology: Topology, dtype: torch.dtype) -> None:
     # Rank 0 has none.
     expected = torch.cat([_of(r, dtype, rows=2 * r) for r in range(topology.world_size)])
     _same(comm.all_gather(_of(topology.rank, dtype, rows=2 * topology.rank)), expected)
@@ -69,7 +69,7 @@ def test_all_gather_loses_a_row_or_changes_a_bit(topology: Topology, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", (*EXACT, *OTHERS), ids=str)
-def test_broadcast_changes_a_bit_or_what_it_was_given(
+def test_broadcast_is_bitwise_exact_and_keeps_its_input(
     topology: Topology, dtype: torch.dtype
 ) -> None:
     for root in range(topology.world_size):
@@ -83,7 +83,7 @@ def test_broadcast_changes_a_bit_or_what_it_was_given(
 
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 3, 8])
-def test_reduce_scatter_gives_a_rank_rows_of_another(
+def test_reduce_scatter_gives_each_rank_its_own_rows(
     topology: Topology, dtype: torch.dtype, rows: int
 ) -> None:
     ranks = range(topology.world_size)
@@ -96,7 +96,7 @@ def test_reduce_scatter_gives_a_rank_rows_of_another(
         _same(comm.reduce_scatter(own, "mean"), mean)
 
 
-def test_numbers_of_16_bits_are_rounded_in_each_addition(topology: Topology) -> None:
+def test_16_bit_sums_are_rounded_once(topology: Topology) -> None:
     # 256 + 1 has no bfloat16: it is 256 again.
     own = torch.tensor([256.0 if topology.rank == 0 else 1.5], dtype=torch.bfloat16)
     expected = torch.tensor([256 + 1.5 * (topology.world_size - 1)]).bfloat16()
@@ -122,7 +122,7 @@ def _takes_part(call: Callable[[], object], topology: Topology) -> None:
     ],
     ids=["shape", "op", "dtype", "columns", "size", "root", "part"],
 )
-def test_calls_that_do_not_fit_together_hang_or_are_a_lost_rank(
+def test_mismatched_calls_raise_a_collective_error(
     topology: Topology, call: Callable[[int], Tensor]
 ) -> None:
     if topology.world_size == 1:
@@ -152,9 +152,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_found_after_a_collective_has_begun_or_not_told_in_a_sentence(
-    topology: Topology, mistake: str
-) -> None:
+def test_mistake_is_reported_before_a_collective_begins(topology: Topology, mistake: str) -> None:
     call, message = MISTAKES[mistake]
 
     def mistaken() -> None:
@@ -166,7 +164,7 @@ def test_a_mistake_is_found_after_a_collective_has_begun_or_not_told_in_a_senten
     _takes_part(mistaken if topology.rank == 0 else lambda: None, topology)
 
 
-def test_a_tensor_that_wants_no_gradient_now_is_refused(topology: Topology) -> None:
+def test_tensor_that_requires_grad_is_accepted_under_no_grad(topology: Topology) -> None:
     with torch.no_grad():
         assert not comm.all_reduce(torch.ones(1, requires_grad=True)).requires_grad
 
@@ -179,7 +177,7 @@ def _in_a_child(results: Any) -> None:
         results.put(str(error))
 
 
-def test_a_forked_helper_waits_in_a_collective_for_ever(topology: Topology) -> None:
+def test_forked_helper_is_refused_a_collective(topology: Topology) -> None:
     if topology.world_size == 1:
         pytest.skip("alone there is nobody to wait for")
     context = multiprocessing.get_context("fork")
@@ -194,7 +192,7 @@ def test_a_forked_helper_waits_in_a_collective_for_ever(topology: Topology) -> N
     comm.barrier()
 
 
-def test_a_collective_that_other_ranks_do_not_reach_begins(topology: Topology) -> None:
+def test_collective_that_other_ranks_do_not_reach_is_refused(topology: Topology) -> None:
     def mistaken() -> None:
         for number in comm.OWN.micro_batches(iter((1, 2, 3)), in_common=2):
             if number < 3:
@@ -206,7 +204,7 @@ def test_a_collective_that_other_ranks_do_not_reach_begins(topology: Topology) -
     _takes_part(mistaken, topology)
 
 
-def test_totals_count_something_else_or_waiting_is_work(
+def test_totals_count_calls_and_bytes_and_waiting_is_not_work(
     topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = Process()

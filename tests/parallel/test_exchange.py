@@ -106,7 +106,7 @@ ROUNDING = {"dense": 1e-14, "exact": 8 * UNIT, "all of topk": 1e-14}
 
 @pytest.mark.parametrize("name", ROUNDING)
 @pytest.mark.parametrize("case", SHARES)
-def test_the_gradient_is_not_the_sum_over_all_micro_batches(
+def test_gradient_equals_one_process_over_all_micro_batches(
     topology: Topology, case: str, name: str
 ) -> None:
     shares, steps = SHARES[case], 3
@@ -129,7 +129,7 @@ def test_the_gradient_is_not_the_sum_over_all_micro_batches(
 
 
 @pytest.mark.parametrize("name", ROUNDING)
-def test_a_step_that_was_interrupted_spoils_the_next_one(topology: Topology, name: str) -> None:
+def test_interrupted_step_does_not_affect_the_next_one(topology: Topology, name: str) -> None:
     expected = _alone(SHARES["even"], 1, topology.world_size)[0]
     model = _model()
     exchange = _exchange(name, build_optimizer(OptimConfig(lr=0.05), model), model)
@@ -147,7 +147,7 @@ def test_a_step_that_was_interrupted_spoils_the_next_one(topology: Topology, nam
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_gradients_of_a_bucket_lie_apart_and_are_copied(topology: Topology, passes: int) -> None:
+def test_gradients_of_a_bucket_are_contiguous_in_memory(topology: Topology, passes: int) -> None:
     if topology.world_size == 1:
         pytest.skip("one rank sends nothing")
     model = _model()
@@ -163,7 +163,7 @@ def test_gradients_of_a_bucket_lie_apart_and_are_copied(topology: Topology, pass
         assert first.data_ptr() + first.nbytes == second.data_ptr(), step
 
 
-def test_ranks_that_step_alike_drift_apart(topology: Topology) -> None:
+def test_ranks_stay_bitwise_identical(topology: Topology) -> None:
     model = _model().float()
     optimizer = build_optimizer(OptimConfig(lr=0.05), model)
     exchange = DenseExchange(optimizer, model)
@@ -199,7 +199,7 @@ def _gradients_on(wire: str, topology: Topology) -> Callable[[float], tuple[list
     return gradients
 
 
-def test_gradients_as_bfloat16_are_lost_too_small_or_too_large(topology: Topology) -> None:
+def test_bfloat16_wire_keeps_tiny_and_huge_gradients(topology: Topology) -> None:
     gradients = _gradients_on("bfloat16", topology)
     for scale in (1.0, 1e-30, 1e30):
         for found, expected in zip(*gradients(scale), strict=True):
@@ -208,7 +208,7 @@ def test_gradients_as_bfloat16_are_lost_too_small_or_too_large(topology: Topolog
     assert overflowed or topology.world_size == 1
 
 
-def test_gradients_as_float16_are_lost_too_small_or_too_large(topology: Topology) -> None:
+def test_float16_wire_scales_gradients_and_recovers_from_overflow(topology: Topology) -> None:
     gradients = _gradients_on("float16", topology)
     for scale in (1.0, 1e-3):
         for found, expected in zip(*gradients(scale), strict=True):
@@ -229,7 +229,7 @@ COMPRESSIONS = {
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_what_a_compression_left_out_is_lost_or_ranks_get_other_bits(
+def test_compression_keeps_residuals_and_ranks_receive_identical_bits(
     topology: Topology, name: str
 ) -> None:
     torch.manual_seed(0)
@@ -269,7 +269,7 @@ def _compressed(config: ExchangeConfig, optimizer: Optimizer, model: nn.Module) 
     return powersgd_exchange(optimizer, model, config)
 
 
-def test_powersgd_of_a_matrix_of_low_rank_is_not_that_matrix(topology: Topology) -> None:
+def test_powersgd_is_exact_for_a_low_rank_matrix(topology: Topology) -> None:
     model = nn.Linear(16, 16, bias=False).double()
     optimizer = build_optimizer(OptimConfig(lr=0.05), model)
     exchange = powersgd_exchange(optimizer, model, COMPRESSIONS["powersgd"])
@@ -284,7 +284,7 @@ def test_powersgd_of_a_matrix_of_low_rank_is_not_that_matrix(topology: Topology)
         torch.testing.assert_close(_gradient(model.weight), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_a_bucket_is_too_large_mixed_or_misses_a_parameter() -> None:
+def test_buckets_cover_all_parameters_by_dtype_within_the_limit() -> None:
     def sized(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(numel, dtype=dtype)
 
@@ -299,7 +299,7 @@ def test_a_bucket_is_too_large_mixed_or_misses_a_parameter() -> None:
     assert buckets([], limit=32) == []
 
 
-def test_the_network_waits_for_a_large_first_bucket() -> None:
+def test_first_bucket_has_a_smaller_limit() -> None:
     a, b, c, d = (torch.zeros(n) for n in (4, 4, 1, 1))
     assert [len(group) for group in buckets([a, b, c, d], limit=40)] == [4]
     small_first = buckets([a, b, c, d], limit=40, first=8)

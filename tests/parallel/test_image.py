@@ -32,7 +32,7 @@ def _layers(dimensions: int) -> nn.Sequential:
 
 @pytest.mark.parametrize("dimensions", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_statistics_are_those_of_a_rank_or_gradients_miss_the_other_ranks(
+def test_batchnorm_statistics_and_gradients_cover_the_global_batch(
     topology: Topology, dtype: torch.dtype, dimensions: int
 ) -> None:
     whole, parts = _layers(dimensions).to(dtype), _layers(dimensions).to(dtype)
@@ -64,7 +64,7 @@ def test_statistics_are_those_of_a_rank_or_gradients_miss_the_other_ranks(
     torch.testing.assert_close(parts.eval()(rows), whole.eval()(rows), **close)
 
 
-def test_statistics_of_some_micro_batches_pass_for_those_of_the_global_batch(
+def test_synchronized_batchnorm_requires_exactly_one_micro_batch(
     topology: Topology,
 ) -> None:
     model = _layers(2)
@@ -77,7 +77,7 @@ def test_statistics_of_some_micro_batches_pass_for_those_of_the_global_batch(
         model(batch)
 
 
-def test_top_1_or_top_5_is_an_average_of_averages(topology: Topology) -> None:
+def test_top_1_and_top_5_are_exact_over_all_images(topology: Topology) -> None:
     task = Image(ImageTaskConfig())
     data = task.datasets().validation
     assert data is not None

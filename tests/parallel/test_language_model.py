@@ -1,4 +1,4 @@
-"""The task `language_model` on several ranks: figures of validation are sums over all of them."""
+"""The task `language_model` on several ranks: validation metrics are sums over all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.contexts import replicated
 CONTEXT = 13
 
 
-def test_perplexity_or_bits_per_byte_is_an_average_of_averages(
+def test_perplexity_and_bits_per_byte_are_exact_over_all_ranks(
     topology: Topology, tmp_path: Path
 ) -> None:
     for number in range(6):  # of different lengths, so that samples have different bytes

@@ -1,4 +1,4 @@
-"""Ranks that step on their own do what a plain loop over as many models does in one process."""
+"""Local SGD: ranks equal a plain loop over as many models in one process."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ SHARES = {"all work alike": 4, "one rank works more": 3, "rank 1 has no micro-ba
 @pytest.mark.parametrize("outer", [None, OUTER], ids=["average", "nesterov"])
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("share", SHARES)
-def test_ranks_that_step_on_their_own_are_not_those_of_a_plain_loop(
+def test_local_sgd_equals_a_plain_loop_over_models(
     topology: Topology, share: str, name: str, outer: Nesterov | None
 ) -> None:
     rank = _Rank(topology, name, SHARES[share], outer)
@@ -189,7 +189,7 @@ def test_ranks_that_step_on_their_own_are_not_those_of_a_plain_loop(
 
 
 @pytest.mark.parametrize("share", SHARES)
-def test_averages_of_each_step_are_not_steps_with_the_mean_gradient(
+def test_synchronizing_each_step_equals_steps_with_the_mean_gradient(
     topology: Topology, share: str
 ) -> None:
     rank = _Rank(topology, "sgd", SHARES[share])
@@ -213,7 +213,7 @@ def test_averages_of_each_step_are_not_steps_with_the_mean_gradient(
         torch.testing.assert_close(buffer, expected_buffer, **CLOSE)
 
 
-def test_a_rank_skips_a_step_and_the_others_do_not(topology: Topology) -> None:
+def test_nonfinite_step_is_skipped_on_all_ranks(topology: Topology) -> None:
     rank = _Rank(topology, "adamw", 2 * topology.world_size, OUTER)
     assert rank.step(0, synchronise=False)
     before = rank.copy()
@@ -228,7 +228,7 @@ def test_a_rank_skips_a_step_and_the_others_do_not(topology: Topology) -> None:
     assert all(torch.equal(t, before[name]) for name, t in rank.copy().items())
 
 
-def test_what_rests_is_moved_by_a_synchronisation(topology: Topology) -> None:
+def test_synchronization_does_not_change_frozen_parameters(topology: Topology) -> None:
     rank = _Rank(topology, "sgd", 3, OUTER)  # weights that are rounded
     rank.step(0, synchronise=False)
     rank.step(1, synchronise=True)
@@ -241,7 +241,7 @@ def test_what_rests_is_moved_by_a_synchronisation(topology: Topology) -> None:
     assert len(rank.digests()) == 1
 
 
-def test_a_failure_between_synchronisations_does_not_take_back_all(topology: Topology) -> None:
+def test_failure_between_synchronizations_restores_the_last_one(topology: Topology) -> None:
     rank = _Rank(topology, "adamw", 2 * topology.world_size, OUTER)
     snapshot = Snapshot(rank.state)
     snapshot.keep()  # before the first step, where the optimizer has no state

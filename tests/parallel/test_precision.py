@@ -1,4 +1,4 @@
-"""Steps in 16 bits on several ranks, with an overflow on one of them."""
+"""16-bit steps on several ranks, with an overflow on one of them."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_an_overflow_on_one_rank_is_one_on_that_rank_alone(topology: Topology, name: str) -> None:
+def test_overflow_on_one_rank_skips_the_step_on_all_ranks(topology: Topology, name: str) -> None:
     exchange = EXCHANGES[name]
     rank = _Rank(topology, "fp16", exchange)
     assert rank.step(0).applied
@@ -168,7 +168,7 @@ def test_an_overflow_on_one_rank_is_one_on_that_rank_alone(topology: Topology, n
 
 
 @pytest.mark.parametrize("name", [name for name in EXCHANGES if name != "local"])
-def test_ranks_with_bfloat16_parameters_drift_apart_or_do_not_resume(
+def test_ranks_with_bfloat16_parameters_stay_identical_and_resume(
     topology: Topology, name: str
 ) -> None:
     exchange = EXCHANGES[name]

@@ -1,4 +1,4 @@
-"""The comparison of the ranks' states."""
+"""Comparison of the ranks' states."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _loop(topology: Topology, step: int) -> Any:
     )
 
 
-def test_ranks_with_equal_tensors_have_different_hashes(topology: Topology) -> None:
+def test_hashes_are_equal_only_for_equal_tensors(topology: Topology) -> None:
     tensors = model_tensors(_state(seed=0).model)
     digests = gather_bytes(TensorHash()(tensors), "digests")
     assert len(digests) == topology.world_size and len(set(digests)) == 1
@@ -52,7 +52,7 @@ def test_ranks_with_equal_tensors_have_different_hashes(topology: Topology) -> N
     assert len(set(gather_bytes(TensorHash()(tensors), "digests"))) == topology.world_size
 
 
-def test_the_state_does_not_come_from_the_rank_that_is_named(topology: Topology) -> None:
+def test_broadcast_copies_the_state_of_the_root_rank(topology: Topology) -> None:
     for root in (topology.world_size - 1, 0, topology.world_size - 1):
         state, expected = _state(seed=topology.rank), _state(seed=root)
         progress = state.progress
@@ -64,7 +64,7 @@ def test_the_state_does_not_come_from_the_rank_that_is_named(topology: Topology)
             assert torch.equal(state_tensors(state.optimizer, state.model)[key], tensor), key
 
 
-def test_equal_states_with_buffers_of_their_own_count_as_damaged(topology: Topology) -> None:
+def test_replica_check_ignores_different_buffers(topology: Topology) -> None:
     state = _state(seed=0)
     state.model[1].running_mean += topology.rank  # type: ignore[index,operator]
     record: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def test_equal_states_with_buffers_of_their_own_count_as_damaged(topology: Topol
     assert record.keys() == {"state_hash"}
 
 
-def test_a_tie_is_decided_or_a_rank_goes_on(topology: Topology) -> None:
+def test_tie_between_states_ends_every_rank(topology: Topology) -> None:
     if topology.world_size != 2:
         pytest.skip("two ranks are no majority")
     state = _state(seed=0)
@@ -88,9 +88,7 @@ def test_a_tie_is_decided_or_a_rank_goes_on(topology: Topology) -> None:
 
 
 @pytest.mark.parametrize("axis", ["context", "tensor"])
-def test_ranks_that_share_sequences_are_not_compared_or_those_with_other_parts_are(
-    topology: Topology, axis: str
-) -> None:
+def test_context_ranks_are_compared_and_tensor_ranks_are_not(topology: Topology, axis: str) -> None:
     if topology.world_size != 2:
         pytest.skip("for two ranks")
     state, record = _state(seed=topology.rank), dict[str, Any]()
@@ -103,7 +101,7 @@ def test_ranks_that_share_sequences_are_not_compared_or_those_with_other_parts_a
         check.on_step(_loop(topology, 10), record)
 
 
-def test_healing_takes_the_buffers_of_a_rank_that_was_well(
+def test_healing_copies_the_buffers_of_a_healthy_rank(
     topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if topology.world_size != 2:
@@ -129,7 +127,7 @@ def test_healing_takes_the_buffers_of_a_rank_that_was_well(
     check.on_step(_loop(topology, 20), record)  # again, as after an elastic reset
 
 
-def test_a_state_is_saved_unseen(topology: Topology) -> None:
+def test_state_is_checked_before_each_save(topology: Topology) -> None:
     if topology.world_size != 2:
         pytest.skip("two ranks are no majority")
     state = _state(seed=topology.rank)

@@ -1,4 +1,4 @@
-"""Rank 0's state reaches every rank as it is."""
+"""Broadcast of rank 0's state: every rank receives it bitwise."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def _assert_bits(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert mine[name].dtype == tensor.dtype and torch.equal(mine[name], tensor), name
 
 
-def test_a_fresh_state_is_changed_or_filled_by_the_broadcast(topology: Topology) -> None:
+def test_fresh_state_is_broadcast_without_optimizer_state(topology: Topology) -> None:
     state = _state(seed=topology.rank)
     state.broadcast()
     _assert_bits(model_tensors(state.model), model_tensors(_model(0)))
     assert state_tensors(state.optimizer, state.model) == {}
 
 
-def test_horovods_own_broadcast_became_harmless(topology: Topology) -> None:
+def test_horovods_own_broadcast_still_fills_the_optimizer_state(topology: Topology) -> None:
     # Why there is one of our own. If this fails, Horovod's could be used instead.
     state = _state(seed=0)
     hvd.broadcast_optimizer_state(state.optimizer, root_rank=0)
@@ -71,7 +71,7 @@ def test_horovods_own_broadcast_became_harmless(topology: Topology) -> None:
 
 
 @pytest.mark.parametrize("name", get_args(get_type_hints(OptimConfig)["name"]))
-def test_what_rank_0_resumed_does_not_reach_another_rank(topology: Topology, name: str) -> None:
+def test_resumed_state_of_rank_0_reaches_every_rank(topology: Topology, name: str) -> None:
     model, optimizer = _trained(name)
     state = _state(seed=topology.rank, name=name)
     if topology.rank == 0:
@@ -83,7 +83,7 @@ def test_what_rank_0_resumed_does_not_reach_another_rank(topology: Topology, nam
     _assert_bits(state_tensors(state.optimizer, state.model), state_tensors(optimizer, model))
 
 
-def test_a_rank_that_is_a_step_behind_stays_behind(topology: Topology) -> None:
+def test_rank_that_is_a_step_behind_catches_up(topology: Topology) -> None:
     # After a failure: the same tensors by name and shape, but one step apart.
     model, optimizer = _trained("adamw")
     most_advanced = topology.world_size - 1
@@ -100,7 +100,7 @@ def test_a_rank_that_is_a_step_behind_stays_behind(topology: Topology) -> None:
     _assert_bits(state_tensors(optimizer, model), state_tensors(its_optimizer, expected))
 
 
-def test_training_goes_on_otherwise_after_the_broadcast(topology: Topology) -> None:
+def test_training_continues_identically_after_the_broadcast(topology: Topology) -> None:
     model, optimizer = _trained("adamw")
     state = _state(seed=topology.rank)
     if topology.rank == 0:
@@ -116,7 +116,7 @@ def test_training_goes_on_otherwise_after_the_broadcast(topology: Topology) -> N
     _assert_bits(model_tensors(other), model_tensors(model))
 
 
-def test_averaged_weights_do_not_reach_another_rank(topology: Topology) -> None:
+def test_averaged_weights_of_rank_0_reach_every_rank(topology: Topology) -> None:
     model = _model(3)
     optimizer = build_optimizer(OptimConfig(lr=0.1), model)
     ema = Ema(optimizer, model, 0.9)

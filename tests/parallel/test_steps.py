@@ -1,4 +1,4 @@
-"""Whole steps, with frozen parameters and with gradients that are not finite."""
+"""Training steps with frozen parameters, nonfinite gradients and weighted losses."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ SHARES = {"all work": 4, "rank 1 has no micro-batch": 1}
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "muon", "adafactor"])
 @pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_frozen_parameter_moves_or_the_others_do_not(
+def test_only_frozen_parameters_stay_unchanged(
     topology: Topology, exact: bool, share: str, name: str, when: str
 ) -> None:
     micro_batches = SHARES[share]
@@ -139,7 +139,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list
     return {name: tensor.flatten().tolist() for name, tensor in tensors.items()}
 
 
-def test_a_skipped_step_leaves_something_behind_on_some_rank(topology: Topology) -> None:
+def test_skipped_step_leaves_the_state_of_every_rank_unchanged(topology: Topology) -> None:
     task = _Poisoned("")
     model = task.model()
     micro_batches = 2 * topology.world_size
@@ -175,9 +175,7 @@ class _Weighted(_Task):
 
 
 @pytest.mark.parametrize("share", SHARES)
-def test_a_weighted_loss_is_averaged_by_micro_batch_and_not_over_the_global_batch(
-    topology: Topology, share: str
-) -> None:
+def test_weighted_loss_is_averaged_over_the_global_batch(topology: Topology, share: str) -> None:
     micro_batches = SHARES[share]
     task = _Weighted("")
     model, alone = task.model(), task.model()
@@ -213,7 +211,7 @@ class _SometimesWeighted(_Weighted):
         return found
 
 
-def test_a_mean_among_losses_with_weights_is_not_heard_of_on_each_rank(topology: Topology) -> None:
+def test_mix_of_mean_and_weighted_losses_is_refused_on_every_rank(topology: Topology) -> None:
     task = _SometimesWeighted("")
     model = task.model()
     micro_batches = 2 * topology.world_size

@@ -1,4 +1,4 @@
-"""The task `tabular` on several ranks: figures of all rows, and columns found together."""
+"""The task `tabular` on several ranks: metrics over all rows, and columns found jointly."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ def _evaluate(task: _Scores, samples: int, micro_size: int, topology: Topology) 
 
 # 13 micro-batches, the last of 3; or one, which only rank 0 has.
 @pytest.mark.parametrize(("samples", "micro_size"), [(99, 8), (20, 32)])
-def test_an_auc_is_an_average_of_the_ranks(
+def test_auc_is_exact_over_the_rows_of_all_ranks(
     topology: Topology, samples: int, micro_size: int
 ) -> None:
     found = _evaluate(_Scores(), samples, micro_size, topology)
     assert 0.5 < found["auc"] < 1
 
 
-def test_a_rank_with_too_few_rows_leaves_the_others_waiting(topology: Topology) -> None:
+def test_rank_with_too_few_rows_raises_on_every_rank(topology: Topology) -> None:
     lost = 1 if topology.rank == topology.world_size - 1 else 0
     with pytest.raises(UserError, match=r"rows for micro-batches of .*: with measures\(\) each"):
         _evaluate(_Scores(lost), 99, 8, topology)
 
 
-def test_columns_are_others_than_one_rank_finds(topology: Topology, tmp_path: Path) -> None:
+def test_ranks_find_the_same_columns_as_one_rank(topology: Topology, tmp_path: Path) -> None:
     folder = Path(broadcast_json(str(tmp_path), "folder"))
     file = folder / "t.parquet"
     if topology.rank == 0:
@@ -87,7 +87,7 @@ def test_columns_are_others_than_one_rank_finds(topology: Topology, tmp_path: Pa
     assert broadcast_json(fingerprint, "fingerprint") == fingerprint
 
 
-def test_a_file_that_only_one_rank_finds_broken_leaves_the_others_waiting(
+def test_file_that_is_broken_for_one_rank_raises_on_every_rank(
     topology: Topology, tmp_path: Path
 ) -> None:
     file = write(sales(), tmp_path / "own.parquet")

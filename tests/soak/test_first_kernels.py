@@ -1,4 +1,4 @@
-"""The first results of a process are those of all later ones."""
+"""The first results of a process equal all later ones."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def _rank(job: Job) -> psutil.Process:
     return psutil.Process(int(job.output().rpartition(WAITING)[2]))
 
 
-def test_forked_rank_keeps_flags_directory_and_exit_code(job: Job) -> None:
+def test_forked_rank_keeps_flags_environment_and_exit_code(job: Job) -> None:
     _rank(job)
     os.kill(job.pid, signal.SIGUSR1)
     done = job.wait(30)

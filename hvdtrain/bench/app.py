@@ -10,8 +10,7 @@ from torch import nn
 
 from hvdtrain import log
 from hvdtrain.config import Settings
-from hvdtrain.engine.loop import Loop, StepRecord
-from hvdtrain.engine.plan import Interruptions
+from hvdtrain.engine.loop import Interruptions, Loop, StepRecord
 from hvdtrain.run import build
 from hvdtrain.run.callbacks import Outputs, build_callbacks
 from hvdtrain.run.prepare import Start, prepare, prepare_environment

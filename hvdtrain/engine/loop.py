@@ -22,26 +22,29 @@ Whatever looks at the state (`due`, `synchronised`) does so where all ranks have
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.engine.applied import AppliedSteps
+from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.control import Flags
-from hvdtrain.engine.evaluations import Evaluations, evaluations_before, since_best
-from hvdtrain.engine.plan import Interruptions, Plan
 from hvdtrain.engine.step import StepResult, TrainStep
 from hvdtrain.errors import EXIT_NOT_FINITE
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
+from hvdtrain.runtime.signals import StopFlag
 
 StepRecord = dict[str, Any]  # one line of metrics.jsonl
+Evaluations = list[list[Any]]
 
 
 class MembershipChanged(Exception):
@@ -62,6 +65,38 @@ class Callback(Protocol):
         """After the last step, or after an error: no collectives."""
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How a run proceeds, the same on every rank.
+
+    Args:
+        learning_rate: rate of step s, from 0.
+        step_samples: samples of step s, over all ranks together.
+        dataset_size: samples of an epoch.
+        sync_every: steps from one in which the ranks' states become one to the next.
+    """
+
+    train: TrainConfig
+    batch: BatchConfig
+    learning_rate: Callable[[int], float]
+    step_samples: Callable[[int], int]
+    dataset_size: int
+    sync_every: int = 1
+
+
+@dataclass(frozen=True)
+class Interruptions:
+    """What ends a loop early, as this rank has heard of it; all ranks agree on it in each step.
+
+    Args:
+        stop: raised when this rank is asked to stop.
+        membership_changed: whether this rank has heard that processes join or leave.
+    """
+
+    stop: StopFlag
+    membership_changed: Callable[[], bool]
+
+
 @dataclass
 class Progress:
     """Where a run is; saved with each checkpoint.
@@ -72,7 +107,9 @@ class Progress:
         nonfinite: steps skipped because of a gradient that was not finite, which a lower loss scale
             would not have changed
         nonfinite_in_a_row: how many of these were the latest steps
-        evaluations: see evaluations.py
+        evaluations: [step, validation loss] from the best evaluation on, the latest last, as early
+            stop and the best checkpoint need them; a loss that is not finite is None and never the
+            best. All ranks hold the same: the losses are all-reduced
         preempted: the ranks have agreed to stop here
         record: of the last step, as the callbacks got it; None where none was done here
     """
@@ -303,3 +340,37 @@ class Loop:
                 EXIT_NOT_FINITE,
                 rank=0,
             )
+
+
+def with_evaluation(evaluations: Evaluations, step: int, loss: float) -> Evaluations:
+    """Adds an evaluation.
+
+    It replaces an earlier one of the same step: after a failure, ranks that had evaluated this step
+    evaluate again with those that had not, so that all hold the same.
+    """
+    before = evaluations_before(evaluations, step)
+    if before:
+        before = before[_best(before) :]
+    return [*before, [step, loss if math.isfinite(loss) else None]]
+
+
+def evaluations_before(evaluations: Evaluations, step: int) -> Evaluations:
+    return [one for one in evaluations if one[0] < step]
+
+
+def since_best(evaluations: Evaluations) -> int:
+    """Evaluations after the best one."""
+    return len(evaluations) - 1 - _best(evaluations) if evaluations else 0
+
+
+def is_best(evaluations: Evaluations, step: int) -> bool:
+    """Whether the latest evaluation is of this step, and its loss is lower than all before."""
+    if not evaluations or evaluations[-1][0] != step or evaluations[-1][1] is None:
+        return False
+    return since_best(evaluations) == 0
+
+
+def _best(evaluations: Sequence[Sequence[Any]]) -> int:
+    """The index of the first evaluation with the lowest loss."""
+    losses = [math.inf if loss is None else loss for _, loss in evaluations]
+    return losses.index(min(losses))

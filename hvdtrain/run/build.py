@@ -17,9 +17,8 @@ from hvdtrain.engine.activations import arrange_activations
 from hvdtrain.engine.compiling import compile_blocks
 from hvdtrain.engine.flops import ModelFlops
 from hvdtrain.engine.interleave import InterleavedBackward
-from hvdtrain.engine.loop import Callback, Loop
+from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan
 from hvdtrain.engine.passes import Accumulate, Passes
-from hvdtrain.engine.plan import Interruptions, Plan
 from hvdtrain.engine.snapshot import Snapshot
 from hvdtrain.engine.state import PRECISION, RunState
 from hvdtrain.engine.step import TrainStep

@@ -14,8 +14,8 @@ from hvdtrain.config import Settings
 from hvdtrain.elastic.failures import HAND_OVER, TRAINING
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.membership import Membership
+from hvdtrain.engine.loop import Interruptions
 from hvdtrain.engine.part_hash import state_hash
-from hvdtrain.engine.plan import Interruptions
 from hvdtrain.engine.snapshot import Snapshot
 from hvdtrain.engine.tensor_hash import TensorHash
 from hvdtrain.errors import EXIT_PREEMPTED, UserError

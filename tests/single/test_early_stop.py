@@ -10,7 +10,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.checkpoint.layout import best, finished
 from hvdtrain.config import parse
-from hvdtrain.engine.evaluations import is_best, since_best, with_evaluation
+from hvdtrain.engine.loop import is_best, since_best, with_evaluation
 from hvdtrain.errors import UserError
 from hvdtrain.run.length import with_steps
 from hvdtrain.tasks import Datasets

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
 from hvdtrain.engine.config import TrainConfig
-from hvdtrain.engine.loop import Loop, Progress
+from hvdtrain.engine.loop import Interruptions, Loop, Plan, Progress
 from hvdtrain.engine.passes import Accumulate
-from hvdtrain.engine.plan import Interruptions, Plan
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import TrainStep
 from hvdtrain.engine.update import Update

@@ -21,8 +21,7 @@ import torch
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.checkpoint.layout import folder_name, hidden_name
 from hvdtrain.checkpoint.writer import CheckpointWriter
-from hvdtrain.engine.evaluations import is_best
-from hvdtrain.engine.loop import Loop, StepRecord
+from hvdtrain.engine.loop import Loop, StepRecord, is_best
 from hvdtrain.engine.state import RunState
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import broadcast_json, gather_json, sum_

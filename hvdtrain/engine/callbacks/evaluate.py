@@ -11,8 +11,7 @@ from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.validation import ValidationData
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.engine.control import means
-from hvdtrain.engine.evaluations import since_best, with_evaluation
-from hvdtrain.engine.loop import Loop, StepRecord
+from hvdtrain.engine.loop import Loop, StepRecord, since_best, with_evaluation
 from hvdtrain.engine.modes import evaluating
 from hvdtrain.engine.passes import Passes
 from hvdtrain.engine.rows import all_rows

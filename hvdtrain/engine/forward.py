@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.data.loader import Batch
-from hvdtrain.engine.totals import Totals
+from hvdtrain.engine.control import Totals
 from hvdtrain.optim.precision import Precision
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.tasks import Task, optional

@@ -32,10 +32,9 @@ from typing import Any, Protocol
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
-from hvdtrain.engine.applied import AppliedSteps
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.control import Flags
-from hvdtrain.engine.step import StepResult, TrainStep
+from hvdtrain.engine.step import AppliedSteps, StepResult, TrainStep
 from hvdtrain.errors import EXIT_NOT_FINITE
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError

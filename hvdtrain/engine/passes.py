@@ -12,11 +12,10 @@ from hvdtrain import comm
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.engine.buffers import SavedBuffers
-from hvdtrain.engine.control import ControlVector
+from hvdtrain.engine.control import ControlVector, Totals
 from hvdtrain.engine.forward import Forward, Values
 from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.engine.statistics import BatchStatistics
-from hvdtrain.engine.totals import Totals
 from hvdtrain.optim.precision import FLOAT32, Precision
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity

@@ -16,10 +16,9 @@ from hvdtrain import comm
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.engine.buffers import SavedBuffers
-from hvdtrain.engine.control import ControlVector
+from hvdtrain.engine.control import ControlVector, Totals
 from hvdtrain.engine.forward import Forward, Values
 from hvdtrain.engine.statistics import BatchStatistics
-from hvdtrain.engine.totals import Totals
 from hvdtrain.errors import UnsupportedTaskError
 from hvdtrain.optim.precision import FLOAT32, Precision
 from hvdtrain.parallel.cut import CutModel

@@ -18,8 +18,8 @@ from hvdtrain.checkpoint.format import Checkpoint, Shared, read_files_of_ranks
 from hvdtrain.checkpoint.layout import file_of_rank, part_and_rank
 from hvdtrain.checkpoint.spread import open_part
 from hvdtrain.data.fingerprint import former_of
-from hvdtrain.engine.applied import AppliedSteps
 from hvdtrain.engine.loop import Progress
+from hvdtrain.engine.step import AppliedSteps
 from hvdtrain.engine.whole_state import ModelState, OptimizerState
 from hvdtrain.errors import UserError
 from hvdtrain.parallel.zero import ShardedOptimizer

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from hvdtrain.engine.buffers import SavedBuffers
-from hvdtrain.engine.totals import Totals
+from hvdtrain.engine.control import Totals
 
 
 class BatchStatistics:

@@ -21,8 +21,7 @@ from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan
 from hvdtrain.engine.passes import Accumulate, Passes
 from hvdtrain.engine.snapshot import Snapshot
 from hvdtrain.engine.state import PRECISION, RunState
-from hvdtrain.engine.step import TrainStep
-from hvdtrain.engine.update import Update
+from hvdtrain.engine.step import TrainStep, Update
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.build import build_exchange, parts_exchange
 from hvdtrain.log import logger

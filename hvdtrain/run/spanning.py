@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from hvdtrain.config import Config
-from hvdtrain.engine.update import norm_of_gradients
+from hvdtrain.engine.step import norm_of_gradients
 from hvdtrain.errors import UserError
 from hvdtrain.optim.ema import Ema
 from hvdtrain.parallel.config import ParallelConfig

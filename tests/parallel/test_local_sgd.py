@@ -17,9 +17,8 @@ from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.snapshot import Snapshot
 from hvdtrain.engine.state import RunState
-from hvdtrain.engine.step import TrainStep
+from hvdtrain.engine.step import TrainStep, Update
 from hvdtrain.engine.tensor_hash import TensorHash
-from hvdtrain.engine.update import Update
 from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.exchange.local_sgd import LocalSgd, Nesterov
 from hvdtrain.optim.config import OptimConfig

@@ -15,9 +15,8 @@ from hvdtrain.engine.control import Flags
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.state import RunState
-from hvdtrain.engine.step import StepResult, TrainStep
+from hvdtrain.engine.step import StepResult, TrainStep, Update
 from hvdtrain.engine.tensor_hash import TensorHash
-from hvdtrain.engine.update import Update
 from hvdtrain.exchange.build import build_exchange
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.optim.masters import MasterWeights

@@ -13,8 +13,7 @@ from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
 from hvdtrain.engine.control import Flags
 from hvdtrain.engine.passes import Accumulate
-from hvdtrain.engine.step import StepResult, TrainStep
-from hvdtrain.engine.update import Update
+from hvdtrain.engine.step import StepResult, TrainStep, Update
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.exchange.exact import exact_exchange

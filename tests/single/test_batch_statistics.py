@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hvdtrain.engine.buffers import SavedBuffers
+from hvdtrain.engine.control import Totals
 from hvdtrain.engine.statistics import BatchStatistics
-from hvdtrain.engine.totals import Totals
 
 MICRO_BATCHES, FEATURES = 3, 4
 

@@ -16,8 +16,7 @@ from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.loop import Interruptions, Loop, Plan, Progress
 from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.state import RunState
-from hvdtrain.engine.step import TrainStep
-from hvdtrain.engine.update import Update
+from hvdtrain.engine.step import TrainStep, Update
 from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.parallel.agreement import Agreement

@@ -19,11 +19,10 @@ from hvdtrain.data.buckets import Used
 from hvdtrain.data.deal import Deal
 from hvdtrain.engine.activations import arrange_activations
 from hvdtrain.engine.config import MemoryConfig
-from hvdtrain.engine.control import ControlVector, Flags, Sizes
+from hvdtrain.engine.control import ControlVector, Flags, Sizes, Totals
 from hvdtrain.engine.modes import evaluating
 from hvdtrain.engine.passes import Accumulate, Passes
 from hvdtrain.engine.pipeline import Pipeline
-from hvdtrain.engine.totals import Totals
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig

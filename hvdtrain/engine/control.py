@@ -65,7 +65,7 @@ class Agreed:
         stops, changes: ranks whose flag is raised.
         steps: of all ranks' `step`.
         used: what all ranks used.
-        sums: of the loss and the metrics, 3 rows as `forward.rows_of` makes them.
+        sums: of the loss and the metrics, 3 rows as `accumulate.rows_of` makes them.
         frozen: of each parameter, how many ranks have frozen it.
         statistics: what their micro-batches changed; on the device.
     """
@@ -89,7 +89,7 @@ class ControlVector:
 
     Attributes:
         values, statistics: to be added to before it is sent; 3 rows of values, see
-            `forward.rows_of`.
+            `accumulate.rows_of`.
     """
 
     def __init__(self, flags: Flags, used: Used, sizes: Sizes, context: RankContext) -> None:
@@ -142,7 +142,7 @@ def means(names: Sequence[str], sums: Sequence[Sequence[float]], batches: int) -
 
     Args:
         names: of the values.
-        sums: the 3 rows of `forward.rows_of`, over all ranks.
+        sums: the 3 rows of `accumulate.rows_of`, over all ranks.
         batches: how many micro-batches that were.
 
     Raises:

@@ -15,10 +15,9 @@ from torch.distributed import ProcessGroup
 from hvdtrain import comm
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch, to_device
-from hvdtrain.engine.buffers import SavedBuffers
+from hvdtrain.engine.accumulate import Forward, Values
+from hvdtrain.engine.buffers import BatchStatistics, SavedBuffers
 from hvdtrain.engine.control import ControlVector, Totals
-from hvdtrain.engine.forward import Forward, Values
-from hvdtrain.engine.statistics import BatchStatistics
 from hvdtrain.errors import UnsupportedTaskError
 from hvdtrain.optim.precision import FLOAT32, Precision
 from hvdtrain.parallel.cut import CutModel

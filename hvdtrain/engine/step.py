@@ -1,7 +1,7 @@
 """One optimizer step over the global batch: passes, exchange, update, in this order.
 
 TrainStep defines the order; Update turns the exchanged gradients into the next parameters. The
-forward and backward passes are in passes.py and pipeline.py, the numbers that all ranks agree on in
+forward and backward passes are in accumulate.py and pipeline.py, the numbers that all ranks sum in
 control.py.
 """
 
@@ -22,8 +22,8 @@ from hvdtrain.data.buckets import SampleBuckets, Used
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch
+from hvdtrain.engine.accumulate import Passes
 from hvdtrain.engine.control import Agreed, ControlVector, Flags, Sizes, means
-from hvdtrain.engine.passes import Passes
 from hvdtrain.errors import EXIT_USER
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.optim.loss_scale import LossScale

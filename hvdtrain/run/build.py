@@ -13,12 +13,11 @@ from hvdtrain.config import Config
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.data.loading import Loading
+from hvdtrain.engine.accumulate import Accumulate, InterleavedBackward, Passes
 from hvdtrain.engine.activations import arrange_activations
 from hvdtrain.engine.compiling import compile_blocks
 from hvdtrain.engine.flops import ModelFlops
-from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan
-from hvdtrain.engine.passes import Accumulate, Passes
 from hvdtrain.engine.snapshot import Snapshot
 from hvdtrain.engine.state import PRECISION, RunState
 from hvdtrain.engine.step import TrainStep, Update

@@ -9,9 +9,9 @@ from torch import nn
 from hvdtrain import comm
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.validation import ValidationData, validation_batches
+from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.config import EvalConfig
-from hvdtrain.engine.passes import Accumulate
 from hvdtrain.errors import CollectiveError
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.topology import Topology

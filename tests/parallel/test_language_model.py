@@ -10,9 +10,9 @@ import torch
 
 from hvdtrain.data.config import BatchConfig, DataConfig
 from hvdtrain.data.validation import ValidationData
+from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.config import EvalConfig
-from hvdtrain.engine.passes import Accumulate
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig

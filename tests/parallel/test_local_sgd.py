@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
+from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.control import Flags
 from hvdtrain.engine.loop import Progress
-from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.snapshot import Snapshot
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import TrainStep, Update

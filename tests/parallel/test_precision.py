@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from hvdtrain.config import Config
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
+from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.control import Flags
 from hvdtrain.engine.loop import Progress
-from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import StepResult, TrainStep, Update
 from hvdtrain.engine.tensor_hash import TensorHash

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
+from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.control import Flags
-from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.step import StepResult, TrainStep, Update
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.dense import DenseExchange

@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 from hvdtrain.config import parse
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.validation import ValidationData
+from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.config import EvalConfig
-from hvdtrain.engine.passes import Accumulate
 from hvdtrain.errors import UserError
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime.collectives import broadcast_json

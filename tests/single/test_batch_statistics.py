@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hvdtrain.engine.buffers import SavedBuffers
+from hvdtrain.engine.buffers import BatchStatistics, SavedBuffers
 from hvdtrain.engine.control import Totals
-from hvdtrain.engine.statistics import BatchStatistics
 
 MICRO_BATCHES, FEATURES = 3, 4
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
+from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.loop import Interruptions, Loop, Plan, Progress
-from hvdtrain.engine.passes import Accumulate
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import TrainStep, Update
 from hvdtrain.optim.ema import Ema

@@ -9,11 +9,11 @@ import torch
 from hvdtrain import comm
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.validation import ValidationData
+from hvdtrain.engine.accumulate import Passes
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.engine.control import Totals, means
 from hvdtrain.engine.loop import Loop, StepRecord, since_best, with_evaluation
 from hvdtrain.engine.modes import evaluating
-from hvdtrain.engine.passes import Passes
 from hvdtrain.engine.rows import all_rows
 from hvdtrain.log import logger
 from hvdtrain.optim.ema import Ema

@@ -1,12 +1,13 @@
 """What a run is made of while it trains, and how it moves: to a checkpoint, to other ranks.
 
-Each part of it is a StatePart; nothing here knows more of one than its name and its scope.
+Each part of it is a StatePart; RunState knows only a part's name and scope. ModelState and
+OptimizerState are the parts that every rank holds whole. Snapshot keeps a copy in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,17 @@ from torch.optim import Optimizer
 
 from hvdtrain.checkpoint.format import Checkpoint, Shared, read_files_of_ranks
 from hvdtrain.checkpoint.layout import file_of_rank, part_and_rank
-from hvdtrain.checkpoint.spread import open_part
+from hvdtrain.checkpoint.spread import by_names_of_now, open_part
 from hvdtrain.data.fingerprint import former_of
-from hvdtrain.engine.loop import Progress
+from hvdtrain.engine.loop import Loop, Progress, StepRecord
 from hvdtrain.engine.step import AppliedSteps
-from hvdtrain.engine.whole_state import ModelState, OptimizerState
 from hvdtrain.errors import UserError
+from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
 from hvdtrain.runtime.mesh import ALONE, Group
+from hvdtrain.runtime.parts import model_tensors
 from hvdtrain.runtime.pieces import Piece
 from hvdtrain.runtime.state_part import Scope, ShardedPart, StatePart
 from hvdtrain.runtime.topology import Topology
@@ -260,6 +262,116 @@ class RunState:
         self.applied.count = theirs["applied"]
 
 
+class ModelState:
+    """The replicated part "model": parameters and saved buffers, by name.
+
+    Buffers are not compared: a task may keep some that are a rank's own.
+    """
+
+    name = "model"
+    scope: Scope = "replicated"
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def tensors(self) -> dict[str, Tensor]:
+        return model_tensors(self._model)
+
+    def compared(self) -> dict[str, Tensor]:
+        return {name: p.data for name, p in self._model.named_parameters()}
+
+    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        [tensors] = pieces
+        _copy(by_names_of_now(self._model)(tensors), self.tensors())
+
+
+class OptimizerState:
+    """The replicated part "optimizer": "parameter name/entry"; empty before the first step."""
+
+    name = "optimizer"
+    scope: Scope = "replicated"
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        self._optimizer = optimizer
+        self._model = model
+
+    def tensors(self) -> dict[str, Tensor]:
+        return state_tensors(self._optimizer, self._model)
+
+    def compared(self) -> dict[str, Tensor]:
+        return self.tensors()
+
+    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        [tensors] = pieces
+        tensors = by_names_of_now(self._model)(tensors)
+        names = set(parameter_names(self._optimizer, self._model).values())
+        unknown = {key.rpartition("/")[0] for key in tensors} - names
+        if unknown:
+            raise UserError(f"the checkpoint's optimizer knows parameters {sorted(unknown)}")
+        set_state_tensors(self._optimizer, self._model, tensors)
+
+
+class Snapshot:
+    """A copy in memory of the replicated parts and the progress.
+
+    Ranks that step on their own keep their last common state: a failure between two
+    synchronisations leaves them with states of which none counts. A rank that receives a newer
+    state keeps its own one until the newer one is complete.
+
+    Args:
+        device: that holds the copy; default: each tensor's own.
+    """
+
+    def __init__(self, state: RunState, device: torch.device | None = None) -> None:
+        self._state = state
+        self._device = device
+        self._progress = Progress()
+        self._applied = 0
+        self._tensors: dict[str, dict[str, Tensor]] = {}
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copies the state of now."""
+        self._progress = replace(self._state.progress)
+        self._applied = self._state.applied.count
+        for part in self._state.of_scope("replicated"):
+            kept, now = self._tensors.setdefault(part.name, {}), part.tensors()
+            for gone in kept.keys() - now.keys():
+                del kept[gone]
+            for name, tensor in now.items():
+                if name in kept and kept[name].shape == tensor.shape:
+                    kept[name].copy_(tensor)
+                else:
+                    kept[name] = tensor.detach().to(self._device or tensor.device, copy=True)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Brings back what the last `keep` saw."""
+        for part in self._state.of_scope("replicated"):
+            # Copies: an optimizer would go on with the tensors that it is given.
+            part.load([{name: t.clone() for name, t in self._tensors[part.name].items()}])
+        vars(self._state.progress).update(vars(self._progress))
+        self._state.applied.count = self._applied
+
+
+class KeepSynchronised:
+    """Takes the snapshot to which ranks that step on their own go back after a failure.
+
+    Comes after all callbacks that may change the state (ReplicaCheck).
+    """
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        snapshot.keep()  # where the generation begins
+
+    def on_step(self, loop: Loop, record: StepRecord) -> None:
+        if loop.synchronised:
+            self._snapshot.keep()
+
+    def close(self) -> None:
+        pass
+
+
 def _layout(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {
         name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in tensors.items()
@@ -275,3 +387,18 @@ def _empty(layout: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _all_tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
+
+
+def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
+    if source.keys() != target.keys() or any(source[k].shape != t.shape for k, t in target.items()):
+        differing = sorted(
+            key
+            for key in source.keys() | target.keys()
+            if key not in source or key not in target or source[key].shape != target[key].shape
+        )
+        raise UserError(
+            f"the checkpoint is of another model: {len(differing)} tensors differ, such as "
+            f"{differing[0]}; use the configuration it was made with, or another run.id"
+        )
+    for key, tensor in target.items():
+        tensor.copy_(source[key])

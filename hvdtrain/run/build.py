@@ -18,8 +18,7 @@ from hvdtrain.engine.activations import arrange_activations
 from hvdtrain.engine.compiling import compile_blocks
 from hvdtrain.engine.flops import ModelFlops
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan
-from hvdtrain.engine.snapshot import Snapshot
-from hvdtrain.engine.state import PRECISION, RunState
+from hvdtrain.engine.state import PRECISION, RunState, Snapshot
 from hvdtrain.engine.step import TrainStep, Update
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.build import build_exchange, parts_exchange

@@ -17,9 +17,9 @@ from hvdtrain.engine.callbacks.log import LogMetrics
 from hvdtrain.engine.callbacks.mfu import TellMfu
 from hvdtrain.engine.callbacks.profile import Profile
 from hvdtrain.engine.callbacks.replicas import ReplicaCheck
-from hvdtrain.engine.callbacks.snapshot import KeepSynchronised
 from hvdtrain.engine.callbacks.stragglers import Destinations, DetectStragglers
 from hvdtrain.engine.loop import Callback, StepRecord
+from hvdtrain.engine.state import KeepSynchronised
 from hvdtrain.run.build import RunComponents, build_passes
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.folder import RunFolder

@@ -16,7 +16,7 @@ from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.membership import Membership
 from hvdtrain.engine.loop import Interruptions
 from hvdtrain.engine.part_hash import state_hash
-from hvdtrain.engine.snapshot import Snapshot
+from hvdtrain.engine.state import Snapshot
 from hvdtrain.engine.tensor_hash import TensorHash
 from hvdtrain.errors import EXIT_PREEMPTED, UserError
 from hvdtrain.log import logger

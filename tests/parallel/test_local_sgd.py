@@ -15,8 +15,7 @@ from hvdtrain.data.deal import Deal
 from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.control import Flags
 from hvdtrain.engine.loop import Progress
-from hvdtrain.engine.snapshot import Snapshot
-from hvdtrain.engine.state import RunState
+from hvdtrain.engine.state import RunState, Snapshot
 from hvdtrain.engine.step import TrainStep, Update
 from hvdtrain.engine.tensor_hash import TensorHash
 from hvdtrain.exchange.dense import DenseExchange

@@ -14,10 +14,9 @@ from hvdtrain.config import Settings
 from hvdtrain.elastic.failures import HAND_OVER, TRAINING
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.membership import Membership
+from hvdtrain.engine.integrity import TensorHash, state_hash
 from hvdtrain.engine.loop import Interruptions
-from hvdtrain.engine.part_hash import state_hash
 from hvdtrain.engine.state import Snapshot
-from hvdtrain.engine.tensor_hash import TensorHash
 from hvdtrain.errors import EXIT_PREEMPTED, UserError
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_loop

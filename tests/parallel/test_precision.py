@@ -13,10 +13,10 @@ from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
 from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.control import Flags
+from hvdtrain.engine.integrity import TensorHash
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import StepResult, TrainStep, Update
-from hvdtrain.engine.tensor_hash import TensorHash
 from hvdtrain.exchange.build import build_exchange
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.optim.masters import MasterWeights

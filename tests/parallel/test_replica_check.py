@@ -11,9 +11,9 @@ from torch import nn
 
 from hvdtrain.engine.callbacks import replicas
 from hvdtrain.engine.callbacks.replicas import ReplicaCheck
+from hvdtrain.engine.integrity import TensorHash
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.state import RunState
-from hvdtrain.engine.tensor_hash import TensorHash
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer, state_tensors
 from hvdtrain.runtime.collectives import AgreedError, gather_bytes

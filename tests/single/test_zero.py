@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.config import parse
-from hvdtrain.engine.part_hash import PartHash
-from hvdtrain.engine.tensor_hash import TensorHash
+from hvdtrain.engine.integrity import PartHash, TensorHash
 from hvdtrain.errors import UserError
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.masters import MasterWeights

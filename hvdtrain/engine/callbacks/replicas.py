@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from hvdtrain.engine.integrity import DIGEST_BYTES, PartHash, TensorHash, state_hash
 from hvdtrain.engine.loop import Loop, StepRecord
-from hvdtrain.engine.part_hash import PartHash, state_hash
 from hvdtrain.engine.state import RunState
-from hvdtrain.engine.tensor_hash import DIGEST_BYTES, TensorHash
 from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError, gather_bytes

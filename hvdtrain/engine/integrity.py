@@ -1,6 +1,7 @@
-"""A hash of tensors that finds any flipped bit, computed where the tensors are.
+"""Hashes of a run's state, also of a state that ranks hold in parts.
 
-Multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", The
+TensorHash finds any flipped bit, and computes on the device that holds the tensors. It uses
+multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", The
 Computer Journal 57, 2014): the sum of 32-bit words x_i times random 64-bit w_i, modulo
 2^64. Here every w_i is odd, so that a change of one word, by less than 2^32, always
 changes the sum; changes of several words cancel with a probability of at most 2^-32.
@@ -11,13 +12,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from math import prod
 
 import torch
 from torch import Tensor
 
+from hvdtrain.engine.state import RunState
+from hvdtrain.parallel.zero_state import ShardedOptimizerState
+from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.pieces import Piece
 
 # Words of a block: its products are 2 MiB, which the caches of a core hold.
@@ -27,33 +31,76 @@ _AT_ONCE = 64
 DIGEST_BYTES = 32
 
 
-@dataclass(frozen=True)
-class PieceSums:
-    """The sums of a tensor's blocks, as far as they come from one piece of it; JSON can hold them.
+def state_hash(state: RunState, of_tensors: TensorHash) -> str:
+    """The hash of parameters and optimizer state, however ranks hold them; every rank calls it."""
+    if state.spanned:
+        return whole_digest(of_tensors, state.saved_pieces()).hex()
+    if state.sharded is not None:
+        return PartHash(state.sharded, of_tensors).whole(state.compared()).hex()
+    return of_tensors(state.compared()).hex()
+
+
+class PartHash:
+    """Compares the ranks that hold the same part, and hashes what all hold together."""
+
+    def __init__(self, sharded: ShardedOptimizerState, of_tensors: TensorHash) -> None:
+        self._sharded = sharded
+        self._hash = of_tensors
+
+    def own(self) -> bytes:
+        """A digest of each part that this rank holds; as many on each rank."""
+        digests = []
+        for number, tensors in self._sharded.held().items():
+            # What its first holder made of a part has replaced what this one made of it.
+            differs = self._sharded.optimizer.differs(number)
+            digests.append(self._hash(tensors)[:-1] + bytes([differs]))
+        return b"".join(digests)
+
+    def differing(self, digests: Sequence[bytes]) -> list[int]:
+        """The ranks that hold some part otherwise than another one does.
+
+        Args:
+            digests: of each rank, what `own` gave there.
+        """
+        dealing, found = self._sharded.optimizer.dealing, set[int]()
+        for number, ranks in enumerate(dealing.holders):
+            seen = set()
+            for rank in ranks:
+                start = dealing.parts_of(rank).index(number) * DIGEST_BYTES
+                seen.add(digests[rank][start : start + DIGEST_BYTES])
+            if len(seen) > 1:
+                found.update(ranks)
+        return sorted(found)
+
+    def whole(self, replicated: Mapping[str, Tensor]) -> bytes:
+        """The digest that the state has where no part of it is spread; every rank calls it.
+
+        Args:
+            replicated: the other tensors.
+        """
+        name, pieces = self._sharded.name, self._sharded.pieces()
+        own = {
+            f"{name}/{key}": (t, pieces.get(key) or Piece((*t.shape,), 0))
+            for key, t in self._sharded.tensors().items()
+        }
+        return whole_digest(self._hash, own, replicated)
+
+
+def whole_digest(
+    of_tensors: TensorHash,
+    own: Mapping[str, tuple[Tensor, Piece]],
+    replicated: Mapping[str, Tensor] | None = None,
+) -> bytes:
+    """The digest that tensors have where nothing of them is spread; every rank calls it.
 
     Args:
-        shape, dtype: of the whole tensor.
-        device: its type.
-        sums: of all blocks, int64 by their bits.
+        own: the pieces of this rank, and where they lie; each element is in that of one rank.
+        replicated: tensors that all ranks hold.
     """
-
-    shape: list[int]
-    dtype: str
-    device: str
-    sums: list[int]
-
-
-def whole_sums(pieces: Iterable[Mapping[str, PieceSums]]) -> dict[str, PieceSums]:
-    """Those of whole tensors, by name, from what each rank has of them."""
-    found: dict[str, PieceSums] = {}
-    for of_rank in pieces:
-        for name, piece in of_rank.items():
-            known = found.get(name)
-            if known is not None:
-                added = torch.tensor(known.sums) + torch.tensor(piece.sums)
-                piece = replace(piece, sums=added.tolist())
-            found[name] = piece
-    return found
+    sums = {name: asdict(of_tensors.piece(*each)) for name, each in own.items()}
+    told = gather_json(sums, "replicas.parts")
+    spread = whole_sums({n: PieceSums(**s) for n, s in theirs.items()} for theirs in told)
+    return of_tensors(replicated or {}, spread)
 
 
 class TensorHash:
@@ -120,6 +167,35 @@ class TensorHash:
         if device not in self._weights:
             self._weights[device] = self._weights[torch.device("cpu")].to(device)
         return self._weights[device]
+
+
+@dataclass(frozen=True)
+class PieceSums:
+    """The sums of a tensor's blocks, as far as they come from one piece of it; JSON can hold them.
+
+    Args:
+        shape, dtype: of the whole tensor.
+        device: its type.
+        sums: of all blocks, int64 by their bits.
+    """
+
+    shape: list[int]
+    dtype: str
+    device: str
+    sums: list[int]
+
+
+def whole_sums(pieces: Iterable[Mapping[str, PieceSums]]) -> dict[str, PieceSums]:
+    """Those of whole tensors, by name, from what each rank has of them."""
+    found: dict[str, PieceSums] = {}
+    for of_rank in pieces:
+        for name, piece in of_rank.items():
+            known = found.get(name)
+            if known is not None:
+                added = torch.tensor(known.sums) + torch.tensor(piece.sums)
+                piece = replace(piece, sums=added.tolist())
+            found[name] = piece
+    return found
 
 
 def _flat_pieces(tensor: Tensor, piece: Piece) -> Iterator[tuple[int, Tensor]]:

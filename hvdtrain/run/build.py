@@ -14,10 +14,9 @@ from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.data.loading import Loading
 from hvdtrain.engine.accumulate import Accumulate, InterleavedBackward, Passes
-from hvdtrain.engine.activations import arrange_activations
-from hvdtrain.engine.compiling import compile_blocks
 from hvdtrain.engine.flops import ModelFlops
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan
+from hvdtrain.engine.memory import arrange_activations, compile_blocks
 from hvdtrain.engine.state import PRECISION, RunState, Snapshot
 from hvdtrain.engine.step import TrainStep, Update
 from hvdtrain.exchange.base import Exchange

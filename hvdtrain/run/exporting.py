@@ -9,7 +9,7 @@ import torch
 
 from hvdtrain import comm
 from hvdtrain.config import Config
-from hvdtrain.engine.compiling import CompileClock
+from hvdtrain.engine.memory import CompileClock
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.optim.loss_scale import LossScale

@@ -9,8 +9,8 @@ import torch
 from hvdtrain import comm
 from hvdtrain.config import Config, Settings
 from hvdtrain.elastic.identity import Identity
-from hvdtrain.engine.compiling import CompileClock
 from hvdtrain.engine.loop import Progress
+from hvdtrain.engine.memory import CompileClock
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.optim.precision import Precision, build_precision
 from hvdtrain.run.bucketing import RunBuckets, build_buckets

@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
 
 from hvdtrain.config import parse
-from hvdtrain.engine.activations import arrange_activations
 from hvdtrain.engine.config import MemoryConfig
+from hvdtrain.engine.memory import arrange_activations
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig

@@ -19,8 +19,8 @@ from torch.utils.data import default_collate
 
 from hvdtrain.config import parse
 from hvdtrain.data.text import Tokenizer
-from hvdtrain.engine.activations import arrange_activations
 from hvdtrain.engine.config import MemoryConfig
+from hvdtrain.engine.memory import arrange_activations
 from hvdtrain.errors import UserError
 from hvdtrain.optim.precision import to_bfloat16
 from hvdtrain.run.data import build_data

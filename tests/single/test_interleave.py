@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from hvdtrain import comm
 from hvdtrain.engine.accumulate import InterleavedBackward
-from hvdtrain.engine.activations import arrange_activations
 from hvdtrain.engine.config import MemoryConfig
+from hvdtrain.engine.memory import arrange_activations
 from hvdtrain.errors import CollectiveError, UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig

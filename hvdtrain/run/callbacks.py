@@ -12,9 +12,7 @@ from hvdtrain.config import Config
 from hvdtrain.data.validation import ValidationData
 from hvdtrain.engine.callbacks.checkpoint import SaveCheckpoints, Saving
 from hvdtrain.engine.callbacks.evaluate import Evaluate
-from hvdtrain.engine.callbacks.export import Export
-from hvdtrain.engine.callbacks.log import LogMetrics
-from hvdtrain.engine.callbacks.mfu import TellMfu
+from hvdtrain.engine.callbacks.log import Export, LogMetrics, TellMfu
 from hvdtrain.engine.callbacks.profile import Profile
 from hvdtrain.engine.callbacks.replicas import ReplicaCheck
 from hvdtrain.engine.callbacks.stragglers import Destinations, DetectStragglers

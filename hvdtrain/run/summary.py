@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hvdtrain.checkpoint.writer import CheckpointWriter
+from hvdtrain.engine.callbacks.evaluate import evaluating
 from hvdtrain.engine.loop import Loop
-from hvdtrain.engine.modes import evaluating
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents
 from hvdtrain.run.callbacks import Callbacks

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hvdtrain.engine.modes import evaluating
+from hvdtrain.engine.callbacks.evaluate import evaluating
 from tests.support.runs import metrics, run, weights
 
 FLAGS = (

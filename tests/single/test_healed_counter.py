@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.engine.callbacks.export import Export
+from hvdtrain.engine.callbacks.log import Export
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from hvdtrain.data.buckets import Used
 from hvdtrain.data.deal import Deal
 from hvdtrain.engine.accumulate import Accumulate, Passes
+from hvdtrain.engine.callbacks.evaluate import evaluating
 from hvdtrain.engine.config import MemoryConfig
 from hvdtrain.engine.control import ControlVector, Flags, Sizes, Totals
 from hvdtrain.engine.memory import arrange_activations
-from hvdtrain.engine.modes import evaluating
 from hvdtrain.engine.pipeline import Pipeline
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT

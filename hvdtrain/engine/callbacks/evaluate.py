@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor, nn
 
 from hvdtrain import comm
 from hvdtrain.data.config import BatchConfig
@@ -13,13 +15,13 @@ from hvdtrain.engine.accumulate import Passes
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.engine.control import Totals, means
 from hvdtrain.engine.loop import Loop, StepRecord, since_best, with_evaluation
-from hvdtrain.engine.modes import evaluating
-from hvdtrain.engine.rows import all_rows
+from hvdtrain.errors import UnsupportedTaskError
 from hvdtrain.log import logger
 from hvdtrain.optim.ema import Ema
-from hvdtrain.runtime.collectives import sum_
+from hvdtrain.runtime.collectives import gather_rows, on_all_ranks, reduce, sum_
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
+from hvdtrain.runtime.mesh import Group
 
 
 class Evaluate:
@@ -104,3 +106,63 @@ class Evaluate:
 
     def close(self) -> None:
         pass
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, the whole model is in eval mode; afterwards each module is in the mode it had.
+
+    A task may keep parts of its model in eval mode, such as a BatchNorm that is not to be
+    trained; `model.train()` would wake them. Modules that override `train` are told of both
+    changes, as PyTorch would tell them.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:  # parents come before their children
+            if module.training != training:
+                module.train(training)
+        for module, training in modes:
+            module.training = training
+
+
+def all_rows(rows: Sequence[Tensor], sizes: Sequence[int], group: Group) -> Tensor:
+    """What the task returned for each validation sample on all ranks, in the order of the data.
+
+    Every rank calls it.
+
+    Args:
+        rows: of this rank's micro-batches, which are every `group.size`-th one.
+        sizes: samples of each micro-batch of the evaluation.
+
+    Returns:
+        (samples, K), the same for any number of ranks.
+
+    Raises:
+        AgreedError: on every rank, where any has not a row for each sample.
+    """
+    batches = torch.arange(sum(sizes)).split([*sizes])
+    wanted = [*sizes[group.rank :: group.size]]
+    on_all_ranks("evaluate.rows", lambda: _check([len(part) for part in rows], wanted))
+    flat = [part.reshape(len(part), -1) for part in rows]
+    width = flat[0].shape[1] if flat else 0
+    if group.size > 1:
+        # A rank without micro-batches does not know it.
+        width = int(reduce(torch.tensor(width), "max", "evaluate.width"))
+    own = torch.cat([torch.empty(0, width, dtype=torch.float64), *flat])
+    if group.size == 1:
+        return own
+    order = [batch for rank in range(group.size) for batch in batches[rank :: group.size]]
+    found = torch.empty(sum(sizes), width, dtype=torch.float64)
+    found[torch.cat(order)] = gather_rows(own, "evaluate.rows")
+    return found
+
+
+def _check(lengths: Sequence[int], wanted: Sequence[int]) -> None:
+    if lengths != wanted:
+        raise UnsupportedTaskError(
+            f"the task's loss() returned {list(lengths)} rows for micro-batches of {list(wanted)} "
+            "samples: with measures() each sample has one"
+        )

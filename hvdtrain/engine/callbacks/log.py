@@ -1,4 +1,8 @@
-"""What people see during a run: metrics.jsonl, the sinks, and rank 0's bar or lines."""
+"""Callbacks that report each step.
+
+LogMetrics writes metrics.jsonl, the sinks, and rank 0's bar or lines. TellMfu adds the model FLOPs
+utilisation to the record. Export updates this rank's Prometheus exporter.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,12 @@ from collections.abc import Callable, Sequence
 
 from tqdm import tqdm
 
+from hvdtrain.engine.flops import ModelFlops
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.log import logger
 from hvdtrain.run_files.metrics_file import MetricsFile
 from hvdtrain.runtime.terminal import terminal
+from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.sinks import BackgroundSink
 
 # Without a terminal: fewer lines than these are for those who read a log from start to end.
@@ -127,6 +133,52 @@ class LogMetrics:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+class TellMfu:
+    """Adds "mfu" to the record: of this step, over all ranks, as if all had this rank's device."""
+
+    def __init__(self, flops: ModelFlops) -> None:
+        self._flops = flops
+
+    def on_step(self, loop: Loop, record: StepRecord) -> None:
+        ranks = loop.topology.world_size
+        seconds = record["step_seconds"]
+        record["mfu"] = self._flops.utilisation(loop.batch.global_size, seconds, ranks)
+
+    def close(self) -> None:
+        pass
+
+
+class Export:
+    """Hands each step's metrics to this rank's Prometheus exporter.
+
+    Every rank has one in each generation; the exporter outlives it.
+
+    Args:
+        failed_at: when the failure was that this generation comes after, unix time.
+        step: steps done when the generation begins; those beyond are done again.
+    """
+
+    def __init__(self, exporter: Exporter, failed_at: float | None, step: int) -> None:
+        self._exporter = exporter
+        exporter.go_back(step)
+        self._failed_at = failed_at
+
+    def on_step(self, loop: Loop, record: StepRecord) -> None:
+        if loop.synchronised:
+            self._exporter.synchronised(record["step"])
+        nonfinite = "skipped" in record and "overflow" not in record
+        new = self._exporter.step(record, loop.step_samples, nonfinite)
+        if new and self._failed_at is not None:
+            self._exporter.recovered(time.time() - self._failed_at)
+            self._failed_at = None
+        self._exporter.dealt(len(loop.deal))
+        if loop.topology.rank == 0:
+            self._exporter.replicas_healed(len(record.get("healed", ())))
+
+    def close(self) -> None:
+        pass
 
 
 def _strict(value: object) -> object:

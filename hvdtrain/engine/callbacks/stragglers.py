@@ -7,6 +7,7 @@ after the next: nobody waits for it.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain import comm
-from hvdtrain.engine.dealing import Speeds
+from hvdtrain.data.deal import by_speed
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.log import logger
@@ -32,6 +33,10 @@ from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.straggler import COLUMNS, StragglerWatch, Verdict, column, scores
 
 _PROCESS = psutil.Process()
+# A deal follows from the medians of so many comparisons, none of them of an earlier deal.
+_COMPARISONS = 3
+# It must promise steps that are shorter by this: each change costs as much as it is wrong.
+_GAIN = 0.05
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,43 @@ class DetectStragglers:
         self._memory.stop(self._memory.of_run)
         if self._exporter is not None:
             self._exporter.straggler(1.0, None)
+
+
+class Speeds:
+    """Decides when micro-batches are assigned again, from the times that all ranks report.
+
+    All ranks decide the same, as they have the same times.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: deque[Tensor] = deque(maxlen=_COMPARISONS)
+
+    def look(self, table: Tensor, counts: Sequence[int]) -> list[int] | None:
+        """How many micro-batches each rank shall have from now on; None: as before.
+
+        Args:
+            table: of straggler.py.
+            counts: of each rank now.
+        """
+        of_ranks = column(table, "micro_batches")
+        steps = of_ranks.sum() / sum(counts)
+        if not of_ranks.all():
+            return None  # fewer micro-batches than ranks: there is nothing to deal
+        of_each = sum(column(table, name) for name in ("data", "forward", "backward")) / of_ranks
+        fixed = (column(table, "optimizer") + column(table, "checkpoint")) / steps
+        self._seconds.append(torch.stack((of_each, fixed)))
+        if len(self._seconds) < _COMPARISONS:
+            return None
+        seconds, beside = torch.stack(list(self._seconds)).median(dim=0).values.tolist()
+
+        def lasts(counts: Sequence[int]) -> float:
+            return max(b + n * s for b, n, s in zip(beside, counts, seconds, strict=True))
+
+        found = by_speed(sum(counts), seconds, beside)
+        if lasts(found) > (1 - _GAIN) * lasts(counts):
+            return None
+        self._seconds.clear()
+        return found
 
 
 def _columns(table: Tensor) -> dict[str, Any]:

@@ -196,7 +196,8 @@ def test_survivors_continue_after_a_cut_link_if_datagrams_are_blocked(
     done = running.end()
     record_property("seconds", round(recovered, 2))
     assert_same_curve(running.lines(), reference)
-    assert recovered <= 8, f"{recovered:.2f} s without a step: {done}"
+    # ssh ends 8 s after the cut.
+    assert recovered <= 12, f"{recovered:.2f} s without a step: {done}"
     assert "fell silent" not in running.job.output()
 
 
@@ -207,7 +208,7 @@ def test_launcher_without_ranks_survives_a_short_link_failure(
     running.wait_for_step(40)
     cluster.link("node1", up=False)
     try:
-        time.sleep(1.6)
+        time.sleep(4.5)
     finally:
         cluster.link("node1", up=True)
     running.wait_for_more(20, 30)

@@ -314,7 +314,7 @@ def _cut_a_link(job: ChaosJob, choice: random.Random) -> str:
 
 
 def _cut_the_launchers_link(job: ChaosJob, choice: random.Random) -> str:
-    return _cut(job, HOME, choice.uniform(1, 3))
+    return _cut(job, HOME, choice.uniform(1, 5))
 
 
 def _cut(job: ChaosJob, host: str, seconds: float) -> str:

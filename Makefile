@@ -6,6 +6,7 @@
 # make chaos   faults of all kinds at random for 5 minutes: not part of make test
 # make plan-check   steps beside what `hvdtrain plan` predicts, 11 minutes alone on the machine: not part of make test
 # make exchange-check   ways to exchange gradients at several bandwidths, 50 minutes alone on the machine: not part of make test
+# make dev-bench ARGS=layouts   layouts, layout-speed, telemetry, scrape or rendezvous: what no user needs to measure
 # make recorded-runs ARGS='record FILE'   bits of over 100 tiny runs, for `compare FILE` after a change: not part of make test
 # make images  build the CPU image, train on two containers of it: not part of make test
 # make gpu-check   what this machine's GPUs do with hvdtrain, as a table: not part of make test
@@ -40,7 +41,7 @@ THREE := -n 3 --dist loadfile
 PIP_INSTALL := .ci/quietly $(BIN)/python -m pip install --progress-bar off -c $(VENV)/constraints.txt
 WHEEL_SOURCES := $(wildcard hvdtrain/horovod_wheel/*.py hvdtrain/horovod_wheel/patches/*.patch)
 
-.PHONY: train test test-fast test-single test-gloo test-mpi test-cluster test-smoke test-newest-torch soak chaos plan-check exchange-check recorded-runs images gpu-check gpu-kit docs docs-site lint clean
+.PHONY: train test test-fast test-single test-gloo test-mpi test-cluster test-smoke test-newest-torch soak chaos plan-check exchange-check dev-bench recorded-runs images gpu-check gpu-kit docs docs-site lint clean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -53,7 +54,7 @@ test: test-single test-gloo test-mpi test-cluster test-newest-torch
 unexport PYTHONDONTWRITEBYTECODE
 
 # Tests of the launchers look for `python`, `hvdtrain` and `horovodrun` on PATH.
-test-fast test-single test-gloo test-mpi test-cluster test-smoke soak chaos plan-check exchange-check recorded-runs: export PATH := $(BIN):$(PATH)
+test-fast test-single test-gloo test-mpi test-cluster test-smoke soak chaos plan-check exchange-check dev-bench recorded-runs: export PATH := $(BIN):$(PATH)
 
 # Two workers on two cores: threads of their own would wait for each other.
 test-fast test-single: export OMP_NUM_THREADS := 1
@@ -102,6 +103,10 @@ plan-check: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 # As plan-check. ARGS='one-host exact': these rows alone.
 exchange-check: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
 	timeout -k 30 6000 $(BIN)/python -m tests.soak.exchange_check $(ARGS)
+
+# ARGS='layouts --np 4', or without ARGS what there is. make ends with 2 where an aim is missed.
+dev-bench: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)
+	timeout -k 30 6000 $(BIN)/python -m tests.soak.bench $(ARGS)
 
 # ARGS='record FILE' before a change, ARGS='compare FILE' after it; words after FILE select cases.
 recorded-runs: $(STAMPS)/test $(STAMPS)/horovod-$(GPU)

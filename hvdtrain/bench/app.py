@@ -71,9 +71,8 @@ class AppLoop:
         self.rank = topology.rank
         self.optimizer = components.state.optimizer
         self.timer, self.precision = context.timer, components.precision
-        self._every_callback = callbacks.as_list()
-        self._telemetry = (callbacks.export, callbacks.stragglers)
-        self._callbacks = [*self._every_callback]
+        self.every_callback = callbacks.as_list()
+        self._callbacks = [*self.every_callback]
         self._block = _Block()
         self._screen = folder / f"screen-{topology.rank}"
         interruptions = Interruptions(StopFlag(), membership_changed=lambda: False)
@@ -83,7 +82,7 @@ class AppLoop:
 
     def close(self) -> None:
         """Where this process trains another one then; all ranks call it."""
-        self._callbacks[:] = self._every_callback
+        self._callbacks[:] = self.every_callback
         self._loop.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -91,25 +90,12 @@ class AppLoop:
         if self._spans_ranks:
             leave_mesh()
 
-    @property
-    def loss(self) -> float:
-        """Of the last step, the mean over the global batch."""
-        record = self._loop.progress.record
-        assert record is not None
-        return float(record["loss"])
-
-    def run(self, steps: int, telemetry: bool = True) -> float:
-        """Trains; returns the seconds it took.
-
-        Args:
-            telemetry: hand figures to the exporter, and exchange them between the ranks.
-        """
+    def run(self, steps: int) -> float:
+        """Trains; returns the seconds it took."""
         progress = self._loop.progress
         progress.record = None  # its callbacks were called in the block before
         self._block.last = progress.step + steps
-        left_out = () if telemetry else self._telemetry
-        active = [callback for callback in self._every_callback if callback not in left_out]
-        self._callbacks[:] = [*active, self._block]
+        self._callbacks[:] = [*self.every_callback, self._block]
         with open(self._screen, "a") as screen, redirect_stderr(screen):
             start = time.perf_counter()
             with suppress(_BlockEnds):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 
-from hvdtrain.bench.processes import QUIET, launch, measure, on_threads, worker
+from hvdtrain.bench.processes import QUIET, measure, worker
 from hvdtrain.bench.report import Figure, Report
 
 MIB = 1 << 20
@@ -57,24 +57,6 @@ def checkpoint(flags: Sequence[str], steps: int, rounds: int) -> Report:
         Figure("restore / plain reading", "x", ratios(result["read"], result["restore"])),
     ]
     return Report("checkpoint", figures, {"bytes": size})
-
-
-def layout_speed(flags: Sequence[str], steps: int, rounds: int) -> Report:
-    """A step of a model that 2 ranks share against scripts of torch alone, on the same samples."""
-    figures, apart = [], {}
-    for axis in ("shard", "pipeline", "tensor"):
-        # Torch's pipeline leaves tied parameters to its user.
-        keys = [f"--parallel.{axis}=2", "--model.tied_embeddings=false"]
-        command = worker("layout-speed", steps, [*flags, *QUIET, *keys], rounds)
-        result = measure(launch("mpi", 2, on_threads(1, command)))
-        own, theirs = result["seconds"]["hvdtrain"], result["seconds"]["torch"]
-        figures += [
-            Figure(f"{axis} 2: hvdtrain", "ms a step", [s * 1000 for s in own]),
-            Figure(f"{axis} 2: torch", "ms a step", [s * 1000 for s in theirs]),
-            Figure(f"{axis} 2: hvdtrain / torch", "x", ratios(own, theirs), at_most=1.05),
-        ]
-        apart[axis] = f"{result['apart']:.1e}"
-    return Report("layout-speed", figures, {"losses_apart": apart})
 
 
 def ratios(own: Sequence[float], theirs: Sequence[float]) -> list[float]:

@@ -9,7 +9,6 @@ import gc
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,14 +16,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench import scraper
 from hvdtrain.config import Settings, parse
 from hvdtrain.errors import UserError
 
 WARM_UP_STEPS = 3
 IDENTICAL_AFTER = 20  # steps
 IDLE_SECONDS = 2.0
-SCRAPES = 50
 
 
 def main(argv: Sequence[str]) -> int:
@@ -191,47 +188,6 @@ def _evict_from_page_cache(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _scrape(settings: Settings, _: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Seconds of CPU time of this process for one scrape; another process scrapes."""
-    from hvdtrain.bench.app import AppLoop
-
-    settings.config.train.steps = WARM_UP_STEPS
-    app = AppLoop(settings, folder)
-    app.run(WARM_UP_STEPS)
-    address = f"127.0.0.1:{app.exporter.port}" if app.exporter else ""
-    command = [sys.executable, "-m", scraper.__name__, address, str(SCRAPES)]
-    start = time.process_time()
-    time.sleep(IDLE_SECONDS)
-    idle = (time.process_time() - start) / IDLE_SECONDS
-    seconds = []
-    for _ in range(rounds):
-        start, began = time.process_time(), time.perf_counter()
-        subprocess.run(command, check=True, timeout=60)
-        used = time.process_time() - start - idle * (time.perf_counter() - began)
-        seconds.append(used / SCRAPES)
-    return {"seconds": seconds}
-
-
-def _telemetry(settings: Settings, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Seconds a step with telemetry and without it, in blocks of one job that take turns."""
-    from hvdtrain.bench.app import AppLoop
-
-    settings.config.train.steps = WARM_UP_STEPS + 2 * rounds * steps + 1  # it never ends
-    app = AppLoop(settings, folder)
-    app.run(WARM_UP_STEPS)
-    seconds: dict[str, list[float]] = {"with": [], "without": []}
-    for turn in range(rounds):
-        for name in sorted(seconds, reverse=turn % 2 == 1):  # who begins, changes
-            seconds[name].append(app.run(steps, telemetry=name == "with") / steps)
-    return {"seconds": seconds} if app.rank == 0 else {}
-
-
-def _layout_speed(settings: Settings, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
-    from hvdtrain.bench.layout_speed import take_turns
-
-    return take_turns(settings, steps, rounds, folder)
-
-
 def _memory_of_plain(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:
     from hvdtrain.bench.plain import PlainLoop
     from hvdtrain.run.data import build_task
@@ -265,9 +221,6 @@ KINDS: dict[str, Callable[..., dict[str, Any]]] = {
     "rate-ddp": _rate_of_ddp,
     "rate-apart": _rate_without_exchange,
     "checkpoint": _checkpoint,
-    "scrape": _scrape,
-    "telemetry": _telemetry,
-    "layout-speed": _layout_speed,
     "memory-plain": _memory_of_plain,
 }
 

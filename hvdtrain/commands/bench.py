@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvdtrain.bench.plots import check_plot
-from hvdtrain.errors import EXIT_CRASH, UserError
+from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
 
 if TYPE_CHECKING:
     from hvdtrain.bench.allreduce_report import AllreduceReport
     from hvdtrain.bench.exchange_report import ExchangeReport
-    from hvdtrain.bench.layouts_report import LayoutsReport
     from hvdtrain.bench.report import Report
 
 HELP = "measure a training step and its scaling"
@@ -26,14 +25,9 @@ _ACTIONS = {
     "memory": ("memory of a rank against a plain PyTorch loop", "gpt-nano", 5, 1),
     "checkpoint": ("a save behind the steps, and its restore", "gpt-small", 50, 2),
     "elastic": ("2 ranks of an elastic job against 2 of one that is not", "gpt-nano", 4, 100),
-    "telemetry": ("2 ranks with all telemetry and without, by turns", "gpt-nano", 10, 40),
-    "scrape": ("ranks that are scraped every second against unscraped", "gpt-nano", 20, 10),
-    "rendezvous": ("the requests of a rendezvous of many ranks, without ranks", "gpt-nano", 1, 3),
-    "layout-speed": ("2 ranks that share a model against torch's own scripts", "gpt-nano", 2, 20),
     "recovery": ("kill -9 of a rank of an elastic job", "gpt-nano", 10, 3),
 }
 _SIZES = "1K,4K,16K,64K,256K,1M,4M,16M,32M,64M,256M"
-_RANKS = {"recovery": 2, "scrape": 2, "rendezvous": 256}
 # The size of the state counts, not of the batch; shorter steps make the stall's share larger.
 _FLAGS = {
     "checkpoint": ("--batch.global_size=1", "--batch.micro_size=1", "--model.context=64"),
@@ -58,11 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument(
             "--rounds", type=_positive, default=rounds, help="turns (default: %(default)s)"
         )
-        if name in _RANKS:
-            action.add_argument(
-                "--np", type=_two_or_more, default=_RANKS[name], help="ranks (default: %(default)s)"
-            )
         if name == "recovery":
+            action.add_argument(
+                "--np", type=_two_or_more, default=2, help="ranks (default: %(default)s)"
+            )
             action.add_argument(
                 "--hosts", metavar="A:8,B:8", help="default: this host; run.root is on all of them"
             )
@@ -72,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _add_flags(action)
     _add_allreduce(actions)
     _add_exchange(actions)
-    _add_layouts(actions)
 
 
 def _add_scale(action: argparse.ArgumentParser) -> None:
@@ -129,24 +121,6 @@ def _add_exchange(actions: Any) -> None:
     _add_flags(action)
 
 
-def _add_layouts(actions: Any) -> None:
-    line = "models that span ranks, on many layouts: losses against those of one rank"
-    action = actions.add_parser("layouts", help=line, description=f"{line}.")
-    action.add_argument(
-        "--np", type=_two_or_more, default=16, help="the most ranks of one (default: %(default)s)"
-    )
-    action.add_argument("--hosts", metavar="A:8,B:8", help="default: this host")
-    action.add_argument("--launcher", choices=("gloo", "mpi"), default="gloo")
-    action.add_argument(
-        "--steps", type=_positive, default=20, help="of each run (default: %(default)s)"
-    )
-    action.add_argument(
-        "--layout", action="append", metavar="'data 2 x tensor 2'", help="default: a table of them"
-    )
-    _add_format(action)
-    _add_flags(action)
-
-
 def _add_flags(action: argparse.ArgumentParser) -> None:
     action.add_argument(
         "flags", nargs="*", metavar="-- --key value", help="keys of the configuration"
@@ -180,7 +154,6 @@ def _at_least(least: int, text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hvdtrain.bench.layouts_report import LayoutsReport
     from hvdtrain.runtime.environment import launched_size
     from hvdtrain.runtime.signals import leave_on_sigterm
 
@@ -189,15 +162,15 @@ def run(args: argparse.Namespace) -> int:
     leave_on_sigterm()
     report = _measure(args)
     print(report.to_json() if args.format == "json" else report.to_table())
-    return EXIT_CRASH if isinstance(report, LayoutsReport) and not report.met else 0
+    return 0
 
 
-def _measure(args: argparse.Namespace) -> Report | AllreduceReport | ExchangeReport | LayoutsReport:
+def _measure(args: argparse.Namespace) -> Report | AllreduceReport | ExchangeReport:
     if args.action == "allreduce":
         return _allreduce(args)
     if args.action == "exchange":
         return _exchange(args)
-    return _layouts(args) if args.action == "layouts" else _of_a_run(args)
+    return _of_a_run(args)
 
 
 def _allreduce(args: argparse.Namespace) -> AllreduceReport:
@@ -238,18 +211,8 @@ def _exchange(args: argparse.Namespace) -> ExchangeReport:
     return report
 
 
-def _layouts(args: argparse.Namespace) -> LayoutsReport:
-    from hvdtrain.bench.layouts import LAYOUTS, TINY, Where, layouts
-    from hvdtrain.config import parse
-
-    flags = [*TINY, *args.flags]
-    parse(flags)  # what is wrong in them is told at once
-    where = Where(args.np, args.hosts, args.launcher)
-    return layouts(flags, args.steps, where, args.layout or LAYOUTS)
-
-
 def _of_a_run(args: argparse.Namespace) -> Report:
-    from hvdtrain.bench import benchmarks, elastic, rendezvous, scaling, telemetry
+    from hvdtrain.bench import benchmarks, elastic, scaling
     from hvdtrain.config import parse
 
     flags = ["--config", args.preset, *_FLAGS.get(args.action, ()), *args.flags]
@@ -261,17 +224,10 @@ def _of_a_run(args: argparse.Namespace) -> Report:
         return scaling.scaling(flags, args.steps, args.rounds, scale)
     if args.action == "elastic":
         return elastic.elastic(flags, args.steps, args.rounds)
-    if args.action == "telemetry":
-        return telemetry.telemetry(flags, args.steps, args.rounds)
-    if args.action == "scrape":
-        return telemetry.scrape(flags, args.steps, args.rounds, args.np)
-    if args.action == "rendezvous":
-        return rendezvous.rendezvous(args.np, args.rounds)
     if args.action == "recovery":
         hosts, root = args.hosts or f"localhost:{args.np}", Path(config.run.root).absolute()
         return elastic.recovery(flags, args.steps, args.rounds, args.np, hosts, root)
-    name = args.action.replace("-", "_")
-    found: Report = getattr(benchmarks, name)(flags, args.steps, args.rounds)
+    found: Report = getattr(benchmarks, args.action)(flags, args.steps, args.rounds)
     return found
 
 

@@ -118,7 +118,7 @@ def answer_seconds(ranks: int) -> int:
     """For how long a rank of so many may not answer before it counts as gone, at most.
 
     The one wait that grows with the ranks is for their addresses: the launcher takes about 1 ms
-    for each (`hvdtrain bench rendezvous`). Allowed are 10, as hosts may be busy.
+    for each (`make dev-bench ARGS=rendezvous`). Allowed are 10, as hosts may be busy.
     """
     return min(30, 3 + ranks // 100)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,9 @@ SMALL = "--model.layers=2 --model.width=16 --model.context=16 --eval.every=2"
 @pytest.mark.alone
 @pytest.mark.timeout(400)
 def test_model_that_spans_two_hosts_has_the_losses_of_one_rank(cluster: Cluster) -> None:
-    command = "hvdtrain bench layouts --np 8 --hosts node1:4,node2:4 --format json"
+    command = "-m tests.soak.bench layouts --np 8 --hosts node1:4,node2:4 --format json"
     named = [word for layout in LAYOUTS for word in ("--layout", layout)]
-    argv = [*command.split(), "--steps", str(STEPS), *named, "--", *SMALL.split()]
+    argv = [sys.executable, *command.split(), "--steps", str(STEPS), *named, "--", *SMALL.split()]
     done = cluster.run("node1", argv, timeout=360)
     rows = json.loads(done.stdout)["rows"]
     assert [row["layout"] for row in rows if not row["met"]] == [], done

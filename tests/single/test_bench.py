@@ -116,13 +116,6 @@ def test_measured_loop_applies_horovod_settings_of_the_config(tmp_path: Path) ->
     assert done.stdout.splitlines()[-1:] == ["hierarchical 1"], done.stderr
 
 
-def test_layout_speed_bench_matches_torch_losses_for_every_axis() -> None:
-    report, figures = _figures("layout-speed", "--rounds", "2", more=["--model.layers=2"])
-    assert all(float(apart) < 1e-5 for apart in report["losses_apart"].values())
-    for axis in ("shard", "pipeline", "tensor"):
-        assert figures[f"{axis} 2: hvdtrain / torch"]["aim"] == "<= 1.05"
-
-
 def test_memory_bench_reports_usage_and_ratio() -> None:
     _, figures = _figures("memory", "--rounds", "1")
     assert figures["hvdtrain"]["median"] > 50  # MiB: torch alone has more
@@ -146,22 +139,6 @@ def test_elastic_bench_reports_ratio_and_launcher_cpu_usage() -> None:
     assert figures["elastic / not elastic"]["aim"] == "<= 1.005"
     assert 0 < figures["elastic"]["median"] < 10_000
     assert figures["not elastic: launcher and watchdogs"]["unit"] == "% of a core"
-
-
-def test_telemetry_bench_reports_ratio_and_step_time() -> None:
-    done = _bench("telemetry", "--steps", "2", "--rounds", "3", "--format", "json", "--", *TINY)
-    assert done.returncode == 0, done.stderr
-    figures = {figure["name"]: figure for figure in json.loads(done.stdout)["figures"]}
-    assert figures["with / without"]["aim"] == "<= 1.01"
-    assert 0 < figures["with telemetry"]["median"] < 10_000
-
-
-def test_scrape_bench_reports_step_time_and_scrape_time() -> None:
-    done = _bench("scrape", "--steps", "50", "--rounds", "2", "--format", "json", "--", *TINY)
-    assert done.returncode == 0, done.stderr
-    figures = {figure["name"]: figure for figure in json.loads(done.stdout)["figures"]}
-    assert 0 < figures["scraped every second"]["median"] < 10_000
-    assert 0.05 < figures["one scrape"]["median"] < 20, "ms"
 
 
 def test_recovery_bench_measures_pause_and_replacement_of_killed_rank(tmp_path: Path) -> None:

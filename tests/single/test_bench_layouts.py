@@ -1,4 +1,4 @@
-"""`hvdtrain bench layouts`: aims, references, coverage and failed layouts."""
+"""`make dev-bench ARGS=layouts`: aims, references, coverage and failed layouts."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from math import inf
 
 import pytest
 
-from hvdtrain import cli
-from hvdtrain.bench import layouts as module
-from hvdtrain.bench.layouts import LAYOUTS, Where, layouts, ranks_of
-from hvdtrain.bench.layouts_report import Curve, LayoutsReport, Row
 from hvdtrain.bench.processes import MARK
 from hvdtrain.errors import UserError
 from hvdtrain.parallel.config import AXES
+from tests.soak.bench import layouts as module
+from tests.soak.bench.__main__ import main
+from tests.soak.bench.layouts import LAYOUTS, Where, layouts, ranks_of
+from tests.soak.bench.layouts_report import Curve, LayoutsReport, Row
 
 
 def _curve(*losses: float) -> Curve:
@@ -91,12 +91,12 @@ def test_failed_layout_does_not_affect_the_others(monkeypatch: pytest.MonkeyPatc
 def test_missed_aim_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["bench", "layouts", "--layout", "tensor 2", "--layout", "shard 2"]
+    command = ["layouts", "--layout", "tensor 2", "--layout", "shard 2"]
     monkeypatch.setattr(module, "attempt", _Ranks("shard"))
-    assert cli.main(command) == 1
+    assert main(command) == 1
     assert "2 layouts, 1 missed the aim" in capsys.readouterr().out
     monkeypatch.setattr(module, "attempt", _Ranks())
-    assert cli.main(command) == 0
+    assert main(command) == 0
 
 
 def test_malformed_layout_is_rejected() -> None:

@@ -73,6 +73,7 @@ def test_incomplete_command_line_exits_with_2(arguments: tuple[str, ...]) -> Non
         ("trian", "hvdtrain: error: unknown command 'trian'; did you mean train?"),
         ("horovodd", "hvdtrain: error: unknown command 'horovodd'; did you mean horovod?"),
         ("xyzzy", "hvdtrain: error: unknown command 'xyzzy'; choose from train, launch, "),
+        ("bench layouts", "hvdtrain bench: error: unknown action 'layouts'; choose from "),
         ("ckpt lst", "hvdtrain ckpt: error: unknown action 'lst'; did you mean list?"),
         ("top --onse x", "hvdtrain top: error: unknown argument --onse; did you mean --once?"),
         ("ckpt list a b", "hvdtrain ckpt list: error: unknown argument b; see hvdtrain ckpt list"),

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.bench.layouts import TINY
-from hvdtrain.bench.layouts_report import Curve, Row
 from hvdtrain.bench.processes import MARK
+from tests.soak.bench.layouts import TINY
+from tests.soak.bench.layouts_report import Curve, Row
 from tests.support import warm
 from tests.support.runs import start
 
@@ -40,7 +40,7 @@ PAIRS = [(axis, option) for axis in AXES for option in OPTIONS]
 
 def _curves(folder: Path, launcher: str, flags: list[tuple[str, ...]]) -> list[Curve]:
     """Of runs with these flags, one after the other in one start."""
-    command = [warm.python(2), "-m", "hvdtrain.bench.layout_ranks"]
+    command = [warm.python(2), "-m", "tests.soak.bench.layout_ranks"]
     lists = [json.dumps([*SIZES, *own]) for own in flags]
     done = start(folder, [str(STEPS), *lists], launcher, command=command).wait(240)
     assert done.returncode == 0, done

@@ -1,4 +1,4 @@
-"""Scrapes an exporter: `python -m hvdtrain.bench.scraper HOST:PORT COUNT`."""
+"""Scrapes an exporter: `python -m tests.soak.bench.scraper HOST:PORT COUNT`."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from hvdtrain.bench.layouts_report import Curve, LayoutsReport, Row
 from hvdtrain.bench.processes import MARK, attempt, choose_hosts, launch, on_threads
 from hvdtrain.errors import UserError
 from hvdtrain.launch.hostfile import Host, as_text, parse_hosts
 from hvdtrain.parallel.config import AXES
+from tests.soak.bench.layouts_report import Curve, LayoutsReport, Row
 
 _DATA, _LAYERS = "data", "layers"
 # Each names degrees of axes, other keys of `parallel`, and how many layers the model has where the
@@ -153,7 +153,7 @@ def _curves(
     left = list(group)
     while left:
         of_layouts = [json.dumps([*flags, *_flags_of(layout)]) for layout in left]
-        program = [sys.executable, "-m", "hvdtrain.bench.layout_ranks", str(steps)]
+        program = [sys.executable, "-m", "tests.soak.bench.layout_ranks", str(steps)]
         worker = on_threads(1, [*program, *of_layouts])
         hosts = _spread(where.hosts, ranks) if where.hosts else None
         command = launch(where.launcher, ranks, worker, hosts) if ranks > 1 else worker

@@ -12,11 +12,12 @@ from threading import Event, Thread
 
 from hvdtrain.bench.benchmarks import ratios
 from hvdtrain.bench.jobs import Job, train
-from hvdtrain.bench.processes import QUIET, launch, measure, worker
+from hvdtrain.bench.processes import QUIET, launch, measure
 from hvdtrain.bench.report import Figure, Report
-from hvdtrain.bench.scraper import read
 from hvdtrain.bench.turns import median_range, seconds_a_step
 from hvdtrain.launch.commands import horovodrun
+from tests.soak.bench.scraper import read
+from tests.soak.bench.worker import worker
 
 _RANKS = 2
 _ON = ("--telemetry.port=9855", "--telemetry.host=127.0.0.1")

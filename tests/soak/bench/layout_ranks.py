@@ -1,6 +1,6 @@
-"""Ranks of `hvdtrain bench layouts`: one layout after the other, in one start.
+"""Ranks of layouts.py: one layout after the other, in one start.
 
-`python -m hvdtrain.bench.layout_ranks STEPS FLAGS...`, each FLAGS a list as JSON. Rank 0 prints a
+`python -m tests.soak.bench.layout_ranks STEPS FLAGS...`, each FLAGS a list as JSON. Rank 0 prints a
 line of JSON that begins with MARK after each layout; the first that fails ends the ranks.
 """
 

@@ -1,4 +1,4 @@
-"""A step of a model that two ranks share, by turns with a script of torch alone."""
+"""Ranks of layout_speed.py: hvdtrain and a script of torch alone, by turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 from hvdtrain.bench.app import AppLoop
-from hvdtrain.bench.torch_scripts import SCRIPTS
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.order import sample_order
 from hvdtrain.errors import UserError
@@ -23,6 +22,7 @@ from hvdtrain.parallel.world import leave
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime.rng import seed_all
 from hvdtrain.tasks import Task
+from tests.soak.bench.torch_scripts import SCRIPTS
 
 _WARM_UP_STEPS = 5
 
@@ -43,7 +43,7 @@ class TorchLoop:
         seed_all(config.seed)
         model = task.model()
         if not isinstance(model, GPT):
-            raise UserError("hvdtrain bench layout-speed: torch's scripts are for the GPT")
+            raise UserError("layout-speed: torch's scripts are for the GPT")
         self._script = SCRIPTS[axis](task, model, mesh)
         optim = config.optim
         decayed = [p for p in self._script.parameters if p.dim() >= 2]
@@ -110,6 +110,9 @@ def take_turns(settings: Settings, steps: int, rounds: int, folder: Path) -> dic
     dist.all_reduce(loss)
     if axis in ("shard", "tensor"):  # of the last stage of a pipeline alone
         loss /= dist.get_world_size()
-    apart = abs(app.loss - float(loss)) / app.loss
+    record = app._loop.progress.record
+    assert record is not None
+    own = float(record["loss"])
+    apart = abs(own - float(loss)) / own
     leave()
     return {"seconds": seconds, "apart": apart} if app.rank == 0 else {}

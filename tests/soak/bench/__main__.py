@@ -1,0 +1,124 @@
+"""`make dev-bench`: benchmarks for who develops hvdtrain; those of `hvdtrain bench` are for users.
+
+python -m tests.soak.bench layouts | layout-speed | telemetry | scrape | rendezvous [--key value]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+from hvdtrain.bench.report import Report
+from hvdtrain.config import parse
+from hvdtrain.errors import EXIT_CRASH, UserError
+from hvdtrain.runtime.signals import leave_on_sigterm
+from tests.soak.bench.layout_speed import layout_speed
+from tests.soak.bench.layouts import LAYOUTS, TINY, Where, layouts
+from tests.soak.bench.layouts_report import LayoutsReport
+from tests.soak.bench.rendezvous import rendezvous
+from tests.soak.bench.telemetry import scrape, telemetry
+
+
+def main(argv: Sequence[str]) -> int:
+    args = _parser().parse_args(argv)
+    leave_on_sigterm()
+    try:
+        report = args.measure(args)
+    except UserError as error:
+        print(f"dev-bench: error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(report.to_json() if args.format == "json" else report.to_table())
+    return EXIT_CRASH if isinstance(report, LayoutsReport) and not report.met else 0
+
+
+def _layouts(args: argparse.Namespace) -> LayoutsReport:
+    flags = [*TINY, *args.flags]
+    parse(flags)  # what is wrong in them is told at once
+    where = Where(args.np, args.hosts, args.launcher)
+    return layouts(flags, args.steps, where, args.layout or LAYOUTS)
+
+
+def _layout_speed(args: argparse.Namespace) -> Report:
+    return layout_speed(_flags(args), args.steps, args.rounds)
+
+
+def _telemetry(args: argparse.Namespace) -> Report:
+    return telemetry(_flags(args), args.steps, args.rounds)
+
+
+def _scrape(args: argparse.Namespace) -> Report:
+    return scrape(_flags(args), args.steps, args.rounds, args.np)
+
+
+def _rendezvous(args: argparse.Namespace) -> Report:
+    return rendezvous(args.np, args.rounds)
+
+
+def _flags(args: argparse.Namespace) -> list[str]:
+    flags = ["--config", args.preset, *args.flags]
+    parse(flags)  # as above
+    return flags
+
+
+# name -> (what measures, help, defaults of its numbers)
+_ACTIONS: Mapping[
+    str, tuple[Callable[[argparse.Namespace], Report | LayoutsReport], str, Mapping[str, int]]
+] = {
+    "layouts": (
+        _layouts,
+        "models that span ranks, on many layouts: losses against those of one rank",
+        {"np": 16, "steps": 20},
+    ),
+    "layout-speed": (
+        _layout_speed,
+        "2 ranks that share a model against torch's own scripts",
+        {"steps": 2, "rounds": 20},
+    ),
+    "telemetry": (
+        _telemetry,
+        "2 ranks with all telemetry and without, by turns",
+        {"steps": 10, "rounds": 40},
+    ),
+    "scrape": (
+        _scrape,
+        "ranks that are scraped every second against unscraped",
+        {"np": 2, "steps": 20, "rounds": 10},
+    ),
+    "rendezvous": (
+        _rendezvous,
+        "the requests of a rendezvous of many ranks, without ranks",
+        {"np": 256, "rounds": 3},
+    ),
+}
+_NUMBERS = {"np": "ranks", "steps": "in one turn", "rounds": "turns"}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dev-bench", description=__doc__)
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    for name, (measure, line, numbers) in _ACTIONS.items():
+        action = actions.add_parser(name, help=line, description=line)
+        action.set_defaults(measure=measure)
+        for key, number in numbers.items():
+            what = f"{_NUMBERS[key]} (default: %(default)s)"
+            action.add_argument(f"--{key}", type=int, default=number, help=what)
+        action.add_argument("--format", choices=("table", "json"), default="table")
+        if name == "layouts":
+            action.add_argument("--hosts", metavar="A:8,B:8", help="default: this host")
+            action.add_argument("--launcher", choices=("gloo", "mpi"), default="gloo")
+            action.add_argument(
+                "--layout",
+                action="append",
+                metavar="'data 2 x tensor 2'",
+                help="as often as wanted; default: a table of them",
+            )
+        elif name != "rendezvous":
+            action.add_argument("--preset", default="gpt-nano", help="or a YAML file")
+        if name != "rendezvous":
+            action.add_argument("flags", nargs="*", metavar="-- --key value", help="of the runs")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,28 @@
+"""A step of a model that two ranks share, against scripts of torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hvdtrain.bench.benchmarks import ratios
+from hvdtrain.bench.processes import QUIET, launch, measure, on_threads
+from hvdtrain.bench.report import Figure, Report
+from tests.soak.bench.worker import worker
+
+
+def layout_speed(flags: Sequence[str], steps: int, rounds: int) -> Report:
+    """A step of a model that 2 ranks share against scripts of torch alone, on the same samples."""
+    figures, apart = [], {}
+    for axis in ("shard", "pipeline", "tensor"):
+        # Torch's pipeline leaves tied parameters to its user.
+        keys = [f"--parallel.{axis}=2", "--model.tied_embeddings=false"]
+        command = worker("layout-speed", steps, [*flags, *QUIET, *keys], rounds)
+        result = measure(launch("mpi", 2, on_threads(1, command)))
+        own, theirs = result["seconds"]["hvdtrain"], result["seconds"]["torch"]
+        figures += [
+            Figure(f"{axis} 2: hvdtrain", "ms a step", [s * 1000 for s in own]),
+            Figure(f"{axis} 2: torch", "ms a step", [s * 1000 for s in theirs]),
+            Figure(f"{axis} 2: hvdtrain / torch", "x", ratios(own, theirs), at_most=1.05),
+        ]
+        apart[axis] = f"{result['apart']:.1e}"
+    return Report("layout-speed", figures, {"losses_apart": apart})

@@ -1,4 +1,5 @@
-"""Systems that others have measured and described, and what the model of this room says of them.
+"""`python -m tests.soak.published`: systems that others have measured and described, and what
+`hvdtrain plan` predicts for them, as the rows of docs/plan.md.
 
 The inputs are what was published, or what this file says is assumed. Nothing is fitted.
 """
@@ -61,6 +62,16 @@ class _Layer:
 def systems() -> list[System]:
     """All of the table in docs/plan.md."""
     return [*_horovod(), *_ddp()]
+
+
+def row(one: System) -> str:
+    """Of the table in docs/plan.md."""
+    said, error = "no number", ""
+    if one.published is not None:
+        said = f"{one.published:.0%}"
+        error = f"{100 * (one.predicted - one.published):+.0f} points"
+    gpus = one.hosts * one.per_host
+    return f"| {one.name} | {gpus} | {one.predicted:.0%} | {said} | {error} |"
 
 
 def _horovod() -> list[System]:
@@ -162,3 +173,8 @@ def _vgg16() -> list[_Layer]:
     for inputs, outputs in ((512 * 7 * 7, 4096), (4096, 4096), (4096, 1000)):
         layers.append(_Layer(inputs * outputs + outputs, float(inputs * outputs)))
     return layers
+
+
+if __name__ == "__main__":
+    for system in systems():
+        print(row(system))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,39 +101,66 @@ def _described(entries: Mapping[Slice, Entries]) -> list[Any]:
 
 
 def plan(held: Sequence[Sequence[Slice]], wanted: Sequence[Sequence[Slice]]) -> list[Move]:
-    """What has to move, by source; nothing that everybody holds who wants it.
+    """Decide who sends which elements: only those that a rank wants and does not hold.
+
+    A pure function, so every rank computes the same plan.
 
     Args:
-        held, wanted: of each rank.
+        held, wanted: slices of each rank.
+
+    Returns:
+        Moves of at most `_AT_ONCE` elements, ordered by source, then by slice. Each is sent to all
+        ranks.
 
     Raises:
-        PartLostError: something wanted is held by nobody.
+        PartLostError: no rank holds something that is wanted.
     """
-    has, wants = _by_parameter(held), _by_parameter(wanted)
-    moves = [m for n in wants for m in _of_parameter(has.get(n, []), wants[n], n)]
+    held_by_parameter, wanted_by_parameter = _by_parameter(held), _by_parameter(wanted)
+    moves: list[Move] = []
+    for number, wants in wanted_by_parameter.items():
+        has = held_by_parameter.get(number, [])
+        for first, last in pairwise(_edges([*has, *wants])):
+            holders, takers = _ranks_with(has, first, last), _ranks_with(wants, first, last)
+            if takers <= holders:
+                continue
+            if not holders:
+                raise PartLostError(f"elements {first} to {last} of parameter {number}")
+            source = min(holders)
+            moves += [Move(source, piece) for piece in _pieces(Slice(number, first, last))]
     return sorted(moves, key=lambda move: (move.source, move.what))
 
 
-_Ranges = list[tuple[int, int, int]]  # rank, first element, one beyond the last
+class _Range(NamedTuple):
+    """Elements of one parameter that a rank holds, or wants."""
+
+    rank: int
+    start: int
+    stop: int
 
 
-def _by_parameter(slices: Sequence[Sequence[Slice]]) -> dict[int, _Ranges]:
-    found: dict[int, _Ranges] = {}
+def _by_parameter(slices: Sequence[Sequence[Slice]]) -> dict[int, list[_Range]]:
+    """Number of a parameter -> the ranges of all ranks in it."""
+    found: dict[int, list[_Range]] = {}
     for rank, own in enumerate(slices):
         for number, start, stop in own:
-            found.setdefault(number, []).append((rank, start, stop))
+            found.setdefault(number, []).append(_Range(rank, start, stop))
     return found
 
 
-def _of_parameter(held: _Ranges, wanted: _Ranges, number: int) -> Iterator[Move]:
-    bounds = sorted({edge for _, *edges in (*held, *wanted) for edge in edges})
-    for first, last in pairwise(bounds):
-        has, wants = ({r for r, a, b in of if a <= first and last <= b} for of in (held, wanted))
-        if wants and not has:
-            raise PartLostError(f"elements {first} to {last} of parameter {number}")
-        if wants - has:
-            for start in range(first, last, _AT_ONCE):
-                yield Move(min(has), Slice(number, start, min(start + _AT_ONCE, last)))
+def _edges(ranges: Sequence[_Range]) -> list[int]:
+    """Where ranges begin or end: between two neighbors, no rank's answer changes."""
+    return sorted({r.start for r in ranges} | {r.stop for r in ranges})
+
+
+def _ranks_with(ranges: Sequence[_Range], first: int, last: int) -> set[int]:
+    """The ranks that have all elements from `first` up to `last` in one range."""
+    return {r.rank for r in ranges if r.start <= first and last <= r.stop}
+
+
+def _pieces(s: Slice) -> list[Slice]:
+    """The slice in pieces of at most `_AT_ONCE` elements."""
+    starts = range(s.start, s.stop, _AT_ONCE)
+    return [Slice(s.number, start, min(start + _AT_ONCE, s.stop)) for start in starts]
 
 
 def _complete(optimizer: ShardedOptimizer, facts: Sequence[_Facts]) -> None:

@@ -1,8 +1,17 @@
-"""torch._dynamo, the tracer behind torch.compile: imported by those who compile, and not before.
+"""Stand-in for torch._dynamo, the tracer behind torch.compile, until a run compiles.
 
-torch's optimizers import it in their first call, to tell it what not to trace. That is a third of
-the CPU time in which a rank starts (1.1 of 3.2 s with torch 2.13), and after every restart
-training resumes that much later.
+torch's optimizers import torch._dynamo in their first step, only to tell it what not to trace.
+Importing hvdtrain.run.session and taking one AdamW step costs 2.3 s of CPU time and 316 MiB with
+that import, 1.4 s and 245 MiB without it (torch 2.13 on a CPU, median of 6 processes). Every rank
+saves the difference at each start and restart.
+
+A stand-in in sys.modules is the least that does so: torch has no setting that avoids the import
+(TORCHDYNAMO_DISABLE and TORCH_COMPILE_DISABLE are read after it), and importlib's LazyLoader loads
+a module as soon as an attribute is read, which the optimizers do.
+
+What breaks if torch changes: an attribute that the stand-in lacks imports torch._dynamo as before,
+so a run starts later but computes the same. tests/single/test_torch_private.py notices that, and
+also if torch no longer needs the stand-in.
 """
 
 from __future__ import annotations
@@ -16,7 +25,7 @@ _NAME = "torch._dynamo"
 
 
 class _Untraced(ModuleType):
-    """Stands in its place until more of it is asked for than optimizers do outside of a trace."""
+    """Offers what optimizers use outside of a trace; imports torch._dynamo for anything else."""
 
     @staticmethod
     def graph_break(*_: object, **__: object) -> None:
@@ -42,5 +51,5 @@ class _Untraced(ModuleType):
 
 
 def defer() -> None:
-    """Keeps torch from importing it without need; nothing where it is imported already."""
+    """Install the stand-in, unless torch._dynamo is imported already."""
     sys.modules.setdefault(_NAME, _Untraced(_NAME))

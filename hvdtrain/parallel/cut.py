@@ -47,9 +47,14 @@ class Cuttable(Protocol):
 
 
 class _Left(BaseException):
-    """Leaves the task's loss from inside of its model: this stage is done.
+    """Ends the task's loss() from inside its model, because this stage has its result.
 
-    Not an Exception, which a task may catch.
+    Only loss() knows the arguments of its model, so a stage cannot run the modules without it, and
+    what loss() does after that call needs scores, which only the last stage can compute. A stand-in
+    for the scores either fails there (a stage's own output has another shape) or lets the task act
+    on made-up values (a tensor that accepts every operation), and costs each stage the time and the
+    memory of a loss. The exception skips that code but runs its `finally` blocks and context
+    managers, and as a BaseException it also passes a task's `except Exception`.
     """
 
     def __init__(self, x: Tensor) -> None:

@@ -195,11 +195,12 @@ class CutModel:
         first, last = self._ends()
         parts = [*self._blocks, *first, *last]
         for module in _modules(parts) - modules | {self.model}:
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter not in parameters:
-                    module._parameters[name] = None
-            for name in module._buffers if module is not self.model else ():
-                module._buffers[name] = None
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+                if parameter not in parameters:
+                    setattr(module, name, None)
+            if module is not self.model:
+                for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
+                    setattr(module, name, None)
 
 
 def _check(model: nn.Module) -> None:

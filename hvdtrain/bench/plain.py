@@ -132,6 +132,8 @@ class PlainLoop:
             dist.all_reduce(total)
             batches *= dist.get_world_size()
         scale = batches / float(total) if total else 1.0
+        # Private: one kernel for all gradients, as in a run. If it goes, the comparison with plain
+        # PyTorch fails; tests/single/test_torch_private.py notices.
         torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], scale)
         return scale
 

@@ -2,6 +2,10 @@
 
 torch's fused kernels where there is one without a mask, else matrix products, some rows of scores
 at a time.
+
+The kernels are private operators, since torch's public attention does not return the denominators.
+If their arguments or results change, `parallel.context` fails or computes something else;
+tests/single/test_torch_private.py compares their signatures, also those for GPUs.
 """
 
 from __future__ import annotations

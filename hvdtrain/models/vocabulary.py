@@ -68,6 +68,8 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         each = -upstream / len(ctx.rows)
         for part, rows in zip(_parts(gradient), _parts(ctx.rows), strict=True):
             of_loss = torch.zeros_like(part).scatter_(1, rows, each.to(part.dtype).expand_as(rows))
+            # Private: autograd's own backward of log_softmax, here for some rows at a time. If it
+            # changes, gradients may: test_torch_private.py and test_cross_entropy.py notice.
             part.copy_(torch._log_softmax_backward_data(of_loss, part, 1, part.dtype))
         return gradient, None
 

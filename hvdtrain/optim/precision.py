@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm  # private, see tasks/sync_batchnorm.py
 
 from hvdtrain.errors import UserError
 from hvdtrain.optim.loss_scale import LossScale

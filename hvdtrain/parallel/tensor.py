@@ -52,6 +52,8 @@ from hvdtrain.errors import UserError
 class _IntoSequence(ParallelStyle):
     """The first argument of a module's forward is split by sequence, unless it is already."""
 
+    # Private, but torch's way to write a style. If it is renamed, torch raises NotImplementedError;
+    # tests/single/test_torch_private.py notices.
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def split(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             first, *others = inputs
@@ -238,7 +240,9 @@ class _TimedWait:
 def _time_waits() -> None:
     """Of DTensor's collectives, for good: torch has no hook, but one function that all go through.
 
-    A GPU waits by itself, and so does compiled code: nothing is measured there.
+    A GPU waits by itself, and so does compiled code: nothing is measured there. The function is
+    private: if DTensor waits by another one, waits along `tensor` count as computing, and
+    tests/single/test_torch_private_ranks.py fails.
     """
     if not isinstance(functional.wait_tensor, _TimedWait):
         functional.wait_tensor = _TimedWait(functional.wait_tensor)

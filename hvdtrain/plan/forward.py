@@ -35,7 +35,9 @@ def forward(task: Task, model: nn.Module, batch: Batch) -> tuple[Tensor, Kept]:
     """The loss of a micro-batch, which can be called backward, and what it keeps for that."""
     held: dict[int, int] = {}
     given: list[int] = []
-    # A storage that is kept is there until the backward pass, so no other has its number.
+    # A storage that is kept is there until the backward pass, so no other has its number. That is
+    # private, but data_ptr() is 0 for every storage without memory (the meta device). If torch
+    # drops it, `hvdtrain plan` fails; tests/single/test_torch_private.py notices.
     own = {p.untyped_storage()._cdata for p in model.parameters()}
 
     def keep(tensor: Tensor) -> Tensor:

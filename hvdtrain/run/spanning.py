@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _NormBase  # private, see tasks/sync_batchnorm.py
 from torch.optim import Optimizer
 
 from hvdtrain.config import Config

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
+
+# Private: the base of torch's BatchNorm layers, without a public name. If it goes, this import
+# fails; tests/single/test_torch_private.py notices if a layer no longer derives from it.
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain import comm

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hvdtrain.models.attention_kernels import attend, attend_backward
 from tests.support.runs import REPOSITORY, environment
 
 _OPTIMIZE = """
@@ -23,10 +33,10 @@ print("torch._dynamo.convert_frame" in sys.modules)
 """
 
 
-def _imports_dynamo(first: str) -> bool:
-    """Whether optimizers import torch._dynamo after the line `first`."""
+def _run(code: str) -> str:
+    """What the code prints last, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", first + _OPTIMIZE],
+        [sys.executable, "-c", code],
         env=environment(),
         cwd=REPOSITORY,
         capture_output=True,
@@ -34,12 +44,147 @@ def _imports_dynamo(first: str) -> bool:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.split()[-1] == "True"
+    return done.stdout.splitlines()[-1]
 
 
 def test_no_optimizer_imports_dynamo_with_the_stand_in() -> None:
-    assert not _imports_dynamo("from hvdtrain.runtime.lazy_dynamo import defer; defer()")
+    first = "from hvdtrain.runtime.lazy_dynamo import defer; defer()"
+    assert _run(first + _OPTIMIZE) == "False"
 
 
 def test_optimizers_import_dynamo_without_the_stand_in() -> None:
-    assert _imports_dynamo(""), "torch no longer does: remove hvdtrain/runtime/lazy_dynamo.py"
+    assert _run(_OPTIMIZE) == "True", "torch no longer does: remove hvdtrain/runtime/lazy_dynamo.py"
+
+
+# Operator -> the arguments that hvdtrain passes by position, and the results that it uses.
+SIGNATURES = {
+    "_scaled_dot_product_flash_attention": (
+        "Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False",
+        "Tensor output, Tensor logsumexp",
+    ),
+    "_scaled_dot_product_flash_attention_backward": (
+        "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+        "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, "
+        "bool is_causal, Tensor philox_seed, Tensor philox_offset",
+        "Tensor grad_query, Tensor grad_key, Tensor grad_value",
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu": (
+        "Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False",
+        "Tensor output, Tensor logsumexp",
+    ),
+    "_scaled_dot_product_flash_attention_for_cpu_backward": (
+        "Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, "
+        "float dropout_p, bool is_causal",
+        "Tensor grad_query, Tensor grad_key, Tensor grad_value",
+    ),
+    "_log_softmax_backward_data": (
+        "Tensor grad_output, Tensor output, int dim, ScalarType input_dtype",
+        "Tensor",
+    ),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_operator_has_the_arguments_that_hvdtrain_passes(name: str) -> None:
+    arguments, results = SIGNATURES[name]
+    schema = str(getattr(torch.ops.aten, name).default._schema)
+    assert schema.startswith(f"aten::{name}({arguments}"), schema
+    assert schema.partition(" -> ")[2].removeprefix("(").startswith(results), schema
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("causal", [False, True])
+def test_fused_attention_returns_denominators_and_gradients(causal: bool) -> None:
+    q, k, v = (torch.randn(2, 3, 5, 8, requires_grad=True) for _ in range(3))
+    scores = q @ k.mT / 8**0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones(5, 5, dtype=torch.bool).triu(1), float("-inf"))
+    y, denominators = attend(q.detach(), k.detach(), v.detach(), causal, None)
+    torch.testing.assert_close(denominators, scores.logsumexp(-1))
+    torch.testing.assert_close(y, scores.softmax(-1) @ v)
+    gradient = torch.randn_like(y)
+    (scores.softmax(-1) @ v).backward(gradient)
+    qkv = (q.detach(), k.detach(), v.detach())
+    found = attend_backward((gradient, y, denominators[..., None]), qkv, causal, None)
+    for own, tensor in zip(found, (q, k, v), strict=True):
+        torch.testing.assert_close(own, tensor.grad)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("name", ["flash", "efficient", "cudnn"])
+def test_attention_operators_of_a_gpu_keep_their_names(name: str) -> None:
+    assert hasattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
+
+
+@pytest.mark.smoke
+def test_attention_on_a_cpu_calls_the_operator_that_checkpointing_keeps() -> None:
+    called = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    with Record():
+        nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default in called
+
+
+@pytest.mark.smoke
+def test_storages_are_told_apart_by_their_number() -> None:
+    for device in ("cpu", "meta"):
+        one, other = torch.empty(4, device=device), torch.empty(4, device=device)
+        number = one.untyped_storage()._cdata
+        assert number == one[1:].view(3, 1).untyped_storage()._cdata
+        assert number != other.untyped_storage()._cdata
+
+
+@pytest.mark.smoke
+def test_normalizations_derive_from_torchs_private_bases() -> None:
+    batch = {nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm}
+    instance = {nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d}
+    assert all(issubclass(kind, _BatchNorm) for kind in batch)
+    assert all(issubclass(kind, _NormBase) for kind in batch | instance)
+    assert not any(issubclass(kind, _BatchNorm) for kind in instance)
+    assert not any(issubclass(kind, _NormBase) for kind in (nn.LayerNorm, nn.GroupNorm))
+
+
+@pytest.mark.smoke
+def test_parallel_styles_are_applied_by_the_method_that_hvdtrain_overrides() -> None:
+    assert "_apply" in ParallelStyle.__abstractmethods__
+
+
+@pytest.mark.smoke
+def test_foreach_operations_have_the_bits_of_a_loop() -> None:
+    tensors = [torch.randn(n) for n in (1, 7, 1000)]
+    for factor in (0.3, torch.tensor(0.3)):
+        found = [t.clone() for t in tensors]
+        torch._foreach_mul_(found, factor)
+        assert all(torch.equal(a, b * factor) for a, b in zip(found, tensors, strict=True))
+    copied = [torch.empty_like(t) for t in tensors]
+    torch._foreach_copy_(copied, tensors)
+    assert all(torch.equal(a, b) for a, b in zip(copied, tensors, strict=True))
+
+
+@pytest.mark.smoke
+def test_leaves_of_nested_arguments_are_found() -> None:
+    one, two, three = torch.ones(1), torch.ones(2), torch.ones(3)
+    leaves = tree_leaves(((one, [two]), {"x": three, "y": None}))
+    assert [leaf for leaf in leaves if isinstance(leaf, Tensor)] == [one, two, three]
+
+
+def test_compilations_call_back_at_begin_and_end() -> None:
+    code = """
+import torch
+from torch._dynamo.callback import callback_handler
+called = []
+callback_handler.register_start_callback(lambda _: called.append("begin"))
+callback_handler.register_end_callback(lambda _: called.append("end"))
+torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+print(called)
+"""
+    assert _run(code) == "['begin', 'end']"

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -33,8 +35,42 @@ from hvdtrain.runtime.phases import PhaseTimer
 _TURN_SECONDS = 1.0
 # For which a step with the lowest validation loss waits for an earlier checkpoint.
 _BEST_SECONDS = 10.0
-# What it tells them.
-_DONE, _WAIT, _BEGIN = 0.0, 1.0, 2.0
+
+
+class Turn(IntEnum):
+    """What rank 0 tells all ranks in each turn of the last save."""
+
+    DONE = 0  # the save has ended, or rank 0 has given up
+    WAIT = 1  # rank 0 still waits for its writer
+    BEGIN = 2  # all ranks take part in a save now
+
+
+class Votes(NamedTuple):
+    """How many ranks say each of a save between two steps."""
+
+    begin: int  # it is due (only rank 0 says so)
+    busy: int  # the writer still writes an earlier one
+    failed: int  # the writer could not write its files of an earlier one
+
+
+def count_votes(begin: bool, busy: bool, failed: bool) -> Votes:
+    """Sums the answers of all ranks; every rank calls it."""
+    own = torch.tensor([begin, busy, failed], dtype=torch.int64)
+    return Votes(*sum_(own, "checkpoint.begin").tolist())
+
+
+def agree_on_turn(own: Turn, failed: bool) -> tuple[Turn, bool]:
+    """Exchanges one turn of the last save; every rank calls it.
+
+    Args:
+        own: rank 0's decision; DONE on all others, so that the sum over the ranks is rank 0's.
+        failed: this rank could not write its files.
+
+    Returns:
+        Rank 0's decision, and whether any rank has failed.
+    """
+    sums = sum_(torch.tensor([own, failed], dtype=torch.int64), "checkpoint.saving").tolist()
+    return Turn(sums[0]), sums[1] > 0
 
 
 @dataclass(frozen=True)
@@ -105,11 +141,10 @@ class SaveCheckpoints:
         if self._saving.shared:
             # Each rank's writer must be free.
             failure = self._new_failure(writer)
-            votes = torch.tensor([float(begin), float(writer.busy), float(failure is not None)])
-            wanted, busy, failed = sum_(votes, "checkpoint.begin").tolist()
-            if failed:
+            votes = count_votes(begin, writer.busy, failure is not None)
+            if votes.failed:
                 self._tell(writer, failure)
-            if wanted and not busy:
+            if votes.begin and not votes.busy:
                 self._begin(step)
                 return
         elif begin and not writer.busy:
@@ -171,33 +206,42 @@ class SaveCheckpoints:
     def _save_last_together(self, loop: Loop) -> None:
         """Every rank calls it, and none returns before rank 0 has saved or given up."""
         step = loop.progress.step
-        turns: Iterator[float] = iter(())
-        if self._writer is not None and self._decides:
+        if not self._decides:
+            while self._take_turn(Turn.DONE, step) != Turn.DONE:
+                pass
+            return
+        if self._writer is not None:
             limit = loop.asked_to_stop_at + self._grace if self._grace else math.inf
             deadline = limit if loop.preempted else math.inf
-            turns = self._save_last(self._writer, step, deadline)
-        while True:
-            failure = self._new_failure(self._writer) if self._writer is not None else None
-            votes = torch.tensor([next(turns, _DONE), float(failure is not None)])
-            turn, failed = sum_(votes, "checkpoint.saving").tolist()
-            if failed and self._writer is not None:
-                self._tell(self._writer, failure)
-            if turn == _BEGIN:
-                self._begin(step)
-            elif turn == _DONE:
-                return
+            self._save_last(self._writer, step, deadline)
+        self._take_turn(Turn.DONE, step)
 
-    def _save_last(self, writer: CheckpointWriter, step: int, deadline: float) -> Iterator[float]:
+    def _take_turn(self, own: Turn, step: int) -> Turn:
+        """Returns rank 0's decision, and begins the save if that is BEGIN; every rank calls it.
+
+        Args:
+            own: see `agree_on_turn`.
+        """
+        writer = self._writer
+        failure = None if writer is None else self._new_failure(writer)
+        turn, failed = agree_on_turn(own, failure is not None)
+        if failed and writer is not None:
+            self._tell(writer, failure)
+        if turn == Turn.BEGIN:
+            self._begin(step)
+        return turn
+
+    def _save_last(self, writer: CheckpointWriter, step: int, deadline: float) -> None:
         """Saves the run's last state if there is time to, and waits until it is on disk.
 
-        Yields _WAIT after each turn in which it is not, and _BEGIN for the save to begin.
+        Rank 0 calls it; all others take turns meanwhile.
         """
         in_time = writer.expected_seconds() <= deadline - time.monotonic()
         if not writer.holds(step) and in_time:
-            yield from _turns(writer, deadline)
+            self._wait(writer, step, deadline)
             if not writer.busy:
-                yield _BEGIN
-        yield from _turns(writer, deadline)
+                self._take_turn(Turn.BEGIN, step)
+        self._wait(writer, step, deadline)
         if writer.last_saved_step == step:
             return
         if writer.taken_step == step and writer.error is not None:
@@ -216,15 +260,14 @@ class SaveCheckpoints:
                 f"{time.monotonic() - writer.taken_at:.0f} s now"
             )
 
+    def _wait(self, writer: CheckpointWriter, step: int, deadline: float) -> None:
+        """Waits for the save in progress, not beyond `deadline`; takes a turn every second."""
+        limit = min(deadline, time.monotonic() + writer.patience())
+        while not writer.wait(min(limit, time.monotonic() + _TURN_SECONDS)):
+            if time.monotonic() >= limit:
+                return
+            self._take_turn(Turn.WAIT, step)
+
     def close(self) -> None:
         if self._writer is not None:
             self._writer.give_up_others()
-
-
-def _turns(writer: CheckpointWriter, deadline: float) -> Iterator[float]:
-    """Waits for the save in progress, not beyond `deadline`; yields _WAIT after each turn."""
-    limit = min(deadline, time.monotonic() + writer.patience())
-    while not writer.wait(min(limit, time.monotonic() + _TURN_SECONDS)):
-        if time.monotonic() >= limit:
-            return
-        yield _WAIT

@@ -17,7 +17,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _NormBase  # private, see tasks/sync_batchnorm.py
+
+# Private: the leaves of any nesting that torch knows. If it goes, this import fails;
+# tests/single/test_torch_private.py notices.
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain import comm

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _NormBase  # private, see tasks/sync_batchnorm.py
 
 from hvdtrain.engine.control import Totals
 
@@ -30,7 +30,7 @@ class SavedBuffers:
         self.places = [
             (module, name)
             for prefix, module in model.named_modules()
-            for name in module._buffers
+            for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
             if (f"{prefix}.{name}" if prefix else name) in saved
         ]
         self.values: list[Tensor] = []
@@ -43,7 +43,7 @@ class SavedBuffers:
         if [t.shape for t in tensors] != [v.shape for v in self.values]:
             self.values = [tensor.detach().clone() for tensor in tensors]
         elif tensors:
-            torch._foreach_copy_(self.values, tensors)
+            torch._foreach_copy_(self.values, tensors)  # private, see step.py
         self._tensors = tensors
 
     @torch.no_grad()

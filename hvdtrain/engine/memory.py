@@ -31,7 +31,9 @@ from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.tasks.blocks import blocks_of
 
 _ATEN = torch.ops.aten
-# Results that `selective` keeps: they take longer to compute again than others.
+# Results that `selective` keeps: they take longer to compute again than others. The attentions are
+# private operators. If torch renames one, this import fails; if torch's attention calls another,
+# that is computed again in backward, to the same bits. tests/single/test_torch_private.py notices.
 _KEPT = {
     _ATEN.mm.default,
     _ATEN.addmm.default,
@@ -131,6 +133,8 @@ class CompileClock:
     """
 
     def __init__(self, timer: PhaseTimer, beats: Heartbeat) -> None:
+        # Private, without a public equivalent. If it goes, compile.enabled fails; if it no longer
+        # calls, a rank that compiles counts as slow. tests/single/test_torch_private.py notices.
         from torch._dynamo.callback import callback_handler
 
         self.seconds = 0.0

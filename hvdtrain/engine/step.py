@@ -354,6 +354,8 @@ class Update:
         """
         parameters = self._exchange.parameters
         own = [local(p.grad) for p in parameters if p.grad is not None]
+        # torch._foreach_* are private, but have no public equivalent: one kernel for all gradients.
+        # If they go, each step fails; tests/single/test_torch_private.py notices.
         if gradient_scale != 1.0:
             torch._foreach_mul_(own, gradient_scale)
         norm = self._total_norm([p for p in parameters if p.grad is not None])

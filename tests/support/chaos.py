@@ -156,7 +156,7 @@ class ChaosJob:
 
     def launches(self) -> int:
         """How often the ranks were started from a checkpoint, or anew."""
-        return sum(start["cause"] == "launch" for start in self.starts())
+        return sum(start["source"] != "memory" for start in self.starts())
 
     def wait_for_steps(self, since: float) -> None:
         """Waits until steps are made again, and on enough ranks; `since`: unix.

@@ -1,1 +1,1 @@
-"""What notebooks and scripts use: a run is started (start.py), its files are read (run.py)."""
+"""Python API for notebooks and scripts: start a run (start.py) and read its files (run.py)."""

@@ -1,4 +1,4 @@
-"""What `hvdtrain.run` is given, as flags of the command line: these reach every host."""
+"""Convert the arguments of `hvdtrain.run` to command-line flags, which reach every host."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hvdtrain.tasks import BUILT_IN
 
 
 def task_flag(task: str | type) -> str:
-    """`--config=...` of a preset or a file, or `--task=...`.
+    """Return `--config=...` for a preset or a file, or `--task=...`.
 
     Raises:
-        UserError: there is no such task, or the ranks cannot import the class.
+        UserError: the task does not exist, or the ranks cannot import the class.
     """
     if isinstance(task, type):
         return f"--task={_importable(task)}"
@@ -61,7 +61,7 @@ def _not_importable(name: str, where: str) -> UserError:
 
 
 def config_flags(config: Mapping[str, Any]) -> Iterator[str]:
-    """Of {"optim.lr": 0.1}, or {"optim": {"lr": 0.1}}: `--optim.lr=0.1`."""
+    """Yield `--optim.lr=0.1` for {"optim.lr": 0.1} or {"optim": {"lr": 0.1}}."""
     for key, value in config.items():
         if isinstance(value, Mapping) and "." not in key:
             yield from (f"--{key}.{name}={_word(inner)}" for name, inner in value.items())
@@ -76,15 +76,16 @@ def _word(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The number of a scalar of numpy or torch; else a path or the like, as text."""
+    """Number held by a numpy or torch scalar; for other values, such as a path, their text."""
     item = getattr(value, "item", None)
     return item() if callable(item) else str(value)
 
 
 def run_folder(task: str, config: Mapping[str, Any]) -> Path:
-    """RUN/, absolute: from the keys, else from the file of `task`, a flag of `task_flag`.
+    """Return RUN/ as an absolute path, from the keys or else from the file named by `task`.
 
-    A new one, with a name of its own, is made where no key names it.
+    `task` is a flag made by `task_flag`. If no key names the directory, create a new one with a
+    unique name.
     """
     option, _, name = task.partition("=")
     is_file = option == "--config" and name not in presets()
@@ -101,7 +102,7 @@ def run_folder(task: str, config: Mapping[str, Any]) -> Path:
 
 
 def _new_folder(root: Path, name: str) -> Path:
-    """`name` is of this second: several runs may be started in it."""
+    """Create a new directory. Several runs may start in one second and share `name`."""
     for number in itertools.count(1):
         folder = root / (name if number == 1 else f"{name}-{number}")
         try:
@@ -109,15 +110,16 @@ def _new_folder(root: Path, name: str) -> Path:
         except FileExistsError:
             continue
         except OSError:
-            pass  # the run says it
+            pass  # the run reports the error
         return folder
     raise AssertionError("numbers do not end")
 
 
 def import_folder(task: str) -> Path | None:
-    """Where the ranks find the module of a task of one's own: the folder it is imported from here.
+    """Directory from which the ranks import the module of a user-defined task.
 
-    None of a built-in one, or where there is none of this name.
+    It is the directory from which this process imports the module. None for a built-in task, or if
+    there is no such module.
     """
     module, colon, _ = task.removeprefix("--task=").partition(":")
     if not (colon and task.startswith("--task=")):

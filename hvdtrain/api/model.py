@@ -24,7 +24,7 @@ def load_model(run: Path) -> nn.Module:
     task = settings.task_class() if config is None else settings.task_class(config)
     if isinstance(task, LanguageModel):
         return task.model_of(weights).eval()
-    task.datasets()  # some models have the sizes of their data
+    task.datasets()  # some models take sizes from their data
     model: nn.Module = task.model()
     tensors, own = by_names_of_now(model)(weights), model_tensors(model)
     shapes, found = ({n: t.shape for n, t in some.items()} for some in (own, tensors))

@@ -1,4 +1,4 @@
-"""`hvdtrain.Run`: what a run has left, or writes now, for a notebook or a script."""
+"""`hvdtrain.Run`: read the files of a finished or running run from a notebook or a script."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """The files of one run. Each property reads them anew: the run may still go on.
+    """The files of one run. Each property reads its file again, as the run may still be active.
 
     Args:
         folder: RUN/, or a copy of it.
 
     Attributes:
-        folder: the same, absolute.
+        folder: the absolute path of `folder`.
 
     Raises:
-        UserError: it is no folder of a run. Its properties raise it where a file is damaged.
+        UserError: `folder` is not a run directory. Properties raise it if a file is damaged.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -47,7 +47,7 @@ class Run:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Versions, hosts and their ranks, starts, fingerprint of the data."""
+        """Versions, hosts and their ranks, starts, dataset fingerprint."""
         try:
             found = read_json(self._files.manifest)
             return {**found, "starts": configured(found.get("starts", []))}
@@ -56,12 +56,12 @@ class Run:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """Starts, checkpoints, stragglers and the end, in their order; "time" is unix time."""
+        """Starts, checkpoints, stragglers and the end, in order; "time" is Unix time."""
         return list(_lines(self._files.events))
 
     @property
     def metrics(self) -> Any:
-        """metrics.jsonl, a row a logged step: a DataFrame where pandas is installed, else
+        """metrics.jsonl, one row per logged step: a DataFrame if pandas is installed, else
         `columns()`."""
         try:
             from pandas import DataFrame
@@ -70,7 +70,7 @@ class Run:
         return DataFrame(self.columns())
 
     def columns(self) -> dict[str, list[Any]]:
-        """Each figure of metrics.jsonl by name, a value a logged step; None where it had none."""
+        """Each metric of metrics.jsonl by name, one value per logged step; None if missing."""
         columns: dict[str, list[Any]] = {}
         rows = 0
         for line in _lines(self._files.metrics):
@@ -84,7 +84,7 @@ class Run:
         return columns
 
     def newest(self) -> dict[str, Any]:
-        """The newest value of each figure of metrics.jsonl, by name."""
+        """The newest value of each metric of metrics.jsonl, by name."""
         found: dict[str, Any] = {}
         for line in _lines(self._files.metrics):
             found |= line
@@ -92,19 +92,19 @@ class Run:
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """Those that are complete: step -> folder, oldest first."""
+        """Complete checkpoints: step -> directory, oldest first."""
         folders = finished(self._files.checkpoints)
         return {int(folder.name.removeprefix("step_")): folder for folder in folders}
 
     def model(self) -> nn.Module:
         """The task's model with the weights of the newest complete checkpoint, on the CPU, in eval
-        mode; whole, whatever number of ranks it was spread over.
+        mode. The model is unsharded, however many ranks it was sharded over.
 
-        A language model is made from the weights alone. Other tasks look at their data first, as
-        when training, so that has to be there.
+        A language model is built from the weights alone. Other tasks read their data first, as in
+        training, so the data must be available.
 
         Raises:
-            UserError: there is no checkpoint, it is damaged, or the task or its data is not there.
+            UserError: there is no checkpoint, it is damaged, or the task or its data is missing.
         """
         from hvdtrain.api.model import load_model
 
@@ -112,5 +112,5 @@ class Run:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """None where there is no file yet; torn lines are passed over."""
+    """Yield the lines of a file, skipping torn lines; nothing if the file does not exist yet."""
     return (line for line in (each_line(path) if path.exists() else ()) if line is not None)

@@ -1,7 +1,7 @@
-"""`hvdtrain.run`: `hvdtrain launch` as a child of a notebook or a script.
+"""`hvdtrain.run`: run `hvdtrain launch` as a child process of a notebook or a script.
 
-A child, because the launcher takes over a process's signals, and because what a notebook has
-imported, and its threads, must not reach the ranks.
+It is a child process because the launcher takes over the signals of its process, and because a
+notebook's imports and threads must not reach the ranks.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from hvdtrain.errors import EXIT_USER, UserError
 from hvdtrain.runtime.environment import launched_size
 from hvdtrain.supervise.launcher import Launcher
 
-# In the environment of whatever is started from here.
+# Set in the environment of every process started from here.
 _STARTED = "HVDTRAIN_STARTED_BY"
 _TICK_SECONDS = 0.05
-# The launcher ends its ranks on all hosts in about half of it.
+# The launcher needs about half of this to end its ranks on all hosts.
 _END_SECONDS = 30.0
 _ERROR = "hvdtrain: error: "
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended.
+    """Result of a run.
 
     Args:
         folder: RUN/, absolute; `hvdtrain.Run` reads it
-        metrics: the newest value of each figure of metrics.jsonl by name, such as "loss" and
-            "validation_loss"; empty where no step was logged
-        exit_code: 0 finished, 1 crashed, 3 the loss stayed not finite, 75 asked to stop
+        metrics: the newest value of each metric of metrics.jsonl by name, such as "loss" and
+            "validation_loss"; empty if no step was logged
+        exit_code: 0 finished, 1 crashed, 3 the loss stayed non-finite, 75 asked to stop
     """
 
     folder: Path
@@ -54,18 +54,18 @@ def run(
     config: Mapping[str, Any] | None = None,
     max_restarts: int = 0,
 ) -> RunResult:
-    """Trains on `np` ranks and waits for the end; what the run says goes to the screen.
+    """Train on `np` ranks and wait for the end; the run's output goes to the screen.
 
     Ctrl-C (in a notebook: interrupt) ends the job on all hosts, then raises KeyboardInterrupt.
 
     Args:
         task: a preset ("gpt-nano"), a task ("image", "package.module:Class"), a YAML file, or a
             class that the ranks can import.
-        np: ranks.
-        hosts: "node1:2,node2:2", which need ssh among each other; None: this machine.
-        config: keys of the configuration, {"optim.lr": 0.1} or {"optim": {"lr": 0.1}}. With the
-            "run.id" of an earlier run that one resumes; default: a new one of date and time.
-        max_restarts: of a run that failed, from its newest checkpoint, without progress.
+        np: number of ranks.
+        hosts: "node1:2,node2:2", which need ssh access to each other; None: this machine.
+        config: keys of the configuration, {"optim.lr": 0.1} or {"optim": {"lr": 0.1}}. The
+            "run.id" of an earlier run resumes that run; default: a new ID of date and time.
+        max_restarts: restarts without progress after a failure, from the newest checkpoint.
 
     Raises:
         UserError: an argument, a key or the data is wrong (exit code 2).
@@ -88,14 +88,14 @@ def run(
     last_lines = launcher.last_lines()
     if code == EXIT_USER:
         with suppress(OSError):
-            folder.rmdir()  # only if it is empty: nothing was begun
+            folder.rmdir()  # only if it is empty: the run has not begun
         raise UserError(_reason(last_lines))
     newest = Run(folder).newest() if (folder / "config.yaml").exists() else {}
     return RunResult(folder, newest, code)
 
 
 def _check_place() -> None:
-    """A task's own file that calls `run` as it is imported would start runs without end."""
+    """Prevent endless starts by a task's own file that calls `run` when it is imported."""
     _require(
         _STARTED not in os.environ and (launched_size() or 1) == 1,
         "hvdtrain.run is called by a process that a run consists of: in a file that ranks import, "
@@ -104,7 +104,7 @@ def _check_place() -> None:
 
 
 def _environment(folder: Path | None) -> list[str]:
-    """NAME=VALUE words: what the launcher and the ranks get beside this process's environment."""
+    """NAME=VALUE words that the launcher and the ranks get in addition to this environment."""
     words = [f"{_STARTED}=hvdtrain.run"]
     if folder is not None:
         path = filter(None, (str(folder), os.environ.get("PYTHONPATH")))
@@ -123,7 +123,7 @@ def _wait(launcher: Launcher) -> int:
 
 
 def _end(launcher: Launcher) -> None:
-    """As Ctrl-C ends `hvdtrain launch`; a second one does not wait."""
+    """End the job as Ctrl-C ends `hvdtrain launch`; a second Ctrl-C does not wait."""
     try:
         launcher.send(signal.SIGINT)
         deadline = time.monotonic() + _END_SECONDS
@@ -131,7 +131,7 @@ def _end(launcher: Launcher) -> None:
             time.sleep(_TICK_SECONDS)
     finally:
         if launcher.poll() is None:
-            launcher.kill()  # the kernel ends mpirun with it, and that its ranks
+            launcher.kill()  # the kernel then ends mpirun, and mpirun ends its ranks
 
 
 def _reason(lines: Sequence[str]) -> str:

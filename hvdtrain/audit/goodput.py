@@ -1,4 +1,4 @@
-"""Where the wall time of a run went. The parts add up to it."""
+"""Breakdown of a run's wall time. The parts add up to the wall time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hvdtrain.audit.ledger import Generation, Ledger
 
-# Part -> what it is, as the report says it.
+# Part -> its description in the report.
 PARTS = {
     "steps": "steps that count",
     "redone": "steps that were taken back and done again",
@@ -22,10 +22,10 @@ PARTS = {
 
 @dataclass
 class Goodput:
-    """Seconds of each part of `PARTS`.
+    """Seconds in each part of `PARTS`.
 
-    The wall time begins with the start of rank 0's first process, before it imports anything, and
-    ends with the run's last sign of life.
+    The wall time begins with the start of rank 0's first process, before its imports, and ends
+    with the run's last line of metrics or event.
     """
 
     wall: float
@@ -33,12 +33,12 @@ class Goodput:
 
     @property
     def share(self) -> float:
-        """Of the time in steps that count; 0 where there was no time."""
+        """Share of the time in steps that count; 0 if the wall time is 0."""
         return self.parts["steps"] / self.wall if self.wall > 0 else 0.0
 
 
 def measure(ledger: Ledger) -> Goodput:
-    """Adds up the time between the signs of life that a run left."""
+    """Add up the times between the lines of metrics and events of a run."""
     generations = ledger.generations
     first, end = generations[0].start, generations[-1].last_time
     goodput = Goodput(max(0.0, end - ledger.began))
@@ -62,7 +62,7 @@ def measure(ledger: Ledger) -> Goodput:
 def _add_steps(
     parts: dict[str, float], generation: Generation, now: float, stop: float
 ) -> tuple[float, int]:
-    """Adds what lies between `now` and the generation's last line; (its time, its step)."""
+    """Add the time from `now` to the generation's last line; return that line's (time, step)."""
     step = generation.start.step
     for line in generation.lines:
         until = max(now, min(line.time, stop))
@@ -76,13 +76,13 @@ def _add_steps(
 def _add_gap(
     parts: dict[str, float], generation: Generation, step: int, following: int, gap: float
 ) -> None:
-    """Adds time in which no step ran, between the lines of two steps."""
+    """Add time in which no step ran, between the lines of two steps."""
     start = generation.start
     if step == start.step:
         launched = "restart" if start.generation else "start"
         parts[launched if start.cause == "launch" else "recovery"] += gap
         return
-    # A checkpoint that is written in the background takes longer than it holds up.
+    # A checkpoint written in the background takes longer than it stalls the steps.
     steps, saved = range(step, following), generation.checkpoints
     if len(steps) < len(saved):
         whole = sum(saved.get(s, 0.0) for s in steps)

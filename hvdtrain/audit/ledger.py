@@ -1,10 +1,10 @@
-"""What a run wrote about itself, read into one object.
+"""The files of a run, read into one object.
 
-The generations of a run are the stretches between its starts: a launch, or a restart in
-memory after a failure or a change of hosts. A line of metrics names the generation that did
-its step; the next generation may have written it. No check depends on times, because a clock
-may be set back and the clocks of two hosts may differ. Lines of older versions name no
-generation: these belong to the last one that began before their time.
+The generations of a run are the intervals between its starts. A start is a launch, or an
+in-memory restart after a failure or a change of hosts. A line of metrics names the generation that
+did its step; the next generation may have written the line. No check depends on times, because a
+clock may be set back and the clocks of two hosts may differ. Lines of older versions name no
+generation; each belongs to the last generation that began before its time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hvdtrain.run_files.events_file import each_line, read_lines
 from hvdtrain.run_files.folder import RunFolder, configured
 from hvdtrain.untrusted import checked, is_of, parse_yaml, read_json, shown
 
-# Beyond these, arithmetic on positions in the order of samples leaves 63 bits.
+# Beyond these limits, arithmetic on positions in the sample order exceeds 63 bits.
 _MOST_STEPS = 1 << 32
 _MOST_SAMPLES = 1 << 30
 _MOST_POSITION = _MOST_STEPS * _MOST_SAMPLES
@@ -33,19 +33,19 @@ _MOST_SECONDS = 1e11  # a date in the year 5138
 
 @dataclass(frozen=True)
 class Start:
-    """A start event; step and samples are those of the state from which the run continues.
+    """A start event; step and samples describe the state from which the run continues.
 
     Args:
-        own_order: the data set has an order of its own, which only it knows.
+        own_order: the dataset defines its own order, which only the dataset knows.
         depends_on_ranks: the setting that makes the curve depend on the number of ranks.
-        sync_every: steps that ranks take on their own before they have one state again; 0 = none.
-        per_step: micro-batches of a step, with `buckets`.
+        sync_every: local steps of a rank until all ranks have one state again; 0 = none.
+        per_step: micro-batches per step, with `buckets`.
         buckets: with batch.max_tokens, see data/buckets.py.
         log_every: steps between lines of metrics; 0: an older version, see manifest.json.
-        applied: steps that the tensors of the state have been through; older runs did not write it.
-        lost_step: the step whose state was lost with the ranks that held it, if one was.
-        state_hash: of the state, if it came from memory and train.replica_check_every is not 0.
-        former_fingerprint: what older versions of hvdtrain wrote of the same data.
+        applied: steps applied to the tensors of the state; older runs did not write it.
+        lost_step: the step whose state was lost with the ranks that held it, if any.
+        state_hash: hash of the state, if it came from memory and train.replica_check_every > 0.
+        former_fingerprint: the fingerprint that older versions of hvdtrain wrote for the same data.
     """
 
     time: float
@@ -91,11 +91,11 @@ class Start:
 
     @cached_property
     def order(self) -> Buckets | None:
-        """Of micro-batches by length."""
+        """Order of micro-batches by length."""
         return Buckets(self.buckets, self.seed) if self.buckets else None
 
     def samples_at(self, step: int) -> int:
-        """What the run has used after so many steps."""
+        """Number of samples that the run has used after `step` steps."""
         if self.order is None:
             return step * self.global_size
         return self.order.samples_before(step * self.per_step)
@@ -103,7 +103,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Line:
-    """What a line of metrics says about its step; `kept` if no restart took it back.
+    """The step that a line of metrics describes; `kept` if no restart rolled it back.
 
     Args:
         generation: its number in the run; None: an older version wrote the line.
@@ -129,19 +129,19 @@ class Line:
 
 @dataclass
 class Generation:
-    """A start and what followed it.
+    """A start and all that followed it.
 
     Args:
-        lines: by step; those that were taken back later too
+        lines: by step, including lines that were rolled back later
         checkpoints: step -> seconds it took
-        stalls: step -> seconds by which its checkpoint held up the steps, where that is known:
-            older runs did not write it
+        stalls: step -> seconds by which its checkpoint stalled the steps, if known; older runs
+            did not write it
         failed: steps whose checkpoint could not be written
         healed: step -> ranks
-        early_stop: step after which the validation loss ended the run; 0: it did not
+        early_stop: step after which the validation loss ended the run; 0: it did not end it
         end: (step, exit code), or None if it was killed or still runs
         events: (step, time) of each event after the start
-        last_time: of its last sign of life
+        last_time: time of its last line or event
         log_every: steps between lines
     """
 
@@ -159,19 +159,19 @@ class Generation:
 
     @property
     def reached(self) -> int:
-        """The last step that there is a sign of."""
+        """The last step that a line, a checkpoint or the end event shows."""
         steps = [self.start.step, *(line.step for line in self.lines), *self.checkpoints]
         return max([*steps, self.end[0]] if self.end else steps)
 
     @cached_property
     def evaluated(self) -> set[int]:
-        """Steps after which there was an evaluation."""
+        """Steps followed by an evaluation."""
         return {line.step for line in self.lines if line.evaluated}
 
 
 @dataclass
 class Ledger:
-    """A run. Times are corrected: none is before the time of what came before it.
+    """A run. Times are corrected so that they never decrease.
 
     Args:
         generations: in the order of their starts
@@ -186,16 +186,16 @@ class Ledger:
 
     @property
     def began(self) -> float:
-        """When rank 0's process was first started, unix time."""
+        """Unix time at which rank 0's process was first started."""
         first = self.generations[0].start
         return first.time - first.seconds
 
 
 def read(path: Path) -> Ledger:
-    """Reads RUN/.
+    """Read RUN/.
 
     Raises:
-        UserError: there is no run, or it was made before events were written.
+        UserError: there is no run, or it predates the event log.
     """
     folder = RunFolder(path)
     if not folder.manifest.exists():
@@ -251,7 +251,7 @@ def _generations(events: list[dict[str, Any]]) -> list[Generation]:
 
 
 def _value(event: dict[str, Any], name: str, kind: Any) -> Any:
-    """Raises ValueError if it is missing, or of another type."""
+    """Return a value of an event; raise ValueError if it is missing or of another type."""
     value: Any = event.get(name)
     if not is_of(value, kind) or (kind is float and not abs(value) <= _MOST_SECONDS):
         raise ValueError(f"{name} of event {shown(event.get('event'))} is {shown(value)}")
@@ -275,7 +275,7 @@ def _lines(folder: RunFolder) -> list[Line]:
         lines = each_line(path) if path.exists() else ()
         for number, line in enumerate(lines, start=1):
             if line is None or not isinstance(line.get("step"), int):
-                continue  # what a crash left, moved aside
+                continue  # remnants of a crash, moved aside
             facts = {"generation": None, **line, "kept": kept}
             facts["evaluated"] = "validation_loss" in line
             try:
@@ -286,7 +286,7 @@ def _lines(folder: RunFolder) -> list[Line]:
 
 
 def _assign(lines: list[Line], generations: list[Generation]) -> list[int]:
-    """Gives each generation its lines; returns the steps of those that have no generation."""
+    """Assign lines to their generations; return the steps of lines without a generation."""
     numbered = {generation.start.generation: generation for generation in generations}
     times = list(accumulate((generation.start.time for generation in generations), max))
     strays = []
@@ -306,9 +306,9 @@ def _assign(lines: list[Line], generations: list[Generation]) -> list[int]:
 
 
 def _correct_times(generations: list[Generation]) -> None:
-    """Shifts what follows a clock that went back, or a host whose clock is behind.
+    """Shift the times after a clock was set back, or after a change to a host with a slow clock.
 
-    The shift leaves as much time as is known to have passed: that of a start or of steps.
+    The shift leaves the time that is known to have passed, for a start or for steps.
     """
     now, shift = -math.inf, 0.0
 
@@ -339,10 +339,10 @@ def _saved(folder: RunFolder) -> list[int]:
 
 
 def _log_every(starts: list[dict[str, Any]], at: float, folder: RunFolder) -> int:
-    """train.log_every of the last launch before a time.
+    """Return train.log_every of the last launch before a time.
 
     Raises:
-        UserError: the manifest does not say.
+        UserError: the manifest does not contain it.
     """
     try:
         before = [start for start in starts if start["time"] <= at] or starts[:1]

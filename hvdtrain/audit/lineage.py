@@ -1,12 +1,12 @@
-"""Was each step of the newest state applied exactly once?
+"""Check whether each step of the newest state was applied exactly once.
 
-Each generation must show the steps from its start on, one after the other, each once. A
-later start at step s takes back what was done beyond s. So, if every start resumes from a
-state that there was, and the lines that stayed are those that no later start took back,
-the lines that stayed are the steps of the newest state, each applied once.
+Each generation must show the steps from its start on, in order and each once. A later start at
+step s rolls back all steps beyond s. So, if every start resumes from a state that existed, and the
+kept lines are the lines that no later start rolled back, then the kept lines are the steps of the
+newest state, each applied once.
 
-That a start at step s resumes from the state after step s follows from the number of steps that its
-parameters have been through, and, where both were hashed, from equal hashes.
+Two facts show that a start at step s resumes from the state after step s: the number of steps that
+were applied to its parameters and, if both states were hashed, equal hashes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 from hvdtrain.audit.ledger import Generation, Ledger, Line, Start
 
-# What must not change in a run, as it stands in its start events.
+# Values of start events that must not change during a run.
 _IDENTITY = ("seed", "global_size", "dataset_size", "fingerprint", "per_step", "buckets")
 _NORMAL_EXITS = (0, 75)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not as it should be; a warning does not touch the steps."""
+    """A problem; a warning does not concern the steps."""
 
     kind: str
     message: str
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Segment:
-    """Steps first..last of the newest state, done by one generation; samples as positions.
+    """Steps first..last of the newest state, done by one generation; samples are positions.
 
     `sample_start` is included, `sample_stop` is not.
     """
@@ -47,7 +47,7 @@ class Segment:
 
 
 class Redone(NamedTuple):
-    """How many steps a start took back, at least and at most; the two are usually equal."""
+    """Minimum and maximum number of steps that a start rolled back; they are usually equal."""
 
     least: int
     most: int
@@ -56,16 +56,16 @@ class Redone(NamedTuple):
         return f"{self.least:,}" if self.least == self.most else f"{self.least:,} to {self.most:,}"
 
     def counted(self) -> str:
-        """Such as "1 step"."""
+        """Return text such as "1 step"."""
         return f"{self} step{'' if self == (1, 1) else 's'}"
 
 
 @dataclass
 class Lineage:
-    """What the checks found.
+    """Results of the checks.
 
     Args:
-        redone: for each generation, how many steps its start took back, see `redone_steps`
+        redone: for each generation, the number of steps its start rolled back, see `redone_steps`
         skipped: steps of the newest state whose gradient was not finite
     """
 
@@ -82,7 +82,7 @@ class Lineage:
 
 
 def trace(ledger: Ledger) -> Lineage:
-    """Checks a ledger."""
+    """Check a ledger."""
     lineage = Lineage()
     generations = ledger.generations
     if ledger.strays:
@@ -108,13 +108,13 @@ def trace(ledger: Ledger) -> Lineage:
 
 
 def redone_steps(before: Generation, start: Start) -> Redone:
-    """How many steps of a generation the next start took back.
+    """Return the number of steps of a generation that the next start rolled back.
 
-    Steps after the last line are only known from an end event: a killed process writes none.
+    Steps after the last line are known only from an end event; a killed process writes none.
     """
     reached = most = before.reached
     if before.end is None:
-        # The next multiple of train.log_every would have had a line, and so would the last step.
+        # The next multiple of train.log_every would have a line, and so would the last step.
         unlogged = (reached // before.log_every + 1) * before.log_every - 1
         since_common_state = start.step + before.start.sync_every
         limit = since_common_state if start.source == "memory" else before.start.total_steps - 1
@@ -123,7 +123,7 @@ def redone_steps(before: Generation, start: Start) -> Redone:
 
 
 def _taken_back(generations: list[Generation]) -> list[int | None]:
-    """For each generation the step beyond which a later start took back its steps."""
+    """For each generation, the step beyond which a later start rolled back its steps."""
     result: list[int | None] = []
     lowest: int | None = None
     for generation in reversed(generations):
@@ -144,7 +144,7 @@ def _check_start(lineage: Lineage, first: Generation, generation: Generation, nu
     for name in _IDENTITY:
         was, now = getattr(first.start, name), getattr(start, name)
         if name == "fingerprint" and was == start.former_fingerprint:
-            continue  # it began with an older version of hvdtrain
+            continue  # the run began with an older version of hvdtrain
         if was != now:
             lineage.wrong(
                 "identity", f"generation {number}: {name} is {now}, in generation 0 it was {was}"
@@ -170,7 +170,7 @@ def _check_start(lineage: Lineage, first: Generation, generation: Generation, nu
 
 
 def _check_lines(lineage: Lineage, generation: Generation, number: int, beyond: int | None) -> None:
-    """The lines of one generation: one after the other, and kept where they should be."""
+    """Check that the lines of one generation are consecutive and that the right ones were kept."""
     where, before = f"generation {number}", generation.start.step
     for line in generation.lines:
         if line.step <= generation.start.step:
@@ -202,7 +202,7 @@ def _check_lines(lineage: Lineage, generation: Generation, number: int, beyond: 
 def _check_gap(
     lineage: Lineage, generation: Generation, number: int, before: int, step: int
 ) -> None:
-    """Every multiple of train.log_every between two steps should have had a line."""
+    """Check that every multiple of train.log_every between two steps has a line."""
     every = generation.log_every
     first, last = (before // every + 1) * every, (step - 1) // every * every
     if first <= last:
@@ -227,7 +227,11 @@ def _check_line(lineage: Lineage, generation: Generation, number: int, line: Lin
 
 
 def _check_end(lineage: Lineage, generation: Generation, number: int, stops: set[int]) -> None:
-    """Args: stops: steps after which the validation loss ended the run."""
+    """Check the end of a generation.
+
+    Args:
+        stops: steps after which the validation loss ended the run.
+    """
     if generation.end is None:
         return
     step, code = generation.end
@@ -245,9 +249,9 @@ def _check_end(lineage: Lineage, generation: Generation, number: int, stops: set
 
 
 def _check_states(lineage: Lineage, ledger: Ledger) -> None:
-    """Every start resumes from a state that there was, and the disk holds what it should."""
+    """Check that every start resumes from a state that existed and that checkpoints are on disk."""
     first = ledger.generations[0].start
-    begin = first.step  # above 0 where it resumes from another run's checkpoint
+    begin = first.step  # above 0 if the run resumes from another run's checkpoint
     if first.source == "memory" or (first.source == "new" and begin != 0):
         lineage.wrong("state", f"the run begins at step {begin} from {first.source}")
     reached, saved = begin, set[int]()
@@ -277,8 +281,8 @@ def _check_state(
             lineage.wrong(
                 "state", f"{where} from another state than that after this step (hashes differ)"
             )
-        # The lines in between tell no more; the ranks are at most one step apart, or go back to
-        # the last step after which they had one state: every so many, and where a generation ends.
+        # Steps between lines are unknown. The ranks are at most one step apart, or return to the
+        # last step with a common state: every `apart` steps, and at the end of a generation.
         before = ledger.generations[number - 1]
         apart = max(1, before.start.sync_every)
         known = start.step % apart == 0 or start.step in (before.start.step, reached)
@@ -298,7 +302,7 @@ def _check_state(
 
 
 def _hash_before(generations: Sequence[Generation], step: int) -> str | None:
-    """The hash of the newest state after `step`; None: it is not known."""
+    """Hash of the newest state after `step`; None if it is unknown."""
     for generation in reversed(generations):
         hashes = [line.state_hash for line in generation.lines if line.step == step]
         if hashes:

@@ -1,4 +1,4 @@
-"""Does each epoch use each sample exactly once? Arithmetic, and a look at the permutation."""
+"""Check that each epoch uses each sample exactly once, by arithmetic and from the permutation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from hvdtrain.data.buckets import Buckets
 from hvdtrain.data.order import Indices, permute
 
-# Positions whose samples are computed: a second or so.
+# Positions whose samples are computed: takes about a second.
 LIMIT = 1 << 21
 
 
@@ -18,9 +18,9 @@ class OrderCheck:
     """Positions `start`..`stop`-1 of the run, over epochs of `size` samples.
 
     Args:
-        checked: positions whose sample was computed, of all in the interval
-        repeated: epochs in which two of these positions have the same sample, or one that the
-            data does not have
+        checked: number of positions in the interval whose sample was computed
+        repeated: epochs in which two of these positions have the same sample, or in which a sample
+            is not in the data
     """
 
     start: int
@@ -39,15 +39,15 @@ class OrderCheck:
 
 
 def check_order(start: int, stop: int, size: int, seed: int, limit: int = LIMIT) -> OrderCheck:
-    """Computes the samples of up to about `limit` positions and looks for repetitions.
+    """Compute the samples of up to about `limit` positions and look for repetitions.
 
-    Where there are more positions, evenly spaced epochs are looked at, and in each evenly
-    spaced positions.
+    If there are more positions, check evenly spaced epochs, and evenly spaced positions in each of
+    them.
 
     Args:
         start, stop: positions of the run, stop not included.
-        size: samples in the data set, >= 1.
-        seed: the run's.
+        size: samples in the dataset, >= 1.
+        seed: the seed of the run.
     """
     epochs = range(start // size, -(-stop // size))
     spread = epochs[:: -(-len(epochs) * min(size, limit) // limit) or 1]
@@ -63,7 +63,7 @@ def check_order(start: int, stop: int, size: int, seed: int, limit: int = LIMIT)
 
 
 def check_buckets(start: int, stop: int, buckets: Buckets, limit: int = LIMIT) -> OrderCheck:
-    """As check_order, of samples that are grouped by length.
+    """Check samples that are grouped by length, as `check_order` does.
 
     Args:
         start, stop: positions of micro-batches in the run, stop not included.

@@ -1,4 +1,4 @@
-"""What `hvdtrain audit` says, as text or as JSON."""
+"""Output of `hvdtrain audit`, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdtrain.audit.order import OrderCheck, check_buckets, check_order
 
 @dataclass
 class Audit:
-    """All that was found out about a run."""
+    """All results of the audit of a run."""
 
     ledger: Ledger
     lineage: Lineage
@@ -49,7 +49,7 @@ class Audit:
 
 
 def audit(path: Path) -> Audit:
-    """Audits RUN/ from what the run wrote.
+    """Audit RUN/ from the files that the run wrote.
 
     Raises:
         UserError: there is no run that can be audited.
@@ -160,7 +160,7 @@ def _generations(audit: Audit) -> list[str]:
 
 
 def _ranks(ranks: list[int]) -> str:
-    """Such as "0-3", or "0,2" where there are holes."""
+    """Format ranks, such as "0-3", or "0,2" if there are gaps."""
     whole = ranks == list(range(ranks[0], ranks[-1] + 1)) if ranks else False
     return f"{ranks[0]}-{ranks[-1]}" if whole and len(ranks) > 1 else ",".join(map(str, ranks))
 

@@ -1,4 +1,4 @@
-"""`hvdtrain audit --same A B`: whether two runs are one and the same, bit by bit."""
+"""`hvdtrain audit --same A B`: whether two runs are bitwise identical."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import each_line
 from hvdtrain.run_files.folder import RunFolder
 
-# How a step was computed and how long it took, not what came out of it.
+# How a step was computed and how long it took, not its results.
 _CIRCUMSTANCES = {"world_size", "time", "generation", "healed"}
 _TIMES = ("_seconds", "_per_second")
 HASH = "state_hash"
@@ -19,15 +19,15 @@ HASH = "state_hash"
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs, step by step as far as both have gone.
+    """Comparison of two runs, step by step, as far as both have progressed.
 
     Args:
-        runs: their folders
-        steps: compared: those that both have logged
-        last_step: the last of these
+        runs: their directories
+        steps: number of steps compared, which both have logged
+        last_step: the last of these steps
         hashes: steps after which the hash of parameters and optimizer state was compared
-        first_step: the first whose figures differ; None: none does
-        differing: name of a figure of that step -> what each run has
+        first_step: the first step whose metrics differ; None: no metric differs
+        differing: name of a metric of that step -> its value in each run
     """
 
     runs: tuple[str, str]
@@ -63,10 +63,10 @@ class Comparison:
 
 
 def compare(a: Path, b: Path) -> Comparison:
-    """Compares what two runs have logged of the same steps.
+    """Compare the steps that both runs have logged.
 
     Raises:
-        UserError: a folder is no run, or there is no step that both have logged.
+        UserError: a directory is not a run directory, or no step was logged by both runs.
     """
     ours, theirs = _steps(a), _steps(b)
     common = sorted(ours.keys() & theirs.keys())
@@ -75,7 +75,7 @@ def compare(a: Path, b: Path) -> Comparison:
     hashes, first_step, differing = 0, None, {}
     for step in common:
         one, other = ours[step], theirs[step]
-        # What was logged of a step also depends on checkpoint.every, eval.every and the like.
+        # The metrics of a step also depend on checkpoint.every, eval.every and similar keys.
         names = [name for name in one if name in other]
         differing = {n: (one[n], other[n]) for n in names if not _equal(one[n], other[n])}
         if differing:
@@ -86,7 +86,7 @@ def compare(a: Path, b: Path) -> Comparison:
 
 
 def _steps(path: Path) -> dict[int, dict[str, Any]]:
-    """The figures of each step that a run has kept."""
+    """The metrics of each kept step of a run."""
     metrics = RunFolder(path).metrics
     try:
         lines = [line for line in each_line(metrics) if line and isinstance(line.get("step"), int)]
@@ -100,4 +100,4 @@ def _counts(name: str) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    return bool(a == b) or (a != a and b != b)  # NaN is the same as NaN
+    return bool(a == b) or (a != a and b != b)  # NaN equals NaN here

@@ -28,7 +28,7 @@ _ACTIONS = {
     "recovery": ("kill -9 of a rank of an elastic job", "gpt-nano", 10, 3),
 }
 _SIZES = "1K,4K,16K,64K,256K,1M,4M,16M,32M,64M,256M"
-# The size of the state counts, not of the batch; shorter steps make the stall's share larger.
+# Only the state size matters, not the batch; shorter steps increase the stall's share.
 _FLAGS = {
     "checkpoint": ("--batch.global_size=1", "--batch.micro_size=1", "--model.context=64"),
 }
@@ -140,7 +140,7 @@ def _two_or_more(text: str) -> int:
 
 
 def _numbers_of_ranks(text: str) -> list[int]:
-    """One rank is always measured, so it may be named and need not be."""
+    """Parse world sizes. World size 1 is always measured, so naming it is optional."""
     numbers = {_positive(part) for part in text.split(",")} - {1}
     if not numbers:
         raise argparse.ArgumentTypeError(f"{text} names no number of ranks that is >= 2")
@@ -180,7 +180,7 @@ def _allreduce(args: argparse.Namespace) -> AllreduceReport:
     sizes = parse_sizes(args.sizes)
     hosts = choose_hosts(args.hosts, args.np) if args.hosts else None
     if args.plot is not None:
-        check_plot(args.plot)  # before minutes of measuring
+        check_plot(args.plot)  # before measuring, which takes minutes
     report = allreduce(sizes, args.rounds, args.np, hosts)
     if args.plot is not None:
         from hvdtrain.report.bandwidth_plot import bandwidth_svg

@@ -1,4 +1,4 @@
-"""`hvdtrain ckpt list | verify | export`. Only exports to another format import torch."""
+"""`hvdtrain ckpt list | verify | export`. Only export to another format imports torch."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _state(folder: Path) -> str:
 
 
 def _reason(error: DamagedError) -> str:
-    """What is wrong with a checkpoint, without its path."""
+    """The problem of a checkpoint, without its path."""
     return str(error).partition(": ")[2]
 
 
@@ -113,10 +113,10 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _checkpoints(path: Path, of_run: Callable[[Path], list[Path]]) -> list[Path]:
-    """The path itself, or the checkpoints of the run that lies there, oldest first.
+    """Return the path itself if it is a checkpoint, or the checkpoints of a run, oldest first.
 
     Args:
-        of_run: which of them: layout.named or layout.finished.
+        of_run: selects the checkpoints: layout.named or layout.finished.
     """
     if (path / "checkpoints").is_dir():
         found = of_run(path / "checkpoints")
@@ -171,7 +171,7 @@ def _export_to_huggingface(checkpoint: Path, out: Path, ema: bool, merge: bool) 
 
 
 def _config_file(checkpoint: Path) -> Path:
-    """Of the run that it belongs to."""
+    """config.yaml of the run that the checkpoint belongs to."""
     return checkpoint.resolve().parent.parent / "config.yaml"
 
 

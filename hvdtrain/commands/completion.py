@@ -1,4 +1,4 @@
-"""`hvdtrain completion bash | zsh`: a script that needs no Python when a key is pressed."""
+"""`hvdtrain completion bash | zsh`: a script that completes words without starting Python."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 HELP = "print a script that completes commands and keys: bash, zsh"
-# Where the keys of the configuration are completed; all of `train`, and what follows a --.
+# The place whose words are configuration keys: arguments of `train`, and arguments after `--`.
 _KEYS = "train"
-# Both shells read these. `place` is the subcommand, such as "ckpt list".
+# Both shells source these functions. `place` is the subcommand, such as "ckpt list".
 _SHARED = """\
 _hvdtrain_place() {
     local place="" word
@@ -41,7 +41,7 @@ _hvdtrain_candidates() {
     esac
 }
 """
-# The = of --key=value is a word of its own here.
+# In bash the = of --key=value is a separate word.
 _BASH = """\
 _hvdtrain() {
     local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]} place found
@@ -102,11 +102,11 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Place:
-    """What may stand after the words of a subcommand.
+    """Words that may follow a subcommand.
 
     Args:
-        name: the words, such as "ckpt list".
-        values: option -> what it takes, where that is a choice.
+        name: the words of the subcommand, such as "ckpt list".
+        values: option -> its values, if it is a choice.
     """
 
     name: str
@@ -134,7 +134,7 @@ def _places(parser: argparse.ArgumentParser, name: str) -> Iterator[_Place]:
 
 
 def _of_configuration() -> _Place:
-    """The keys of hvdtrain and of its own tasks."""
+    """The configuration keys of hvdtrain and of its built-in tasks."""
     from hvdtrain.config import Config, presets
     from hvdtrain.tasks import BUILT_IN, load_class, optional
 
@@ -158,7 +158,7 @@ def _keys(owner: type, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _choices(hint: Any) -> list[str]:
-    """Of a type: what its values are called, where they are few."""
+    """Names of the values of a type that has only a few."""
     if hint is bool:
         return ["true", "false"]
     if get_origin(hint) is Literal:
@@ -171,7 +171,7 @@ def _is_union(hint: Any) -> bool:
 
 
 def _table(name: str, rows: dict[str, list[str]]) -> str:
-    """A shell function: a place's words."""
+    """A shell function that prints the words of a place."""
     lines = [
         f"        {shlex.quote(key)}) printf %s {shlex.quote(' '.join(words))} ;;"
         for key, words in rows.items()

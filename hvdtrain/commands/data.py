@@ -1,4 +1,4 @@
-"""`hvdtrain data ...`, alone or as `mpirun -np N hvdtrain data ...`."""
+"""`hvdtrain data ...`, run alone or as `mpirun -np N hvdtrain data ...`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.runtime.mpi import Alone, Ranks, start_ranks
 
 HELP = "prepare data: tokenize text, index large files, learn what a table's columns hold"
 
-# Every rank has the same error and rank 0 prints it; a launcher may end all with the first.
+# All ranks fail with the same error and rank 0 prints it; a launcher may end all after the first.
 _LET_RANK_0_SPEAK = 2.0
 
 
@@ -112,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
         return error.exit_code
     except Exception:
         traceback.print_exc()
-        ranks.abort()  # the others may wait for this rank
+        ranks.abort()  # the other ranks may wait for this rank
         return EXIT_CRASH
     return 0
 

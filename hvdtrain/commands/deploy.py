@@ -1,4 +1,4 @@
-"""`hvdtrain deploy TARGET`: the files that start a job on a cluster."""
+"""`hvdtrain deploy TARGET`: write the files that start a job on a cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.commands.output import write_out
 HELP = "write what starts a job: slurm, pbs, lsf, mpirun, compose, kubernetes"
 
 _BATCH = ("nodes", "ranks", "cpus", "gpus", "time", "queue", "module", "venv", "image")
-# target -> (the line of --help, its options beside those that all have)
+# target -> (help line, options in addition to the common ones)
 _TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {
     "slurm": ("a script for sbatch, requeued until the run is over", _BATCH),
     "pbs": ("a script for qsub, submitted again until the run is over", _BATCH),
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _options() -> dict[str, dict[str, Any]]:
-    """Option -> what argparse gets to know of it; defaults are those of `Job`."""
+    """Option -> its argparse arguments; the defaults are in `Job`."""
     count: dict[str, Any] = {"type": _count, "metavar": "N"}
     return {
         "name": {"metavar": "NAME", "help": "of the job (default: hvdtrain)"},
@@ -99,7 +99,7 @@ def _count(text: str) -> int:
 
 
 def _own_environment() -> str:
-    """The virtual environment that this process runs in; .venv where it runs in none."""
+    """The virtual environment of this process; .venv if there is none."""
     return sys.prefix if sys.prefix != sys.base_prefix else ".venv"
 
 

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that say which hosts there are and how they are asked."""
+    """Add the arguments that name the hosts and the way to probe them."""
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--hosts", metavar="LIST", help="such as node1:8,node2:8")
     source.add_argument(
@@ -48,7 +48,7 @@ def seconds(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     probe = parse_probe(args.probe)
     hosts = read_hosts(args.hosts, args.hostfile, args.slurm)
-    # None at all is an answer too: Horovod's driver gives up when the script fails.
+    # Printing no host is valid too: Horovod's driver gives up if the script fails.
     for host in answering(hosts, probe, args.timeout):
         print(host)
     return 0

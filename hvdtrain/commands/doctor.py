@@ -1,4 +1,4 @@
-"""`hvdtrain doctor`: what would fail on these hosts, or why a run failed."""
+"""`hvdtrain doctor`: find what would fail on these hosts, or why a run failed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _examine_hosts(args: argparse.Namespace) -> int:
     hosts = read_hosts(args.hosts, args.hostfile, args.slurm) if named else []
     if args.np and hosts and total_slots(hosts) < args.np:
         raise UserError(f"--np {args.np}, but the hosts have {total_slots(hosts)} slots together")
-    # Reading it takes a while, and only some keys say which data that is.
+    # Reading the data takes a while, and only some keys determine which data it is.
     data = any(word.startswith("--") and not word.startswith("--run.") for word in args.words)
     flags = args.words if data else None
     found = examine(Request(hosts, args.np or 0, root, flags, notice=_notice))

@@ -43,6 +43,6 @@ def run(args: argparse.Namespace) -> int:
     wheel = build.build(args.gpu, not args.without_mpi, args.wheel_dir, args.verbose)
     if args.install:
         build.install(wheel)
-    # The path alone on stdout, so that scripts and Dockerfiles can use it.
+    # Print only the path on stdout, so that scripts and Dockerfiles can use it.
     print(wheel)
     return 0

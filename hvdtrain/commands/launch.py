@@ -1,4 +1,4 @@
-"""`hvdtrain launch`: training that is started again after a failure."""
+"""`hvdtrain launch`: training with automatic restarts after failures."""
 
 from __future__ import annotations
 
@@ -103,10 +103,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rank_command(words: list[str]) -> tuple[list[str], list[str]]:
-    """(the argv of a rank, the keys in it) from what stands after the `--`.
+    """Return (argv of a rank, its configuration keys) from the words after the `--`.
 
-    A Python that is named has to be this one, as the ranks' path to it is: a name alone may be
-    another program on each host.
+    A named Python must belong to this environment. Ranks get this Python's path, because a bare
+    name may be another program on each host.
     """
     if not words or words[0].startswith("-"):
         return [sys.executable, "-m", "hvdtrain.train", *words], words
@@ -128,7 +128,7 @@ def _rank_command(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _environment(python: str) -> str:
-    """Which installation an interpreter belongs to; "" where it cannot be started."""
+    """The installation an interpreter belongs to; "" if it cannot be started."""
     show = "import sys; print(sys.prefix, sys.version)"
     try:
         done = subprocess.run([python, "-c", show], capture_output=True, text=True, timeout=20)
@@ -147,7 +147,7 @@ def _other(program: str) -> str:
 
 
 def _run_folder(arguments: list[str]) -> Path:
-    """Where the run's files will lie: a mistake in the arguments ends here."""
+    """Return RUN/; wrong arguments raise here."""
     from hvdtrain.config import parse
 
     run = parse(arguments).config.run

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _key(column: str) -> Callable[[ListedRun], tuple[Any, ...]]:
-    """What is not known comes first; of two alike, the name decides."""
+    """Sort unknown values first; break ties by name."""
     sign = -1 if column == "age" else 1
 
     def key(run: ListedRun) -> tuple[Any, ...]:
@@ -66,7 +66,7 @@ def _key(column: str) -> Callable[[ListedRun], tuple[Any, ...]]:
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no number for a loss that is not finite."""
+    """Replace non-finite values by None, because JSON has no number for them."""
     return {
         k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
     }

@@ -1,4 +1,4 @@
-"""What a command writes where its user wants it."""
+"""Write output files of commands."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from hvdtrain.files import write_atomic
 
 
 def write_out(path: Path, text: str, make_folder: bool = False) -> None:
-    """Writes a file that `--out` names.
+    """Write the file that `--out` names.
 
     Args:
-        make_folder: the one that it lies in, where there is none.
+        make_folder: create the parent directory if it is missing.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     try:
         if make_folder:

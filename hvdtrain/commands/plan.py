@@ -1,4 +1,4 @@
-"""`hvdtrain plan`: what a run would take on a cluster, before there is one."""
+"""`hvdtrain plan`: predict the cost of a run on a cluster before the cluster exists."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     from hvdtrain.plan import sources
 
     if args.plot is not None:
-        check_plot(args.plot)  # before a minute of measuring
+        check_plot(args.plot)  # before measuring, which takes a minute
     found = [sources.read(path) for path in args.sources]
     outlook = _outlook(args, found)
     if args.tune:
@@ -137,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
 
     from hvdtrain.plan.report import show
 
-    # Into a file or a pipe a table has the width that it takes.
+    # In a file or a pipe, the table gets a fixed width.
     show(outlook, Console(width=None if sys.stdout.isatty() else 120))
     return 0
 
@@ -153,7 +153,7 @@ def _outlook(args: argparse.Namespace, found: list[Found]) -> Outlook | None:
 
 
 def _job(args: argparse.Namespace, found: list[Found]) -> tuple[Job | None, list[str]]:
-    """The job and what is not known of it."""
+    """Return the job and a list of what is unknown about it."""
     described = [one for one in found if one.job is not None]
     given = [args.measure, args.gpu is not None, *(True for _ in described)]
     if sum(given) > 1:
@@ -176,7 +176,7 @@ def _job(args: argparse.Namespace, found: list[Found]) -> tuple[Job | None, list
 
 
 def _at_once(ranks: int) -> int:
-    """Processes that are measured at the same time: on a GPU, one."""
+    """Number of processes to measure at the same time: on a GPU, one."""
     import torch
 
     from hvdtrain.runtime.machine import cores
@@ -185,7 +185,7 @@ def _at_once(ranks: int) -> int:
 
 
 def _cluster(args: argparse.Namespace, found: list[Found]) -> tuple[Cluster, list[str]]:
-    """The cluster and what is not known of it."""
+    """Return the cluster and a list of what is unknown about it."""
     from hvdtrain.plan.cluster import TCP_PAYLOAD, Cluster, Link, parse_bandwidth, parse_seconds
 
     measured = next((one.link for one in found if one.link is not None), None)

@@ -84,7 +84,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _strict(value: Any) -> Any:
-    """JSON has no number for a figure that is not finite."""
+    """Replace non-finite values by None, because JSON has no number for them."""
     if isinstance(value, dict):
         return {key: _strict(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -1,1 +1,1 @@
-"""`hvdtrain deploy`: the files with which a job is started on a cluster, written once for all."""
+"""`hvdtrain deploy`: files that start a job on a cluster, from one description of the job."""

@@ -1,4 +1,4 @@
-"""What a deployed job looks like, wherever it runs."""
+"""Description of a deployed job, independent of the target."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ import hvdtrain
 from hvdtrain.errors import UserError
 from hvdtrain.launch.hostfile import Host
 
-# A label of Kubernetes and of DNS: the names of hosts are made of it. Of at most 40 characters,
-# as programs add to it; PBS takes no more than 15, and says so itself.
+# Valid as a label of Kubernetes and of DNS, as host names are derived from it. At most 40
+# characters, because programs append to it. PBS accepts at most 15 and reports longer names.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
-_NO_NAMES = ("false", "n", "no", "null", "off", "on", "true", "y", "yes")  # to YAML
+_NO_NAMES = ("false", "n", "no", "null", "off", "on", "true", "y", "yes")  # not strings in YAML
 _TIME = re.compile(r"(?:(\d+)-)?(\d+):([0-5]\d):([0-5]\d)")
 _WORD = re.compile(r"[\w./:@+=,-]+")
-# So much earlier than asked for Slurm's signal may come.
+# Slurm's signal may come up to this many seconds early.
 _SHORTEST_LIMIT = 60
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job, as the templates read it.
+    """A job, as read by the templates.
 
     Args:
         keys: the configuration's keys, as flags
-        run_id: of `keys`, where it is among them
-        name: of the job
-        nodes: how many
-        ranks: of a node
-        cpus: of a rank; None: the cluster's own default
-        gpus: a rank has one
+        run_id: run.id, if it is among `keys`
+        name: job name
+        nodes: number of nodes
+        ranks: ranks per node
+        cpus: CPUs per rank; None: the cluster's default
+        gpus: whether each rank has a GPU
         grace: seconds that the ranks have for a last checkpoint
-        time: limit of the job, [D-]HH:MM:SS
+        time: time limit of the job, [D-]HH:MM:SS
         queue: a partition of Slurm, a queue of PBS or LSF; None: the default one
         modules: environment modules to load
-        venv: the environment that has hvdtrain
-        image: a container that has hvdtrain
+        venv: the environment with hvdtrain
+        image: a container image with hvdtrain
         gpu_image: the same with CUDA
-        hosts: where mpirun starts ranks
-        min_nodes: with fewer an elastic job waits
-        max_nodes: more an elastic job does not use
-        memory: of a node, in GiB
-        storage: for runs, in GiB
-        storage_class: of the volume for runs; None: the cluster's default
+        hosts: hosts on which mpirun starts ranks
+        min_nodes: an elastic job waits if it has fewer nodes
+        max_nodes: an elastic job uses no more nodes
+        memory: memory per node, in GiB
+        storage: size of the volume for runs, in GiB
+        storage_class: class of the volume for runs; None: the cluster's default
         monitoring: the namespace of Prometheus
-        out: where the files go; None: the standard output
+        out: destination of the files; None: the standard output
 
     Raises:
-        UserError: a value that no cluster takes, or that does not go with another.
+        UserError: a value is invalid on any cluster, or conflicts with another value.
     """
 
     keys: tuple[str, ...] = ()
@@ -121,21 +121,21 @@ class Job:
 
     @property
     def limit(self) -> str:
-        """HH:MM:SS, with as many hours as it takes."""
+        """Time limit as HH:MM:SS, with as many digits for hours as needed."""
         minutes, seconds = divmod(self.limit_seconds, 60)
         return f"{minutes // 60:02}:{minutes % 60:02}:{seconds:02}"
 
     @property
     def np(self) -> int:
-        """All ranks."""
+        """World size of the job."""
         return sum(host.slots for host in self.hosts) or self.nodes * self.ranks
 
     @property
     def container(self) -> str:
-        """The image of a job that runs in containers alone."""
+        """Image of a job that runs only in containers."""
         return self.image or f"hvdtrain:{hvdtrain.__version__}"
 
     @property
     def run(self) -> str:
-        """The run's id, where a job has no number of its own."""
+        """Run ID for targets without a number per job."""
         return self.run_id or self.name

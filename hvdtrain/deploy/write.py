@@ -1,4 +1,4 @@
-"""The files of each target, from the templates."""
+"""Generate the files of each target from the templates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jinja2
 
 from hvdtrain.deploy.job import Job
 
-# file -> its text; one of a single file is under the name that it has without --out.
+# File name -> text; a single file has its default name as key.
 Files = dict[str, str]
 
 _KUBERNETES = (
@@ -74,15 +74,15 @@ def _render(template: str, job: Job, **more: object) -> str:
 
 
 def _yaml(text: str) -> str:
-    """A string of YAML: one of JSON is."""
+    """Quote a string for YAML; JSON strings are valid YAML."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def _argument(text: str) -> str:
-    """An argument of a container, as YAML: Kubernetes would replace $(NAME) in it."""
+    """Quote a container argument for YAML; Kubernetes would replace $(NAME) in it."""
     return _yaml(text.replace("$(", "$$("))
 
 
 def _dollars(text: str) -> str:
-    """Compose would replace $NAME in it."""
+    """Escape $NAME, which Compose would replace."""
     return text.replace("$", "$$")

@@ -1,6 +1,6 @@
-"""Make Horovod's wheel: download, check, unpack, patch, compile, keep.
+"""Make Horovod's wheel: download, check, unpack, patch, compile, cache.
 
-missing = prerequisites.check()          everything at once, before any download
+missing = prerequisites.check()          all at once, before any download
 recipe  = recipe.detect()                torch, MPI, operations, patches -> a name
 wheel   = the cached file of that name, else
           download -> unpack -> patch -> compile -> rename into the cache
@@ -24,11 +24,11 @@ DOWNLOAD_TIMEOUT_S = 900.0
 PATCH_TIMEOUT_S = 60.0
 COMPILE_TIMEOUT_S = 5400.0
 INSTALL_TIMEOUT_S = 600.0
-_MEMORY_PER_JOB = 2 * 1024**3  # bytes: what g++ takes for one file that includes torch
+_MEMORY_PER_JOB = 2 * 1024**3  # bytes that g++ needs for one file that includes torch
 
 
 def default_wheel_dir() -> Path:
-    """The folder of the cached wheels: $XDG_CACHE_HOME or ~/.cache, /hvdtrain/wheels."""
+    """The directory of the cached wheels: $XDG_CACHE_HOME or ~/.cache, /hvdtrain/wheels."""
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(cache).expanduser() / "hvdtrain" / "wheels"
 
@@ -36,9 +36,9 @@ def default_wheel_dir() -> Path:
 def build(
     gpu: str = "none", mpi: bool = True, wheel_dir: Path | None = None, verbose: bool = False
 ) -> Path:
-    """Return the path of the wheel for this environment; compile it if it is not there.
+    """Return the path of the wheel for this environment; compile it if it is not cached.
 
-    Raises UserError where something is missing, BuildError where a step fails.
+    Raises UserError if something is missing, BuildError if a step fails.
     """
     toolkit = cuda.find() if gpu != "none" else None
     prerequisites.check(mpi, toolkit)
@@ -50,7 +50,7 @@ def build(
         return cached
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Inside the cache, so that the last step is a rename on one file system.
+        # Use a directory inside the cache, so that the last step is a rename on one file system.
         with tempfile.TemporaryDirectory(prefix=".build-", dir=folder) as scratch:
             return _make(made, toolkit, Path(scratch), folder, verbose)
     except OSError as error:
@@ -60,9 +60,9 @@ def build(
 
 
 def install(wheel: Path) -> None:
-    """Install `wheel` here unless exactly its version is installed already.
+    """Install `wheel` here unless exactly its version is already installed.
 
-    Raises BuildError where pip fails.
+    Raises BuildError if pip fails.
     """
     version = wheel.name.split("-")[1]
     if installed_version() == version:
@@ -70,7 +70,7 @@ def install(wheel: Path) -> None:
         return
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "pip.log")
-        # --no-deps: what Horovod needs is in hvdtrain's extra and was checked for.
+        # --no-deps: Horovod's requirements are in hvdtrain's extra and have been checked.
         code = run_logged([*pip("install"), str(wheel)], log, INSTALL_TIMEOUT_S)
         if code:
             line, _ = diagnose(log.read_text(errors="replace"))
@@ -79,7 +79,7 @@ def install(wheel: Path) -> None:
 
 
 def installed_version() -> str | None:
-    """The version of the installed Horovod, None where there is none."""
+    """The version of the installed Horovod, or None if it is not installed."""
     try:
         return importlib.metadata.version("horovod")
     except importlib.metadata.PackageNotFoundError:
@@ -89,7 +89,7 @@ def installed_version() -> str | None:
 def download(folder: Path) -> Path:
     """Fetch the sdist with pip (which knows the user's mirrors) and check its sha256.
 
-    Returns the archive's path. Raises BuildError where it cannot be had.
+    Returns the archive's path. Raises BuildError if the download fails.
     """
     requirements = folder / "requirements.txt"
     requirements.write_text(f"horovod=={recipe.VERSION} --hash=sha256:{recipe.SDIST_SHA256}\n")
@@ -108,12 +108,12 @@ def download(folder: Path) -> Path:
 
 
 def unpack_and_patch(archive: Path, folder: Path) -> Path:
-    """Unpack the sdist into `folder`, apply every patch; return the source folder.
+    """Unpack the sdist into `folder` and apply every patch; return the source directory.
 
-    Raises BuildError where a patch does not apply.
+    Raises BuildError if a patch does not apply.
     """
     with tarfile.open(archive) as content:
-        content.extractall(folder)  # its sha256 is the one in the recipe
+        content.extractall(folder)  # its sha256 matches the recipe
     source = folder / f"horovod-{recipe.VERSION}"
     for patch in recipe.patches():
         command = ["patch", "-p1", "--batch", "--fuzz=0", "-d", str(source), "-i", str(patch)]
@@ -133,11 +133,11 @@ def _make(
     say(f"compiling on {_jobs()} cores: this takes a few minutes, once")
     log = scratch / "compile.log"
     out = scratch / "out"
-    # Error messages name source files: without the folder, which is gone by then. Horovod asks
-    # distutils for Python's headers, which Python 3.12 has no more.
+    # Error messages name source files; strip the directory, which is deleted by then. Horovod gets
+    # Python's headers from distutils, which Python 3.12 no longer has.
     headers = sysconfig.get_path("include")
     flags = f"{os.environ.get('CXXFLAGS', '')} -I{headers} -ffile-prefix-map={source}/="
-    # The wheel's name says which GPU operations it has, so the user's variables choose none.
+    # The wheel's name states its GPU operations, so the user's variables must not select any.
     theirs = {name: text for name, text in os.environ.items() if not name.startswith("HOROVOD_GPU")}
     environment = {**theirs, **made.environment, "MAKEFLAGS": _makeflags(), "CXXFLAGS": flags}
     if toolkit is not None:
@@ -165,6 +165,6 @@ def _jobs() -> int:
 
 
 def _makeflags() -> str:
-    # Under `make` the variable holds flags of that make, which are not for this one.
+    # Under `make` the variable holds the flags of the outer make, which do not apply here.
     under_make = "MAKELEVEL" in os.environ
     return (not under_make and os.environ.get("MAKEFLAGS")) or f"-j{_jobs()}"

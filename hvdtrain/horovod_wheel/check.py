@@ -1,4 +1,4 @@
-"""Prove the installed wheel: a real all-reduce of 2 ranks on each controller it was built with."""
+"""Check the installed wheel: a real all-reduce of 2 ranks on each of its controllers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _BUILT = (
 
 
 def run() -> int:
-    """Print one line for each controller; return 0 if all of them work, else 1.
+    """Print one line per controller; return 0 if all of them work, else 1.
 
-    Raises UserError where Horovod is not installed.
+    Raises UserError if Horovod is not installed.
     """
     version = installed_version()
     if version is None:
@@ -55,7 +55,7 @@ def _built_controllers() -> tuple[list[str], str]:
 
 
 def _all_reduce(command: list[str]) -> str:
-    """Run the worker on 2 ranks; return why it failed, or nothing."""
+    """Run the worker on 2 ranks; return the reason for a failure, or an empty string."""
     code, output = _run(command)
     if code:
         return f"exit code {code}: {_last_line(output)}"
@@ -64,7 +64,7 @@ def _all_reduce(command: list[str]) -> str:
 
 
 def _run(command: list[str]) -> tuple[int, str]:
-    # Two spinning ranks on one core would take minutes; what the user set stands.
+    # Two spinning ranks on one core would take minutes; the user's settings take precedence.
     environment = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", **os.environ}
     with tempfile.TemporaryDirectory() as scratch:
         log = Path(scratch, "output")

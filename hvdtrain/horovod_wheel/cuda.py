@@ -1,8 +1,8 @@
 """CUDA's compiler and NCCL for a Horovod that is built for GPUs.
 
 A toolkit of this machine is used if programs compile and link with it and it has the major version
-of torch's CUDA. Otherwise pip installs the compiler that matches torch's own CUDA libraries, for
-the time of the build.
+of torch's CUDA. Otherwise pip installs the compiler that matches torch's own CUDA libraries for
+the duration of the build.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _NCCL_IS_NAMED = ("HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB
 
 @dataclass(frozen=True)
 class Toolkit:
-    """Where CUDA comes from: a directory of this machine, or what pip installs; maybe neither."""
+    """Source of CUDA: a directory of this machine, or a pip requirement; possibly neither."""
 
     cuda: str  # torch's CUDA version; empty if torch was built without CUDA
     home: Path | None = None
     requirement: str = ""
-    rejected: tuple[str, ...] = ()  # a sentence about each toolkit that cannot be used
+    rejected: tuple[str, ...] = ()  # one sentence per toolkit that cannot be used
 
     @property
     def missing(self) -> str:
-        """What has to be installed before Horovod can be compiled for GPUs; empty: nothing."""
+        """Packages to install before Horovod can be compiled for GPUs; empty: none."""
         if not self.cuda:
             return "a build of torch with CUDA"
         if self.home or self.requirement:
@@ -64,19 +64,19 @@ def find() -> Toolkit:
 def environment(toolkit: Toolkit, scratch: Path) -> dict[str, str]:
     """Return the variables for Horovod's CMake files and torch, for a build with GPU operations.
 
-    NCCL is torch's own if it is a wheel, unless the environment names another one: a process
-    that has loaded torch has that library already, and needs no second one.
+    NCCL is torch's own if torch is a wheel, unless the environment names another one: a process
+    that has loaded torch has already loaded that library, and needs no second one.
 
     Args:
         toolkit: what `find` returned; pip installs its requirement if it has one.
-        scratch: a directory that exists as long as the build.
+        scratch: a directory that exists for the duration of the build.
     """
     for line in toolkit.rejected:
         say(f"not used: {line}")
     say(f"CUDA's compiler: {toolkit.home or f'{toolkit.requirement} (pip)'}")
     home = toolkit.home or _install(toolkit.requirement, scratch)
-    # torch looks above the nvcc on PATH, which may be a link or a script in another directory;
-    # Horovod asks the one on PATH for the GPUs that it compiles for.
+    # torch looks above the nvcc on PATH, which may be a link or a script in another directory.
+    # Horovod asks the nvcc on PATH for the GPUs to compile for.
     variables = {
         "CUDA_HOME": str(home),
         "HOROVOD_CUDA_HOME": str(home),
@@ -96,7 +96,7 @@ def environment(toolkit: Toolkit, scratch: Path) -> dict[str, str]:
 
 
 def _cuda_of_torch() -> str:
-    """E.g. `13.0`; empty if there is no torch, or one without CUDA."""
+    """CUDA version such as `13.0`; empty if torch is not installed or has no CUDA."""
     try:
         import torch
     except ModuleNotFoundError:
@@ -105,7 +105,7 @@ def _cuda_of_torch() -> str:
 
 
 def _homes() -> list[Path]:
-    """Directories that hold bin/nvcc, the one that the user named first."""
+    """Directories that contain bin/nvcc, the one named by the user first."""
     names = [os.environ.get("HOROVOD_CUDA_HOME"), os.environ.get("CUDA_HOME")]
     names += [_home_on_path(), DEFAULT_HOME]
     unique: dict[Path, Path] = {}
@@ -136,7 +136,7 @@ def _fault(home: Path, cuda: str) -> str:
 
 
 def _requirement() -> str:
-    """What pip installs as a compiler: the one of the same release as torch's CUDA libraries."""
+    """pip requirement for a compiler of the same release as torch's CUDA libraries."""
     try:
         version = importlib.metadata.version("cuda-toolkit")
     except importlib.metadata.PackageNotFoundError:
@@ -145,7 +145,7 @@ def _requirement() -> str:
 
 
 def _install(requirement: str, scratch: Path) -> Path:
-    """Let pip put CUDA into `scratch`; return the directory that holds bin/nvcc."""
+    """Let pip install CUDA into `scratch`; return the directory that contains bin/nvcc."""
     site, log = scratch / "cuda", scratch / "cuda.log"
     command = [*pip("install", dependencies=True), "--target", str(site), requirement]
     code = run_logged(command, log, INSTALL_TIMEOUT_S)
@@ -171,7 +171,7 @@ def _link(name: Path, target: Path) -> None:
 
 
 def _home_on_path() -> str | None:
-    """As nvcc itself says it: /usr/local/bin/nvcc may be a script that starts another one."""
+    """CUDA's home as nvcc reports it: nvcc on PATH may be a script that starts another one."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         return None
@@ -181,7 +181,7 @@ def _home_on_path() -> str | None:
 
 
 def _output(command: list[str]) -> tuple[int, str]:
-    """The exit code of `command` and what it printed."""
+    """The exit code of `command` and its output."""
     try:
         done = subprocess.run(
             command,

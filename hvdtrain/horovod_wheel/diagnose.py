@@ -1,4 +1,4 @@
-"""From a compiler log of thousands of lines to the one that matters, and what to do."""
+"""Find the relevant line of a long compiler log, and the fix."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _STANDARD_ADVICE = (
     "the compiler or its flags stop at an older C++: use g++ {gcc} or newer "
     "(sudo apt-get install g++; CXX chooses another), and leave -std out of CXXFLAGS"
 )
-# Lines are matched without their indent; "-- Could NOT find" is CMake's news of what it
-# can do without, so those patterns start at the line's first word.
-# The causes before the symptoms: the first pattern that occurs in the log wins.
+# Lines are matched without indentation. CMake reports optional packages as "-- Could NOT
+# find", so those patterns start at the line's first word.
+# Causes come before symptoms: the first pattern that occurs in the log wins.
 _CAUSES = (
     (r"fatal error: (?P<header>\S+): No such file", "install what has it: {package}"),
     (r"No space left on device", "make room on the disk of the wheel directory"),
@@ -32,7 +32,7 @@ _CAUSES = (
         r"(Killed signal terminated program|internal compiler error: Killed|fatal error: Killed)",
         "the machine ran out of memory: add memory or swap, or set MAKEFLAGS=-j1",
     ),
-    # __cplusplus of g++ 9 and 10 is less than C++20's, which torch asks for.
+    # __cplusplus of g++ 9 and 10 is below C++20's, which torch requires.
     (
         r"C\+\+20 or later|CXX_STANDARD.*20.*not|CXX20|unrecognized.*-std=(c|gnu)\+\+2[0a]",
         _STANDARD_ADVICE.format(gcc="11"),
@@ -41,7 +41,7 @@ _CAUSES = (
         r"C\+\+17 or later|CXX_STANDARD.*17.*not|CXX17|unrecognized.*-std=(c|gnu)\+\+17",
         _STANDARD_ADVICE.format(gcc="9"),
     ),
-    # Any other error of the compiler outranks what CMake only looked for without success.
+    # Any other compiler error outranks packages that CMake searched for without success.
     (r"^\S+:\d+:(\d+:)? error: ", ""),
     (
         r"RuntimeError: Failed to install temporary CMake|cmake: (command )?not found"
@@ -89,10 +89,10 @@ _ANY_ERROR = re.compile(r": error: |^CMake Error|\berror: |Error \d+$|^\w*Error:
 
 
 def diagnose(log: str) -> tuple[str, str]:
-    """Return the line of a build log that matters and what to install or change.
+    """Return the relevant line of a build log and what to install or change.
 
-    The advice is empty where the line has to speak for itself; the line is the
-    last one of the log where none looks like an error.
+    The advice is empty if the line is self-explanatory. The line is the last one of the log if no
+    line looks like an error.
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for pattern, advice in _CAUSES:
@@ -102,7 +102,7 @@ def diagnose(log: str) -> tuple[str, str]:
                 return line, advice.format(**_names(found.groupdict()))
     for line, following in zip(lines, [*lines[1:], ""], strict=False):
         if _ANY_ERROR.search(line):
-            # CMake says where in one line and what in the next.
+            # CMake prints the location in one line and the error in the next.
             return following if line.startswith("CMake Error at") else line, ""
     return (lines[-1] if lines else "(the log is empty)"), ""
 

@@ -1,4 +1,4 @@
-"""What has to be on the machine before Horovod can be compiled."""
+"""Requirements for compiling Horovod on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAMS = {
     "g++": "g++",
 }
 MPI_PROGRAMS = {"mpicxx": "libopenmpi-dev", "mpirun": "openmpi-bin"}
-# module -> what pip calls it
+# module -> pip package
 MODULES = {
     "torch": "torch",
     "pip": "pip",
@@ -36,7 +36,7 @@ MODULES = {
 
 
 def check(mpi: bool = True, toolkit: Toolkit | None = None) -> None:
-    """Raise UserError that names everything that is missing, and how to install it.
+    """Raise UserError that lists everything that is missing, and how to install it.
 
     Args:
         mpi: whether Horovod is built with MPI.

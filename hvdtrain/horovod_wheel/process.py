@@ -1,4 +1,4 @@
-"""Run a long command with its output in a file, a time limit and nothing left behind."""
+"""Run a long command with a log file and a time limit, leaving no process behind."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ END_GRACE_S = 10.0
 
 
 class BuildError(UserError):
-    """Horovod did not compile, or could not be fetched or installed."""
+    """Failure to compile, download or install Horovod."""
 
     exit_code = EXIT_CRASH
 
 
 class TimedOutError(UserError):
-    """A command took longer than it ever should."""
+    """A command exceeded its time limit."""
 
     exit_code = EXIT_CRASH
 
@@ -39,13 +39,13 @@ def run_logged(
 ) -> int:
     """Run `command` with stdout and stderr in `log`; return its exit code.
 
-    `timeout` is in seconds; `verbose` copies the output to stderr, `progress` says
-    every half minute how far make is. Raises TimedOutError, after which no process
-    of the command is left.
+    `timeout` is in seconds; `verbose` copies the output to stderr; `progress` reports make's
+    progress every half minute. Raises TimedOutError, after which no process of the command is
+    left.
     """
     started = reported = time.monotonic()
     with log.open("wb") as out, log.open("rb") as written:
-        # A session of its own, so that cmake, make and the compilers end with pip.
+        # A separate session, so that cmake, make and the compilers end with pip.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -75,7 +75,7 @@ def run_logged(
 
 
 def pip(action: str, dependencies: bool = False) -> list[str]:
-    """The beginning of a command of this environment's pip, which asks no questions."""
+    """Start of a non-interactive command of this environment's pip."""
     return [
         sys.executable,
         "-m",
@@ -87,12 +87,12 @@ def pip(action: str, dependencies: bool = False) -> list[str]:
 
 
 def say(line: str) -> None:
-    """Tell the user what the build does."""
+    """Print a progress message of the build to stderr."""
     print(f"hvdtrain: {line}", file=sys.stderr, flush=True)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    # Gently first: a launcher then ends its ranks, which are in other sessions.
+    # SIGTERM first: a launcher then ends its ranks, which are in other sessions.
     for ending in (signal.SIGTERM, signal.SIGKILL):
         os.killpg(process.pid, ending)
         if _wait(process, END_GRACE_S) is not None:

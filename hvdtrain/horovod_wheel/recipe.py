@@ -1,4 +1,4 @@
-"""What the Horovod wheel is made of, and the name that says so."""
+"""The inputs of the Horovod wheel, and the wheel name that encodes them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENVIRONMENT = {
     "HOROVOD_WITH_GLOO": "1",
     "HOROVOD_WITHOUT_TENSORFLOW": "1",
     "HOROVOD_WITHOUT_MXNET": "1",
-    # The Gloo inside asks for an older CMake than CMake 4 will play.
+    # The bundled Gloo requires an older policy version than CMake 4 accepts.
     "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
 }
 _MPI_BANNERS = (
@@ -37,7 +37,7 @@ _MPI_BANNERS = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides what comes out of the compiler; mpi "": built without MPI."""
+    """Everything that determines the compiled wheel; mpi "": built without MPI."""
 
     torch: str
     mpi: str
@@ -57,7 +57,7 @@ class Recipe:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables Horovod's setup.py reads."""
+        """The variables that Horovod's setup.py reads."""
         variables = {**_ENVIRONMENT, "HOROVOD_LOCAL_VERSION": self.local_version}
         if not self.mpi:
             del variables["HOROVOD_WITH_MPI"]
@@ -67,7 +67,7 @@ class Recipe:
         return variables
 
     def wheel_pattern(self) -> str:
-        """A glob for the wheel's file name: this Python and this kind of machine only."""
+        """A glob for the wheel's file name: only this Python and this platform."""
         python = f"cp{sys.version_info.major}{sys.version_info.minor}"
         platform = re.sub(r"[-.]", "_", sysconfig.get_platform())
         return f"horovod-{self.version}-{python}-{python}*-{platform}.whl"
@@ -94,16 +94,16 @@ def patches() -> list[Path]:
 
 
 def detect(gpu: str = "none", mpi: bool = True) -> Recipe:
-    """Return the recipe for the torch and the MPI (unless `mpi` is off) of this environment.
+    """Return the recipe for this environment's torch and (unless `mpi` is off) MPI.
 
-    Raises UserError where either is missing or MPI's version cannot be told.
+    Raises PackageNotFoundError if torch is missing, UserError if MPI's version is unknown.
     """
     version = importlib.metadata.version("torch")
     return Recipe(torch=version, mpi=_detect_mpi() if mpi else "", gpu=gpu)
 
 
 def parse_mpi(banner: str) -> str | None:
-    """Return e.g. `openmpi4.1.4` from what an MPI program prints about itself."""
+    """Return e.g. `openmpi4.1.4` from the version output of an MPI program."""
     for name, pattern in _MPI_BANNERS:
         found = re.search(pattern, banner, re.DOTALL)
         if found:
@@ -112,7 +112,7 @@ def parse_mpi(banner: str) -> str | None:
 
 
 def _detect_mpi() -> str:
-    # The compiler wrapper first: it is what the wheel is linked with.
+    # Try the compiler wrapper first, because the wheel is linked with it.
     for command in (["mpicxx", "--showme:version"], ["mpirun", "--version"]):
         try:
             said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

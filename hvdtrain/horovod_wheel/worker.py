@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> int:
-    """Print `rank R of N: sum ok` and return 0, or say what came instead and return 1."""
+    """Print `rank R of N: sum ok` and return 0, or print the error and return 1."""
     import horovod.torch as hvd
     import torch
 

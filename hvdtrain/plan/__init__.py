@@ -1,1 +1,1 @@
-"""`hvdtrain plan`: what a run would take on a cluster, from what it takes here."""
+"""`hvdtrain plan`: predict the cost of a run on a cluster from its cost on this host."""

@@ -1,4 +1,4 @@
-"""The machines of a plan: hosts, ranks and what joins them."""
+"""The cluster of a plan: hosts, ranks and their links."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 
 from hvdtrain.errors import UserError, require
 
-# What TCP with time stamps carries in a full Ethernet frame, of its bytes with preamble and gap.
+# TCP payload with time stamps / bytes of a full Ethernet frame with preamble and gap.
 TCP_PAYLOAD = 1448 / 1538
 
 Algorithm = Literal["ring", "hierarchical", "best"]
@@ -19,12 +19,12 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 @dataclass(frozen=True)
 class Link:
-    """What joins two ranks, in both directions at once.
+    """A full-duplex link between two ranks.
 
     Args:
         bits_per_second: in each direction.
-        latency: seconds from a short message's sending to its arrival.
-        payload: fraction of the bits that are a message's own.
+        latency: seconds from sending a short message to its arrival.
+        payload: fraction of the bits that carry message data.
     """
 
     bits_per_second: float
@@ -43,20 +43,20 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal hosts with equally many ranks.
+    """Identical hosts with the same number of ranks.
 
     Args:
-        hosts, ranks_per_host: their numbers.
-        between: a host's link to the others, shared by its ranks.
-        within: of two ranks of a host.
+        hosts, ranks_per_host: number of hosts, and of ranks on each.
+        between: a host's link to the other hosts, shared by its ranks.
+        within: link between two ranks of a host.
         algorithm: of an all-reduce: a `ring` through all ranks (Horovod on Gloo), `hierarchical`
             (`exchange.hierarchical`), or the `best` for its size (NCCL, MPI).
-        launch_seconds: from the moment a collective is asked for on all ranks to its first
-            message: Horovod's negotiation.
-        busy_seconds_per_byte: of a rank's own processor for each byte that it sends; 0 where a
-            device beside it computes.
-        beside_seconds: by which a collective starts later while the ranks compute, on processors
-            for which its threads have to wait.
+        launch_seconds: from the request of a collective on all ranks to its first message:
+            Horovod's negotiation.
+        busy_seconds_per_byte: time of a rank's own processor for each byte that it sends; 0 if a
+            separate device computes.
+        beside_seconds: extra delay of a collective while the ranks compute, on processors for
+            which its threads have to wait.
     """
 
     hosts: int
@@ -78,10 +78,10 @@ class Cluster:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Bits a second of `25gbit`, `400Mbit/s` or `100G`; of bytes with a capital B: `900GB/s`.
+    """Parse `25gbit`, `400Mbit/s` or `100G` into bits per second; a capital B is bytes: `900GB/s`.
 
     Raises:
-        UserError: it is no bandwidth.
+        UserError: the text is not a bandwidth.
     """
     pattern = r"([\d.]+(?:e\d+)?)\s*([kmgt]?)(bit|bps|b|)(?:/s)?"
     match = re.fullmatch(pattern, text.strip(), re.IGNORECASE)
@@ -96,10 +96,10 @@ def parse_bandwidth(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Seconds of `20us`, `0.5ms` or `1s`.
+    """Parse `20us`, `0.5ms` or `1s` into seconds.
 
     Raises:
-        UserError: it is no time.
+        UserError: the text is not a time.
     """
     match = re.fullmatch(r"([\d.]+)\s*(s|ms|us|ns)", text.strip().lower())
     value = _number(match[1]) * _SECONDS[match[2]] if match else -1.0

@@ -1,9 +1,9 @@
-"""Seconds of collectives by the alpha-beta model: a latency for each message, and its bytes.
+"""Seconds of collectives by the alpha-beta model: a latency per message, and the time per byte.
 
 Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH"
-(2005); the hierarchical one is Horovod's, the tree NCCL's pair of binary trees
+(2005). The hierarchical all-reduce is Horovod's. The tree is NCCL's pair of binary trees
 (Sanders, Speck and Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and
-scan", 2009). Additions are not counted here, see Cluster.busy_seconds_per_byte.
+scan", 2009). Additions are not included here, see Cluster.busy_seconds_per_byte.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from hvdtrain.plan.cluster import Cluster, Link
 
 
 def all_reduce(size: float, cluster: Cluster) -> float:
-    """Seconds in which every rank gets the sum of all.
+    """Seconds until every rank has the sum over all ranks.
 
     Args:
-        size: bytes of each rank's buffer.
+        size: buffer size of each rank in bytes.
     """
     if cluster.algorithm == "ring":
         return ring(size, cluster)
@@ -33,9 +33,9 @@ def ring(size: float, cluster: Cluster) -> float:
 
 
 def recursive_doubling(size: float, cluster: Cluster) -> float:
-    """Whole buffers between ranks whose distance doubles; for short messages.
+    """Exchange of whole buffers between ranks at doubling distances; for short messages.
 
-    Between hosts all ranks of one send at once, over the one link.
+    Between hosts, all ranks of a host send at the same time over one link.
     """
     inside = _rounds(cluster.ranks_per_host) * _message(size, cluster.within)
     at_once = size * cluster.ranks_per_host
@@ -43,9 +43,9 @@ def recursive_doubling(size: float, cluster: Cluster) -> float:
 
 
 def tree(size: float, cluster: Cluster) -> float:
-    """Up and down two binary trees over the hosts, in each of which half of the buffer travels.
+    """Two binary trees over the hosts, up and down, each with half of the buffer.
 
-    Inside of a host it is a chain. Pieces follow each other, so bytes count once a direction.
+    Within a host the ranks form a chain. Chunks are pipelined, so bytes count once per direction.
     """
     if cluster.ranks == 1:
         return 0.0
@@ -55,7 +55,7 @@ def tree(size: float, cluster: Cluster) -> float:
 
 
 def hierarchical(size: float, cluster: Cluster) -> float:
-    """Reduce-scatter within a host, a ring of each slice between hosts, gather within a host.
+    """Reduce-scatter within a host, a ring per slice between hosts, all-gather within a host.
 
     The slices of a host's ranks share its link.
     """
@@ -65,28 +65,28 @@ def hierarchical(size: float, cluster: Cluster) -> float:
 
 
 def all_gather(size: float, cluster: Cluster) -> float:
-    """Seconds in which every rank gets the buffers of all, by a ring.
+    """Seconds until every rank has the buffers of all ranks, by a ring.
 
     Args:
-        size: bytes of one rank's buffer.
+        size: buffer size of one rank in bytes.
     """
     return (cluster.ranks - 1) * _step(size, cluster)
 
 
 def reduce_scatter(size: float, cluster: Cluster) -> float:
-    """Seconds in which every rank gets its part of the sum of all, by a ring.
+    """Seconds until every rank has its shard of the sum over all ranks, by a ring.
 
     Args:
-        size: bytes of each rank's whole buffer.
+        size: size of each rank's whole buffer in bytes.
     """
     return (cluster.ranks - 1) * _step(size / cluster.ranks, cluster)
 
 
 def _step(size: float, cluster: Cluster) -> float:
-    """All ranks of a ring, host by host, send `size` to the next.
+    """Seconds in which all ranks of a ring, host by host, send `size` bytes to the next rank.
 
-    The slowest edge decides for the bytes. What goes around passes the edges one after the other,
-    so their latencies count as their mean.
+    The slowest edge determines the time for the bytes. Data passes the edges one after the other,
+    so the mean of their latencies counts.
     """
     if cluster.ranks == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""A job that nobody has measured: from its model's FLOPs and a GPU's peak."""
+"""A job without a measurement: from its model's FLOPs and a GPU's peak."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from hvdtrain.telemetry.peaks import PEAKS, peak_flops
 
 
 def described_job(flags: Sequence[str], gpu: str, mfu: float) -> Job:
-    """A job of float32 parameters with AdamW's state; activations count as float32 too.
+    """Describe a job with float32 parameters and AdamW's state; activations count as float32 too.
 
     Args:
-        flags: of a run; `precision.name` decides which peak counts.
-        gpu: part of the name of one of telemetry.peaks.PEAKS.
-        mfu: of its peak.
+        flags: flags of a run; `precision.name` selects the peak.
+        gpu: part of a name in telemetry.peaks.PEAKS.
+        mfu: fraction of the peak that the model reaches.
 
     Raises:
-        UserError: the GPU is not known, the FLOPs cannot be counted, or micro-batches have no fixed
+        UserError: the GPU is unknown, the FLOPs cannot be counted, or micro-batches have no fixed
             size.
     """
     settings = parse(flags)
     config = settings.config
     require_micro_size(config.batch)
     task, datasets = build_data(settings)
-    # Made for real: some models look at values (tables of positions) when they are made.
+    # Build the model with real values: some models read values (tables of positions) when built.
     model = task.model()
     name = config.precision.name
     half = name in ("bf16", "fp16", "bf16-params")

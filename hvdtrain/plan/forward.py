@@ -1,4 +1,4 @@
-"""What a forward pass keeps, and what its blocks hand on."""
+"""Memory that a forward pass keeps, and the output size of its blocks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hvdtrain.tasks.blocks import blocks_of
 
 @dataclass(frozen=True)
 class Kept:
-    """Of one micro-batch.
+    """Memory of one micro-batch.
 
     Args:
-        activation_bytes: that wait for the backward pass, parameters not counted.
-        blocks: of the model.
-        block_bytes: of what the first one gives to the next; 0: it has none, or gives no tensor.
-        outside_bytes: of trained parameters that lie in none of them.
+        activation_bytes: activations saved for the backward pass, parameters not counted.
+        blocks: number of blocks of the model.
+        block_bytes: output of the first block; 0: there is no block, or its output is not a tensor.
+        outside_bytes: trained parameters that are in no block.
     """
 
     activation_bytes: float
@@ -32,12 +32,12 @@ class Kept:
 
 
 def forward(task: Task, model: nn.Module, batch: Batch) -> tuple[Tensor, Kept]:
-    """The loss of a micro-batch, which can be called backward, and what it keeps for that."""
+    """Return the loss of a micro-batch, ready for backward, and the memory that it keeps."""
     held: dict[int, int] = {}
     given: list[int] = []
-    # A storage that is kept is there until the backward pass, so no other has its number. That is
-    # private, but data_ptr() is 0 for every storage without memory (the meta device). If torch
-    # drops it, `hvdtrain plan` fails; tests/single/test_torch_private.py notices.
+    # A saved storage exists until the backward pass, so its number is unique. `_cdata` is private,
+    # but data_ptr() is 0 for every storage without memory (the meta device). If torch removes it,
+    # `hvdtrain plan` fails; tests/single/test_torch_private.py detects it.
     own = {p.untyped_storage()._cdata for p in model.parameters()}
 
     def keep(tensor: Tensor) -> Tensor:

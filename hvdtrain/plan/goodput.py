@@ -1,4 +1,4 @@
-"""How often to save, and what failures leave of the time."""
+"""Optimal checkpoint interval, and the goodput under failures."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from math import exp, expm1, inf, sqrt
 
 from hvdtrain.errors import require
 
-# What was measured from a killed rank to the next step, see docs/elasticity.md and docs/launch.md:
-# most of the second is the start of the ranks.
+# Measured from a killed rank to the next step, see docs/elasticity.md and docs/launch.md:
+# most of RESTART_SECONDS is the start of the ranks.
 ELASTIC_SECONDS = 0.4
 RESTART_SECONDS = 8.5
 
 
 @dataclass(frozen=True)
 class Failures:
-    """What fails, and what that costs.
+    """Rate and cost of failures.
 
     Args:
-        mtbf: seconds between two failures of some host of the job; inf: none.
-        save_seconds: by which a checkpoint holds up the steps.
+        mtbf: seconds between two failures of any host of the job; inf: no failures.
+        save_seconds: time by which a checkpoint stalls the steps.
         restart_seconds: from a failure to the next step.
-        redone: whether the steps since the last checkpoint are lost. In an elastic run the ranks
-            that are left have the state, and no step is.
+        redone: whether the steps since the last checkpoint are lost. In an elastic run the
+            surviving ranks have the state, and no step is lost.
     """
 
     mtbf: float
@@ -37,7 +37,7 @@ class Failures:
 
 
 def young(failures: Failures) -> float:
-    """Seconds of training between two checkpoints that lose the least; first order.
+    """Seconds of training between two checkpoints that minimize the lost time, to first order.
 
     Young, "A first order approximation to the optimum checkpoint interval" (1974).
     """
@@ -45,7 +45,7 @@ def young(failures: Failures) -> float:
 
 
 def daly(failures: Failures) -> float:
-    """The same where a save is not short beside the time between failures.
+    """Like `young`, for saves that are not short relative to the time between failures.
 
     Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006),
     equation 37.
@@ -60,10 +60,10 @@ def daly(failures: Failures) -> float:
 
 
 def goodput(failures: Failures, interval: float) -> float:
-    """Of the time, what is spent in steps that count; 1 without failures and saves.
+    """Fraction of the time spent in steps that count; 1 without failures and saves.
 
-    Where steps are redone, Daly's expectation for failures that come at random at a fixed rate,
-    also while it saves or starts. Else only the saves and the starts are lost.
+    If steps are redone, this is Daly's expectation for random failures at a constant rate, which
+    may also occur during saves and starts. Otherwise only saves and starts are lost.
 
     Args:
         interval: seconds of training between two checkpoints.
@@ -76,7 +76,7 @@ def goodput(failures: Failures, interval: float) -> float:
         return saving * failures.mtbf / (failures.mtbf + failures.restart_seconds)
     lengths = (interval + failures.save_seconds) / failures.mtbf
     starts = failures.restart_seconds / failures.mtbf
-    if starts + lengths > 700:  # never done: e to this power is no number of a computer
+    if starts + lengths > 700:  # never finishes: the exponential would overflow
         return 0.0
     expected = failures.mtbf * exp(starts) * expm1(lengths)
     return interval / expected

@@ -1,4 +1,4 @@
-"""What is trained: the seconds and the bytes of a step, as one rank has them."""
+"""Description of a training job: the seconds and bytes of a step on one rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hvdtrain.exchange.buckets import BUCKET_BYTES, SMALLEST_BUCKET_BYTES, gradi
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel together.
+    """Gradients that are sent together.
 
     Args:
-        elements: of all its parameters.
-        ready: fraction of the backward pass after which all of them are there, in [0, 1].
-        matrices: (rows, columns) of those that PowerSGD may send as two thin ones; None: the
-            shapes are not known.
+        elements: number of elements of all its parameters.
+        ready: fraction of the backward pass after which all gradients are ready, in [0, 1].
+        matrices: (rows, columns) of the gradients that PowerSGD may send as two thin matrices;
+            None: the shapes are unknown.
     """
 
     elements: int
@@ -34,11 +34,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class StrategyCost:
-    """Seconds of a rank's own arithmetic in a step, beside those of a dense exchange.
+    """Seconds of a rank's own arithmetic per step, in addition to a dense exchange.
 
     Args:
-        before: until its gradients are sent, beside the backward pass.
-        after: from what has arrived to gradients.
+        before: until its gradients are sent, concurrent with the backward pass.
+        after: from the received data to gradients.
     """
 
     before: float = 0.0
@@ -47,23 +47,23 @@ class StrategyCost:
 
 @dataclass(frozen=True)
 class Job:
-    """One rank's work.
+    """Work of one rank.
 
     Args:
-        forward_seconds, backward_seconds: of a micro-batch, its data included.
-        optimizer_seconds: of a step over all parameters.
-        other_seconds: of a step: the record, metrics and the like.
-        micro_batches: of a step, over all ranks together.
-        micro_size: samples of a micro-batch.
+        forward_seconds, backward_seconds: per micro-batch, loading its data included.
+        optimizer_seconds: per step, over all parameters.
+        other_seconds: per step: the record, metrics and the like.
+        micro_batches: per step, over all ranks.
+        micro_size: samples per micro-batch.
         buckets: in the order in which they are sent.
-        costs: strategy -> its arithmetic; a strategy that is missing is not known.
+        costs: strategy -> its arithmetic; a missing strategy is unknown.
         element_bytes: of a parameter and of its gradient.
-        optimizer_bytes: of its state, whole.
-        activation_bytes: that a micro-batch keeps for its backward pass; None: not known.
-        blocks: that the model consists of, which ranks can share; 0: not known.
-        block_bytes: of what a block gives to the next one, of a micro-batch.
-        outside_bytes: of parameters that lie in no block; 0: none do, or it is not known.
-        control_bytes: all-reduced beside the last backward pass: losses and what ranks agree on.
+        optimizer_bytes: of the whole optimizer state.
+        activation_bytes: saved by a micro-batch for its backward pass; None: unknown.
+        blocks: number of model blocks that ranks can split; 0: unknown.
+        block_bytes: output of a block for one micro-batch.
+        outside_bytes: of parameters in no block; 0: there are none, or it is unknown.
+        control_bytes: all-reduced during the last backward pass: losses and agreements of ranks.
     """
 
     forward_seconds: float
@@ -101,15 +101,15 @@ class Job:
 
     @property
     def samples(self) -> int:
-        """Of a step, over all ranks."""
+        """Samples per step, over all ranks."""
         return self.micro_batches * self.micro_size
 
 
 def require_micro_size(batch: BatchConfig) -> None:
-    """A job's micro-batches all have batch.micro_size samples.
+    """Require that all micro-batches of a job have batch.micro_size samples.
 
     Raises:
-        UserError: theirs have not.
+        UserError: the configuration allows other sizes.
     """
     if batch.max_tokens or batch.per_rank_size:
         raise UserError(
@@ -122,7 +122,7 @@ def buckets_of(parameters: Sequence[Tensor], ready: Mapping[Tensor, float]) -> t
     """The buckets of a run with these parameters, in the model's order.
 
     Args:
-        ready: fraction of the backward pass after which a parameter's gradient is there.
+        ready: fraction of the backward pass after which a parameter's gradient is ready.
     """
     found = []
     for group in gradient_buckets(parameters):
@@ -133,7 +133,7 @@ def buckets_of(parameters: Sequence[Tensor], ready: Mapping[Tensor, float]) -> t
 
 
 def evenly_ready(parameters: Sequence[Tensor]) -> tuple[Bucket, ...]:
-    """As `buckets_of`, of gradients that come last first, each in proportion to its size."""
+    """Like `buckets_of`, for gradients ready in reverse order, each in proportion to its size."""
     ready: dict[Tensor, float] = {}
     done, whole = 0, sum(p.numel() for p in parameters)
     for parameter in reversed(parameters):
@@ -143,10 +143,10 @@ def evenly_ready(parameters: Sequence[Tensor]) -> tuple[Bucket, ...]:
 
 
 def even_buckets(elements: int, element_bytes: int = 4) -> tuple[Bucket, ...]:
-    """Buckets of a model of which the size alone is known.
+    """Buckets of a model of which only the size is known.
 
-    They are as large as a run's would be, and are ready one after the other, each in proportion to
-    its size.
+    They are as large as the buckets of a run, and become ready one after the other, each in
+    proportion to its size.
     """
     total = elements * element_bytes
     limit = min(BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, total // 4)) // element_bytes

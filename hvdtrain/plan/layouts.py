@@ -1,7 +1,7 @@
 """Memory and step time of a job on each layout, and the cheapest one that fits.
 
-Memory as in docs/parallel.md (Rajbhandari et al., "ZeRO", arXiv:1910.02054); the bubble of a
-pipeline as in Huang et al., "GPipe", arXiv:1811.06965.
+Memory is computed as in docs/parallel.md (Rajbhandari et al., "ZeRO", arXiv:1910.02054), the
+bubble of a pipeline as in Huang et al., "GPipe", arXiv:1811.06965.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from hvdtrain.plan.predict import predict
 from hvdtrain.plan.strategies import COMPRESSIONS, STRATEGIES
 
 _ALL_REDUCES_OF_A_BLOCK = 4  # two forward, two backward, along `tensor`
-# Whole copies of the gradient that a compression keeps: its sum, its residual, what comes back.
+# Full-size copies of the gradient in a compression: its sum, its residual, the received result.
 _COPIES = dict.fromkeys(COMPRESSIONS, 3)
 _DEGREES = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model lies on ranks.
+    """Layout of a model on ranks.
 
     Args:
-        tensor, pipeline, shard: ranks along an axis of a replica.
-        zero_copies: ranks that hold each part of the optimizer's state; 0: all hold all of it.
+        tensor, pipeline, shard: number of ranks along each axis of a replica.
+        zero_copies: ranks that hold each shard of the optimizer state; 0: every rank holds all.
         strategy: of the exchange between replicas.
     """
 
@@ -41,7 +41,7 @@ class Layout:
 
     @property
     def replica(self) -> int:
-        """Ranks that hold the model together."""
+        """Number of ranks that hold the model together."""
         return self.tensor * self.pipeline * self.shard
 
     @property
@@ -56,10 +56,10 @@ class Layout:
 
 
 def layouts(job: Job, cluster: Cluster, strategies: Iterable[str]) -> Iterator[Layout]:
-    """Those that the ranks and the job allow, one axis at a time and `tensor` with `pipeline`.
+    """Layouts that the ranks and the job allow: one axis at a time, and `tensor` with `pipeline`.
 
     Args:
-        strategies: of whole models; where ranks share something, the exchange is dense.
+        strategies: for whole models; if ranks split something, the exchange is dense.
     """
     for strategy in strategies:
         yield Layout(strategy=strategy)
@@ -80,9 +80,9 @@ def layouts(job: Job, cluster: Cluster, strategies: Iterable[str]) -> Iterator[L
 
 
 def memory(job: Job, layout: Layout, ranks: int) -> float:
-    """Bytes on a rank: parameters, gradients, the optimizer's state, activations, copies.
+    """Bytes on a rank: parameters, gradients, optimizer state, activations, copies.
 
-    Activations are left out where they are not known.
+    Activations are omitted if they are unknown.
     """
     parts = layout.replica
     whole = 2.0 * job.parameter_bytes / parts
@@ -90,32 +90,32 @@ def memory(job: Job, layout: Layout, ranks: int) -> float:
     held = 1 / parts if not layout.zero_copies else min(1.0, layout.zero_copies / ranks)
     if layout.shard > 1 and job.blocks:
         whole += _whole_beside_shards(job)
-    # 1F1B keeps as many micro-batches as there are stages, each 1 / stages of the blocks.
+    # 1F1B keeps one micro-batch per stage, each for 1 / stages of the blocks.
     activations = (job.activation_bytes or 0.0) / layout.tensor
     return whole + held * job.optimizer_bytes + activations
 
 
 def _whole_beside_shards(job: Job) -> float:
-    """Most bytes at once, in the backward pass.
+    """Peak bytes of whole parameters in the backward pass.
 
-    The block that computes, its gradient and the block that FSDP2 gathers meanwhile; what lies in
-    no block, and its gradient, which is summed after all blocks.
+    The computing block, its gradient and the block that FSDP2 gathers meanwhile; in addition the
+    parameters outside all blocks and their gradient, which is summed after all blocks.
     """
     block = (job.parameter_bytes - job.outside_bytes) / job.blocks
     return 3 * block + 2 * job.outside_bytes
 
 
 def bubble(micro_batches: int, stages: int) -> float:
-    """Of a pipeline's time, what each rank waits, with one stage a rank and equal stages."""
+    """Fraction of a pipeline's time that each rank waits, with one equal stage per rank."""
     return (stages - 1) / (micro_batches + stages - 1)
 
 
 def step_seconds(job: Job, cluster: Cluster, layout: Layout, config: ExchangeConfig) -> float:
-    """Seconds of a step on a layout."""
+    """Step time of a layout in seconds."""
     if layout.replica == 1:
         return _whole(job, cluster, layout, config)
     replicas = cluster.ranks // layout.replica
-    readers = replicas * layout.shard  # that have micro-batches of their own
+    readers = replicas * layout.shard  # ranks that have their own micro-batches
     passes = ceil(job.micro_batches / readers)
     inside = _inside(cluster, layout.replica)
     pass_seconds = job.forward_seconds + job.backward_seconds
@@ -125,7 +125,7 @@ def step_seconds(job: Job, cluster: Cluster, layout: Layout, config: ExchangeCon
         calls = _ALL_REDUCES_OF_A_BLOCK * job.blocks
         pass_seconds += layout.tensor * calls * all_reduce(job.block_bytes, row)
     if layout.shard > 1:
-        # FSDP2 gathers the next block while one computes: the slower of both decides.
+        # FSDP2 gathers the next block while one computes: the slower one determines the time.
         part = job.parameter_bytes / layout.shard
         moved = 2 * all_gather(part, inside) + reduce_scatter(job.parameter_bytes, inside)
         pass_seconds = max(pass_seconds, moved)
@@ -149,7 +149,7 @@ def _whole(job: Job, cluster: Cluster, layout: Layout, config: ExchangeConfig) -
 
 
 def _between_replicas(job: Job, cluster: Cluster, layout: Layout) -> float:
-    """After the last backward pass; all parts of the model are summed at once, over one link."""
+    """Time after the last backward pass to sum all shards of the model at once over one link."""
     replicas = cluster.ranks // layout.replica
     if replicas == 1:
         return 0.0
@@ -163,7 +163,7 @@ def _between_replicas(job: Job, cluster: Cluster, layout: Layout) -> float:
 
 
 def _inside(cluster: Cluster, ranks: int) -> Cluster:
-    """The first so many ranks, whole hosts where it takes several."""
+    """A cluster of the first `ranks` ranks, with whole hosts if several are needed."""
     if ranks <= cluster.ranks_per_host:
         return replace(cluster, hosts=1, ranks_per_host=ranks)
     return replace(cluster, hosts=ceil(ranks / cluster.ranks_per_host))

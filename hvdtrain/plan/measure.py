@@ -14,7 +14,7 @@ from hvdtrain.plan.job import Bucket, Job, StrategyCost
 
 _SMALL, _LARGE = 1 << 10, 8 << 20  # bytes of an all-reduce
 _WORKER = (sys.executable, "-m", "hvdtrain.bench.allreduce_worker")
-# Of ranks that do nothing else, and of ranks that compute.
+# Commands for idle ranks, and for ranks that compute.
 COLLECTIVES = (
     (*_WORKER, "horovod", str(_SMALL), str(_LARGE)),
     (*_WORKER, "horovod-computing", str(_SMALL)),
@@ -24,12 +24,12 @@ _SECONDS = ("forward_seconds", "backward_seconds", "optimizer_seconds", "other_s
 
 @dataclass(frozen=True)
 class Costs:
-    """Of collectives where the network costs nothing; see Cluster.
+    """Costs of collectives on a network without cost; see Cluster.
 
     Args:
-        launch_seconds: of a short one.
-        busy_seconds_per_byte: that a rank sends.
-        beside_seconds: by which the short one takes longer while the ranks compute.
+        launch_seconds: time of a short collective.
+        busy_seconds_per_byte: per byte that a rank sends.
+        beside_seconds: extra time of the short collective while the ranks compute.
     """
 
     launch_seconds: float
@@ -38,11 +38,11 @@ class Costs:
 
 
 def measure_job(flags: Sequence[str], at_once: int = 1) -> Job:
-    """A job, from processes that train at the same time and exchange nothing.
+    """Measure a job in processes that train at the same time and exchange nothing.
 
     Args:
-        flags: of a run.
-        at_once: processes: as many as a host of the cluster has ranks, so that they share its
+        flags: flags of a run.
+        at_once: number of processes: the ranks per host of the cluster, so that they share the
             memory as ranks would.
 
     Raises:
@@ -56,7 +56,7 @@ def measure_job(flags: Sequence[str], at_once: int = 1) -> Job:
 
 
 def mean_of(jobs: Sequence[Job]) -> Job:
-    """Of what several processes measured of one job."""
+    """Mean of several processes' measurements of one job."""
     first = jobs[0]
     seconds: dict[str, Any] = {name: fmean(getattr(job, name) for job in jobs) for name in _SECONDS}
     costs = {
@@ -72,10 +72,10 @@ def mean_of(jobs: Sequence[Job]) -> Job:
 
 
 def measure_costs(launcher: str = "gloo") -> Costs:
-    """Of two ranks of this host.
+    """Measure two ranks of this host.
 
     Raises:
-        BenchError: they failed.
+        BenchError: the ranks failed.
     """
     idle, computing = (
         measure(launch(launcher, 2, on_threads(1, command)))["seconds"] for command in COLLECTIVES
@@ -84,10 +84,10 @@ def measure_costs(launcher: str = "gloo") -> Costs:
 
 
 def costs_from(idle: Mapping[str, float], computing: Mapping[str, float], ranks: int) -> Costs:
-    """From the seconds of all-reduces of so many ranks on a network without a limit.
+    """Compute costs from all-reduce times of `ranks` ranks on an unlimited network.
 
     Args:
-        idle, computing: what the two COLLECTIVES print: bytes -> seconds.
+        idle, computing: output of the two COLLECTIVES: bytes -> seconds.
     """
     seconds = {int(size): value for size, value in idle.items()}
     small, large = min(seconds), max(seconds)
@@ -100,7 +100,7 @@ def costs_from(idle: Mapping[str, float], computing: Mapping[str, float], ranks:
 
 
 def job_from(content: dict[str, Any]) -> Job:
-    """The job of its JSON, as dataclasses.asdict gives it."""
+    """Read a job from its JSON, as made by dataclasses.asdict."""
     known = {field.name for field in fields(Job)}
     given = {name: value for name, value in content.items() if name in known}
     given["buckets"] = tuple(_bucket(bucket) for bucket in content["buckets"])

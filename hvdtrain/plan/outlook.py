@@ -15,22 +15,23 @@ from hvdtrain.plan.layouts import Layout, layouts, memory, step_seconds
 from hvdtrain.plan.predict import Prediction, predict
 from hvdtrain.plan.strategies import COMPRESSIONS
 
-_SAVE_BYTES_PER_SECOND = 1e9  # by which a checkpoint is copied while steps wait, if not measured
+_SAVE_BYTES_PER_SECOND = 1e9  # rate of copying a checkpoint while steps wait, if not measured
 _MILLION = 1e6
 
 
 @dataclass(frozen=True)
 class Terms:
-    """What a plan is to reckon with, beside job and cluster.
+    """Parameters of a plan in addition to the job and the cluster.
 
     Args:
-        exchange: has the rank of powersgd and the ratio of topk.
-        strategies: ways to exchange gradients, of job.costs.
-        memory_bytes: of a rank; None: not known.
-        mtbf: seconds between failures of one host; inf: none are planned for.
-        price: of a host for an hour, in any currency; None: not known.
-        save_seconds: by which a checkpoint holds up the steps; None: from the bytes of the state.
-        weak: the batch grows with the ranks: the job's is that of one.
+        exchange: provides the rank of powersgd and the ratio of topk.
+        strategies: gradient exchange strategies, from job.costs.
+        memory_bytes: memory of a rank; None: unknown.
+        mtbf: seconds between failures of one host; inf: no failures are planned for.
+        price: per host and hour, in any currency; None: unknown.
+        save_seconds: time by which a checkpoint stalls the steps; None: computed from the state's
+            size.
+        weak: the batch grows with the ranks: the job's batch is for one rank.
     """
 
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
@@ -47,11 +48,11 @@ class Placed:
     """A layout on the whole cluster.
 
     Args:
-        layout: which.
-        memory_bytes: of a rank.
-        fits: None: the memory of a rank is not known.
-        step_seconds: of a step.
-        price: of a million samples, failures counted; None: not known.
+        layout: the layout.
+        memory_bytes: per rank.
+        fits: whether it fits; None: the memory of a rank is unknown.
+        step_seconds: step time.
+        price: of a million samples, failures included; None: unknown.
     """
 
     layout: Layout
@@ -66,10 +67,10 @@ class Saving:
     """Checkpoints and failures on the whole cluster.
 
     Args:
-        interval_seconds: between two checkpoints (Daly), and
-        interval_steps: the same of the recommended layout.
-        supervised: fraction of the time in steps that count under `hvdtrain launch`, and
-        elastic: in an elastic run, which loses no step.
+        interval_seconds: time between two checkpoints (Daly).
+        interval_steps: the same interval in steps of the recommended layout.
+        supervised: fraction of the time in steps that count under `hvdtrain launch`.
+        elastic: the same in an elastic run, which loses no step.
     """
 
     interval_seconds: float
@@ -80,17 +81,16 @@ class Saving:
 
 @dataclass(frozen=True)
 class Outlook:
-    """What `hvdtrain plan` shows.
+    """Result of `hvdtrain plan`.
 
     Args:
-        job, cluster, terms: what it is made from, as they were given: with terms.weak, the job of
-            one rank.
-        scaling: of every number of hosts and strategy.
+        job, cluster, terms: inputs as given: with terms.weak, the job of one rank.
+        scaling: predictions for every number of hosts and strategy.
         placed: layouts on all hosts, the fastest first.
-        best: the recommended one, see _best; on equal hosts the fastest is the cheapest.
+        best: the recommended layout, see _best; on identical hosts the fastest is the cheapest.
         saving: None: no failures are planned for.
-        unknown_of_the_job: sentences on what the job is not known by, and
-        unknown: on all that it does not know, these among it.
+        unknown_of_the_job: sentences on unknown properties of the job.
+        unknown: sentences on everything unknown, including the job's.
     """
 
     job: Job
@@ -104,7 +104,7 @@ class Outlook:
     unknown: Sequence[str]
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, from which `hvdtrain plan --from` starts too."""
+        """Return a dictionary for JSON, which `hvdtrain plan --from` also accepts."""
         return {
             "benchmark": "plan",
             "job": asdict(self.job),
@@ -121,11 +121,11 @@ class Outlook:
 def look(
     job: Job, cluster: Cluster, terms: Terms, of_job: Sequence[str], of_cluster: Sequence[str]
 ) -> Outlook:
-    """The plan.
+    """Make a plan.
 
     Args:
-        cluster: of its largest size.
-        of_job, of_cluster: sentences on what each is not known by.
+        cluster: at its largest size.
+        of_job, of_cluster: sentences on unknown properties of each.
     """
     scaling = [
         (hosts, predict(_grown(job, part, terms), part, strategy, terms.exchange))
@@ -135,7 +135,7 @@ def look(
     ]
     whole = _grown(job, cluster, terms)
     failures = _failures(whole, cluster, terms)
-    # A save that costs nothing would be made all the time; there is one state a step.
+    # A free save would be made all the time, but there is only one state per step.
     shortest = min(found.step_seconds for hosts, found in scaling if hosts == cluster.hosts)
     interval = max(shortest, daly(failures))
     useful = goodput(failures, interval)
@@ -157,8 +157,8 @@ def look(
 
 
 def _best(placed: Sequence[Placed]) -> Placed | None:
-    """The fastest that fits. Ranks that hold the whole model come first, as do sums of all of each
-    gradient: the others are slower than their arithmetic says, or train another curve."""
+    """Return the fastest layout that fits. Layouts whose ranks hold the whole model come first, and
+    compressed exchanges are excluded: the others are slower than predicted, or change the curve."""
     fitting = [
         one for one in placed if one.fits is not False and one.layout.strategy not in COMPRESSIONS
     ]
@@ -167,7 +167,7 @@ def _best(placed: Sequence[Placed]) -> Placed | None:
 
 
 def host_numbers(hosts: int) -> list[int]:
-    """1, 2, 4, ... and the number itself."""
+    """1, 2, 4, ... and `hosts` itself."""
     powers = [1 << n for n in range(hosts.bit_length()) if 1 << n < hosts]
     return [*powers, hosts]
 

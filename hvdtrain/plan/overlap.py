@@ -1,4 +1,4 @@
-"""When what is sent beside the backward pass has arrived."""
+"""Completion time of transfers that overlap with the backward pass."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Transfer:
 
     Args:
         ready: seconds of the backward pass after which it can begin.
-        seconds: that it occupies the network; one is sent after the other.
-        busy: of these, seconds of the processor that computes the backward pass.
-        after: seconds of arithmetic on what has arrived, and
-        again: seconds of a second collective that this needs.
-        beside: more seconds, if it begins before the pass is over.
+        seconds: time that it occupies the network; transfers are sent one after the other.
+        busy: part of `seconds` taken from the processor that computes the backward pass.
+        after: seconds of arithmetic on the received data.
+        again: seconds of a second collective that follows.
+        beside: extra seconds if it begins before the pass is over.
     """
 
     ready: float
@@ -32,9 +32,9 @@ class Overlapped:
     """Seconds since the beginning of the backward pass.
 
     Args:
-        computed: the pass itself is done.
-        done: all gradients are those of the global batch.
-        sending: for how long the network was in use.
+        computed: when the pass itself is done.
+        done: when all gradients of the global batch are complete.
+        sending: how long the network was in use.
     """
 
     computed: float
@@ -43,16 +43,16 @@ class Overlapped:
 
     @property
     def exposed(self) -> float:
-        """What the step waits for after its last backward pass."""
+        """Seconds that the step waits after its last backward pass."""
         return self.done - self.computed
 
 
 def overlap(transfers: Sequence[Transfer], backward: float) -> Overlapped:
-    """Bucket by bucket: each is sent when it is ready and the one before it has arrived.
+    """Overlap bucket by bucket: each is sent when it is ready and the previous one has arrived.
 
     Args:
         transfers: in the order in which they are sent.
-        backward: seconds of the pass, were nothing sent.
+        backward: seconds of the pass if nothing were sent.
     """
     sent: list[tuple[float, float, float]] = []  # beginning, end, busy
     free = 0.0
@@ -71,7 +71,7 @@ def overlap(transfers: Sequence[Transfer], backward: float) -> Overlapped:
 
 
 def _when(work: float, sent: Sequence[tuple[float, float, float]]) -> float:
-    """When so many seconds of computing are done beside what is sent meanwhile."""
+    """Time at which `work` seconds of computing are done, given the concurrent transfers."""
     now, done = 0.0, 0.0
     for begin, end, busy in sent:
         if done + begin - now >= work:

@@ -1,4 +1,4 @@
-"""Efficiency over ranks, and what a step is made of."""
+"""Plot of the efficiency over ranks and of the limiting resource."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MARKS = {"compute": "o", "bandwidth": "s", "latency": "^", "uneven": "D"}
 
 
 def plan_svg(outlook: Outlook) -> str:
-    """A picture on its own: a line for each exchange, whose marks say what limits."""
+    """Return a standalone SVG: a line per exchange, with marks for the limiting resource."""
     with canvas(3.5, above=0.7) as (axes, svg):
         for strategy, colour in zip(outlook.terms.strategies, _COLOURS, strict=False):
             found = [one for _, one in outlook.scaling if one.strategy == strategy]

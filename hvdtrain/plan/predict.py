@@ -1,4 +1,4 @@
-"""A step of a job on a cluster, predicted."""
+"""Predict a step of a job on a cluster."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from hvdtrain.plan.job import Job, StrategyCost
 from hvdtrain.plan.overlap import Overlapped, Transfer, overlap
 from hvdtrain.plan.strategies import COMPRESSIONS, handled, seconds, sent
 
-_NEGLIGIBLE = 0.02  # of a step
+_NEGLIGIBLE = 0.02  # fraction of a step
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step.
+    """A predicted step.
 
     Args:
-        ranks, strategy: of which.
-        step_seconds: of the whole step.
+        ranks, strategy: world size and exchange strategy.
+        step_seconds: time of the whole step.
         compute_seconds: of a rank's own work in it.
-        exchange_seconds: for which the network is in use.
-        exposed_seconds: that the step waits for gradients after its last backward pass.
-        sent_bytes: of gradients that a rank hands to collectives.
+        exchange_seconds: time that the network is in use.
+        exposed_seconds: time that the step waits for gradients after its last backward pass.
+        sent_bytes: of gradients that a rank passes to collectives.
         samples_per_second: of all ranks.
-        efficiency: of so many times one rank's samples a second.
-        limit: what one would have to improve: compute, bandwidth, latency, or uneven (ranks have
-            different numbers of micro-batches).
+        efficiency: fraction of linear scaling from one rank.
+        limit: what to improve: compute, bandwidth, latency, or uneven (ranks have different numbers
+            of micro-batches).
     """
 
     ranks: int
@@ -46,11 +46,11 @@ class Prediction:
 
 
 def predict(job: Job, cluster: Cluster, strategy: str, config: ExchangeConfig) -> Prediction:
-    """A step of `job` in which each rank holds the whole model.
+    """Predict a step of `job` in which each rank holds the whole model.
 
     Args:
-        strategy: of job.costs.
-        config: has the rank of powersgd and the ratio of topk.
+        strategy: a key of job.costs.
+        config: provides the rank of powersgd and the ratio of topk.
     """
     passes = ceil(job.micro_batches / cluster.ranks)
     idle = cluster.ranks == 1 and strategy not in COMPRESSIONS
@@ -111,7 +111,7 @@ def _sent_bytes(job: Job, strategy: str, config: ExchangeConfig) -> float:
 
 
 def _limit(job: Job, cluster: Cluster, strategy: str, config: ExchangeConfig) -> str:
-    """What would shorten the step most: faster ranks, links, or shorter messages' way."""
+    """Limit of the step: compute, bandwidth, latency, or uneven numbers of micro-batches."""
     if cluster.ranks == 1:
         return "compute"
     now = _exposed(job, cluster, strategy, config)

@@ -12,7 +12,7 @@ _MOST_LAYOUTS = 12
 
 
 def show(outlook: Outlook, console: Console) -> None:
-    """Tables, the recommendation, and what is not known."""
+    """Print tables, the recommendation, and what is unknown."""
     console.print(_scaling(outlook))
     console.print(_layouts(outlook))
     saving = outlook.saving
@@ -88,7 +88,7 @@ def _recommended(outlook: Outlook) -> str:
 
 
 def command(outlook: Outlook, placed: Placed) -> str:
-    """The flags of a layout, to be copied behind a launcher."""
+    """Command with the flags of a layout, to be appended to a launcher command."""
     every = "" if outlook.saving is None else f"--checkpoint.every {outlook.saving.interval_steps}"
     words = ["python -m hvdtrain.train", placed.layout.flags, every]
     return " ".join(word for word in words if word)

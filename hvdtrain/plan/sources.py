@@ -1,4 +1,4 @@
-"""What a plan starts from: a run, or the JSON of `hvdtrain bench` and of `hvdtrain plan`."""
+"""Inputs of a plan: a run, or the JSON of `hvdtrain bench` and of `hvdtrain plan`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from hvdtrain.untrusted import parse_json, read_regular
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """What all-reduces showed of a cluster.
+    """Measurements of a cluster's all-reduces.
 
     Args:
-        ranks: that took part.
-        hosts: theirs; where it is one, the network is not in it.
-        shortest_seconds: of the smallest buffer, all its hops included.
-        seconds_per_byte: of a buffer, of the largest.
+        ranks: number of ranks that took part.
+        hosts: number of their hosts; with one host, the network was not measured.
+        shortest_seconds: time of the smallest buffer, with all its hops.
+        seconds_per_byte: per byte of the buffer, from the smallest and the largest buffer.
         sides: name -> bytes -> seconds.
     """
 
@@ -43,9 +43,9 @@ class MeasuredLink:
         return self.hosts > 1
 
     def launch_seconds(self, cluster: Cluster) -> float:
-        """What the shortest took beside its hops, which `cluster` counts by its links' latency.
+        """Time of the smallest buffer without its hops, whose latency `cluster` gives.
 
-        Not below 0: a latency may be given that is longer than what was measured.
+        Not below 0: the given latency may exceed the measured time.
         """
         per_host = max(1, self.ranks // self.hosts)
         hops = all_reduce(0.0, replace(cluster, hosts=self.hosts, ranks_per_host=per_host))
@@ -53,17 +53,17 @@ class MeasuredLink:
 
     @property
     def bits_per_second(self) -> float:
-        """Of a link that a ring of these ranks would need, with all that it costs."""
+        """Bandwidth of the link that a ring of these ranks would need, with all its costs."""
         return 8 * 2 * (self.ranks - 1) / self.ranks / self.seconds_per_byte
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of one source.
+    """Contents of one source.
 
     Args:
-        job, link: None where it says nothing of them.
-        save_seconds: by which a checkpoint held up the steps; None: not known.
+        job, link: None if the source does not contain them.
+        save_seconds: time by which a checkpoint stalled the steps; None: unknown.
         unknown: sentences on what was assumed.
     """
 
@@ -74,7 +74,7 @@ class Found:
 
 
 def read(path: Path) -> Found:
-    """What a folder of a run says, or a JSON file.
+    """Read a run directory or a JSON file.
 
     Raises:
         UserError: it is neither, or a plan cannot start from it.
@@ -176,7 +176,7 @@ def _of_run(path: Path) -> Found:
     micro_batches = max(1, batch["global_size"] // batch["micro_size"])
     world = int(ranks.world_size[-1])
     passes = ceil(micro_batches / world)
-    # With its data: a vocabulary is as large as they say.
+    # Load the data too, because it determines sizes such as the vocabulary.
     task, _ = build_data(parse(["--config", str(RunFolder(path).config)]))
     model = task.model()
     parameters = [p for p in model.parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""What each way to exchange gradients sends of a bucket."""
+"""Bytes that each gradient exchange strategy sends for a bucket."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ STRATEGIES: Mapping[str, Mapping[str, str]] = {
     "topk": {"compression": "topk"},
     "powersgd": {"compression": "powersgd"},
 }
-# Their arithmetic is done on one rank too, where nothing travels.
+# These compress on one rank too, when nothing is sent.
 COMPRESSIONS = ("topk", "powersgd")
-_INDEX_BYTES = 4  # beside each value of topk
+_INDEX_BYTES = 4  # with each value of topk
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes of a bucket that a rank hands to collectives in a step.
+    """Bytes of a bucket that a rank passes to collectives in a step.
 
     Args:
-        reduced: all-reduced once its gradients are there.
-        gathered: all-gathered then.
-        reduced_again: all-reduced when what was sent first has come back.
+        reduced: all-reduced once its gradients are ready.
+        gathered: all-gathered at the same point.
+        reduced_again: all-reduced after the first result has arrived.
     """
 
     reduced: float = 0.0
@@ -43,14 +43,14 @@ class Sent:
 
 
 def sent(bucket: Bucket, strategy: str, config: ExchangeConfig, element_bytes: int = 4) -> Sent:
-    """What `strategy` sends of a bucket.
+    """Bytes that `strategy` sends for a bucket.
 
     Args:
-        config: has the rank of powersgd and the ratio of topk.
-        element_bytes: of a gradient that travels as it is.
+        config: provides the rank of powersgd and the ratio of topk.
+        element_bytes: of an uncompressed gradient.
 
     Raises:
-        ValueError: powersgd, of a bucket whose shapes are not known.
+        ValueError: powersgd with a bucket whose shapes are unknown.
     """
     if strategy == "topk":
         count = max(1, round(config.ratio * bucket.elements))
@@ -62,7 +62,7 @@ def sent(bucket: Bucket, strategy: str, config: ExchangeConfig, element_bytes: i
 
 
 def seconds(what: Sent, cluster: Cluster) -> tuple[float, float]:
-    """On the network: (of what is sent first, of what is sent when that has come back)."""
+    """Seconds on the network: (first transfer, second transfer after the first result)."""
     first = all_reduce(what.reduced, cluster) if what.reduced else 0.0
     first += all_gather(what.gathered, cluster) if what.gathered else 0.0
     again = all_reduce(what.reduced_again, cluster) if what.reduced_again else 0.0
@@ -70,7 +70,7 @@ def seconds(what: Sent, cluster: Cluster) -> tuple[float, float]:
 
 
 def handled(size: float, gathered: float, ranks: int) -> float:
-    """Bytes that a rank sends on in a ring, of an all-reduce of `size` and an all-gather."""
+    """Bytes that a rank sends in a ring all-reduce of `size` and an all-gather of `gathered`."""
     return 2 * (ranks - 1) / ranks * size + (ranks - 1) * gathered
 
 

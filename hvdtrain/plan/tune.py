@@ -1,4 +1,4 @@
-"""`hvdtrain plan --tune`: settings of a cluster from its all-reduces."""
+"""`hvdtrain plan --tune`: derive settings of a cluster from its all-reduces."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from hvdtrain.plan.sources import MeasuredLink
 
 _HIERARCHICAL = ", hierarchical"
 _OWN = "Horovod, "
-_WORTH = 1.05  # a setting that gains less is left alone
+_WORTH = 1.05  # minimum gain for which a setting is changed
 _LAUNCHERS = {"Gloo": "horovodrun --gloo", "MPI": "mpirun", "NCCL": "horovodrun or mpirun, NCCL"}
 _WIRES = ("float16", "bfloat16")
 
 
 def tune(link: MeasuredLink, outlook: Outlook | None) -> str:
-    """YAML for `--config`, with what each setting gained.
+    """Return YAML for `--config`, with the gain of each setting.
 
     Args:
-        link: measured.
-        outlook: of a job on this cluster, for its wire; None: there is none.
+        link: the measured link.
+        outlook: plan of a job on this cluster, to choose the wire format; None: there is none.
 
     Raises:
         UserError: no side of the measurement is Horovod.
@@ -48,7 +48,7 @@ def tune(link: MeasuredLink, outlook: Outlook | None) -> str:
 
 
 def _size_of_buckets(link: MeasuredLink) -> int:
-    """The measured size that is nearest to a bucket's."""
+    """The measured size closest to a bucket's size."""
     sizes = set.intersection(*(set(by_size) for by_size in link.sides.values()))
     return min(sizes, key=lambda size: abs(size - BUCKET_BYTES))
 

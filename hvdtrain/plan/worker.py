@@ -1,6 +1,6 @@
 """One measured process of `hvdtrain plan --measure`: `python -m hvdtrain.plan.worker --key value`.
 
-It prints a line of JSON, the Job; see measure.py.
+It prints one JSON line, the Job; see measure.py.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from hvdtrain.tasks import Datasets, Task
 from hvdtrain.tasks.batch import first_batch
 
 _WARM_UP_STEPS = 3
-_BLOCKS = 5  # of steps; figures are their medians
+_BLOCKS = 5  # of steps; results are their medians
 _BUDGET_S = 6.0  # for the blocks of one strategy
-_STEPS = 1_000_000  # that a run would have: it is never at its end
-_PASSES = 5  # that are looked at gradient by gradient
+_STEPS = 1_000_000  # length of the run, which never reaches its end
+_PASSES = 5  # passes measured gradient by gradient
 
 
 def main(flags: Sequence[str]) -> int:
@@ -55,7 +55,7 @@ def main(flags: Sequence[str]) -> int:
 
 
 def measured(flags: Sequence[str], topology: Topology) -> Job:
-    """What this process measures alone, with one micro-batch a step.
+    """Measure a job in this process alone, with one micro-batch per step.
 
     Raises:
         UserError: micro-batches have no fixed size, or the model spans ranks.
@@ -106,7 +106,7 @@ def measured(flags: Sequence[str], topology: Topology) -> Job:
 
 
 def _phases(app: AppLoop) -> dict[str, float]:
-    """Seconds a step of each phase: medians over blocks of steps."""
+    """Seconds per step of each phase: medians over blocks of steps."""
     began = time.perf_counter()
     app.run(_WARM_UP_STEPS)
     step = (time.perf_counter() - began) / _WARM_UP_STEPS
@@ -122,11 +122,11 @@ def _phases(app: AppLoop) -> dict[str, float]:
 
 @dataclass
 class _Looked:
-    """What one pass at a time shows of a model; see Job.
+    """Measurements of a model in single passes; see Job.
 
     Args:
-        parameters: that are trained, in the model's order.
-        ready: of each, fraction of the backward pass after which its gradient is there.
+        parameters: trained parameters, in the model's order.
+        ready: for each, the fraction of the backward pass after which its gradient is ready.
     """
 
     parameters: list[nn.Parameter]

@@ -1,4 +1,4 @@
-"""Asks the exporters of all ranks at once, and knows what has grown since it did so before."""
+"""Query the exporters of all ranks concurrently, and compute the growth since the last query."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from hvdtrain.telemetry.http_server import read_password
 from hvdtrain.untrusted import parse_json, printable, read_regular
 
 _ANSWER_SECONDS = 2.0
-_AT_ONCE = 64  # open connections
+_AT_ONCE = 64  # concurrent connections
 _ANSWER_BYTES = 16 << 20
 _AXES = {label: axis for axis, label in LABELS.items()}
-_NOT_ASKED = "not asked yet"  # so many others were silent
+_NOT_ASKED = "not asked yet"  # because too many other ranks did not answer
 _PEAKS = ("phase_host_memory_peak_bytes", "phase_device_memory_peak_bytes")
-# The rest of what an exporter serves is mostly histograms, which cost time to parse.
+# The other metrics of an exporter are mostly histograms, which are slow to parse.
 _WANTED = (
     "hvdtrain_last_step ",
     "hvdtrain_loss ",
@@ -46,12 +46,12 @@ _WANTED = (
 
 @dataclass(frozen=True)
 class Target:
-    """A rank's exporter, as the discovery file has it.
+    """A rank's exporter, from the discovery file.
 
     Args:
         address: host:port
-        run, rank, host: "" for what the file lacks
-        place: of a model that spans ranks: (axis, the rank's place on it), outermost first
+        run, rank, host: "" if the file lacks it
+        place: for a model that spans ranks: (axis, position of the rank on it), outermost first
     """
 
     address: str
@@ -64,15 +64,15 @@ class Target:
 
 @dataclass(frozen=True)
 class Rank:
-    """What is known of a rank now.
+    """Current state of a rank.
 
     Args:
-        problem: why it did not answer; "" where it did
-        values: of series without labels, by their names without hvdtrain_; AXIS_wait_seconds too
+        problem: why it did not answer; "" if it did
+        values: of series without labels, by name without hvdtrain_; also AXIS_wait_seconds
         phases: seconds of the process in each phase so far
-        shares: of the time since the answer before, in [0, 1]; empty where there was none
-        slow: phase in which the rank is named as slow; "" where it is not
-        peak: (bytes of memory at most, phase that took them): of the device where there is one
+        shares: of the time since the previous answer, in [0, 1]; empty without a previous answer
+        slow: phase in which the rank is named as slow; "" if it is not
+        peak: (peak memory in bytes, phase that used it): of the device if there is one
     """
 
     target: Target
@@ -85,11 +85,11 @@ class Rank:
 
 
 def read_targets(file: Path) -> list[Target]:
-    """The exporters in a file_sd file, in its order.
+    """Read the exporters in a file_sd file, in its order.
 
     Raises:
-        FileNotFoundError: it is not there (any more).
-        UserError: it cannot be read, or is something else.
+        FileNotFoundError: it does not exist (any more).
+        UserError: it cannot be read, or has another format.
     """
     try:
         return list(_targets(parse_json(read_regular(file))))
@@ -117,11 +117,11 @@ def _targets(entries: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
 
 
 class Scraper:
-    """Keeps each rank's last answer, for the growth since then.
+    """Query ranks, keeping each rank's last answer to compute the growth since then.
 
     Args:
-        auth_file: with one line user:password; None: no password.
-        ca_file: certificates to trust beside the system's (PEM), for HTTPS.
+        auth_file: file with one line user:password; None: no password.
+        ca_file: certificates to trust in addition to the system's (PEM), for HTTPS.
 
     Raises:
         UserError: a file cannot be used.
@@ -136,15 +136,15 @@ class Scraper:
         if ca_file is not None:
             try:
                 self._tls.load_verify_locations(ca_file)
-            except OSError as error:  # ssl.SSLError is one
+            except OSError as error:  # includes ssl.SSLError
                 reason = error.strerror or error
                 raise UserError(f"--ca-file {ca_file} cannot be used ({reason})") from None
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="scrape")
         self._last: dict[Target, Rank] = {}
 
     def ranks(self, targets: Sequence[Target]) -> list[Rank]:
-        """Asks all; those that do not answer in time are not waited for."""
-        # Who was silent the last time is asked last, and keeps nobody waiting.
+        """Query all ranks without waiting for those that do not answer in time."""
+        # Ranks that did not answer last time are queried last, so that no other rank waits.
         turns = {"": 0, _NOT_ASKED: 1}
         order = sorted(targets, key=lambda target: turns.get(self._of(target).problem, 2))
         asked = {target: self._pool.submit(self._ask, target) for target in order}
@@ -185,12 +185,12 @@ class Scraper:
         try:
             return _parse(target, answer.result(), self._of(target).phases)
         except Exception as error:
-            # Whatever listens at that port may answer anything.
+            # Any program may listen on that port and answer anything.
             return Rank(target, _reason(error), phases=self._of(target).phases)
 
 
 def _wait_for(answers: Sequence[Future[str]]) -> None:
-    """Until all are there, or none has come for as long as a rank may take."""
+    """Wait until all answers are there, or none has arrived for the time limit of one rank."""
     waiting, since = set(answers), time.monotonic()
     while waiting and time.monotonic() - since < _ANSWER_SECONDS:
         done, waiting = wait(waiting, timeout=_ANSWER_SECONDS / 10)
@@ -234,7 +234,7 @@ def _parse(target: Target, text: str, before: Mapping[str, float]) -> Rank:
 def _shares(now: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
     growth = {phase: seconds - before.get(phase, 0.0) for phase, seconds in now.items()}
     total = sum(growth.values())
-    # A process that took the place of another counts from 0 again.
+    # A process that replaced another one counts from 0.
     if not before or total <= 0 or min(growth.values()) < 0:
         return {}
     return {phase: seconds / total for phase, seconds in growth.items()}

@@ -1,4 +1,4 @@
-"""`hvdtrain top`: the ranks of a run on the terminal until it ends, or once as plain text."""
+"""`hvdtrain top`: show the ranks of a run in the terminal until it ends, or once as text."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PLAIN_WIDTH = 1000
 
 
 def once(file: Path, scraper: Scraper, interval: float) -> int:
-    """Prints a plain table of what the ranks did within an interval.
+    """Print a plain table of the ranks' activity within an interval.
 
     Returns:
-        The exit code: 1 where no rank answers.
+        The exit code: 1 if no rank answers.
 
     Raises:
-        UserError: there is no such file, or it is none of a run.
+        UserError: there is no such file, or it does not belong to a run.
     """
     try:
         targets = read_targets(file)
@@ -44,17 +44,17 @@ def once(file: Path, scraper: Scraper, interval: float) -> int:
         console.print(table(ranks))
         for line in picture(ranks):
             console.print(line, markup=False, highlight=False)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is not an error
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
     return 0 if any(not rank.problem for rank in ranks) else EXIT_CRASH
 
 
 def live(file: Path, scraper: Scraper, interval: float) -> int:
-    """Shows the ranks until the run ends, or somebody presses Ctrl-C.
+    """Show the ranks until the run ends or the user presses Ctrl-C.
 
     Raises:
-        UserError: there is no such file, it is none of a run, or this is no terminal.
-        KeyboardInterrupt: Ctrl-C; the terminal is as it was before.
+        UserError: there is no such file, it does not belong to a run, or this is not a terminal.
+        KeyboardInterrupt: Ctrl-C; the terminal is restored.
     """
     console = Console()
     if not console.is_terminal or console.is_dumb_terminal:
@@ -63,7 +63,7 @@ def live(file: Path, scraper: Scraper, interval: float) -> int:
         read_targets(file)
     except FileNotFoundError:
         raise _not_there(file) from None
-    news: SimpleQueue[list[Rank] | Exception | None] = SimpleQueue()  # None: draw anew
+    news: SimpleQueue[list[Rank] | Exception | None] = SimpleQueue()  # None: redraw
     ending = Event()
     watcher = Thread(target=_watch, args=(file, scraper, interval, news, ending), daemon=True)
     signal.signal(signal.SIGWINCH, lambda *_: news.put(None))
@@ -91,7 +91,7 @@ def _watch(
     news: SimpleQueue[list[Rank] | Exception | None],
     ending: Event,
 ) -> None:
-    """Puts what the ranks say into `news`, every interval; [] when the file is gone."""
+    """Put the ranks' answers into `news` every interval; [] when the file is gone."""
     while not ending.is_set():
         begin = time.monotonic()
         try:
@@ -100,7 +100,7 @@ def _watch(
             news.put([])
             return
         except Exception as error:
-            # Told by who draws, when the terminal is as it was; after the end nobody reads it.
+            # The drawing thread reports it after restoring the terminal, but not after the end.
             news.put(error)
             return
         ending.wait(max(0.0, interval - (time.monotonic() - begin)))

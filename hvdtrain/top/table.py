@@ -1,4 +1,4 @@
-"""The ranks of a run as a table that fits the screen, or as a plain one."""
+"""The ranks of a run as a table, plain or sized to the screen."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rich.text import Text
 from hvdtrain.runtime.grid import LABELS, Grid
 from hvdtrain.top.scrape import Rank
 
-# Heads of columns that are not the phase's own name.
+# Column heads that differ from the phase's name.
 _HEADS = {"comm_exposed": "exposed", "optimizer": "optim", "checkpoint": "ckpt"}
-# Columns that go first where the screen is narrow.
+# Columns to omit first if the screen is narrow.
 _SPARE = (
     "eval",
     "ckpt",
@@ -33,7 +33,7 @@ _LONGEST_PROBLEM = 60
 
 
 class View:
-    """The ranks as they were when they answered; renders to whatever size the screen has then.
+    """A snapshot of the ranks; it renders to the current size of the screen.
 
     Args:
         ranks: in the order of the discovery file.
@@ -44,7 +44,7 @@ class View:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         head, below = header(self._ranks), picture(self._ranks)
-        room = max(1, options.size.height - len(head) - 2)  # heads of columns, what is left out
+        room = max(1, options.size.height - len(head) - 2)  # column heads, omitted ranks
         shown, left_out = fit(self._ranks, room)
         if len(self._ranks) + len(below) > room:
             below = []
@@ -55,11 +55,11 @@ class View:
 
 
 def header(ranks: Sequence[Rank]) -> list[str]:
-    """Two lines on the run as a whole, and one on its layout where a model spans ranks."""
+    """Two lines on the run and, if a model spans ranks, one on its layout."""
     answering = [rank for rank in ranks if not rank.problem]
     first = answering[0] if answering else None
     values = first.values if first is not None else {}
-    # Only rank 0 knows of restarts.
+    # Only rank 0 reports restarts.
     restarts = max((rank.values.get("restarts_total", 0.0) for rank in answering), default=0.0)
     slow = [f"rank {rank.target.rank} ({rank.slow})" for rank in answering if rank.slow]
     return [
@@ -75,7 +75,7 @@ def header(ranks: Sequence[Rank]) -> list[str]:
 
 
 def picture(ranks: Sequence[Rank]) -> list[str]:
-    """Which rank holds which part of the model, as --print_layout has it; [] where all hold all."""
+    """Lines that show each rank's shard, as --print_layout does; [] if all ranks hold the model."""
     return _layout(ranks)[1:]
 
 
@@ -89,7 +89,7 @@ def _layout(ranks: Sequence[Rank]) -> list[str]:
 
 
 def _bubble(ranks: Sequence[Rank]) -> str:
-    """What the ranks of a pipeline waited for each other so far; "" without one."""
+    """Share of the time that pipeline ranks waited so far; "" without a pipeline."""
     waited = sum(rank.values.get("pipeline_wait_seconds", 0.0) for rank in ranks)
     whole = sum(rank.values.get("pipeline_schedule_seconds_total", 0.0) for rank in ranks)
     if not whole:
@@ -99,9 +99,9 @@ def _bubble(ranks: Sequence[Rank]) -> str:
 
 
 def fit(ranks: Sequence[Rank], room: int) -> tuple[list[Rank], str]:
-    """(those to show, what to say of the others).
+    """Return (the ranks to show, a note on the others).
 
-    Where not all fit: silent ranks in half of the room at most, then the slowest.
+    If not all fit, ranks without an answer get at most half of the lines, the slowest the rest.
     """
     if len(ranks) <= room:
         return list(ranks), ""
@@ -136,7 +136,7 @@ def table(ranks: Sequence[Rank], width: int | None = None) -> Table:
 
 
 def _cells(rank: Rank) -> dict[str, str]:
-    """Head of a column -> text, in the order of the columns."""
+    """Column head -> text, in the order of the columns."""
     values = rank.values
     memory = values.get("device_memory_bytes") or values.get("host_memory_bytes")
     peak, phase = rank.peak

@@ -1,4 +1,4 @@
-"""How long an all-reduce takes: Horovod's, next to those of MPI and of torch's gloo."""
+"""Time of an all-reduce of Horovod, compared with MPI and with torch's gloo."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _CONTENDERS = (
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Bytes of `1K,64K,32M`, each size once, smallest first; K, M and G are powers of 1024.
+    """Parse `1K,64K,32M` into bytes, each size once, smallest first; K, M, G are powers of 1024.
 
     Raises:
-        UserError: the size that is wrong.
+        UserError: names the size that is wrong.
     """
     sizes = set()
     for part in text.split(","):
@@ -55,7 +55,7 @@ def parse_sizes(text: str) -> list[int]:
 
 
 def allreduce(sizes: Sequence[int], rounds: int, np: int, hosts: str | None) -> AllreduceReport:
-    """Seconds of an all-reduce of each size, by each contender in turn.
+    """Measure the seconds of an all-reduce of each size, for each contender in turn.
 
     Args:
         hosts: "name:slots,name:slots" with `np` slots; default: this host.
@@ -77,20 +77,20 @@ def allreduce(sizes: Sequence[int], rounds: int, np: int, hosts: str | None) -> 
         one.name: {size: [] for size in sizes} for one in present
     }
     for number in range(rounds):
-        for one in present[:: -1 if number % 2 else 1]:  # who begins, changes
+        for one in present[:: -1 if number % 2 else 1]:  # alternate the order
             for size, value in _measure(one, sizes, np, hosts).items():
                 seconds[one.name][size].append(value)
     return AllreduceReport(np, hosts or f"localhost:{np}", seconds, left_out)
 
 
 def _equal_and_several(hosts: str | None) -> bool:
-    """Whether there are several hosts, each with several ranks and as many as the others."""
+    """Whether there are several hosts with the same number of ranks, more than one each."""
     slots = {host.slots for host in parse_hosts(hosts)} if hosts else {1}
     return len(slots) == 1 and slots != {1} and hosts is not None and "," in hosts
 
 
 def missing_contenders() -> dict[str, str]:
-    """The names of those that cannot be measured here, and why."""
+    """Contenders that cannot be measured on this host: name -> reason."""
     from hvdtrain.runtime.init import built_with
 
     built = built_with()

@@ -1,6 +1,6 @@
 """Bandwidths of an all-reduce, as a table or as JSON.
 
-Algorithm and bus bandwidth as nccl-tests defines them
+Algorithm and bus bandwidth are defined as in nccl-tests
 (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md).
 """
 
@@ -17,31 +17,31 @@ from hvdtrain.bench.report import machine
 MPI = "MPI_Allreduce"
 TORCH_GLOO = "torch gloo"
 _REFERENCES = (MPI, TORCH_GLOO)
-_AIM_SIZE, _AIM = 32 << 20, 0.9  # of MPI_Allreduce's bus bandwidth
+_AIM_SIZE, _AIM = 32 << 20, 0.9  # fraction of MPI_Allreduce's bus bandwidth
 
 
 def algorithm_bandwidth(size: int, seconds: float) -> float:
-    """Bytes a second: the buffer's bytes / the time."""
+    """Bytes per second: buffer size / time."""
     return size / seconds
 
 
 def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
-    """Bytes a second that each rank has to send at least, whatever the algorithm.
+    """Bytes per second that each rank must at least send, whatever the algorithm.
 
-    2 (n - 1) / n of the buffer: so it compares with the speed of the network, for any n.
+    Each rank sends 2 (n - 1) / n of the buffer, so this compares with the network speed for any n.
     """
     return algorithm_bandwidth(size, seconds) * 2 * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)
 class AllreduceReport:
-    """What was measured.
+    """Results of the measurement.
 
     Args:
-        ranks: that took part.
-        hosts: where, as "name:slots,name:slots".
-        seconds: of each side by bytes, one a round.
-        left_out: sides that could not be measured, and why.
+        ranks: number of ranks that took part.
+        hosts: their hosts, as "name:slots,name:slots".
+        seconds: side -> buffer size in bytes -> one value per round.
+        left_out: sides that could not be measured -> reason.
     """
 
     ranks: int
@@ -50,12 +50,12 @@ class AllreduceReport:
     left_out: Mapping[str, str]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each size and side; bandwidths in GB/s (1e9 bytes)."""
+        """One row per size and side; bandwidths in GB/s (1e9 bytes)."""
         sizes = sorted({size for by_size in self.seconds.values() for size in by_size})
         return [self._row(side, size) for size in sizes for side in self.seconds]
 
     def bus_bandwidths(self) -> dict[str, dict[int, float]]:
-        """GB/s of each side by bytes."""
+        """Bus bandwidth in GB/s: side -> buffer size in bytes -> value."""
         found: dict[str, dict[int, float]] = {side: {} for side in self.seconds}
         for row in self.rows():
             found[row["side"]][row["bytes"]] = row["busbw_gb_per_s"]
@@ -115,7 +115,7 @@ class AllreduceReport:
         }
 
     def _of(self, side: str, other: str, size: int) -> float:
-        """Bus bandwidth as a ratio, of turns that are neighbours in time."""
+        """Ratio of bus bandwidths: the median over pairs of measurements adjacent in time."""
         turns = zip(self.seconds[side][size], self.seconds[other][size], strict=True)
         return median(theirs / own for own, theirs in turns)
 
@@ -131,7 +131,7 @@ def _ratio(value: float | None, verdict: str) -> str:
 
 
 def _aligned(line: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """Sizes and numbers to the right, names and ratios, which a verdict may follow, to the left."""
+    """Align sizes and numbers right; align names and ratios, which may have a verdict, left."""
     return [
         text.ljust(width) if number == 1 or number > 6 else text.rjust(width)
         for number, (text, width) in enumerate(zip(line, widths, strict=True))

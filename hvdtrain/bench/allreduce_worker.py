@@ -1,6 +1,6 @@
 """One rank of `hvdtrain bench allreduce`: `python -m hvdtrain.bench.allreduce_worker KIND BYTES...`
 
-Rank 0 prints one line of JSON: the median seconds of an all-reduce of each size.
+Rank 0 prints one JSON line: the median seconds of an all-reduce of each size.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from hvdtrain.errors import EXIT_CRASH, UserError
 
 BUDGET_S = 0.4  # for the repetitions of one size
 LEAST, MOST = 3, 200  # repetitions
-_COMPUTED = 512  # rows and columns: some milliseconds of a core
+_COMPUTED = 512  # rows and columns: some milliseconds on one core
 
 
 @dataclass(frozen=True)
 class Side:
-    """Ranks that can all-reduce.
+    """Ranks that can run an all-reduce.
 
     Args:
-        all_reduce: replaces a float32 vector by its sum over the ranks; the sum is there when
+        all_reduce: replaces a float32 vector by its sum over the ranks; the sum is complete when
             it returns.
-        leave: ends the ranks together, where their library does not at exit.
+        leave: ends the ranks together, if their library does not do so at exit.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class Side:
 
 
 def main(argv: Sequence[str]) -> None:
-    """A rank that failed leaves at once: its launcher then ends those that wait for it."""
+    """Run one rank. A failed rank exits at once; its launcher then ends the waiting ranks."""
     code = 0
     try:
         kind, *sizes = argv
@@ -66,9 +66,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 def _seconds(side: Side, size: int) -> float:
-    """The median of this rank's times, one all-reduce after the other.
+    """Median time of this rank over consecutive all-reduces.
 
-    In place, on one buffer that was touched before. The number of repetitions is that of rank 0.
+    They run in place, on one buffer that was touched before. Rank 0 sets the number of repetitions.
     """
     values = torch.ones(size // 4, device=side.device)
     side.all_reduce(values)
@@ -89,10 +89,10 @@ def _timed(side: Side, values: Tensor) -> float:
 
 
 def _horovod(hierarchical: bool = False, computing: bool = False) -> Side:
-    """Horovod on the CPU, with the settings that a run gets.
+    """Horovod on the CPU, with the settings of a run.
 
     Args:
-        computing: another thread of each rank does what a backward pass does: it multiplies.
+        computing: another thread of each rank multiplies matrices, as a backward pass does.
     """
     from hvdtrain.runtime import environment
     from hvdtrain.runtime.collectives import begin_sum, completed
@@ -117,7 +117,7 @@ def _compute() -> None:
 
 
 def _horovod_on_gpus() -> Side:
-    """Horovod on this rank's GPU, which is NCCL where it was built with that."""
+    """Horovod on this rank's GPU, with NCCL if Horovod was built with it."""
     from hvdtrain.runtime import environment
     from hvdtrain.runtime.collectives import begin_sum, completed
     from hvdtrain.runtime.device import choose_device
@@ -135,7 +135,7 @@ def _horovod_on_gpus() -> Side:
 
 
 def _mpi() -> Side:
-    """MPI_Allreduce, with the settings that a run gets."""
+    """MPI_Allreduce, with the settings of a run."""
     from hvdtrain.runtime.mpi import start_ranks
 
     ranks = start_ranks()

@@ -25,16 +25,15 @@ from hvdtrain.tasks import Datasets, Task
 
 
 class AppLoop:
-    """All that happens in a step of a run without evaluation and checkpoints: the loader,
-    the step, the record, metrics.jsonl, the log file, the exporter, and the line on the
-    screen, which goes to a file here.
+    """A run without evaluation and checkpoints: the loader, the step, the record, metrics.jsonl,
+    the log file, the exporter, and the line on the screen, which goes to a file here.
 
     Args:
-        settings: eval.every and checkpoint.every must be 0 where steps are timed; train.steps is
-            the run's whole length, for the schedule.
-        folder: for files; there already.
-        data: the task and its data sets, where another loop shares them.
-        topology: where Horovod is up already.
+        settings: eval.every and checkpoint.every must be 0 if steps are timed; train.steps is
+            the length of the whole run, for the schedule.
+        folder: existing directory for files.
+        data: the task and its datasets, if another loop shares them.
+        topology: given if Horovod is already initialized.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class AppLoop:
         self._spans_ranks = components.mesh is not None
 
     def close(self) -> None:
-        """Where this process trains another one then; all ranks call it."""
+        """Close the loop so that this process can train another one; all ranks call this."""
         self._callbacks[:] = self.every_callback
         self._loop.close()
         if self._recorder is not None:
@@ -91,9 +90,9 @@ class AppLoop:
             leave_mesh()
 
     def run(self, steps: int) -> float:
-        """Trains; returns the seconds it took."""
+        """Train; return the seconds it took."""
         progress = self._loop.progress
-        progress.record = None  # its callbacks were called in the block before
+        progress.record = None  # its callbacks were called in the previous block
         self._block.last = progress.step + steps
         self._callbacks[:] = [*self.every_callback, self._block]
         with open(self._screen, "a") as screen, redirect_stderr(screen):
@@ -104,11 +103,11 @@ class AppLoop:
 
 
 class _BlockEnds(Exception):
-    """The steps of a block are done."""
+    """Raised when the steps of a block are done."""
 
 
 class _Block:
-    """The callback that ends a block, in which the run itself goes no further."""
+    """Callback that ends a block after its last step; the run does not continue beyond it."""
 
     last = 0
 

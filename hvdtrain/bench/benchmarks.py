@@ -1,4 +1,4 @@
-"""The benchmarks. All figures are ratios of things measured in turns, in one run."""
+"""The benchmarks. All results are ratios of alternating measurements within one run."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ MIB = 1 << 20
 
 
 def overhead(flags: Sequence[str], steps: int, rounds: int) -> Report:
-    """A step of hvdtrain against a step of the plain PyTorch loop, one rank, in one process."""
+    """Compare a step of hvdtrain with the plain PyTorch loop, on one rank, in one process."""
     result = measure(worker("overhead", steps, [*flags, *QUIET], rounds))
     own, plain = result["seconds"]["hvdtrain"], result["seconds"]["plain"]
     figures = [
         Figure("hvdtrain", "ms a step", [s * 1000 for s in own]),
         Figure("plain PyTorch loop", "ms a step", [s * 1000 for s in plain]),
         Figure("hvdtrain / plain PyTorch loop", "x", ratios(own, plain), at_most=1.02),
-        # It runs beside both loops, so the ratio does not show it.
+        # These threads run during both loops, so the ratio does not show them.
         Figure("Horovod's threads while idle", "% of a core", [result["idle_share"] * 100]),
     ]
     return Report("overhead", figures, {"bit_identical": result["bit_identical"]})
 
 
 def memory(flags: Sequence[str], steps: int, rounds: int) -> Report:
-    """The most memory a whole run on one rank had, against the plain PyTorch loop."""
+    """Compare the peak memory of a whole run on one rank with the plain PyTorch loop."""
     own, plain = [], []
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as root:
@@ -42,7 +42,7 @@ def memory(flags: Sequence[str], steps: int, rounds: int) -> Report:
 
 
 def checkpoint(flags: Sequence[str], steps: int, rounds: int) -> Report:
-    """A save behind `steps` steps against the same steps without, and restoring it."""
+    """Compare `steps` steps with a save to the same steps without one, and measure the restore."""
     result = measure(worker("checkpoint", steps, [*flags, *QUIET], rounds))
     saving, without, size = result["saving"], result["not_saving"], result["bytes"]
     stalls = [100 * a / b for a, b in zip(result["stall"], saving, strict=True)]

@@ -1,4 +1,4 @@
-"""What elasticity costs while nothing fails, and what a failure costs."""
+"""Cost of elasticity without failures, and cost of a failure."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 def elastic(flags: Sequence[str], steps: int, rounds: int) -> Report:
-    """Steps of an elastic job on 2 ranks of this host against those of one that is not.
+    """Compare the step time of an elastic and a non-elastic job on 2 ranks of this host.
 
-    Both are whole jobs under horovodrun. They take turns; the other one, with its launcher
-    and its watchdogs, is frozen meanwhile. The one that is not elastic has no watchdogs.
+    Both are whole jobs under horovodrun. They take turns: while one runs, the other one is frozen
+    together with its launcher and watchdogs. The watchdogs of the non-elastic job stay suspended.
     """
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         command = train(sys.executable, flags, Path(other))
@@ -60,13 +60,13 @@ def _compare(turns: Mapping[str, Sequence[Turn]], used: Mapping[str, float]) -> 
 def recovery(
     flags: Sequence[str], steps: int, kills: int, np: int, hosts: str, root: Path
 ) -> Report:
-    """Kills a rank of an elastic job with SIGKILL, again and again.
+    """Kill a rank of an elastic job with SIGKILL repeatedly.
 
     Args:
-        steps: before each kill.
+        steps: number of steps before each kill.
         np: ranks.
         hosts: "name:slots,name:slots"; this host must be one of them.
-        root: a folder that all hosts see.
+        root: a directory that all hosts share.
     """
     root.mkdir(parents=True, exist_ok=True)
     killed_at = []
@@ -97,13 +97,13 @@ def recovery(
 
 @dataclass(frozen=True)
 class Recovery:
-    """Seconds that a kill cost.
+    """Seconds lost to a kill.
 
     Args:
-        pause: from the kill, or from the last step where one ended after it, to the end of
-            the next one
-        initialisation: of these, from when the ranks noticed it until they could continue
-        joining: between the last step without the new rank and the first with it
+        pause: from the kill, or from the last step if it ended after the kill, to the end of the
+            next step
+        initialisation: part of the pause, from its detection by the ranks until they could continue
+        joining: from the last step without the new rank to the first step with it
         whole: from the kill until the new rank takes part
     """
 
@@ -114,15 +114,15 @@ class Recovery:
 
 
 def recovered(lines: Lines, events: Lines, since: float, np: int) -> Recovery:
-    """What happened after a kill.
+    """Measure the recovery from a kill.
 
     Args:
-        lines, events: of metrics.jsonl and events.jsonl.
-        since: when the kill was, unix time.
-        np: how many ranks there were before and are again.
+        lines, events: contents of metrics.jsonl and events.jsonl.
+        since: time of the kill, Unix time.
+        np: number of ranks before the kill and after the recovery.
 
     Raises:
-        BenchError: the job was not hit by it.
+        BenchError: the kill had no effect on the job.
     """
     starts = [e for e in events if e["event"] == "start" and e["time"] >= since]
     failure = next((e for e in starts if e["cause"] == "failure"), None)
@@ -135,7 +135,7 @@ def recovered(lines: Lines, events: Lines, since: float, np: int) -> Recovery:
 
 
 def _around(lines: Lines, at: float) -> tuple[float, float]:
-    """The times of the last step before `at` and of the first after it."""
+    """Times of the last step before `at` and of the first step after it."""
     times = [line["time"] for line in lines]
     return max(t for t in times if t <= at), min(t for t in times if t > at)
 

@@ -1,4 +1,4 @@
-"""The ways in which ranks exchange gradients, side by side: real runs under their launcher."""
+"""Comparison of gradient exchange strategies in real runs under their launcher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.run_files.events_file import read_lines
 from hvdtrain.run_files.folder import RunFolder
 
-# Name -> keys of `exchange`; what one strategy sets has its default in the others.
+# Name -> keys of `exchange`; keys set by one strategy have their defaults in the others.
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "dense": {},
     "float16": {"wire": "float16"},
@@ -32,12 +32,12 @@ STRATEGIES: Mapping[str, Mapping[str, Any]] = {
     "exact": {"name": "exact"},
 }
 _LEAST_STEPS = 2 * WARM_UP_STEPS
-_SECONDS_A_STEP = 30.0  # that a run may take at most, beside LIMIT_S
+_SECONDS_A_STEP = 30.0  # limit per step of a run, in addition to LIMIT_S
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where runs take place.
+    """Number and placement of the ranks of a run.
 
     Args:
         np: ranks.
@@ -51,10 +51,10 @@ class Ranks:
 
 
 def parse_strategies(text: str) -> list[str]:
-    """Names of STRATEGIES, each once.
+    """Parse names of STRATEGIES, each once.
 
     Raises:
-        UserError: the name that is none.
+        UserError: a name is unknown.
     """
     names = [part.strip() for part in text.split(",")]
     for name in names:
@@ -66,7 +66,7 @@ def parse_strategies(text: str) -> list[str]:
 
 
 def check_steps(steps: int) -> None:
-    """Raises UserError where a run of so many steps would tell nothing."""
+    """Raise UserError if a run of `steps` steps is too short to be measured."""
     if steps < _LEAST_STEPS:
         raise UserError(
             f"--steps {steps}: the first {WARM_UP_STEPS} steps count neither as time nor as "
@@ -77,13 +77,13 @@ def check_steps(steps: int) -> None:
 def exchange(
     flags: Sequence[str], strategies: Sequence[str], steps: int, rounds: int, ranks: Ranks
 ) -> ExchangeReport:
-    """A run of so many steps with each strategy, and ranks that train alone, by turns.
+    """Run `steps` steps with each strategy, and ranks that train alone, in turns.
 
     Every rank computes with `runtime.threads`, or with one thread.
 
     Args:
-        flags: of the runs; `run.root` is a folder that all hosts see.
-        steps: as `check_steps` wants them.
+        flags: flags of the runs; `run.root` is a directory that all hosts share.
+        steps: as required by `check_steps`.
 
     Raises:
         UserError: the flags exclude a strategy, or nothing can be started.
@@ -96,14 +96,14 @@ def exchange(
     flags = [*flags, *QUIET, f"--runtime.threads={threads}"]
     with_strategy = {name: [*flags, *_flags_of(name)] for name in strategies}
     for own in with_strategy.values():
-        parse(own)  # all are right before the first one runs for minutes
+        parse(own)  # all must be valid before the first one runs for minutes
     apart = worker("rate-apart", steps - WARM_UP_STEPS, flags)
     alone_command = launch("gloo", ranks.np, on_threads(threads, apart), ranks.hosts)
     curves: dict[str, list[Curve]] = {name: [] for name in strategies}
     alone: list[float] = []
     sides = [NO_EXCHANGE, *strategies]
     for number in range(rounds):
-        for side in sides[:: -1 if number % 2 else 1]:  # who begins, changes
+        for side in sides[:: -1 if number % 2 else 1]:  # alternate the order
             if side == NO_EXCHANGE:
                 rate = measure(alone_command)["samples_per_second"]
                 alone.append(config.batch.global_size / rate)
@@ -119,7 +119,7 @@ def exchange(
 
 
 def read_curve(folder: RunFolder) -> Curve:
-    """What a run has left that did more than WARM_UP_STEPS and was evaluated at its end."""
+    """Read the files of a run that did more than WARM_UP_STEPS and was evaluated at its end."""
     lines, exchanges = list(read_lines(folder.metrics)), list(read_lines(folder.ranks))
     begin = lines[0]["time"] - lines[0]["step_seconds"]
     counted = [line for line in exchanges if line["step"] > WARM_UP_STEPS]
@@ -154,7 +154,7 @@ def _made(root: Path) -> Path:
 
 
 def _defaults() -> dict[str, Any]:
-    """Of the keys that some strategy sets."""
+    """Defaults of the keys that any strategy sets."""
     keys = dict.fromkeys(key for own in STRATEGIES.values() for key in own)
     return {key: getattr(ExchangeConfig(), key) for key in keys}
 
@@ -178,5 +178,5 @@ def _run(flags: Sequence[str], steps: int, ranks: Ranks, root: Path) -> Curve:
 
 
 def _finite(value: float | None) -> float:
-    """metrics.jsonl has null for what is not finite."""
+    """Return nan for null, which metrics.jsonl has for non-finite values."""
     return math.nan if value is None else value

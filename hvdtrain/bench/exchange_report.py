@@ -1,4 +1,4 @@
-"""What each exchange of gradients costs a step and what it reaches, as a table or as JSON."""
+"""Step time and loss of each gradient exchange strategy, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hvdtrain.bench.report import machine
 
 NO_EXCHANGE = "no exchange"
 DENSE = "dense"
-# Steps of a run that count neither as time nor as bytes: powersgd begins after as many.
+# Steps excluded from time and bytes: powersgd begins after this number of steps.
 WARM_UP_STEPS = 10
-_SMOOTHED = 10  # steps that a training loss is the mean of
+_SMOOTHED = 10  # steps over which the training loss is averaged
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Curve:
     """A run with one strategy.
 
     Args:
-        seconds: at the end of each step, counted from the beginning of the first one.
-        losses: training loss of each step; nan where it was not finite.
-        sent: bytes of gradients that a rank handed to collectives in a step, as they travel.
+        seconds: time at the end of each step, from the beginning of the first step.
+        losses: training loss of each step; nan if it was not finite.
+        sent: gradient bytes that a rank passed to collectives per step, in the wire format.
         validation_loss: after the last step.
     """
 
@@ -37,20 +37,20 @@ class Curve:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds a step, over all steps after the first WARM_UP_STEPS.
+        """Seconds per step, over all steps after the first WARM_UP_STEPS.
 
-        Not the median: a strategy may exchange every few steps only.
+        It is not the median, because a strategy may exchange only every few steps.
         """
         timed = len(self.seconds) - WARM_UP_STEPS
         return (self.seconds[-1] - self.seconds[WARM_UP_STEPS - 1]) / timed
 
     def loss_after(self, steps: int) -> float:
-        """Training loss: the mean of the last 10 of so many steps; nan for 0."""
+        """Mean training loss of the last 10 of the first `steps` steps; nan for 0."""
         last = self.losses[max(0, steps - _SMOOTHED) : steps]
         return fmean(last) if last else math.nan
 
     def loss_at(self, seconds: float) -> float:
-        """`loss_after` the steps that were done by then; nothing is interpolated."""
+        """`loss_after` the steps completed within `seconds`; nothing is interpolated."""
         return self.loss_after(bisect_right(self.seconds, seconds))
 
     def smoothed(self) -> list[tuple[float, float]]:
@@ -60,12 +60,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class ExchangeReport:
-    """What was measured.
+    """Results of the measurement.
 
     Args:
         facts: ranks, hosts, launcher and the like, for the reader.
-        curves: of each strategy, one a round.
-        alone: seconds a step of ranks that exchange nothing, one a round.
+        curves: curves of each strategy, one per round.
+        alone: seconds per step of ranks that exchange nothing, one per round.
     """
 
     facts: Mapping[str, Any]
@@ -77,14 +77,14 @@ class ExchangeReport:
         return len(next(iter(self.curves.values()))[0].losses)
 
     def equal_seconds(self) -> list[float]:
-        """Of each round the time at which its fastest strategy had done all steps."""
+        """For each round, the time at which its fastest strategy had done all steps."""
         rounds = zip(*self.curves.values(), strict=True)
         return [min(curve.seconds[-1] for curve in curves) for curves in rounds]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One for each side; medians over the rounds, None for what a side does not have.
+        """One row per side; medians over the rounds, None for values that a side does not have.
 
-        `of` are ratios of step times, of the same round.
+        `of` contains ratios of step times from the same round.
         """
         return [self._row(side) for side in (NO_EXCHANGE, *self.curves)]
 
@@ -150,7 +150,7 @@ class ExchangeReport:
 
 
 def _middle(values: Iterable[float]) -> float | None:
-    """The median; None where there is no value, or one that is not finite."""
+    """The median; None if there is no value or one is not finite."""
     found = list(values)
     return median(found) if found and all(map(math.isfinite, found)) else None
 

@@ -1,4 +1,4 @@
-"""A real training job under its launcher, driven from outside: frozen, killed, looked at."""
+"""A real training job under its launcher, controlled from outside: frozen, killed, inspected."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ RANK = ["-m", "hvdtrain.train"]
 _RUN = "bench"
 _WAIT_S = 300.0
 _END_S = 20.0
-# Of a collective; frozen ranks do not answer for a while.
+# Timeout of a collective; frozen ranks do not respond for a while.
 _PATIENCE_S = 600
-# Not part of a plain step; two jobs at once cannot serve on one port.
+# Omit what is not part of a plain step; two concurrent jobs cannot serve on one port.
 _FLAGS = ("--eval.every=0", "--checkpoint.every=0", "--telemetry.port=0", "--train.steps=1000000")
 
 
 def train(python: str, flags: Sequence[str], root: Path) -> list[str]:
-    """Command line of a rank that trains for ever; its run lies in `root`."""
+    """Command line of a rank that trains forever; its run directory is in `root`."""
     return [python, *RANK, *_FLAGS, *flags, f"--run.root={root}", f"--run.id={_RUN}"]
 
 
 class Job:
-    """A job, up inside the `with` block.
+    """A job that runs inside the `with` block.
 
     Args:
         argv: a launcher's command line that starts `train`.
-        root: the folder that was given to `train`.
-        patient: collectives never time out, so that it may be frozen.
+        root: the directory that was passed to `train`.
+        patient: collectives never time out, so the job may be frozen.
     """
 
     def __init__(self, argv: Sequence[str], root: Path, patient: bool = False) -> None:
@@ -70,7 +70,7 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Asks the launcher to end the ranks at once, on all hosts; then kills what is left."""
+        """Interrupt the launcher, which ends the ranks on all hosts at once; then kill the rest."""
         self.thaw()
         processes = self._tree()
         with suppress(psutil.NoSuchProcess):
@@ -81,24 +81,24 @@ class Job:
         self._launcher.wait(_END_S)
 
     def freeze(self) -> None:
-        """Stops all processes of the job on this host: it uses no processor then.
+        """Stop all processes of the job on this host, so that it uses no CPU time.
 
-        A rank's watchdog before the rank: it takes a rank that is stopped for hung.
+        A rank's watchdog is stopped before the rank, because it would treat a stopped rank as hung.
         """
         for process in reversed(self._tree()):
             with suppress(psutil.NoSuchProcess):
                 process.suspend()
 
     def thaw(self) -> None:
-        """Ends `freeze`."""
+        """Undo `freeze`."""
         for process in set(self._tree()) - self._resting:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
 
     def rest_watchdogs(self) -> None:
-        """Stops what watches the ranks of this host, for good; they train on.
+        """Permanently stop the watchdogs of this host's ranks; the ranks continue to train.
 
-        Ended, it would be started again.
+        A watchdog that ends would be restarted.
         """
         for process in self._tree():
             with suppress(psutil.NoSuchProcess):
@@ -107,7 +107,7 @@ class Job:
                     self._resting.add(process)
 
     def used_beside_ranks(self) -> float:
-        """Seconds of CPU time of the launcher, the watchdogs and what these ran."""
+        """CPU seconds of the launcher, the watchdogs and their child processes."""
         ranks, seconds = self._ranks().values(), 0.0
         for process in self._tree():
             with suppress(psutil.NoSuchProcess):
@@ -116,7 +116,7 @@ class Job:
         return seconds
 
     def kill_one(self) -> None:
-        """SIGKILL to the oldest rank of this host, or the one after it where that is rank 0.
+        """Send SIGKILL to this host's rank with the second-lowest number, or to its only rank.
 
         Raises:
             BenchError: there is no rank on this host.
@@ -128,7 +128,7 @@ class Job:
         ranks[numbers[min(1, len(numbers) - 1)]].kill()
 
     def lines(self) -> list[dict[str, Any]]:
-        """metrics.jsonl so far, without a line that is being written."""
+        """Lines of metrics.jsonl so far, without a line that is being written."""
         if self._folder.metrics.exists():
             with self._folder.metrics.open("rb") as file:
                 file.seek(self._read)
@@ -139,14 +139,14 @@ class Job:
         return self._lines
 
     def events(self) -> list[dict[str, Any]]:
-        """events.jsonl so far."""
+        """Events of events.jsonl so far."""
         return list(read_lines(self._folder.events))
 
     def wait_for(self, condition: Callable[[list[dict[str, Any]]], bool], what: str) -> None:
-        """Waits until the lines so far are so.
+        """Wait until the lines so far satisfy `condition`.
 
         Raises:
-            BenchError: the job ended, or they were not within 5 minutes.
+            BenchError: the job ended, or the condition was not met within 5 minutes.
         """
         deadline = time.monotonic() + _WAIT_S
         while not condition(self.lines()):
@@ -160,12 +160,12 @@ class Job:
             time.sleep(0.02)
 
     def wait_for_more(self, steps: int) -> None:
-        """Waits for so many more steps; raises as `wait_for`."""
+        """Wait for `steps` more steps; raises as `wait_for`."""
         wanted = len(self.lines()) + steps
         self.wait_for(lambda lines: len(lines) >= wanted, f"step {wanted}")
 
     def _ranks(self) -> dict[int, psutil.Process]:
-        """The ranks of this host, by the number that they were started with."""
+        """The ranks of this host, by their number at the start."""
         ranks = {}
         for process in self._tree():
             with suppress(psutil.Error):
@@ -174,7 +174,7 @@ class Job:
         return ranks
 
     def _tree(self) -> list[psutil.Process]:
-        """The launcher and all below it on this host, parents before children."""
+        """The launcher and its descendants on this host, parents before children."""
         try:
             return [self._launcher, *self._launcher.children(recursive=True)]
         except psutil.NoSuchProcess:
@@ -182,6 +182,6 @@ class Job:
 
 
 def _seconds(process: psutil.Process) -> float:
-    """Processor time, with that of children that have ended."""
+    """CPU time, including children that have ended."""
     times = process.cpu_times()
     return float(times.user + times.system + times.children_user + times.children_system)

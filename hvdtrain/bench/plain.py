@@ -1,7 +1,7 @@
-"""What hvdtrain replaces: a plain PyTorch training loop, alone or in DistributedDataParallel.
+"""Baseline for hvdtrain: a plain PyTorch training loop, alone or in DistributedDataParallel.
 
-It trains the same model on the same samples with the same optimizer, and knows no
-checkpoint, no metrics, no other number of ranks. It imports no Horovod.
+It trains the same model on the same samples with the same optimizer. It has no checkpoints, no
+metrics and no elastic world size, and does not import Horovod.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.runtime.rng import seed_all
 from hvdtrain.tasks import Task, optional
 
-# What DistributedDataParallel has for `exchange.wire`.
+# Communication hooks of DistributedDataParallel that correspond to `exchange.wire`.
 _WIRE_HOOKS = {
     "float16": default_hooks.fp16_compress_hook,
     "bfloat16": default_hooks.bf16_compress_hook,
@@ -35,7 +35,7 @@ _WIRE_HOOKS = {
 
 
 class _WithLoss(nn.Module):
-    """Model and loss in one forward pass, as DistributedDataParallel wants it."""
+    """Model and loss in one forward pass, as DistributedDataParallel requires."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
@@ -43,23 +43,23 @@ class _WithLoss(nn.Module):
         self.model = model
 
     def forward(self, batch: Any) -> tuple[Tensor, Any]:
-        """(loss, None) for a mean, else (sum, weight)."""
+        """Return (loss, None) for a mean, else (sum, weight)."""
         loss = self.task.loss(self.model, batch)["loss"]
         return loss if isinstance(loss, tuple) else (loss, None)
 
 
 class PlainLoop:
-    """The loop.
+    """The plain training loop.
 
     Args:
-        task, dataset, config: as hvdtrain has them; the model is on the CPU.
-        rank, world_size: this process's share of the micro-batches; the number of these
-            must be a multiple of world_size.
-        exchange: average gradients over the ranks with DistributedDataParallel, as what
-            `exchange.wire` says; torch.distributed is up already.
+        task, dataset, config: as in hvdtrain; the model is on the CPU.
+        rank, world_size: this process's share of the micro-batches, the number of which must be a
+            multiple of world_size.
+        exchange: average gradients over the ranks with DistributedDataParallel, in the format of
+            `exchange.wire`; torch.distributed is already initialized.
 
     Raises:
-        UserError: the data set has no index.
+        UserError: the dataset has no index.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class PlainLoop:
         self.batches = iter(DataLoader(dataset, batch_sampler=micro_batches.tolist()))
 
     def run(self, steps: int) -> float:
-        """Trains; returns the seconds it took."""
+        """Train; return the seconds it took."""
         start = time.perf_counter()
         for _ in range(steps):
             self.losses.append(self._one_step())
@@ -125,15 +125,15 @@ class PlainLoop:
         return float(total)
 
     def _divide_by(self, weights: Sequence[Any]) -> float:
-        """Makes gradients of sums those of their mean; returns what it multiplied them with."""
+        """Scale gradients of sums to gradients of their mean; return the factor."""
         total = torch.stack([torch.as_tensor(w).detach().double() for w in weights]).sum()
         batches = len(weights)
-        if isinstance(self.forward, DistributedDataParallel):  # gradients are averages already
+        if isinstance(self.forward, DistributedDataParallel):  # gradients are already averages
             dist.all_reduce(total)
             batches *= dist.get_world_size()
         scale = batches / float(total) if total else 1.0
-        # Private: one kernel for all gradients, as in a run. If it goes, the comparison with plain
-        # PyTorch fails; tests/single/test_torch_private.py notices.
+        # Private: one kernel for all gradients, as in a run. If it disappears, the comparison with
+        # plain PyTorch fails; tests/single/test_torch_private.py detects it.
         torch._foreach_mul_([p.grad for p in self.model.parameters() if p.grad is not None], scale)
         return scale
 

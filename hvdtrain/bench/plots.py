@@ -1,4 +1,4 @@
-"""Where a plot goes."""
+"""Check of a plot's destination."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hvdtrain.errors import UserError
 
 
 def check_plot(path: Path) -> None:
-    """Before anything is measured.
+    """Check the destination of a plot before measuring.
 
     Raises:
-        UserError: the file cannot be written, or what draws it is missing.
+        UserError: the file cannot be written, or the plotting package is missing.
     """
     if path.suffix != ".svg":
         raise UserError(f"--plot {path}: it is drawn as SVG, so the name must end in .svg")

@@ -1,4 +1,4 @@
-"""Starting a measured process, alone or as ranks, and reading what it measured."""
+"""Start a measured process, alone or as ranks, and read its results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hvdtrain.horovod_wheel.process import run_logged
 from hvdtrain.launch.commands import horovodrun, mpirun, mpirun_that_notices
 from hvdtrain.launch.hostfile import as_text, first_slots, parse_hosts, total_slots
 
-MARK = '{"measured": '  # with which the line of a worker begins
+MARK = '{"measured": '  # prefix of a worker's result line
 LIMIT_S = 1800.0
-# Not part of a plain step; the exporter, which is, listens on this machine alone.
+# Omit what is not part of a plain step; the exporter, which is part, listens on this host only.
 QUIET = ("--eval.every=0", "--checkpoint.every=0", "--telemetry.host=127.0.0.1")
 
 
 class BenchError(UserError):
-    """A measured process failed; the exit code is 2 where its flags or input were wrong."""
+    """Failure of a measured process; the exit code is 2 if its flags or input were wrong."""
 
     def __init__(self, message: str, exit_code: int = EXIT_CRASH) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ def worker(kind: str, steps: int, flags: Sequence[str], rounds: int = 1) -> list
 
 
 def on_threads(threads: int, command: Sequence[str]) -> list[str]:
-    """`command` with so many threads, on whatever host a launcher starts it."""
+    """`command` with `threads` OpenMP threads, on any host where a launcher starts it."""
     return ["env", f"OMP_NUM_THREADS={threads}", *command]
 
 
@@ -44,7 +44,7 @@ def launch(
     """`command` under a launcher: gloo (horovodrun) or mpi (mpirun).
 
     Args:
-        hosts: "name:slots,name:slots"; default: this one.
+        hosts: "name:slots,name:slots"; default: this host.
     """
     if launcher == "gloo":
         return horovodrun(ranks, command, hosts)
@@ -52,10 +52,10 @@ def launch(
 
 
 def choose_hosts(text: str, np: int) -> str:
-    """The first `np` slots of "name:slots,name:slots".
+    """Return the first `np` slots of "name:slots,name:slots".
 
     Raises:
-        UserError: they are not that many, or the text is something else.
+        UserError: there are fewer slots, or the text is invalid.
     """
     hosts = parse_hosts(text)
     if (slots := total_slots(hosts)) < np:
@@ -64,27 +64,27 @@ def choose_hosts(text: str, np: int) -> str:
 
 
 def measure(command: Sequence[str]) -> dict[str, Any]:
-    """Runs a command and returns what its worker printed.
+    """Run a command and return the result that its worker printed.
 
     Raises:
-        BenchError: it failed.
+        BenchError: the command failed.
         TimedOutError: it took more than LIMIT_S.
     """
     lines = finish(command)
     for line in lines:
-        if MARK in line:  # horovodrun puts the rank before it
+        if MARK in line:  # horovodrun prefixes the rank
             return json.loads(line[line.index(MARK) :])
     raise _failed(command, 0, lines)
 
 
 def finish(command: Sequence[str], limit: float = LIMIT_S) -> list[str]:
-    """Runs a command and returns the lines of its output.
+    """Run a command and return the lines of its output.
 
     Args:
-        limit: seconds.
+        limit: time limit in seconds.
 
     Raises:
-        BenchError: it failed.
+        BenchError: the command failed.
         TimedOutError: it took more than `limit`.
     """
     code, lines = attempt(command, limit)
@@ -94,7 +94,7 @@ def finish(command: Sequence[str], limit: float = LIMIT_S) -> list[str]:
 
 
 def attempt(command: Sequence[str], limit: float = LIMIT_S) -> tuple[int, list[str]]:
-    """As `finish`, of a command that may fail: (its exit code, the lines of its output)."""
+    """Like `finish` for a command that may fail: return (exit code, lines of output)."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "output")
         try:

@@ -1,4 +1,4 @@
-"""Figures of a benchmark, as a table or as JSON."""
+"""Results of a benchmark, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any
 
 
 def machine() -> dict[str, float]:
-    """cores that this process may use, and the load of the last minute."""
+    """Number of cores that this process may use, and the 1-minute load average."""
     return {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
 
 
 @dataclass
 class Figure:
-    """One thing that was measured several times.
+    """A quantity that was measured several times.
 
     Args:
-        name: what
-        unit: of the values; "x" for ratios
-        values: one a round
-        at_least, at_most: what is aimed at, where something is
+        name: description of the quantity
+        unit: unit of the values; "x" for ratios
+        values: one per round
+        at_least, at_most: target, if there is one
     """
 
     name: str
@@ -33,7 +33,7 @@ class Figure:
     at_most: float | None = None
 
     def summary(self) -> dict[str, Any]:
-        """name, unit, median, min, max; aim and whether the median met it, or None for both."""
+        """Name, unit, median, min, max; aim and whether the median met it, or None for both."""
         middle, aim, met = median(self.values), None, None
         if self.at_least is not None:
             aim, met = f">= {self.at_least:g}", middle >= self.at_least
@@ -52,12 +52,12 @@ class Figure:
 
 @dataclass
 class Report:
-    """What a benchmark found.
+    """Results of a benchmark.
 
     Args:
         benchmark: its name
-        figures: what was measured
-        facts: what else is to be said, such as {"bit_identical": True}
+        figures: the measured quantities
+        facts: other results, such as {"bit_identical": True}
     """
 
     benchmark: str

@@ -1,4 +1,4 @@
-"""Throughput of several ranks against that of one, and of torch's DDP on the same hosts."""
+"""Throughput of several ranks compared with one rank and with torch's DDP on the same hosts."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from hvdtrain.bench.report import Figure, Report
 OWN = ("horovodrun --gloo", "mpirun")
 DDP = "torch DDP on gloo"
 _NO_EXCHANGE = "no exchange"
-_AIM = 90.0  # % of so many times one rank's throughput
+_AIM = 90.0  # % of linear scaling
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What is scaled, and to where.
+    """Range of a scaling benchmark.
 
     Args:
-        ranks: numbers of ranks that are measured beside one; each shares the micro-batches evenly.
-        hosts: "name:slots,name:slots", of which each takes the first slots; None: this host.
-        global_size: of the batch.
-        weak: the batch grows with the ranks; else it is shared among them.
+        ranks: world sizes to measure in addition to 1; each shares the micro-batches evenly.
+        hosts: "name:slots,name:slots", of which each size uses the first slots; None: this host.
+        global_size: global batch size.
+        weak: the batch grows with the world size; else it is split among the ranks.
     """
 
     ranks: Sequence[int]
@@ -37,7 +37,7 @@ class Scale:
 
 
 def scaling(flags: Sequence[str], steps: int, rounds: int, scale: Scale) -> Report:
-    """Samples a second, one thread a rank.
+    """Measure samples per second, with one thread per rank.
 
     Raises:
         UserError: the hosts have too few slots.
@@ -54,7 +54,7 @@ def scaling(flags: Sequence[str], steps: int, rounds: int, scale: Scale) -> Repo
             for name, command in commands.items():
                 rates[ranks][name].append(_rate(command))
         alone.append(_rate(own))
-    # What one rank did before a round and after it.
+    # Mean of one rank's throughput before and after a round.
     around = [(a + b) / 2 for a, b in pairwise(alone)]
     figures = [Figure("1 rank", "samples/s", alone)]
     for ranks, by_name in rates.items():

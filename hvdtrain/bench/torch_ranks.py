@@ -1,4 +1,4 @@
-"""torch.distributed between the ranks that horovodrun started, on one host or on several."""
+"""torch.distributed for ranks that horovodrun started, on one or several hosts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hvdtrain.runtime.init import initialise, shut_down
 
 
 def join_ranks() -> None:
-    """Horovod, whose launcher started the ranks, introduces them to each other, and leaves."""
+    """Join torch.distributed with Horovod as the rendezvous, then shut Horovod down."""
     topology = initialise()
     join(range(topology.world_size), topology, torch.device("cpu"))
     shut_down()

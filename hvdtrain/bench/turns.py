@@ -1,4 +1,4 @@
-"""Jobs that take turns: while one trains, the others are frozen."""
+"""Alternation of jobs: while one trains, the others are frozen."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hvdtrain.bench.jobs import Job
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds a step in one turn of a job, and seconds for which it was not frozen."""
+    """Seconds per step in one turn of a job, and seconds for which the job was not frozen."""
 
     step: float
     awake: float
 
 
 def take_turns(jobs: Mapping[str, Job], steps: int, rounds: int) -> dict[str, list[Turn]]:
-    """Every job does so many steps in each round; who begins, changes.
+    """Run every job for `steps` steps in each round, alternating the order.
 
     Args:
-        jobs: by name; frozen, and frozen again at the end.
+        jobs: jobs by name; they are frozen before and after.
     """
     turns: dict[str, list[Turn]] = {name: [] for name in jobs}
     for number in range(rounds):
@@ -32,7 +32,7 @@ def take_turns(jobs: Mapping[str, Job], steps: int, rounds: int) -> dict[str, li
 
 
 def _one_turn(job: Job, steps: int) -> Turn:
-    """The step in which the job was frozen the last time does not count."""
+    """Run one turn, ignoring the step in which the job was last frozen."""
     start = time.monotonic()
     job.thaw()
     seconds = seconds_a_step(job, steps)
@@ -41,7 +41,7 @@ def _one_turn(job: Job, steps: int) -> Turn:
 
 
 def seconds_a_step(job: Job, steps: int) -> float:
-    """Of the next steps of a job that trains, after one that does not count."""
+    """Seconds per step over the next steps of a training job, after one step that is ignored."""
     begin = len(job.lines())
     job.wait_for_more(steps + 1)
     times = [line["time"] for line in job.lines()[begin : begin + steps + 1]]
@@ -49,15 +49,15 @@ def seconds_a_step(job: Job, steps: int) -> float:
 
 
 def ratios(turns: Mapping[str, Sequence[Turn]], one: str, other: str) -> list[float]:
-    """Of the seconds a step, round by round."""
+    """Ratio of the seconds per step, round by round."""
     return [a.step / b.step for a, b in zip(turns[one], turns[other], strict=True)]
 
 
 def median_range(values: Sequence[float]) -> tuple[float, float]:
-    """Where the median of what `values` were drawn from lies, with 95 % confidence.
+    """95 % confidence interval of the median of the distribution of `values`.
 
-    By order statistics (David and Nagaraja, Order Statistics, 7.1), in the normal approximation
-    of the binomial: nothing is assumed of the distribution.
+    Uses order statistics (David and Nagaraja, Order Statistics, 7.1) in the normal approximation of
+    the binomial; no distribution is assumed.
     """
     ordered, count = sorted(values), len(values)
     reach = 1.96 * math.sqrt(count) / 2

@@ -1,6 +1,6 @@
 """One measured process: `python -m hvdtrain.bench.worker KIND STEPS ROUNDS [--key value ...]`.
 
-It prints one line of JSON that begins with MARK; of several ranks, rank 0 does.
+It prints one JSON line that begins with MARK; of several ranks, only rank 0 prints it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _measure(kind: str, steps: str, rounds: str, *flags: str) -> int:
 
 
 def _overhead(settings: Settings, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Seconds a step of both loops, in blocks of steps that take turns."""
+    """Measure the seconds per step of both loops, in alternating blocks of steps."""
     import torch
 
     from hvdtrain.bench.app import AppLoop
@@ -63,7 +63,7 @@ def _overhead(settings: Settings, steps: int, rounds: int, folder: Path) -> dict
     identical = all(torch.equal(weights[n], w) for n, w in app.model.state_dict().items())
     seconds: dict[str, list[float]] = {name: [] for name in loops}
     for turn in range(rounds):
-        for name in sorted(loops, reverse=turn % 2 == 1):  # who begins, changes
+        for name in sorted(loops, reverse=turn % 2 == 1):  # alternate the order
             seconds[name].append(loops[name].run(steps) / steps)
     start = time.process_time()
     time.sleep(IDLE_SECONDS)
@@ -74,7 +74,7 @@ def _overhead(settings: Settings, steps: int, rounds: int, folder: Path) -> dict
 def _rate_of_hvdtrain(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:
     from hvdtrain.bench.app import AppLoop
 
-    # It never ends: what a run does at its end is no part of a step.
+    # The run never ends, because the work at its end is not part of a step.
     settings.config.train.steps = WARM_UP_STEPS + steps + 1
     app = AppLoop(settings, folder)
     app.run(WARM_UP_STEPS)
@@ -91,7 +91,7 @@ def _rate_without_exchange(settings: Settings, steps: int, _: int, folder: Path)
 
 
 def _rate_of_plain(settings: Settings, steps: int, exchange: bool) -> dict[str, Any]:
-    """The plain PyTorch loop; without exchange each rank trains on its own."""
+    """Measure the plain PyTorch loop; without exchange each rank trains on its own."""
     import torch.distributed as dist
 
     from hvdtrain.bench.plain import PlainLoop
@@ -108,8 +108,8 @@ def _rate_of_plain(settings: Settings, steps: int, exchange: bool) -> dict[str, 
     dist.barrier()
     seconds: list[float] = [0.0] * size
     dist.all_gather_object(seconds, loop.run(steps))
-    # Of the connections nothing of DistributedDataParallel may be left that is the last to hold
-    # them: it would end them with the GIL held, and wait for a thread of theirs that takes it.
+    # DistributedDataParallel must not hold the last reference to the connections: it would close
+    # them with the GIL held, and wait for one of their threads that needs the GIL.
     del loop
     gc.collect()
     leave()
@@ -118,9 +118,9 @@ def _rate_of_plain(settings: Settings, steps: int, exchange: bool) -> dict[str, 
 
 
 def _checkpoint(settings: Settings, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
-    """Blocks of steps with a save at their beginning and without, and reading what was saved.
+    """Measure blocks of steps with and without a save at the start, and the restore.
 
-    It is saved below run.root, so to the disk that a run would use.
+    The save goes below run.root, so to the disk that a run would use.
     """
     from hvdtrain.bench.app import AppLoop
     from hvdtrain.checkpoint.manager import CheckpointManager
@@ -151,7 +151,7 @@ def _checkpoint(settings: Settings, steps: int, rounds: int, folder: Path) -> di
 
 
 def _reading(checkpoint: Path, rounds: int) -> dict[str, Any]:
-    """Seconds to restore a checkpoint, and to read its files; the page cache has neither."""
+    """Seconds to restore a checkpoint and to read its files, both without the page cache."""
     import torch
 
     from hvdtrain.checkpoint.format import read
@@ -170,7 +170,7 @@ def _reading(checkpoint: Path, rounds: int) -> dict[str, Any]:
 
     files = list(checkpoint.iterdir())
     seconds: dict[str, list[float]] = {"restore": [], "read": []}
-    for turn in range(-1, rounds):  # the first touch of memory is slow, whoever does it
+    for turn in range(-1, rounds):  # the first touch of memory is slow for either
         for name, work in (("read", read_files), ("restore", restore)):
             for path in files:
                 _evict_from_page_cache(path)
@@ -183,7 +183,7 @@ def _reading(checkpoint: Path, rounds: int) -> dict[str, Any]:
 
 
 def _evict_from_page_cache(path: Path) -> None:
-    """Takes a file, which is on the disk, out of the page cache."""
+    """Evict a file that is on the disk from the page cache."""
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -199,7 +199,7 @@ def _memory_of_plain(settings: Settings, steps: int, _: int, folder: Path) -> di
 
 
 def _memory_of_run(flags: Sequence[str]) -> dict[str, Any]:
-    """A whole run, with all that stands in the flags: checkpoints and evaluation too."""
+    """Run a whole training with the given flags, including checkpoints and evaluation."""
     from hvdtrain.train import main as train
 
     if train(flags) != 0:
@@ -208,7 +208,7 @@ def _memory_of_run(flags: Sequence[str]) -> dict[str, Any]:
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process had resident at any time."""
+    """Peak resident memory of this process."""
     status = Path("/proc/self/status").read_text()
     match = re.search(r"VmHWM:\s+(\d+) kB", status)
     assert match

@@ -1,1 +1,1 @@
-"""`hvdtrain doctor`: what would fail on these hosts, or why a run failed, and what mends it."""
+"""`hvdtrain doctor`: find what would fail on these hosts, or why a run failed, and the fix."""

@@ -1,8 +1,8 @@
-"""What runs on each host: `python -m hvdtrain.doctor.agent`, started once, over ssh.
+"""Agent on each host: `python -m hvdtrain.doctor.agent`, started once over ssh.
 
-It reads requests from stdin, a line of JSON each, `{"do": NAME, ...arguments}`, and answers each
-with one line: `MARK` and JSON, `{"answer": ...}` or `{"error": ...}`. It ends with its stdin, and
-after LIFE_SECONDS in any case.
+It reads requests from stdin, one JSON line each, `{"do": NAME, ...arguments}`. It answers each with
+one line: `MARK` and JSON, `{"answer": ...}` or `{"error": ...}`. It ends when stdin closes, and
+after LIFE_SECONDS at the latest.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ DO: dict[str, Callable[..., Any]] = {
 
 
 def main() -> None:
-    """Answers until nobody asks any more."""
+    """Answer requests until stdin closes."""
     signal.alarm(LIFE_SECONDS)
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     _send(answers, "here")
     for line in sys.stdin:
         request = json.loads(line)
         try:
             answer = DO[request.pop("do")](**request)
-        except Exception as error:  # it is told; the next request may be answered
+        except Exception as error:  # report it; the next request may succeed
             _send(answers, f"{type(error).__name__}: {error}", "error")
         else:
             _send(answers, answer)

@@ -1,4 +1,4 @@
-"""What lines of a run's logs mean: a table, causes before consequences."""
+"""Patterns in a run's logs and their meaning, causes before consequences."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hvdtrain.doctor.finding import ERROR
 
 @dataclass(frozen=True)
 class Cause:
-    """What a line means.
+    """Meaning of a log line.
 
     Args:
-        pattern: of the line, any case.
-        mend: the key to change, or the command.
+        pattern: regular expression for the line, case-insensitive.
+        mend: the key to change, or the command to run.
     """
 
     check: str

@@ -1,4 +1,4 @@
-"""A real all-reduce between the hosts, with each controller: what a run does each step."""
+"""A real all-reduce between the hosts with each controller, as in each step of a run."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from hvdtrain.launch.hostfile import Host, as_text, first_slots, total_slots
 
 BYTES = 8 << 20
 LIMIT_SECONDS = 60.0
-# Of what the wire allows; ranks that share processors, and small messages, cost some.
+# Allowed factor over the network's time; shared processors and small messages add some time.
 _SLOW, _SPARE_SECONDS = 4.0, 0.1
 _WORKER = [sys.executable, "-m", "hvdtrain.bench.allreduce_worker", "horovod", str(BYTES)]
 
 
 @dataclass(frozen=True)
 class Sum:
-    """One all-reduce that was measured.
+    """Measurement of one all-reduce.
 
     Args:
         controller: "mpi" or "gloo".
         hosts: "name:slots,name:slots", or "" for this host.
         seconds: median of an all-reduce of `BYTES`.
-        allowed: seconds that the slowest link between the hosts takes for it; 0: not known.
+        allowed: seconds that the slowest link between the hosts needs for it; 0: unknown.
     """
 
     controller: str
@@ -43,7 +43,7 @@ class Sum:
 
 
 def plan(hosts: Sequence[Host], ranks: int) -> list[tuple[int, str]]:
-    """(ranks, hosts) of what is tried: 2 ranks, on two hosts where there are, then all."""
+    """(ranks, hosts) of the tests: 2 ranks, on two hosts if possible, then all ranks."""
     if not hosts:
         return [(2, "")]
     pair = [Host(host.name, 1) for host in hosts[:2]] if len(hosts) > 1 else list(hosts)
@@ -57,17 +57,17 @@ def plan(hosts: Sequence[Host], ranks: int) -> list[tuple[int, str]]:
 def measure(
     controllers: Sequence[str], hosts: Sequence[Host], ranks: int, bandwidth: float
 ) -> Iterator[Sum | Finding]:
-    """One after the other: what was measured, or why it failed.
+    """Run the tests one after the other; yield each measurement, or the reason for its failure.
 
     Args:
-        bandwidth: of the slowest link, bytes a second; 0: not known.
+        bandwidth: bandwidth of the slowest link in bytes per second; 0: unknown.
     """
     for count, text in plan(hosts, ranks):
         for controller in controllers:
             command = launch(controller, count, on_threads(1, _WORKER), text or None)
             allowed = 0.0
             if bandwidth and "," in text:
-                # As each host sends at least: bus_bandwidth is what a wire would have to do.
+                # Lower bound: with 1 s, `bus_bandwidth` is the number of bytes each host sends.
                 allowed = bus_bandwidth(BYTES, 1.0, count) / bandwidth
             try:
                 lines = finish(command, LIMIT_SECONDS)
@@ -102,7 +102,7 @@ def _failed(controller: str, command: Sequence[str], error: Exception) -> Findin
 
 
 def check(sums: Sequence[Sum]) -> list[Finding]:
-    """Those that take far longer than the network does."""
+    """Report all-reduces that take far longer than the network requires."""
     return [
         Finding(
             "all-reduce",

@@ -1,4 +1,4 @@
-"""The order of the checks: each host is asked once, those between hosts follow."""
+"""Sequence of the checks: first those of each host, then those between hosts."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ _CLOCK_TRIES = 5
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be examined.
+    """Scope of an examination.
 
     Args:
-        hosts: where ranks would run; empty: this host alone.
-        ranks: how many; 0: as many as there are slots.
+        hosts: hosts on which ranks would run; empty: this host only.
+        ranks: world size; 0: the number of slots.
         root: run.root.
-        flags: of the configuration whose data is compared; None: none is.
-        stages: of `STAGES`, those that are done.
-        notice: is told what comes next.
+        flags: flags of the configuration whose data is compared; None: compare no data.
+        stages: the members of `STAGES` to run.
+        notice: called with a description of the next check.
     """
 
     hosts: Sequence[Host] = ()
@@ -57,12 +57,12 @@ class Request:
 
 @dataclass
 class Examination:
-    """What was found.
+    """Results of an examination.
 
     Args:
-        measured: what -> values, for people and scripts: links, speeds, all-reduces, clocks.
-        left_out: sentences on what was not done, and why.
-        seconds: that it took.
+        measured: name -> values, for people and scripts: links, speeds, all-reduces, clocks.
+        left_out: sentences on checks that were skipped, and why.
+        seconds: duration of the examination.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -72,10 +72,10 @@ class Examination:
 
 
 def examine(request: Request) -> Examination:
-    """Runs all checks.
+    """Run all checks.
 
     Raises:
-        UserError: not even this host can be asked, or not as many.
+        UserError: not even this host responds, or not all hosts can be asked at once.
     """
     began, found = time.monotonic(), Examination()
     usable = first_slots(request.hosts, request.ranks or 10**9)
@@ -110,7 +110,7 @@ def examine(request: Request) -> Examination:
 
 
 def _own_name(names: Sequence[str]) -> str:
-    """This host's, as the list has it; a launcher need not be in it."""
+    """Name of this host as in the list, or its hostname: a launcher need not be in the list."""
     for name in names:
         try:
             if is_this_host(name):
@@ -124,7 +124,7 @@ def _own_name(names: Sequence[str]) -> str:
 def _sessions(
     own: str, names: Sequence[str], found: Examination, notice: Callable[[str], None]
 ) -> Iterator[dict[str, Session]]:
-    """Those of the hosts that answer, this one first; of the others there are findings."""
+    """Open sessions with the hosts that respond, this one first; report the others as findings."""
     notice(f"asking {', '.join(names) or own}")
     addresses = {name: resolve(name) for name in names if name != own}
     for name, address in addresses.items():
@@ -141,7 +141,7 @@ def _sessions(
 def _ask_facts(
     sessions: dict[str, Session], request: Request, names: Sequence[str]
 ) -> dict[str, Facts]:
-    """Of each host that answers, in the order of the sessions."""
+    """Facts of each host that responds, in the order of the sessions."""
     root = str(Path(request.root).absolute())
     others = list(dict.fromkeys([*names, *sessions]))
 
@@ -180,7 +180,7 @@ def _compare(
 
 
 def _clock(session: Session) -> tuple[float, float]:
-    """(seconds ahead of here, by how much that may be wrong), of the quickest of some answers."""
+    """(seconds ahead of this host, uncertainty in seconds), from the fastest of several answers."""
     best = (0.0, float("inf"))
     for _ in range(_CLOCK_TRIES):
         before = time.time()
@@ -197,7 +197,7 @@ def examine_links(
     facts: Mapping[str, Facts],
     slots: Mapping[str, int],
 ) -> None:
-    """Adds what is wrong between hosts, and what was measured there."""
+    """Add the findings and measurements of the links between hosts."""
     peers = pairs.open_listeners(sessions.values(), facts, slots)
     links = pairs.measure_links(peers)
     if len(peers) > pairs.MOST_HOSTS:

@@ -1,4 +1,4 @@
-"""What is wrong: the one thing that all checks return."""
+"""The result type of all checks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ ERROR, WARNING = "error", "warning"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """A problem.
 
     Args:
-        check: which check found it, such as "ports"; docs/doctor.md has them all.
+        check: name of the check that found it, such as "ports"; docs/doctor.md lists all of them.
         where: a host, a pair of hosts, or a line of a file.
-        what: is wrong, as it was seen.
-        why: it matters.
-        mend: the command, or the key, that mends it.
-        severity: ERROR: a run would fail, or has failed of it; WARNING: it may cost time.
+        what: the problem, as observed.
+        why: why it matters.
+        mend: the command or the key that fixes it.
+        severity: ERROR: a run would fail, or failed because of it; WARNING: it may cost time.
     """
 
     check: str
@@ -30,5 +30,5 @@ class Finding:
 
 
 def failed(findings: Iterable[Finding]) -> bool:
-    """Whether any is more than a warning."""
+    """Whether any finding is more than a warning."""
     return any(finding.severity == ERROR for finding in findings)

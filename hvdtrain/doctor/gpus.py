@@ -9,11 +9,11 @@ from hvdtrain.doctor.finding import WARNING, Finding
 
 
 def check_gpus(host: str, facts: Mapping[str, Any], slots: int) -> Iterable[Finding]:
-    """What the driver says of each, and what torch makes of them.
+    """Check the driver's report on each GPU, and whether torch can use the GPUs.
 
     Args:
-        facts: of the host, see host_facts.py.
-        slots: ranks on it.
+        facts: facts of the host, see host_facts.py.
+        slots: ranks on the host.
     """
     for number, gpu in enumerate(facts["gpus"]):
         yield from _gpu(host, number, gpu)

@@ -1,6 +1,6 @@
-"""Checks of one host, from its facts (host_facts.py): this one, and every other.
+"""Checks of one host, this or another one, based on its facts (host_facts.py).
 
-Each is a function that returns findings; `CHECKS` names them all.
+Each check is a function that returns findings; `CHECKS` lists all of them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ Facts = Mapping[str, Any]
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _BUILD = "hvdtrain horovod build --install"
-# What importing torch and Horovod takes, with a small model.
+# Memory for importing torch and Horovod, with a small model.
 _RANK_BYTES = _GIB // 2
-_RANK_SHM = 64 * _MIB  # Docker's default for all; data workers hand batches through it
+_RANK_SHM = 64 * _MIB  # Docker's default for all; data workers pass batches through it
 _DISK_LEAST, _DISK_FEW = 256 * _MIB, 2 * _GIB
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a run would ask of a host.
+    """Requirements of a run for one host.
 
     Args:
-        slots: ranks on it; 0: none, it only launches.
-        ranks: on all hosts.
+        slots: ranks on the host; 0: none, it only launches.
+        ranks: world size.
         root: run.root, absolute.
     """
 
@@ -40,7 +40,7 @@ class Need:
 
 
 def check_host(host: str, facts: Facts, need: Need) -> list[Finding]:
-    """All findings of one host, whatever the others are."""
+    """Return all findings of one host, independent of the other hosts."""
     return [finding for check in CHECKS for finding in check(host, facts, need)]
 
 
@@ -57,7 +57,7 @@ def _own_name(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
 
 
 def _libraries(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
-    """Horovod's build against torch and MPI as they are there now."""
+    """Compare Horovod's build with the installed torch and MPI."""
     loaded, versions = facts["libraries"], facts["versions"]
     if versions["horovod"] is None:
         yield Finding("horovod", host, "Horovod is not installed", "no rank starts", _BUILD)
@@ -116,7 +116,7 @@ def _mpi(host: str, facts: Facts) -> Iterable[Finding]:
 
 
 def _torch_of(wheel: str) -> str:
-    """The torch that hvdtrain's wheel names; "" of another wheel."""
+    """The torch version that hvdtrain's wheel names; "" for another wheel."""
     found = re.search(r"\+torch(.+?)(?:\.(?:openmpi|mpich|intelmpi)\d|\.gloo)", wheel)
     return found[1] if found else ""
 
@@ -166,7 +166,7 @@ def _shm(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
 
 def _open_files(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
     soft, hard = facts["open_files"]
-    # Gloo joins each rank with each other in several contexts; a launcher has pipes for each.
+    # Gloo connects all pairs of ranks in several contexts; a launcher has pipes for each rank.
     wanted = 256 + 8 * need.ranks
     if 0 <= soft < wanted:
         lines = f"printf '* soft nofile {4 * wanted}\\n* hard nofile {4 * wanted}\\n'"

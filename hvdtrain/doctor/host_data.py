@@ -1,4 +1,4 @@
-"""On a host: which training data a configuration finds there."""
+"""On a host: the training data that a configuration finds there."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fingerprint(flags: list[str]) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Prints what `fingerprint` returns."""
+    """Print the result of `fingerprint`."""
     from hvdtrain.config import parse
     from hvdtrain.errors import UserError
     from hvdtrain.run.data import build_data

@@ -1,7 +1,7 @@
-"""On a host: what it is, and what is installed there. Numbers and names; nothing is judged.
+"""On a host: its properties and its installed software, as numbers and names, without verdicts.
 
-Run by the agent, which answers within a second: only `libraries` imports torch, in a process of
-its own, for an import may end the process.
+The agent runs this and answers within a second. Only `libraries` imports torch, in a process of
+its own, because an import may end the process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GPU_FIELDS = (
     "name,driver_version,ecc.errors.uncorrected.volatile.total,"
     "pcie.link.width.current,pcie.link.width.max"
 )
-# Drivers that know these by another name only do without.
+# Omitted for drivers that know these fields only by another name.
 _GPU_CLOCK_FIELDS = (
     "clocks_throttle_reasons.hw_slowdown,clocks_throttle_reasons.hw_thermal_slowdown"
 )
@@ -56,7 +56,7 @@ print("found", json.dumps(found))
 
 
 def gather(hosts: list[str]) -> dict[str, Any]:
-    """All that is known without torch.
+    """Return all facts that are available without torch.
 
     Args:
         hosts: names that launchers and ranks on this host will look up.
@@ -89,9 +89,9 @@ def gather(hosts: list[str]) -> dict[str, Any]:
 
 
 def libraries() -> dict[str, Any]:
-    """torch and Horovod as they load here: versions, and what Horovod was built with.
+    """Versions of torch and Horovod as loaded on this host, and how Horovod was built.
 
-    {"failed": the last line of what was said} where they do not load, {"slow": seconds} where that
+    {"failed": the last line of the output} if they cannot be loaded, {"slow": seconds} if loading
     takes longer.
     """
     command = [sys.executable, "-c", _LIBRARIES]
@@ -111,13 +111,13 @@ def libraries() -> dict[str, Any]:
 
 
 def _interfaces() -> dict[str, Any]:
-    """Of each that is up and has an IPv4 address, but loopback: what ranks could use."""
+    """Interfaces that ranks could use: up, with an IPv4 address, and not loopback."""
     state = psutil.net_if_stats()
     return {
         name: {
             "addresses": addresses,
             "mtu": state[name].mtu,
-            "mbit": state[name].speed,  # 0: not known
+            "mbit": state[name].speed,  # 0: unknown
         }
         for name, addresses in addresses_by_interface().items()
         if not all(address.startswith("127.") for address in addresses)
@@ -125,7 +125,7 @@ def _interfaces() -> dict[str, Any]:
 
 
 def _chosen(others: list[str]) -> str:
-    """The interface that leads to the first of the others; "" where none does."""
+    """The interface that leads to the first reachable address of `others`; "" if there is none."""
     for address in others:
         source = source_towards(address)
         for name, own in addresses_by_interface().items():
@@ -146,7 +146,7 @@ def _with_sbin() -> str:
 
 
 def _digest() -> str:
-    """Of hvdtrain's own source files."""
+    """Digest of hvdtrain's own source files."""
     folder, content = Path(hvdtrain.__file__).parent, hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         content.update(str(path.relative_to(folder)).encode() + path.read_bytes())
@@ -161,7 +161,7 @@ def _version(package: str) -> str | None:
 
 
 def _mpi() -> str | None:
-    """Such as openmpi4.1.4; None where no mpirun is on PATH."""
+    """MPI and its version, such as openmpi4.1.4; None if mpirun is not on PATH."""
     try:
         done = subprocess.run(
             ["mpirun", "--version"], capture_output=True, text=True, timeout=10, check=False
@@ -180,7 +180,7 @@ def _shared_memory() -> dict[str, int] | None:
 
 
 def _locale() -> dict[str, str]:
-    """The encoding of files and output, and why the locale cannot be set ("" where it can)."""
+    """The encoding of files and output, and why the locale cannot be set ("" if it can)."""
     problem = ""
     try:
         locale.setlocale(locale.LC_ALL, "")
@@ -191,7 +191,7 @@ def _locale() -> dict[str, str]:
 
 
 def _gpus() -> list[dict[str, str]]:
-    """What nvidia-smi says of each GPU, by the names of `nvidia-smi --help-query-gpu`."""
+    """Output of nvidia-smi for each GPU, with the names of `nvidia-smi --help-query-gpu`."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

@@ -1,4 +1,4 @@
-"""On a host: the folder of runs, its room and its locks."""
+"""On a host: the directory of runs, its free space and its locks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 from hvdtrain.run_files.file_lock import FileLock
 
 _TRIAL_BYTES = 1 << 20
-# Held until the agent ends: another host tries to take it meanwhile.
+# Held until the agent ends; meanwhile another host tries to take the lock.
 _held: list[FileLock] = []
 
 
 def folder(path: str) -> dict[str, Any]:
-    """Room, locks and a trial of writing there; what fails, as the system says it.
+    """Check free space, locks and a trial write in a directory; report failures as error messages.
 
-    A folder that is not there yet is made, as a run would make it, and removed again.
+    A missing directory is created, as a run would do, and removed again.
 
     Returns:
-        free: bytes; inodes: free ones; failed: "" where 1 MiB could be written; locks: flock works.
+        free: bytes; inodes: free ones; failed: "" if 1 MiB could be written; locks: flock works.
     """
     root = Path(path)
     made: list[Path] = []
@@ -32,7 +32,7 @@ def folder(path: str) -> dict[str, Any]:
         root.mkdir(parents=True, exist_ok=True)
         state = os.statvfs(root)
         found |= {"free": state.f_bavail * state.f_frsize, "inodes": state.f_favail}
-        with open(trial, "xb") as file:  # a link in its place is not followed
+        with open(trial, "xb") as file:  # do not follow a link in its place
             file.write(bytes(_TRIAL_BYTES))
             file.flush()
             os.fsync(file.fileno())
@@ -52,16 +52,16 @@ def folder(path: str) -> dict[str, Any]:
 
 
 def missing(root: Path) -> list[Path]:
-    """The folder and those above it that are not there, from the innermost on.
+    """The missing directories among `root` and its parents, innermost first.
 
     Raises:
-        OSError: a folder above cannot be searched.
+        OSError: a parent directory cannot be searched.
     """
     return [one for one in (root, *root.parents) if not one.exists()]
 
 
 def hold(path: str) -> bool:
-    """Takes a lock on a file of a folder that all hosts may share; whether that worked."""
+    """Take a lock on a file in a directory that hosts may share; return whether it worked."""
     lock = FileLock(Path(path))
     try:
         lock.open()
@@ -73,8 +73,8 @@ def hold(path: str) -> bool:
 
 
 def attempt(path: str) -> str:
-    """What another host makes of that lock: "absent" (no such file), "refused" or "taken"."""
-    if not os.path.exists(path):  # nor where it cannot be seen
+    """Try a lock that another host holds: "absent" (no such file), "refused" or "taken"."""
+    if not os.path.exists(path):  # or not visible
         return "absent"
     lock = FileLock(Path(path))
     try:

@@ -1,7 +1,7 @@
-"""On a host: real listeners, and attempts to reach those of other hosts.
+"""On a host: real listeners, and attempts to reach the listeners of other hosts.
 
-TCP is what ranks and launchers use. UDP is used for one thing only: a packet of a known size that
-the network must not cut into pieces.
+Ranks and launchers use TCP. UDP only serves to send a packet of a known size that the network
+must not fragment.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _BLOCK = bytes(1 << 18)
 _PINGS = 50
 _PING, _SINK = b"p", b"s"
 _DATAGRAM_SECONDS, _DATAGRAMS = 0.3, 3
-_UDP_HEADERS = 28  # of IPv4 and UDP
-# linux/in.h: never in pieces, whatever the kernel believes of the path.
+_UDP_HEADERS = 28  # IPv4 and UDP headers
+# linux/in.h: never fragment, whatever the kernel assumes about the path.
 _IP_MTU_DISCOVER, _PROBE = 10, 3
 
 
 def listen(ranges: dict[str, list[int]]) -> dict[str, Any]:
-    """Opens listeners on all addresses, until the agent ends.
+    """Open listeners on all addresses, until the agent ends.
 
     Args:
-        ranges: name -> [first port, last port, how many of them].
+        ranges: name -> [first port, last port, number of listeners].
 
     Returns:
-        ports: name -> those that listen; stream, udp: the ports of `stream` and `packet`.
+        ports: name -> listening ports; stream, udp: the ports of `stream` and `packet`.
     """
     waiting = selectors.DefaultSelector()
     ports: dict[str, list[int]] = {}
@@ -51,7 +51,7 @@ def listen(ranges: dict[str, list[int]]) -> dict[str, Any]:
 
 
 def _open(first: int, last: int, number: int, count: int) -> socket.socket | None:
-    """A listener in the `number`-th of `count` equal parts of a range; its first free port."""
+    """Listen on the first free port in the `number`-th of `count` equal parts of a range."""
     size = (last - first + 1) / count
     for port in range(first + int(number * size), first + int((number + 1) * size)):
         with suppress(OSError):
@@ -67,7 +67,7 @@ def _accept(waiting: selectors.BaseSelector) -> None:
 
 
 def reach(address: str, ports: list[int]) -> dict[str, str]:
-    """Port -> "" where its listener accepts, else what happened; all at once."""
+    """Port -> "" if its listener accepts, else the failure; all ports at once."""
     found: dict[str, str] = {}
 
     def attempt(port: int) -> None:
@@ -91,11 +91,11 @@ def reach(address: str, ports: list[int]) -> dict[str, str]:
 
 
 def packet(address: str, port: int, mtu: int) -> str:
-    """Whether a packet of `mtu` bytes arrives whole.
+    """Send a packet of `mtu` bytes and check whether it arrives unfragmented.
 
     Returns:
-        "arrives"; "told": a router says that it is too large, which TCP hears as well; "vanishes";
-        "unknown": a small one does not arrive either.
+        "arrives"; "told": a router reports that it is too large, which TCP detects too;
+        "vanishes"; "unknown": a small packet does not arrive either.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
         own.setsockopt(socket.IPPROTO_IP, _IP_MTU_DISCOVER, _PROBE)
@@ -111,7 +111,7 @@ def _echoed(own: socket.socket, size: int) -> str:
         try:
             own.send(bytes(size))
             while int(own.recv(16)) != size:
-                pass  # of one before, which was late
+                pass  # late answer to an earlier datagram
         except TimeoutError:
             continue
         except OSError as error:
@@ -123,7 +123,7 @@ def _echoed(own: socket.socket, size: int) -> str:
 
 
 def _echo(server: socket.socket) -> None:
-    """Answers each datagram with its size."""
+    """Answer each datagram with its size."""
     while True:
         with suppress(OSError):
             content, sender = server.recvfrom(1 << 16)
@@ -131,10 +131,10 @@ def _echo(server: socket.socket) -> None:
 
 
 def stream(address: str, port: int, seconds: float) -> dict[str, float]:
-    """latency: median seconds of a byte there and back; bandwidth: bytes a second, there.
+    """latency: median round-trip seconds of a byte; bandwidth: bytes per second, one way.
 
     Args:
-        seconds: that each of the two takes, about.
+        seconds: approximate duration of each of the two measurements.
     """
     with socket.create_connection((address, port), _CONNECT_SECONDS) as own:
         own.settimeout(_IDLE_SECONDS)
@@ -147,7 +147,7 @@ def stream(address: str, port: int, seconds: float) -> dict[str, float]:
             own.recv(1)
             times.append(time.perf_counter() - began)
             if sum(times) > seconds:
-                break  # far away: the other hosts wait
+                break  # the host is far away, and the other hosts wait
     with socket.create_connection((address, port), _CONNECT_SECONDS) as own:
         own.settimeout(_IDLE_SECONDS)
         own.sendall(_SINK)

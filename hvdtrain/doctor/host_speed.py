@@ -1,4 +1,4 @@
-"""On a host: how fast it computes and moves memory, alone."""
+"""On a host: its compute and memory speed, with no other host involved."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _COPY_BYTES, _GPU_COPY_BYTES = 32 << 20, 256 << 20
 
 
 def load() -> bool:
-    """Imports torch, which takes seconds: `measure` is then called on all hosts at one time."""
+    """Import torch, which takes seconds, so that all hosts then run `measure` at the same time."""
     import torch
 
     return bool(torch.cuda.is_available())
 
 
 def measure() -> dict[str, float]:
-    """What a second of work on all cores, and on each GPU, comes to; mean speeds, not the best.
+    """Measure about a second of work on all cores and on each GPU; mean speeds, not the best.
 
     Returns:
-        "processor": FLOP/s of float32 matrix products; "memory": bytes a second of a copy (each
-        byte is read once and written once); of each GPU "gpu N" (bfloat16) and "gpu N memory".
+        "processor": FLOP/s of float32 matrix products; "memory": bytes per second of a copy (each
+        byte is read once and written once); for each GPU "gpu N" (bfloat16) and "gpu N memory".
     """
     import torch
 
@@ -58,7 +58,7 @@ def _copies(device: Any, size: int) -> float:
 
 
 def _rate(work: Callable[[], object], device: Any) -> float:
-    """How often a second it is done."""
+    """Calls of `work` per second."""
     import torch
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""Checks of every host as this one sees it: its name, ssh, paths, versions, what `python` is."""
+"""Checks of every host as seen from this one: its name, ssh, paths, versions, its `python`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NEEDS_SSH = "launchers start ranks over ssh, and nobody answers a question ther
 
 
 def check_name(host: str, address: str | None) -> Iterable[Finding]:
-    """Whether the launcher's host knows the name at all."""
+    """Check that the launcher's host can resolve the name."""
     if address is None:
         yield Finding(
             "name",
@@ -28,7 +28,7 @@ def check_name(host: str, address: str | None) -> Iterable[Finding]:
         )
 
 
-# What ssh or Python says -> what is wrong, and what mends it.
+# Text in the output of ssh or Python -> (the problem, the fix).
 _SAYINGS = (
     (
         "IDENTIFICATION HAS CHANGED",
@@ -66,7 +66,7 @@ _SAYINGS = (
 
 
 def check_login(host: str, login: Login) -> Iterable[Finding]:
-    """ssh without a question, the same folder, the same Python."""
+    """Check ssh without a prompt, the working directory and the Python interpreter."""
     folder, python = os.getcwd(), sys.executable
     if not login.folder:
         yield Finding(
@@ -104,14 +104,14 @@ def _line_with(sign: str, lines: list[str]) -> str:
 
 
 def _python(host: str, login: Login) -> Iterable[Finding]:
-    """Whether launchers start the same `python` there as the user starts here.
+    """Check that launchers start the same `python` on the host as the user starts here.
 
-    horovodrun forwards PATH, and so does `mpirun -x PATH`. Plain mpirun looks on the PATH that
-    ssh has on the host.
+    horovodrun forwards PATH, and so does `mpirun -x PATH`. Plain mpirun uses the PATH that ssh
+    sets on the host.
     """
     own = shutil.which("python")
     if own is None or Path(own).parent != Path(sys.executable).parent or login.said:
-        return  # here they are called by their path
+        return  # here programs are called by their path
     if not _same_folder(login.python, own):
         yield Finding(
             "python",
@@ -137,7 +137,7 @@ def _same_folder(found: str, own: str) -> bool:
 
 
 def check_answers(host: str, failures: Sequence[str]) -> Iterable[Finding]:
-    """Questions that a host did not answer: what they would have shown is not known."""
+    """Report requests that a host did not answer: their results are unknown."""
     if failures:
         yield Finding(
             "agent",
@@ -149,7 +149,7 @@ def check_answers(host: str, failures: Sequence[str]) -> Iterable[Finding]:
 
 
 def compare(facts: Mapping[str, Facts], here: str) -> list[Finding]:
-    """The same program everywhere; `here` is the one that the others are compared with."""
+    """Check that all hosts have the same versions as `here`."""
     own, found = facts[here], []
     for host, theirs in facts.items():
         others = {"python": theirs["python"], "mpi": theirs["mpi"], **theirs["versions"]}
@@ -171,9 +171,9 @@ def compare(facts: Mapping[str, Facts], here: str) -> list[Finding]:
 
 
 def compare_names(facts: Mapping[str, Facts], here: str) -> list[Finding]:
-    """Every host has to find every other; what it calls itself is another check.
+    """Check that every host can resolve every other host; `_own_name` checks its own name.
 
-    What this one finds is `check_name`'s.
+    `check_name` covers the names that this host resolves.
     """
     found = []
     for host, theirs in facts.items():
@@ -195,10 +195,10 @@ def compare_names(facts: Mapping[str, Facts], here: str) -> list[Finding]:
 
 
 def compare_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
-    """Clocks that differ.
+    """Report clocks that differ.
 
     Args:
-        offsets: host -> (seconds that it is ahead of here, seconds by which that may be wrong).
+        offsets: host -> (seconds ahead of this host, uncertainty in seconds).
     """
     return [
         Finding(
@@ -215,7 +215,7 @@ def compare_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
 
 
 def compare_data(found: Mapping[str, Mapping[str, object]], here: str) -> list[Finding]:
-    """The same training data on all hosts."""
+    """Check that all hosts have the same training data."""
     findings = []
     for host, theirs in found.items():
         what = ""

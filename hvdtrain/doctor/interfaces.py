@@ -1,4 +1,4 @@
-"""Checks of the interfaces that libraries may choose for the way to other hosts."""
+"""Checks of the interfaces that libraries may choose to reach other hosts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _INTERFACE_VARIABLES = (
 
 
 def check_interfaces(facts: Mapping[str, Facts]) -> list[Finding]:
-    """Interfaces that a library may choose, and that lead nowhere."""
+    """Find interfaces that a library may choose but that lead to no other host."""
     return [*_repeated(facts), *_missing(facts)]
 
 
 def _repeated(facts: Mapping[str, Facts]) -> list[Finding]:
-    """One address on several hosts, as Docker's bridge has it: MPI takes them for one network."""
+    """Find an address that several hosts have, as Docker's bridge does: MPI sees one network."""
     if os.environ.get("OMPI_MCA_btl_tcp_if_include"):  # noqa: SIM112
         return []
     holders: dict[tuple[str, str], list[str]] = {}
@@ -67,11 +67,11 @@ def _missing(facts: Mapping[str, Facts]) -> list[Finding]:
 
 
 def _allows(value: str, names: Iterable[str]) -> bool:
-    """Whether a list of interfaces leaves any of a host's.
+    """Whether a list of interfaces matches any interface of a host.
 
-    As NCCL's documentation has it: `^` in front excludes what follows, `=` in front (or after that)
-    asks for whole names; else a word is what names begin with. Networks, such as 10.0.0.0/8, may be
-    any.
+    As in NCCL's documentation: a leading `^` excludes the following names, a leading `=` (or `^=`)
+    requires exact names; otherwise a word is a prefix. Networks, such as 10.0.0.0/8, always
+    match.
     """
     excludes = value.startswith("^")
     exact = value.lstrip("^").startswith("=")
@@ -86,10 +86,10 @@ def _allows(value: str, names: Iterable[str]) -> bool:
 
 
 def nccl_begins_with(theirs: Facts) -> str:
-    """The interface of a host with GPUs over which NCCL's ranks find each other.
+    """The interface that NCCL's ranks on a host with GPUs use to find each other.
 
     The first whose name begins with `ib`, else the first that does not begin with `docker` (NCCL's
-    documentation of NCCL_SOCKET_IFNAME). "": the host has no GPU, or that variable decides.
+    documentation of NCCL_SOCKET_IFNAME). "": the host has no GPU, or the variable is set.
     """
     if not theirs["gpus"] or os.environ.get("NCCL_SOCKET_IFNAME"):
         return ""
@@ -100,10 +100,10 @@ def nccl_begins_with(theirs: Facts) -> str:
 
 
 def nccl_ways(facts: Mapping[str, Facts], slots: Mapping[str, int]) -> dict[tuple[str, str], str]:
-    """What is tried of NCCL's interfaces: (a host, the one before it) -> the interface of that one.
+    """Tests of NCCL's interfaces: (a host, the previous host) -> the previous host's interface.
 
-    Only between hosts on which ranks use GPUs: others need not be on that network. Interfaces that
-    are the way to the others anyway are left out.
+    Only hosts whose ranks use GPUs are tested: others need not be on that network. Interfaces that
+    already are the route to the other hosts are omitted.
     """
     names = {host: nccl_begins_with(facts[host]) for host in facts if slots.get(host)}
     users = [host for host, name in names.items() if name]

@@ -1,4 +1,4 @@
-"""Checks between hosts: ports, packets and speeds of the ways from each to each."""
+"""Checks between hosts: ports, packets and speed of each link."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hvdtrain.doctor.finding import ERROR, WARNING, Finding
 from hvdtrain.doctor.here import Facts
 from hvdtrain.doctor.pairs import METRICS, MPI, RANKS, Links, Peer
 
-_SLOW = 0.5  # of the median
-_FEW = 4  # directions that have a finding each
-# Of what a board says: a busy host's single stream does so much in any case.
+_SLOW = 0.5  # fraction of the median
+_FEW = 4  # up to this number, each direction has its own finding
+# Limit for the speed that a board reports: even a busy host's single stream reaches this.
 _MOST_MBIT = 1000
-# Seconds there and back: from so long on it is late in any case, or where others are much quicker.
+# Round-trip seconds: late above _LATE_S, or above both _LATER_S and _LATER times the median.
 _LATE_S, _LATER_S, _LATER = 2e-3, 0.5e-3, 4.0
 
 
 def check_links(links: Links, peers: Mapping[str, Peer]) -> list[Finding]:
-    """Ports, packets, speeds and latencies."""
+    """Check ports, packets, speeds and latencies."""
     found = []
     for ends, link in links.items():
         for name, problems in link.problems.items():
@@ -55,7 +55,7 @@ def _closed(
 
 
 def _opening(firewalls: Sequence[str], source: str, host: str) -> str:
-    """The command that lets one host through the other's firewall, of the kinds that it has."""
+    """The command that opens a firewall of the host for another host, by the firewall's kind."""
     commands = {
         "firewall-cmd": f"firewall-cmd --permanent --zone=trusted --add-source={source}; "
         "firewall-cmd --reload",
@@ -111,7 +111,7 @@ def _mtu(facts: Facts) -> int:
 
 
 def slow(links: Links, peers: Mapping[str, Peer]) -> dict[tuple[str, str], float]:
-    """Directions that are slower than half of what the others, or their board, let expect."""
+    """Directions slower than half of the speed expected from the median or the boards."""
     measured = [link.bandwidth for link in links.values() if link.bandwidth]
     if not measured:
         return {}
@@ -148,9 +148,9 @@ def _speeds(links: Links, peers: Mapping[str, Peer]) -> list[Finding]:
 
 
 def _places(directions: Sequence[tuple[str, str]]) -> dict[str, tuple[str, str]]:
-    """Where a finding is -> the direction that shows it, of directions with the worst one first.
+    """Location of a finding -> the direction that shows it; `directions` has the worst one first.
 
-    Few have a finding each. Many have one, which names the hosts that are in most of them.
+    A few directions have one finding each. Many share one, which names the hosts in most of them.
     """
     if len(directions) <= _FEW:
         return {f"{a} -> {b}": (a, b) for a, b in directions}
@@ -161,7 +161,7 @@ def _places(directions: Sequence[tuple[str, str]]) -> dict[str, tuple[str, str]]
 
 
 def late(links: Links) -> dict[tuple[str, str], float]:
-    """Directions whose short messages take long: seconds that the usual one takes."""
+    """Directions with slow short messages -> the usual latency in seconds."""
     measured = [link.latency for link in links.values() if link.latency]
     usual = statistics.median_low(measured) if measured else 0.0
     return {

@@ -1,4 +1,4 @@
-"""What goes between hosts: each pair of them in rounds that do not disturb each other."""
+"""Measurements between hosts: pairs are measured in rounds that do not disturb each other."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from hvdtrain.doctor.here import Facts
 from hvdtrain.doctor.session import Session, together
 
 STREAM_SECONDS = 0.3
-_SECONDS = 30.0  # for one question, which has limits of its own
+_SECONDS = 30.0  # per request; requests have their own limits
 _EPHEMERAL_SAMPLES, _MPI_SAMPLES = 6, 2
-# A round takes about a second: of more hosts only some rounds are done.
+# A round takes about a second, so with more hosts only some rounds are run.
 MOST_HOSTS, SAMPLED_ROUNDS = 64, 16
-_AGAIN = 16  # directions: so many more are not of a moment
+_AGAIN = 16  # directions; if more are bad, the cause is not momentary
 RANKS, MPI, METRICS = "ranks and launchers", "MPI", "metrics"
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A host that listens.
+    """A host with open listeners.
 
     Args:
-        ports: of each range, those that listen.
-        ranges: name -> first and last port of it.
+        ports: name of the range -> listening ports.
+        ranges: name of the range -> its first and last port.
     """
 
     session: Session
@@ -39,13 +39,13 @@ class Peer:
 
 @dataclass
 class Link:
-    """What one host found about the way to another.
+    """Measurements of one host on its link to another.
 
     Args:
-        problems: range -> port -> what happened, of the ports that did not accept.
+        problems: range -> port -> failure, for ports that did not accept.
         packet: see host_links.packet.
         latency: seconds; 0: not measured.
-        bandwidth: bytes a second; 0: not measured.
+        bandwidth: bytes per second; 0: not measured.
     """
 
     problems: dict[str, dict[int, str]]
@@ -60,7 +60,7 @@ Links = dict[tuple[str, str], Link]
 def open_listeners(
     sessions: Iterable[Session], facts: Mapping[str, Facts], slots: Mapping[str, int]
 ) -> dict[str, Peer]:
-    """Real listeners on each host, in every range that a run uses."""
+    """Open listeners on each host, in every port range that a run uses."""
     ranges = {name: _ranges(facts[name], slots.get(name, 0)) for name in facts}
 
     def listen(session: Session) -> Peer:
@@ -75,14 +75,14 @@ def open_listeners(
 
 
 def _ranges(facts: Facts, slots: int) -> dict[str, list[int]]:
-    """name -> first port, last port, how many of them are tried."""
+    """Name -> [first port, last port, number of ports to try]."""
     from hvdtrain.telemetry.config import TelemetryConfig
 
     found = {RANKS: [*facts["ports"], _EPHEMERAL_SAMPLES]}
     if slots == 0:
         return found  # it only launches
     if facts["mpi"] is not None:
-        # Open MPI takes the first that is free from here on.
+        # Open MPI takes the first free port from here on.
         first = int(os.environ.get("OMPI_MCA_btl_tcp_port_min_v4", "1024"))  # noqa: SIM112
         found[MPI] = [first, first + 199, _MPI_SAMPLES]
     metrics = TelemetryConfig().port
@@ -91,7 +91,7 @@ def _ranges(facts: Facts, slots: int) -> dict[str, list[int]]:
 
 
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Each pair once, in rounds in which no host is in two pairs (the circle method)."""
+    """Each pair once, in rounds with at most one pair per host (the circle method)."""
     places: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
     found = []
     for _ in range(len(places) - 1):
@@ -103,10 +103,10 @@ def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def measure_links(peers: Mapping[str, Peer]) -> Links:
-    """The ways between two hosts, in both directions: ports first, then packets, then speed.
+    """Measure the links between hosts in both directions: ports, then packets, then speed.
 
-    All of them up to MOST_HOSTS hosts; above, each host's with SAMPLED_ROUNDS others (of an odd
-    number of hosts, some with one fewer), from all over the list.
+    Up to MOST_HOSTS hosts, all links are measured; above, each host's links to SAMPLED_ROUNDS other
+    hosts (for an odd number of hosts, some have one fewer), spread over the list.
     """
     links: Links = {}
     done = rounds(list(peers))
@@ -115,14 +115,14 @@ def measure_links(peers: Mapping[str, Peer]) -> Links:
     for pairs in done:
         both = [*pairs, *((b, a) for a, b in pairs)]
         links |= _at_once(peers, both, _reach)
-        # One direction at a time: both together would share a host's processor, if not its link.
+        # One direction at a time: both would share a host's processor, and perhaps its link.
         for direction in (pairs, both[len(pairs) :]):
             _measure(peers, [e for e in direction if RANKS not in links[e].problems], links)
     return links
 
 
 def _measure(peers: Mapping[str, Peer], direction: Sequence[tuple[str, str]], links: Links) -> None:
-    """Packets and speed of pairs that do not disturb each other; the better of two stay."""
+    """Measure packets and speed of disjoint pairs; keep the better of two measurements."""
     for ends, answer in _at_once(peers, direction, _stream).items():
         link = links[ends]
         link.packet = answer["packet"]
@@ -132,7 +132,7 @@ def _measure(peers: Mapping[str, Peer], direction: Sequence[tuple[str, str]], li
 
 
 def _at_once(peers: Mapping[str, Peer], pairs: Sequence[tuple[str, str]], do: Any) -> Any:
-    """`do(from, to)` of pairs, each host in one at most; pairs of silent hosts are left out."""
+    """Run `do(from, to)` for pairs with each host at most once as `from`; omit failed requests."""
     if len({a for a, _ in pairs}) < len(pairs):
         raise ValueError("a host can answer one question at a time")
     to = dict(pairs)
@@ -145,7 +145,7 @@ def _at_once(peers: Mapping[str, Peer], pairs: Sequence[tuple[str, str]], do: An
 
 def _reach(own: Peer, other: Peer) -> Link:
     groups = dict(other.ports)
-    # The kernel picked that one too.
+    # The kernel chose the stream port too.
     groups[RANKS] = [*groups.get(RANKS, ()), other.stream]
     ports = [port for group in groups.values() for port in group]
     answer = own.session.ask("reach", _SECONDS, address=_address(own, other), ports=ports)
@@ -167,14 +167,14 @@ def _stream(own: Peer, other: Peer) -> dict[str, Any]:
 
 
 def _address(own: Peer, other: Peer) -> str:
-    """Of the other, as this one looks it up."""
+    """Address of the other host, as this host resolves it."""
     return str(own.facts["addresses"].get(other.session.name) or other.session.name)
 
 
 def measure_again(peers: Mapping[str, Peer], links: Links, ends: Iterable[tuple[str, str]]) -> None:
-    """A host may have been busy for a moment: the first directions get a second chance, one by one.
+    """Measure the first directions again, one at a time, as a host may have been busy briefly.
 
-    At most _AGAIN of them.
+    At most _AGAIN directions are measured.
     """
     for direction in itertools.islice(ends, _AGAIN):
         _measure(peers, [direction], links)
@@ -183,10 +183,10 @@ def measure_again(peers: Mapping[str, Peer], links: Links, ends: Iterable[tuple[
 def reach_interfaces(
     peers: Mapping[str, Peer], ways: Mapping[tuple[str, str], str]
 ) -> dict[tuple[str, str], str]:
-    """What happens where a host does not reach an interface of another.
+    """Failures of hosts to reach an interface of another host.
 
     Args:
-        ways: (the host that tries, the other) -> an interface of the other; each tries one.
+        ways: (from, to) -> an interface of `to`; each host tries one.
     """
 
     def attempt(own: Peer, other: Peer) -> str:

@@ -16,7 +16,7 @@ from hvdtrain.doctor.examine import Examination
 from hvdtrain.doctor.finding import ERROR, Finding
 from hvdtrain.untrusted import printable
 
-# Directions that have a line each; of more of them so many, the slowest.
+# Up to _MOST_LINKS directions have a line each; otherwise only the _SLOWEST_LINKS slowest.
 _MOST_LINKS, _SLOWEST_LINKS = 32, 8
 _COLOURS = {ERROR: "bold red"}
 
@@ -31,7 +31,7 @@ def examination_json(found: Examination) -> str:
 
 
 def show(findings: Sequence[Finding], notes: Sequence[str], console: Console) -> None:
-    """A table, then what mends each, in lines that can be copied."""
+    """Print a table, then the fix for each finding, in lines that can be copied."""
     if findings:
         console.print(_table(findings))
         console.print("\nTo mend:")
@@ -58,7 +58,7 @@ def _table(findings: Sequence[Finding]) -> Table:
 
 
 def notes(found: Examination) -> Iterator[str]:
-    """What was measured and what was left out, a line each."""
+    """The measurements and the skipped checks, one per line."""
     yield from _links([link for link in found.measured.get("links", ()) if link["bandwidth"]])
     for host, theirs in found.measured.get("speeds", {}).items():
         gpus = ", ".join(f"{n} {v / 1e12:.0f} TFLOP/s" for n, v in theirs.items() if _is_gpu(n))
@@ -75,7 +75,7 @@ def notes(found: Examination) -> Iterator[str]:
 
 
 def _links(links: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line each, or of many the slowest."""
+    """One line per link, or only the slowest links if there are many."""
     shown = links
     if len(links) > _MOST_LINKS:
         shown = sorted(links, key=lambda link: float(link["bandwidth"]))[:_SLOWEST_LINKS]

@@ -1,7 +1,7 @@
-"""Why a run failed, or is slow: from its logs, the stacks of hung ranks, its events and figures.
+"""Find why a run failed or is slow, from its logs, stacks of hung ranks, events and metrics.
 
-A rank that fails takes the others with it, and these say only that they lost it: what a line means
-is therefore tried in the order of `CAUSES`, causes before consequences.
+A failing rank brings down the other ranks, and they only report that they lost it. Lines are
+therefore matched in the order of `CAUSES`, causes before consequences.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hvdtrain.report.run import Run, read
 from hvdtrain.run_files.events_file import each_line
 from hvdtrain.untrusted import read_regular, real
 
-_LONGEST = 240  # characters of a line that are shown
-_MUCH = 0.3  # of the ranks' time
+_LONGEST = 240  # maximum number of characters shown of a line
+_MUCH = 0.3  # share of the ranks' time
 _LEVELS = ("warning", "error", "critical")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a file of the run.
+    """A line of a file in the run directory.
 
     Args:
-        text: of the message, and the last line of a traceback.
+        text: the message and the last line of its traceback.
     """
 
     where: str
@@ -39,12 +39,12 @@ class Line:
 
 
 def diagnose(folder: Path) -> tuple[list[Finding], str]:
-    """The findings of a run, the likeliest cause first, and a sentence on how it ended.
+    """Return the findings of a run, the most likely cause first, and a sentence on how it ended.
 
-    Those of a run that finished, or trains on, are warnings.
+    All findings are warnings if the run finished or was asked to stop (exit code 0 or 75).
 
     Raises:
-        UserError: it is no folder of a run, or cannot be read.
+        UserError: `folder` is not a run directory, or cannot be read.
     """
     run = read(folder)
     found = figures(run)
@@ -64,7 +64,7 @@ def diagnose(folder: Path) -> tuple[list[Finding], str]:
 
 
 def _log_lines(folder: Path) -> Iterator[Line]:
-    """What ranks logged, from warnings on."""
+    """Log lines of the ranks with level warning or above."""
     for path in sorted((folder / "logs").glob("rank_*.jsonl")):
         for number, line in enumerate(each_line(path), start=1):
             if line is None or line.get("level") not in _LEVELS:
@@ -78,7 +78,7 @@ def _log_lines(folder: Path) -> Iterator[Line]:
 
 
 def _from_lines(lines: Iterable[Line]) -> list[Finding]:
-    """One finding for each cause, with the first line that shows it."""
+    """Return one finding per cause, with the first line that shows it."""
     lines, found = list(lines), []
     taken: set[str] = set()
     for cause in CAUSES:
@@ -97,7 +97,7 @@ def _short(text: str) -> str:
 
 
 def _hung(folder: Path) -> Iterator[Finding]:
-    """Ranks that their watchdog killed, with where the first of them was."""
+    """Find ranks that their watchdog killed, with the position of the first of them."""
     for path in sorted((folder / "logs").glob("hang_*.txt")):
         lines = read_regular(path).decode("utf-8", "replace").splitlines()
         for number, line in enumerate(lines, start=1):
@@ -116,12 +116,12 @@ def _hung(folder: Path) -> Iterator[Finding]:
 
 
 def _is_frame(text: str) -> bool:
-    """A line of Python's own fault handler, or of py-spy."""
+    """Whether a line is a stack frame of Python's fault handler or of py-spy."""
     return text.lstrip().startswith('File "') or re.match(r"\s+\w.* \(\S+:\d+\)$", text) is not None
 
 
 def _from_events(run: Run, known: set[str]) -> Iterator[Finding]:
-    """What events and figures say, and no line of a log did."""
+    """Find problems that events and metrics show, but no log line."""
     path = run.path / "events.jsonl"
     for number, event in enumerate(each_line(path) if path.exists() else (), start=1):
         if event is None:
@@ -144,7 +144,10 @@ def _of_event(check: str, where: str, line: str) -> Finding:
 
 
 def _killed(run: Run, lines: list[Line]) -> Iterator[Finding]:
-    """No end, no line that says why: from outside. Memory that only grew points to the kernel."""
+    """Find the reason for a run without a recorded end, assuming it was killed from outside.
+
+    If memory only grew, the kernel is the likely cause.
+    """
     if run.ledger is None or not len(run.steps["step"]):
         return
     last = f"the last step on record is {int(run.steps['step'][-1])}"
@@ -170,7 +173,7 @@ def _killed(run: Run, lines: list[Line]) -> Iterator[Finding]:
 
 
 def _growth(run: Run) -> str:
-    """Such as "rank 3 grew from 0.5 to 7.9 GiB"; "" where none grew to twice its first size."""
+    """Text such as "rank 3 grew from 0.5 to 7.9 GiB"; "" if no rank's memory more than doubled."""
     if run.ranks is None:
         return ""
     memory = run.ranks.figures["host_memory_bytes"]
@@ -184,7 +187,7 @@ def _growth(run: Run) -> str:
 
 
 def _unexplained(folder: Path, lines: list[Line], code: int) -> Finding:
-    """The last that was logged, for want of something better."""
+    """Report the last logged error, if no cause is known."""
     errors = [line for line in lines if "Traceback" not in line.text]
     shown = errors[-1] if errors else Line(str(folder / "logs"), "no warning and no error")
     return Finding(
@@ -198,7 +201,7 @@ def _unexplained(folder: Path, lines: list[Line], code: int) -> Finding:
 
 
 def _slow(found: Figures) -> Iterator[Finding]:
-    """What took the time of a run, also of one that finished."""
+    """Find what slowed down a run, even if it finished."""
     where = f"{found['run']}/ranks.jsonl"
     shares = found["phase_shares"] or {}
     for straggler in found["stragglers"][:1]:

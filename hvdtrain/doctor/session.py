@@ -1,4 +1,4 @@
-"""A host that is asked: its agent, started over ssh once, and all that is said with it."""
+"""Session with a host: its agent, started once over ssh, and all requests to it."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _AGENT = [sys.executable, "-m", "hvdtrain.doctor.agent"]
 
 
 class SilentError(Exception):
-    """A host does not answer, or cannot; the message says how."""
+    """A host does not answer, or reports an error; the message says how."""
 
 
 @dataclass
 class Login:
-    """How the first word with a host went.
+    """Result of the login to a host.
 
     Args:
-        python: path of `python` there with this process's PATH; "" if there is none.
-        ssh_python: path of `python` there with the PATH of a command over ssh.
-        folder: this working folder is there.
-        interpreter: this very Python is there, under the same path.
-        said: the last lines of ssh or Python, where no agent spoke.
+        python: path of `python` on the host with this process's PATH; "" if there is none.
+        ssh_python: path of `python` on the host with the PATH of a command over ssh.
+        folder: whether this working directory exists on the host.
+        interpreter: whether this Python exists on the host, under the same path.
+        said: the last lines of ssh or Python, if no agent answered.
     """
 
     python: str = ""
@@ -53,15 +53,15 @@ class Login:
 
 
 class Session:
-    """The agent of one host, up until `close`.
+    """The agent of one host, running until `close`.
 
     Args:
-        name: of the host, as ssh takes it.
-        here: it is this very host: no ssh.
+        name: name of the host for ssh.
+        here: whether it is this host, which needs no ssh.
 
     Attributes:
-        login: how it began.
-        failures: questions that were not answered, and why: what was asked is not known then.
+        login: result of the login.
+        failures: requests without an answer, and why; their results are unknown.
     """
 
     def __init__(self, name: str, here: bool) -> None:
@@ -78,7 +78,7 @@ class Session:
         threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
 
     def start(self) -> bool:
-        """Waits until the agent speaks; `login` says why it does not."""
+        """Wait for the agent's first answer; `login` says why there is none."""
         deadline = time.monotonic() + LOGIN_SECONDS
         try:
             while True:
@@ -88,17 +88,17 @@ class Session:
                 self._note(word)
         except SilentError as error:
             self.login.said = self._last_lines() or [str(error)]
-            self.close()  # its late word would be taken for an answer
+            self.close()  # a late line would be mistaken for an answer
         return not self.login.said
 
     def ask(self, do: str, limit: float, **arguments: Any) -> Any:
-        """What the agent answers; see agent.py.
+        """Return the agent's answer to a request; see agent.py.
 
         Args:
-            limit: seconds.
+                limit: seconds.
 
-        Raises:
-            SilentError: it does not within `limit`, or says that it cannot.
+            Raises:
+                SilentError: there is no answer within `limit`, or the agent reports an error.
         """
         try:
             return self._ask(do, limit, arguments)
@@ -116,7 +116,7 @@ class Session:
         try:
             said = json.loads(self._next(limit))
         except SilentError:
-            self.close()  # what it answers later would be taken for the next answer
+            self.close()  # a late answer would be mistaken for the next one
             raise
         if "error" in said:
             raise SilentError(said["error"])
@@ -139,7 +139,7 @@ class Session:
             self.login.interpreter = False
 
     def _next(self, seconds: float) -> str:
-        """The next line of the agent, or of the shell before it."""
+        """Return the next line of the agent, or of the shell before it."""
         try:
             line = self._lines.get(timeout=max(0.0, seconds))
         except queue.Empty:
@@ -151,7 +151,7 @@ class Session:
     def _read(self, source: IO[str]) -> None:
         with suppress(OSError, ValueError):
             for line in source:
-                # What a ~/.bashrc prints comes before, in lines of its own or in front.
+                # The output of a ~/.bashrc comes before it, in separate lines or on the same line.
                 _, mark, word = line.partition(MARK)
                 if mark:
                     self._lines.put(word.rstrip("\n"))
@@ -161,7 +161,7 @@ class Session:
         return next(reversed(self._last_lines()), "")
 
     def _last_lines(self) -> list[str]:
-        """Of its error output, as the end of it stands there now."""
+        """The last lines of its error output so far."""
         size = self._said.seek(0, os.SEEK_END)
         self._said.seek(max(0, size - 4096))
         lines = self._said.read().decode(errors="replace").splitlines()
@@ -170,14 +170,14 @@ class Session:
 
 @contextmanager
 def opened(own: str, others: Sequence[str]) -> Iterator[dict[str, Session]]:
-    """A session with each host, this one first; all are closed in any case.
+    """Open a session with each host, this one first; close all of them in any case.
 
     Raises:
-        UserError: this process may not open as many files.
+        UserError: the limit on open files of this process is too low.
     """
     total = 1 + len(others)
     with ExitStack() as stack:
-        # This host's agent tells the limit that ranks here have: it comes before that is raised.
+        # This host's agent reports the limit of ranks, so it starts before the limit is raised.
         sessions = {own: stack.enter_context(closing(Session(own, here=True)))}
         stack.enter_context(_most_open_files())
         try:
@@ -195,7 +195,7 @@ def opened(own: str, others: Sequence[str]) -> Iterator[dict[str, Session]]:
 
 @contextmanager
 def _most_open_files() -> Iterator[None]:
-    """The soft limit is as high as the hard one meanwhile."""
+    """Raise the soft limit on open files to the hard limit within the context."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
@@ -206,13 +206,13 @@ def _most_open_files() -> Iterator[None]:
 
 
 def together(sessions: Iterable[Session], do: Callable[[Session], T]) -> dict[str, T]:
-    """Does something with all hosts at once; those that fall silent are not in the result.
+    """Call `do` for all hosts at once; hosts that stop responding are not in the result.
 
     Returns:
-        Name -> what was done, in the order of the sessions.
+        Name -> result of `do`, in the order of the sessions.
 
     Raises:
-        Exception: the first that `do` raised, but SilentError, which the session keeps.
+        Exception: the first exception of `do`, except SilentError, which the session records.
     """
     asked = list(sessions)
     found: dict[str, T] = {}
@@ -230,14 +230,14 @@ def together(sessions: Iterable[Session], do: Callable[[Session], T]) -> dict[st
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()  # each question has a limit of its own
+        thread.join()  # each request has its own limit
     if errors:
         raise errors[0]
     return {session.name: found[session.name] for session in asked if session.name in found}
 
 
 def _remote_command() -> str:
-    """For a shell of any kind: reports what `python` is, then becomes the agent."""
+    """Command for any shell: report which `python` it finds, then become the agent."""
     word = f"printf '{MARK}%s\\n'"
     folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
     path = shlex.quote(os.environ.get("PATH", os.defpath))

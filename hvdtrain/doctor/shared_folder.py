@@ -1,4 +1,4 @@
-"""Whether the hosts share run.root, and its locks: one host takes a lock, the others try to."""
+"""Check that hosts share run.root and its locks: one host takes a lock, the others try to."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _SECONDS = 10.0
 
 
 def check_locks(sessions: Sequence[Session], root: str) -> list[Finding]:
-    """Whether a lock that the first host takes in run.root is there for the others.
+    """Check that the other hosts see a lock that the first host takes in run.root.
 
-    Nothing is found where it cannot be taken, or the folder cannot be made: each host was asked
-    for that alone.
+    Report nothing if the lock cannot be taken or the directory cannot be created: each host is
+    checked for that separately.
     """
     folder = Path(root).absolute()
     path = folder / f".doctor-lock-{socket.gethostname()}-{os.getpid()}"
@@ -36,7 +36,7 @@ def check_locks(sessions: Sequence[Session], root: str) -> list[Finding]:
         with suppress(OSError):
             path.unlink(missing_ok=True)
             for one in made:
-                one.rmdir()  # not on NFS, which keeps the file for as long as the agent holds it
+                one.rmdir()  # not on NFS, which keeps the file as long as the agent holds it
     return [
         _finding(host, state, str(folder)) for host, state in seen.items() if state != "refused"
     ]

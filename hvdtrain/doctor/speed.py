@@ -1,4 +1,4 @@
-"""Checks of each host alone: a slow one is named before all others wait for it."""
+"""Checks of each host alone, to name a slow host before all others wait for it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Mapping
 from hvdtrain.doctor.finding import WARNING, Finding
 from hvdtrain.doctor.session import Session, together
 
-_SLOW = 0.7  # of the median
+_SLOW = 0.7  # fraction of the median
 _LOAD_SECONDS, _SECONDS = 60.0, 60.0
 
 Speeds = dict[str, dict[str, float]]
 
 
 def measure(sessions: Mapping[str, Session]) -> Speeds:
-    """Host -> what -> its speed; see host_speed.py. A slow one is measured once more."""
+    """Host -> quantity -> speed; see host_speed.py. Measure again if a host is slow."""
     able = together(sessions.values(), lambda session: session.ask("load", _LOAD_SECONDS))
     speeds = _measure(sessions, able)
-    # All again: it is compared with what the others do at the same time.
+    # Measure all hosts again, because speeds are compared with simultaneous measurements.
     if slow(speeds):
         again = _measure(sessions, able)
         if len(slow(again)) < len(slow(speeds)):
@@ -31,9 +31,10 @@ def _measure(sessions: Mapping[str, Session], able: Mapping[str, bool]) -> Speed
 
 
 def slow(speeds: Speeds) -> dict[tuple[str, str], float]:
-    """(host, what) -> its part of the median of all hosts, where that is little.
+    """(host, quantity) -> fraction of the median of all hosts, if the host is slow.
 
-    The higher of two in the middle: of two hosts the slower one is compared with the other.
+    The higher of the two middle values counts, so of two hosts the slower one is compared with the
+    other.
     """
     found: dict[tuple[str, str], float] = {}
     for what in sorted({name for theirs in speeds.values() for name in theirs}):
@@ -44,7 +45,7 @@ def slow(speeds: Speeds) -> dict[tuple[str, str], float]:
 
 
 def check(speeds: Speeds) -> list[Finding]:
-    """One finding for each slow host and part of it."""
+    """Return one finding for each slow host and quantity."""
     kinds = {"processor": ("GFLOP/s", 1e9), "memory": ("GB/s", 1e9)}
     found = []
     for (host, what), part in slow(speeds).items():

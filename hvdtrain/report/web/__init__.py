@@ -1,1 +1,1 @@
-"""Runs in a browser while they go on: `hvdtrain report --serve`."""
+"""Live view of runs in a browser: `hvdtrain report --serve`."""

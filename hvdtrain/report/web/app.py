@@ -1,4 +1,4 @@
-"""What the server answers: three files, the list of runs, a run, and its report."""
+"""Responses of the server: three files, the list of runs, a run, and its report."""
 
 from __future__ import annotations
 

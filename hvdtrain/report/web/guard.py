@@ -1,4 +1,4 @@
-"""Who may see the runs: browsers that came by a name of this host, and brought the token."""
+"""Access control: browsers must use a known name of this host and present the token."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _COOKIE = "hvdtrain-token-"  # and the port: cookies know hosts only
 
 
 def guarded(app: App, names: Iterable[str], token: str, port: int) -> App:
-    """An application behind the two checks.
+    """Wrap an application in the two checks.
 
-    A page of elsewhere can make a browser ask this server by a name of its own that leads here
-    (DNS rebinding); by an address it cannot.
+    A foreign page can make a browser contact this server by a name of the page's own that resolves
+    to this host (DNS rebinding), but not by an address.
 
     Args:
-        names: of this host; addresses and localhost may stand in an URL anyway.
-        token: a browser brings it once in the URL, and then as a cookie; others in the header
-            "Authorization: Bearer". "": none is asked for.
+        names: names of this host; addresses and localhost are always allowed in a URL.
+        token: a browser presents it once in the URL and then as a cookie; other clients use the
+            header "Authorization: Bearer". "": no token is required.
     """
     known = {"localhost", *(name.lower() for name in names)}
     cookie = f"{_COOKIE}{port}"
@@ -43,7 +43,7 @@ def guarded(app: App, names: Iterable[str], token: str, port: int) -> App:
 
 
 def refuse(start: Callable[..., Any], status: HTTPStatus, why: str) -> list[bytes]:
-    """An answer that says why not."""
+    """Send an error response with a reason."""
     headers = [("Content-Type", "text/plain; charset=utf-8"), ("Cache-Control", "no-store")]
     start(f"{status.value} {status.phrase}", [*headers, ("X-Content-Type-Options", "nosniff")])
     return [f"{why}\n".encode()]
@@ -81,12 +81,12 @@ def _brought(environ: dict[str, Any], cookie: str) -> Iterable[str]:
 
 
 def _same(given: str, token: str) -> bool:
-    """In a time that does not tell where they differ."""
+    """Compare in constant time, so that timing does not reveal where they differ."""
     return hmac.compare_digest(given.encode(errors="replace"), token.encode())
 
 
 def _welcome(environ: dict[str, Any], start: Callable[..., Any], cookie: str) -> list[bytes]:
-    """The same address without the token, which shall not stay in histories."""
+    """Redirect to the same address without the token, to keep the token out of histories."""
     environ[TRUST]()
     rest = parse_qsl(environ.get("QUERY_STRING", ""), max_num_fields=64)
     query = urlencode([(name, value) for name, value in rest if name != "token"])

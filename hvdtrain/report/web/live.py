@@ -1,4 +1,4 @@
-"""All that the page of a run shows, kept up with its files; a look costs what is new in them."""
+"""Data of a run's page, updated from its files; a refresh reads only what is new."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hvdtrain.untrusted import number, whole
 
 _OVER_STEPS = ("loss", "validation_loss", "samples_per_second", "step_seconds")
 _VALIDATION = "validation_"
-RANKS = 64  # in the picture of the ranks' phases: those with the lowest scores
+RANKS = 64  # limit for the plot of the ranks' phases: those with the lowest scores
 
 
 class LiveRun:
-    """A run that is looked at.
+    """A run that is being viewed.
 
     Args:
         path: RUN.
@@ -40,7 +40,7 @@ class LiveRun:
         self._window: dict[str, Any] = {}
 
     def refresh(self) -> dict[str, Any]:
-        """Reads what is new, at most a few MiB of it, and returns what the page shows.
+        """Read new content of the files, at most a few MiB, and return the data of the page.
 
         Raises:
             OSError: a file cannot be read.
@@ -103,7 +103,7 @@ class LiveRun:
             }
 
     def _shown_window(self) -> dict[str, Any] | None:
-        """Of the last line of ranks.jsonl, milliseconds of a step in each phase of each rank."""
+        """Milliseconds per step in each phase of each rank, from the last line of ranks.jsonl."""
         window = self._window
         if not window:
             return None
@@ -134,7 +134,7 @@ class LiveRun:
 
 
 def _phases(line: dict[str, Any]) -> dict[str, list[float]]:
-    """Seconds of each phase on each rank; {} where the line is not as a run writes it."""
+    """Seconds of each phase on each rank; {} if the line is not in the format of a run."""
     found = line.get("phases")
     if not isinstance(found, dict):
         return {}
@@ -144,7 +144,7 @@ def _phases(line: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def _row(values: object) -> list[float]:
-    """A number for each rank; [] where one is none."""
+    """A number for each rank; [] if any is not a number."""
     row = [number(value) for value in values] if isinstance(values, list) else []
     known = [value for value in row if value is not None]
     return known if len(known) == len(row) else []

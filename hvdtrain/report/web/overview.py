@@ -1,4 +1,4 @@
-"""A run in a line: what it is, how far it is and whether it lives, from the ends of its files."""
+"""One-line summary of a run: its state and progress, from the ends of its files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _START = ("cause", "source", "step", "world_size", "seconds", "time")
 
 
 class Pulse:
-    """Whether the process that owns a run, or its launcher, lives: its count moves.
+    """Whether the process that owns a run, or its launcher, is alive: its count increases.
 
     Args:
-        path: of the token.
+        path: path of the token.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,13 +31,13 @@ class Pulse:
         self._moved = 0.0
 
     def beats(self) -> bool:
-        """Raises OSError where the token cannot be read."""
+        """Return whether it is alive; raise OSError if the token cannot be read."""
         token, now = read(self._path), time.monotonic()
         if token is None or token.ended:
             self._token = token
             return False
         if self._token is None:
-            # Of the first look the file's time has to do; after it no clocks are compared.
+            # The first call relies on the file's time; later calls compare no clocks.
             self._moved = now - max(0.0, time.time() - self._path.stat().st_mtime)
         elif token != self._token:
             self._moved = now
@@ -46,12 +46,12 @@ class Pulse:
 
 
 class Overview:
-    """Of one run; `refresh` reads what its files have in addition.
+    """Summary of one run; `refresh` reads what was added to its files.
 
     Attributes:
-        restarts: each start after the first (the last SHOWN), as the events have it.
-        slow: ranks that are named as slow now.
-        reading: bytes of the events that were not read yet.
+        restarts: each start after the first (the last SHOWN), from the events.
+        slow: ranks that are currently named as slow.
+        reading: bytes of the events not read yet.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,7 +78,7 @@ class Overview:
         self._early = False
 
     def refresh(self) -> None:
-        """Raises OSError where a file cannot be read."""
+        """Read new content; raise OSError if a file cannot be read."""
         news = self._events.read()
         if news.restarted:
             self._forget()
@@ -132,7 +132,7 @@ class Overview:
             )
 
     def row(self) -> dict[str, Any]:
-        """What the list shows; None is: not known."""
+        """Row of the run list; None means unknown."""
         line = self._line
         when = number(line.get("time")) or number(self._start.get("time"))
         task = self._manifest.get("task")
@@ -154,7 +154,7 @@ class Overview:
         }
 
     def host(self, rank: int) -> str:
-        """Where a rank of the last start is."""
+        """The host of a rank of the last start."""
         hosts = self._hosts().items()
         return next((h for h, ranks in hosts if isinstance(ranks, list) and rank in ranks), "?")
 
@@ -169,7 +169,7 @@ class Overview:
 
 
 def _content(path: Path) -> dict[str, Any]:
-    """Of a small JSON file; {} where it is damaged or gone."""
+    """Content of a small JSON file; {} if it is damaged or missing."""
     try:
         return read_json(path)
     except (FileNotFoundError, ValueError):

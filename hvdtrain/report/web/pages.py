@@ -1,4 +1,4 @@
-"""Whole reports, made in the background: of a long run one takes longer than a browser waits."""
+"""Whole reports, made in the background: for a long run, browsers would time out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Report:
 
 
 class Reports:
-    """The pages that `hvdtrain report RUN` writes, one made at a time."""
+    """Pages as written by `hvdtrain report RUN`, made one at a time."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -27,7 +27,7 @@ class Reports:
         self._making = False
 
     def page(self, path: Path) -> str | None:
-        """The report of a run as its files are now; None: it is being made, ask again.
+        """Return the report of a run for its current files; None: it is being made, ask again.
 
         Raises:
             UserError: it cannot be made.
@@ -36,8 +36,8 @@ class Reports:
         with self._lock:
             report = self._made.get(path)
             if report is not None and (report.stamp == stamp or not self._making):
-                # One that goes on is older than its files at once: it is shown, and made anew
-                # when it is asked for again.
+                # The report of an active run is outdated at once: return it, and make a new one at
+                # the next request.
                 del self._made[path]
                 if report.problem:
                     raise UserError(report.problem)
@@ -61,7 +61,7 @@ class Reports:
         except UserError as error:
             report.problem = str(error)
         except Exception as error:
-            # Files that are damaged, or change while they are read.
+            # Files may be damaged, or change while they are read.
             report.problem = f"the report of {path.name} cannot be made ({error!r})"
         with self._lock:
             self._making = False
@@ -71,7 +71,7 @@ class Reports:
 
 
 def _stamp(path: Path) -> tuple[float, ...]:
-    """Changes when a file of the run does."""
+    """Value that changes when a file of the run changes."""
     names = ("metrics.jsonl", "events.jsonl", "ranks.jsonl", "manifest.json")
     files = [path / name for name in names]
     return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)

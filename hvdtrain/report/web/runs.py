@@ -1,4 +1,4 @@
-"""The runs under a folder."""
+"""The runs in a directory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 from hvdtrain.report.web.live import LiveRun
 from hvdtrain.report.web.overview import Overview
 
-_LOOKED_AT_SECONDS = 60.0  # figures of a run that nobody has looked at for so long are dropped
-_LIST_SECONDS = 1.0  # a list is good for so long, however many ask for it
+_LOOKED_AT_SECONDS = 60.0  # data of a run that is not requested for this long is dropped
+_LIST_SECONDS = 1.0  # lifetime of the list, for any number of requests
 
 
 @dataclass
 class _LookedAt:
-    """A run whose figures are kept.
+    """A run whose data is cached.
 
     Args:
-        lock: one thread reads its files at a time.
-        last: when somebody looked at it, a monotonic clock.
+        lock: only one thread reads its files at a time.
+        last: time of the last request, on a monotonic clock.
     """
 
     live: LiveRun
@@ -31,13 +31,13 @@ class _LookedAt:
 
 
 class Runs:
-    """Those under a root, or one of them; safe to be asked by many threads.
+    """The runs in a root directory, or one of them; thread-safe.
 
-    A folder that leads out of the root (a link) is none of them.
+    A link to a directory outside the root is not a run.
 
     Args:
-        root: the folder in which they lie.
-        only: the name of the one that is shown; "" for all.
+        root: the directory that contains the runs.
+        only: the name of the only run to show; "" for all.
     """
 
     def __init__(self, root: Path, only: str = "") -> None:
@@ -50,7 +50,7 @@ class Runs:
         self._list_lock, self._live_lock = Lock(), Lock()
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each run, by name.
+        """Return a row for each run, by name.
 
         Raises:
             OSError: the root cannot be read.
@@ -67,7 +67,7 @@ class Runs:
             return self._rows
 
     def run(self, name: str) -> dict[str, Any]:
-        """What the page of a run shows.
+        """Return the data of a run's page.
 
         Raises:
             KeyError: there is no such run.
@@ -84,8 +84,8 @@ class Runs:
             return found.live.refresh()
 
     def path(self, name: str) -> Path:
-        """RUN of a name; KeyError where there is no such run."""
-        # Not by the path: a name that is not in the list may be any.
+        """Return the directory of a run; raise KeyError if there is no such run."""
+        # Check the listing, not the path: a name that is not in the listing may be any path.
         if not self._is_shown(name) or name not in os.listdir(self._root) or not self._is_run(name):
             with self._live_lock:
                 self._live.pop(name, None)
@@ -96,7 +96,7 @@ class Runs:
         return sorted(n for n in os.listdir(self._root) if self._is_shown(n) and self._is_run(n))
 
     def _is_shown(self, name: str) -> bool:
-        # A name that is no UTF-8 cannot stand in a page's address.
+        # A name that is not UTF-8 cannot be part of a page's address.
         return self._only in ("", name) and name.isprintable()
 
     def _is_run(self, name: str) -> bool:

@@ -1,4 +1,4 @@
-"""A figure over steps in a bounded number of points, added to as a run goes on."""
+"""A metric over steps, updated while a run is active, in a bounded number of points."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class _Bin:
 
 
 class Series:
-    """Smallest, mean and largest of equal stretches of steps.
+    """Smallest, mean and largest value in bins of equal numbers of steps.
 
-    A stretch is one step until there are more than 2 x BINS of them; then always two become one.
+    A bin is one step until there are more than 2 x BINS bins; then pairs of bins are merged.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Series:
         old.count += new.count
 
     def points(self) -> dict[str, Any]:
-        """x (steps), mean, and where steps share points low and high: lists of equal length."""
+        """x (steps), mean and, if steps share points, low and high: lists of equal length."""
         places = sorted(self._bins)
         bins = [self._bins[place] for place in places]
         middle = (self._width - 1) / 2
@@ -60,5 +60,5 @@ class Series:
 
 
 def _short(value: float) -> float:
-    """As many digits as a picture shows."""
+    """Round to the digits that a plot shows."""
     return float(f"{value:.6g}")

@@ -18,15 +18,15 @@ from hvdtrain.telemetry.bounded_server import BoundedServer, listen
 
 
 def serve(path: Path, host: str, port: int) -> int:
-    """Shows runs until Ctrl-C.
+    """Show runs until Ctrl-C.
 
     Args:
-        path: a run, or a folder of runs.
-        host: an address or name of this host; of one that other hosts reach a token is made.
-        port: a free one is taken in its place if it is in use; 0: any.
+        path: a run, or a directory of runs.
+        host: an address or name of this host; if other hosts can reach it, a token is required.
+        port: if it is in use, a free port replaces it; 0: any free port.
 
     Raises:
-        UserError: there is no such folder, or the address cannot be listened on.
+        UserError: there is no such directory, or the address cannot be listened on.
     """
     runs, name = _runs(path)
     try:
@@ -55,7 +55,7 @@ def serve(path: Path, host: str, port: int) -> int:
 
 
 def _runs(path: Path) -> tuple[Runs, str]:
-    """(the runs, the name of the one that was asked for or "")."""
+    """Return (the runs, the name of the requested run or "")."""
     if not path.is_dir():
         raise UserError(f"{path} is no folder; name a run, or a folder of runs such as run.root")
     if (path / "manifest.json").exists():

@@ -1,4 +1,4 @@
-"""Files of JSON lines that others write: what is new in them, and nothing read twice."""
+"""Incremental reading of JSON-lines files that other processes write."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 from hvdtrain.untrusted import json_object, open_regular
 
-CHUNK = 4 * 2**20  # bytes that are read at a time: a fraction of a second
+CHUNK = 4 * 2**20  # bytes read at a time: a fraction of a second
 _REMEMBERED = 512
 _END = 64 * 1024
 
 
 @dataclass
 class News:
-    """What a look at a file has found.
+    """Result of reading a file.
 
     Args:
-        restarted: the file is another one, or shorter: what was known of it does not hold.
-        lines: the JSON objects of its new whole lines.
-        torn: how many new lines are none.
-        left: bytes that were not read yet.
+        restarted: the file was replaced or is shorter: earlier content is no longer valid.
+        lines: the JSON objects of its new complete lines.
+        torn: number of new lines that are not JSON objects.
+        left: bytes not read yet.
     """
 
     restarted: bool = False
@@ -32,10 +32,10 @@ class News:
 
 
 class Tail:
-    """A file from where the last look ended; a last line without its end waits for that.
+    """A file, read from the end of the last read; an incomplete last line is read later.
 
-    A run takes lines back after a failure: what was read is known to stand there still by the
-    bytes before the place, which are looked at again.
+    A run removes lines after a failure. The bytes before the current position are compared again,
+    to detect whether earlier content is unchanged.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,7 +44,7 @@ class Tail:
         self._before = b""
 
     def read(self) -> News:
-        """At most CHUNK bytes more; no lines where there is no such file.
+        """Read up to CHUNK more bytes; no lines if the file does not exist.
 
         Raises:
             OSError: it cannot be read.
@@ -64,7 +64,7 @@ class Tail:
         content = file.read(CHUNK)
         end = content.rfind(b"\n") + 1
         if not end and len(content) == CHUNK:
-            end = CHUNK  # no line of ours is so long
+            end = CHUNK  # no line of hvdtrain is this long
         for line in content[:end].splitlines():
             found = json_object(line)
             if found is not None:
@@ -78,13 +78,13 @@ class Tail:
         return news
 
     def _forget(self) -> bool:
-        """Returns whether anything was known."""
+        """Reset; return whether anything was known."""
         known, self._place, self._before = self._place > 0, 0, b""
         return known
 
 
 class LastLine:
-    """The last whole line of a file, however long that is."""
+    """The last complete line of a file, whatever the file's size."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -92,7 +92,7 @@ class LastLine:
         self._line: dict[str, Any] = {}
 
     def read(self) -> dict[str, Any]:
-        """{} where there is none.
+        """Return the line; {} if there is none.
 
         Raises:
             OSError: the file cannot be read.

@@ -13,7 +13,7 @@ _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
 
 
 def bandwidth_svg(sides: Mapping[str, Mapping[int, float]]) -> str:
-    """A picture on its own.
+    """Return a standalone SVG.
 
     Args:
         sides: name -> bytes -> GB/s.

@@ -1,4 +1,4 @@
-"""Many points as few, so that nothing that was there is hidden: smallest, middle, largest."""
+"""Reduce many points to few without hiding extremes: smallest, median and largest values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS = 128
 
 @dataclass
 class Band:
-    """Of each bin of x: its middle, and the smallest, median and largest y in it.
+    """For each bin of x: its middle, and the smallest, median and largest y in it.
 
     Args:
         exact: each point is one bin
@@ -28,12 +28,12 @@ class Band:
 
 
 def band(x: Column, y: Column, limit: int = COLUMNS) -> Band:
-    """Makes at most `limit` bins of equal width.
+    """Make at most `limit` bins of equal width.
 
     Args:
-        x: ascending or not (N).
-        y: (N) or (N x M): all M values of a row belong to its x; what is not finite is left out,
-            so there may be no bin at all.
+        x: in any order (N).
+        y: (N) or (N x M): all M values of a row belong to its x; non-finite values are omitted, so
+            there may be no bin at all.
     """
     y = y if y.ndim == 2 else y[:, None]
     known = np.isfinite(y).any(axis=1)
@@ -60,12 +60,12 @@ def band(x: Column, y: Column, limit: int = COLUMNS) -> Band:
 
 @dataclass
 class Heat:
-    """The smallest value in each cell; NaN where there was none.
+    """The smallest value in each cell; NaN if there was none.
 
     Args:
         cells: rows x columns
-        left, right: of the first and the last column, in steps
-        ranks_per_row: how many ranks share a row
+        left, right: edges of the first and the last column, in steps
+        ranks_per_row: number of ranks that share a row
     """
 
     cells: Column
@@ -75,7 +75,7 @@ class Heat:
 
 
 def heat(step: Column, steps: Column, values: Column) -> Heat:
-    """Of windows that end with `step` and are `steps` long (L), a value each rank (L x R)."""
+    """Cells from windows that end at `step` and span `steps` (L), with a value per rank (L x R)."""
     left, right = float((step - steps).min()), float(step.max())
     length = max(1.0, float(np.median(steps)))
     count = min(COLUMNS, max(1, round((right - left) / length)))

@@ -1,4 +1,4 @@
-"""Two runs side by side."""
+"""Comparison of two runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hvdtrain.report.ratios import COMPARED, per_step, phases, ratios
 from hvdtrain.report.run import Run
 from hvdtrain.report.tables import Table
 
-# As `COMPARED`: what a figure is called, and how it is written.
+# Label and format of each metric of `COMPARED`.
 _FORMATS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "steps": ("steps", units.number),
     "ranks": ("ranks", units.number),
@@ -47,7 +47,7 @@ _FORMATS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 
 def table(a: Figures, b: Figures) -> Table:
-    """The figures of both and their ratios."""
+    """Table of the metrics of both runs and their ratios."""
     found = ratios(a, b)
     rows = []
     for name in COMPARED:
@@ -65,7 +65,7 @@ def table(a: Figures, b: Figures) -> Table:
 
 
 def plots(a: Run, b: Run, figures: tuple[Figures, Figures]) -> list[Plot]:
-    """Loss, validation loss and throughput over steps, and the phases, of both."""
+    """Plot loss, validation loss and throughput over steps, and the phases, of both runs."""
     found = [
         _overlay(a, b, "loss", "loss", "Training loss"),
         _overlay(a, b, "validation_loss", "loss", "Validation loss"),

@@ -1,4 +1,4 @@
-"""How plots are drawn: small SVG that takes its ink from the page, so it reads in the dark too."""
+"""Drawing of plots: small SVG in the page's text colour, so that it is legible in dark mode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from hvdtrain.report.bins import COLUMNS, Band, band
 from hvdtrain.report.run import Column, Run
 
-# Stands for the colour of the page's text, which only the page knows.
+# Placeholder for the page's text colour, which only the page knows.
 INK = "#010203"
 BLUE, ORANGE, GREEN, RED, PURPLE, GREY = (
     "#3b82c4",
@@ -41,7 +41,7 @@ PHASE_COLOURS = {
 }
 _STYLE: Any = {
     "svg.fonttype": "none",
-    "text.parse_math": False,  # the name of a run may hold a dollar
+    "text.parse_math": False,  # the name of a run may contain a dollar sign
     "font.family": "sans-serif",
     "font.size": 10,
     "text.color": INK,
@@ -61,7 +61,7 @@ _STYLE: Any = {
 }
 
 
-# Of the page, in inches: plots below each other have their steps below each other.
+# Page margins in inches, fixed so that the step axes of stacked plots align.
 _WIDTH, _LEFT, _RIGHT, _BOTTOM = 10.0, 1.0, 0.35, 0.5
 
 
@@ -76,11 +76,11 @@ class Plot:
 
 @contextmanager
 def canvas(height: float, above: float = 0.25) -> Iterator[tuple[Axes, list[str]]]:
-    """Axes to draw on; the SVG is in the list afterwards.
+    """Axes to draw on; the SVG is in the list when the context ends.
 
     Args:
         height: of the axes, in inches.
-        above: room for a legend or the restarts' numbers, in inches.
+        above: space for a legend or the restarts' numbers, in inches.
     """
     svg: list[str] = []
     whole = height + above + _BOTTOM
@@ -99,12 +99,12 @@ def _svg(figure: Figure) -> str:
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # many pictures on one page: these would clash
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)  # IDs of several pictures on one page would clash
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'role="img"', svg, count=1)
 
 
 def line(axes: Axes, x: Column, y: Column, colour: str, label: str | None = None) -> Band | None:
-    """The median of each bin as a line, over the band of all values; None where there are none."""
+    """Draw the median of each bin as a line over the band of all values; None if there are none."""
     found = band(x, y)
     if not len(found.x):
         return None
@@ -116,7 +116,7 @@ def line(axes: Axes, x: Column, y: Column, colour: str, label: str | None = None
 
 
 def over_steps(axes: Axes, run: Run, ylabel: str, from_zero: bool = True) -> None:
-    """What all plots over steps share: the same range, and the restarts."""
+    """Set up what all plots over steps share: the range and the restarts."""
     last = max(
         run.steps["step"][-1] if len(run.steps["step"]) else 0,
         run.ranks.step[-1] if run.ranks else 0,
@@ -135,7 +135,7 @@ def over_steps(axes: Axes, run: Run, ylabel: str, from_zero: bool = True) -> Non
 
 
 def legend(axes: Axes, columns: int) -> None:
-    """Above the plot, where it hides nothing."""
+    """Draw the legend above the plot, where it hides nothing."""
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(0, 1, 1, 0),
@@ -147,7 +147,7 @@ def legend(axes: Axes, columns: int) -> None:
 
 
 def scale_above(axes: Axes, scale: ScalarMappable, label: str, mark: float | None) -> None:
-    """A scale of colours above the right end of the plot, with a line at `mark`."""
+    """Draw a colour scale above the right end of the plot, with a line at `mark`."""
     figure, place = axes.get_figure(root=True), axes.get_position()
     assert figure is not None
     inch = 1 / figure.get_figheight()
@@ -161,7 +161,7 @@ def scale_above(axes: Axes, scale: ScalarMappable, label: str, mark: float | Non
 
 
 def restart_marks(axes: Axes, places: list[float], low: float, high: float) -> None:
-    """A dashed line at each restart, numbered as in the table; close ones share a label."""
+    """Draw a dashed line at each restart, numbered as in the table; close ones share a label."""
     groups: list[tuple[float, list[int]]] = []
     for number, place in enumerate(places, start=1):
         axes.axvline(place, color=PURPLE, linestyle=(0, (4, 3)), linewidth=1.1, zorder=5)
@@ -183,12 +183,12 @@ def restart_marks(axes: Axes, places: list[float], low: float, high: float) -> N
 
 
 def thousands(axis: Axis) -> None:
-    """Ticks such as 12,500; small ones stay as they are."""
+    """Format ticks such as 12,500; small numbers keep their form."""
     axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
 
 
 def sampling(points: int, what: str) -> str:
-    """What a caption says about points that share a bin."""
+    """Caption text about points that share a bin."""
     if points <= COLUMNS:
         return ""
     return f" Line: median of each of {COLUMNS} equal stretches; band: smallest to largest {what}."

@@ -1,4 +1,4 @@
-"""The figures of a run that the summary shows; names carry units, None is: not known."""
+"""Metrics of a run for the summary; names contain units, None means unknown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STATES = {0: "finished", 75: "preempted"}
 
 
 def figures(run: Run) -> Figures:
-    """All figures of a run: the same keys for every run."""
+    """Return all metrics of a run: the same keys for every run."""
     return {
         "run": str(run.path),
         "task": run.manifest.get("task") or run.config.get("task"),
@@ -64,7 +64,7 @@ def _progress(run: Run) -> Figures:
 
 
 def _train_steps(run: Run) -> int | None:
-    """None: as many as train.epochs takes, which is known with the data alone."""
+    """Configured number of steps; None: it follows from train.epochs and the data."""
     steps = run.config.get("train", {}).get("steps")
     return steps if isinstance(steps, int) and steps > 0 else None
 
@@ -85,7 +85,7 @@ def _speed(run: Run) -> Figures:
 
 
 def _communication(ranks: Ranks | None) -> Figures:
-    """Sums over all windows and ranks. Nothing is communicated where there is one rank."""
+    """Sums over all windows and ranks. A single rank does not communicate."""
     found: Figures = {
         "phase_seconds_per_step": None,
         "phase_shares": None,
@@ -109,13 +109,13 @@ def _communication(ranks: Ranks | None) -> Figures:
         found["overlap"] = 1 - _sum(ranks.of("comm_exposed")[several]) / inflight
         factor = 2 * (ranks.world_size - 1) / ranks.world_size
         moved = np.nansum(ranks.figures["bytes"] * factor[:, None], dtype=np.float64)
-        # In-flight is more than the communication itself: the true bandwidth is higher.
+        # In-flight time exceeds the communication time, so the true bandwidth is higher.
         found["bus_bandwidth_bytes_per_second"] = float(moved) / inflight
     return {key: _plain(value) for key, value in found.items()}
 
 
 def _collectives(ranks: Ranks | None) -> list[Figures] | None:
-    """Those of hvdtrain.comm that rank 0 took part in; bandwidth as nccl-tests' "algbw"."""
+    """Collectives of hvdtrain.comm on rank 0; bandwidth as nccl-tests' "algbw"."""
     if ranks is None:
         return None
     return [
@@ -145,9 +145,9 @@ def _memory(run: Run) -> Figures:
 
 
 def stragglers(run: Run) -> list[Figures]:
-    """Ranks and stages that the run named as slow, with how long; most steps first.
+    """Ranks and stages that the run named as slow, with durations; most steps first.
 
-    A rank's number is that of its generation: after a restart it may be another process.
+    A rank's number belongs to its generation: after a restart it may be another process.
     """
     found: dict[tuple[Any, ...], Figures] = {}
     open_: dict[tuple[Any, ...], tuple[Figures, int]] = {}
@@ -176,7 +176,7 @@ def stragglers(run: Run) -> list[Figures]:
 
 
 def who(entry: Figures) -> str:
-    """Whom one of `stragglers` is about, such as "rank 3 on node2"."""
+    """Rank or stage of an entry of `stragglers`, such as "rank 3 on node2"."""
     ranks: list[int] = entry["ranks"]
     if len(ranks) == 1 and entry["stage"] is None:
         return f"rank {entry['rank']} on {entry['host']}"
@@ -185,7 +185,7 @@ def who(entry: Figures) -> str:
 
 
 def deals(run: Run) -> list[Figures]:
-    """Each time that micro-batches were dealt anew: after which step, and how many to each rank."""
+    """Assignments of micro-batches: the step after which each applies, and the count per rank."""
     return [
         {"step": event["step"], "micro_batches": event["micro_batches"]}
         for event in run.events
@@ -194,7 +194,7 @@ def deals(run: Run) -> list[Figures]:
 
 
 def _slowest(run: Run) -> Figures:
-    """The rank with the lowest median score, named or not."""
+    """The rank with the lowest median score, whether named as slow or not."""
     if run.ranks is None or run.ranks.world_size.max() < 2:
         return {"slowest_rank": None, "slowest_rank_median_score": None}
     score = run.ranks.figures["score"]
@@ -221,7 +221,7 @@ def _goodput(run: Run) -> Figures:
 
 
 def restarts(run: Run) -> list[Figures] | None:
-    """Each start after the first, with what it cost."""
+    """Each start after the first, with its cost."""
     if run.ledger is None:
         return None
     generations = run.ledger.generations
@@ -252,7 +252,7 @@ def _pause(before: Generation, now: Generation) -> float:
     stopped = before.start.time
     if before.lines:
         last = before.lines[-1]
-        # With train.log_every > 1 it did more than its last line says.
+        # With train.log_every > 1, more steps were done than the last line shows.
         stopped = last.time + max(0, now.start.step - last.step) * last.step_seconds
     if not now.lines:
         return max(0.0, now.last_time - stopped)
@@ -294,7 +294,7 @@ def _number(of: Any, values: Column) -> float | None:
 
 
 def _plain(value: Any) -> Any:
-    """numpy's numbers as Python's, for JSON."""
+    """Convert numpy numbers to Python numbers, for JSON."""
     if isinstance(value, dict):
         return {key: float(number) for key, number in value.items()}
     return value

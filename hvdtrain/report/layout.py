@@ -1,4 +1,4 @@
-"""How a model spanned the ranks of a run: who held what, and what they waited for each other."""
+"""Layout of a model over the ranks of a run: what each rank held, and the waits between ranks."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Figures = dict[str, Any]
 
 
 def layout(run: Run) -> Figures | None:
-    """None: each rank held the whole model.
+    """Layout of a run; None if each rank held the whole model.
 
     Returns:
-        picture: lines, as --print_layout has them.
-        wait_seconds_per_step: along each axis for which it was measured, mean of the ranks.
-        bubble_share: of the time in schedules of a pipeline that ranks waited; None: there is none.
-        bubble_formula_share: the same, were all stages as fast.
-        ranks: of each its place, host, bytes of parameters and the most memory that it took.
+        picture: lines, in the format of --print_layout.
+        wait_seconds_per_step: for each measured axis, mean over the ranks.
+        bubble_share: fraction of the pipeline schedules' time that ranks waited; None: no pipeline.
+        bubble_formula_share: the same if all stages were equally fast.
+        ranks: for each rank its place, host, bytes of parameters and peak memory.
     """
     coordinates = run.manifest.get("coordinates")
     if not coordinates:

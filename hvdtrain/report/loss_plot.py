@@ -1,4 +1,4 @@
-"""Training loss over time with several exchanges; see `hvdtrain bench exchange`."""
+"""Training loss over time for several exchanges; see `hvdtrain bench exchange`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from itertools import product
 
 from hvdtrain.report.draw import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, canvas, legend
 
-# One for each side: the second six are dashed.
+# One per side: the second six are dashed.
 _LINES = tuple(product(("-", "--"), (BLUE, ORANGE, GREEN, PURPLE, RED, GREY)))
 
 
 def loss_svg(sides: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """A picture on its own.
+    """Return a standalone SVG.
 
     Args:
         sides: name -> (seconds, loss) of each step.

@@ -1,4 +1,4 @@
-"""The pages: one HTML file each, with nothing outside it."""
+"""The report pages: one self-contained HTML file each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INSTALL = (
 
 
 def one(run: Run, figures: Figures) -> str:
-    """The page of a run.
+    """Render the page of a run.
 
     Raises:
         UserError: matplotlib or jinja2 is not installed.
@@ -37,7 +37,7 @@ def one(run: Run, figures: Figures) -> str:
 
 
 def two(a: Run, b: Run, figures: tuple[Figures, Figures]) -> str:
-    """The page that compares two runs.
+    """Render the page that compares two runs.
 
     Raises:
         UserError: as `one`.
@@ -60,7 +60,7 @@ def two(a: Run, b: Run, figures: tuple[Figures, Figures]) -> str:
 def _template(name: str) -> Any:
     try:
         import jinja2
-        import matplotlib  # noqa: F401 - so that its absence is said before any work is done
+        import matplotlib  # noqa: F401 - reports its absence before any work is done
     except ModuleNotFoundError as error:
         raise UserError(_INSTALL.format(name=error.name)) from None
     loader = jinja2.PackageLoader("hvdtrain.report")

@@ -1,4 +1,4 @@
-"""The plots of one run. Each says in its title what is seen, and is left out without figures."""
+"""The plots of one run. Each states its result in the title, and is omitted without data."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from hvdtrain.report.draw import (
 from hvdtrain.report.figures import Figures
 from hvdtrain.report.run import Run
 
-_POINTS = 2000  # of a generation in the plot of its progress
+_POINTS = 2000  # per generation in the plot of its progress
 
 
 def plots(run: Run, figures: Figures) -> list[Plot]:
-    """All that can be drawn of a run, in the order of the page."""
+    """Make all plots that a run has data for, in the order of the page."""
     makers: tuple[Callable[[Run, Figures], Plot | None], ...] = (
         _loss,
         _progress,
@@ -67,7 +67,7 @@ def _loss(run: Run, figures: Figures) -> Plot | None:
 
 
 def _progress(run: Run, figures: Figures) -> Plot | None:
-    """Step over the wall time: where it is flat, no step was done."""
+    """Plot the step over the wall time: the line is flat where no step was done."""
     if run.ledger is None or not any(g.lines for g in run.ledger.generations):
         return None
     generations = run.ledger.generations
@@ -106,7 +106,7 @@ def _progress(run: Run, figures: Figures) -> Plot | None:
 
 
 def _some(lines: list[Line]) -> list[Line]:
-    """At most about _POINTS of the lines, the last one among them: time and step only grow."""
+    """At most about _POINTS lines, including the last one: time and step only grow."""
     every = -(-len(lines) // _POINTS) or 1
     return lines[::every] + (lines[-1:] if (len(lines) - 1) % every else [])
 

@@ -1,4 +1,4 @@
-"""The plots of a run that show its ranks beside each other."""
+"""The plots of a run that compare its ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BARS = 128
 
 
 def phases(run: Run, figures: Figures) -> Plot | None:
-    """Stacked bars, one for each rank."""
+    """Plot stacked bars of the phases, one for each rank."""
     ranks = run.ranks
     shares = figures["phase_shares"]
     if ranks is None or shares is None:
@@ -64,7 +64,7 @@ def phases(run: Run, figures: Figures) -> Plot | None:
 
 
 def exposed(run: Run, figures: Figures) -> Plot | None:
-    """The fraction of exposed communication over the steps."""
+    """Plot the fraction of exposed communication over the steps."""
     ranks = run.ranks
     if ranks is None or figures["overlap"] is None:
         return None
@@ -91,7 +91,7 @@ def _positive(values: Column) -> Column:
 
 
 def scores(run: Run, figures: Figures) -> Plot | None:
-    """Straggler scores, ranks x steps: the darker, the slower the rank."""
+    """Plot straggler scores, ranks x steps: the darker, the slower the rank."""
     ranks, slowest = run.ranks, figures["slowest_rank"]
     if ranks is None or slowest is None:
         return None
@@ -138,7 +138,7 @@ def _score_caption(group: int) -> str:
 
 
 def memory(run: Run, figures: Figures) -> Plot | None:
-    """Memory of a rank over the steps."""
+    """Plot the memory of a rank over the steps."""
     ranks = run.ranks
     if ranks is None or figures["peak_host_memory_bytes"] is None:
         return None

@@ -1,4 +1,4 @@
-"""B/A of the figures of two runs."""
+"""Ratios B/A of the metrics of two runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMPARED = (
 
 
 def ratios(a: Figures, b: Figures) -> dict[str, float | None]:
-    """Of `COMPARED` and of the phases; None where a figure is not known, or A's is 0."""
+    """Ratios of `COMPARED` and of the phases; None if a metric is unknown, or A's is 0."""
     found = {name: _ratio(a[name], b[name]) for name in COMPARED}
     for phase in phases(a, b):
         found[f"{phase}_seconds_per_step"] = _ratio(per_step(a, phase), per_step(b, phase))
@@ -33,13 +33,13 @@ def ratios(a: Figures, b: Figures) -> dict[str, float | None]:
 
 
 def phases(a: Figures, b: Figures) -> list[str]:
-    """Names of the phases that one of the runs knows."""
+    """Names of the phases in either run."""
     names = [*(a["phase_seconds_per_step"] or {}), *(b["phase_seconds_per_step"] or {})]
     return list(dict.fromkeys(names))
 
 
 def per_step(figures: Figures, phase: str) -> float | None:
-    """Seconds of a phase in a step, mean of all ranks."""
+    """Seconds per step in a phase, mean over all ranks."""
     value: float | None = (figures["phase_seconds_per_step"] or {}).get(phase)
     return value
 

@@ -1,4 +1,4 @@
-"""What a run left on disk, as columns of figures; whatever is not there is said."""
+"""Read the files of a run into columns; missing parts are reported."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _RANK_FIGURES = (
 )
 
 
-# What a value of the manifest, a group of the configuration and an event must be to be used.
+# Required types of manifest values, configuration groups and event values.
 _MANIFEST: dict[str, Any] = {
     "task": str,
     "world_size": int,
@@ -77,20 +77,21 @@ _CALLED = {"calls", "bytes", "seconds"}
 
 @dataclass
 class Ranks:
-    """RUN/ranks.jsonl: L lines over R ranks; NaN where there was no such rank.
+    """RUN/ranks.jsonl: L lines over R ranks; NaN if a line has no such rank.
 
     Args:
-        step: of each line, the last of its window (L)
-        steps: how many the window has (L)
-        world_size: ranks of each line (L)
-        phases: names of the P phases, as the run wrote them
+        step: of each line, the last step of its window (L)
+        steps: number of steps in the window (L)
+        world_size: number of ranks of each line (L)
+        phases: names of the P phases, as written by the run
         seconds: of each phase in the window (P x L x R)
         figures: name -> (L x R): wall_seconds, inflight_seconds, bytes, host_memory_bytes,
-            device_memory_bytes, score; of a model that spans ranks AXIS_wait_seconds,
+            device_memory_bytes, score; for a model that spans ranks AXIS_wait_seconds,
             schedule_seconds of a pipeline, parameter_bytes that the rank holds
-        collectives: operation of hvdtrain.comm -> calls, bytes, seconds of rank 0; {} without any
-        most_memory: phase -> bytes that it took at most on any rank, of its device or resident
-        bubble_formula: of a pipeline, the fraction that ranks would wait were all stages as fast
+        collectives: operation of hvdtrain.comm -> calls, bytes, seconds of rank 0; {} if none
+        most_memory: phase -> peak bytes on any rank, of its device or resident
+        bubble_formula: of a pipeline, the fraction that ranks would wait if all stages were
+            equally fast
     """
 
     step: Column
@@ -110,7 +111,7 @@ class Ranks:
         return total
 
     def of(self, phase: str) -> Column:
-        """Seconds of one phase (L x R); zeros where the run did not know it."""
+        """Seconds of one phase (L x R); zeros if the run did not record it."""
         if phase not in self.phases:
             return np.zeros_like(self.seconds[0])
         return self.seconds[self.phases.index(phase)]
@@ -121,15 +122,15 @@ class Run:
     """One run.
 
     Args:
-        steps: column -> a value each line of metrics.jsonl that counts (float64, NaN where the
+        steps: column -> a value for each line of metrics.jsonl that counts (float64, NaN if the
             line had none): step, loss, validation_loss, samples_per_second, step_seconds,
-            mfu, padding, world_size, time (unix)
-        validation: the task's own figures of the last evaluation, by name
-        ranks: None where there is no line of ranks.jsonl
-        ledger: None where there are no events
-        events: those named straggler, straggler_ended, deal, start
-        config, manifest: {} where they cannot be read
-        missing: sentences on what is not there
+            mfu, padding, world_size, time (Unix)
+        validation: the task's own metrics of the last evaluation, by name
+        ranks: None if ranks.jsonl has no lines
+        ledger: None if there are no events
+        events: events named straggler, straggler_ended, deal, start
+        config, manifest: {} if they cannot be read
+        missing: sentences on missing parts
     """
 
     path: Path
@@ -147,7 +148,7 @@ class Run:
         return self.path.resolve().name
 
     def host(self, rank: int) -> str:
-        """Where a rank was last."""
+        """The last host of a rank."""
         maps = [self.manifest.get("hosts", {})]
         if self.ledger is not None:
             maps = [g.start.hosts for g in reversed(self.ledger.generations)]
@@ -155,10 +156,10 @@ class Run:
 
 
 def read(path: Path) -> Run:
-    """Reads RUN/.
+    """Read RUN/.
 
     Raises:
-        UserError: it is no folder of a run, or cannot be read.
+        UserError: `path` is not a run directory, or cannot be read.
     """
     folder = RunFolder(path)
     if not folder.manifest.exists():
@@ -223,7 +224,7 @@ def _ledger(folder: RunFolder, missing: list[str]) -> ledger.Ledger | None:
 
 
 def _told(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
-    """The lines of a file, none if it is not there; `missing` hears of torn ones."""
+    """Yield the lines of a file, if it exists; report torn lines in `missing`."""
     torn = 0
     for line in each_line(path) if path.exists() else ():
         if line is None:
@@ -236,7 +237,7 @@ def _told(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _is_known(event: dict[str, Any]) -> bool:
-    """Whether it is one of `_EVENTS`, with the values that hvdtrain writes."""
+    """Whether an event is one of `_EVENTS`, with values of the types that hvdtrain writes."""
     kind = event.get("event")
     wanted = _EVENTS.get(kind) if isinstance(kind, str) else None
     return (
@@ -307,7 +308,7 @@ def _ranks(folder: RunFolder, config: dict[str, Any], missing: list[str]) -> Ran
 
 
 def _table(line: dict[str, Any], phases: tuple[str, ...]) -> Column:
-    """A line of ranks.jsonl as (phases and figures) x ranks."""
+    """Convert a line of ranks.jsonl to (phases and metrics) x ranks."""
     rows = [line["phases"][phase] for phase in phases]
     unknown = [np.nan] * len(rows[0])
     rows += [line.get(name, unknown) for name in _RANK_FIGURES]

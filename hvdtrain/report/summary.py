@@ -1,4 +1,4 @@
-"""The figures of a run in words: a sentence, tiles, and what has to be looked at."""
+"""The metrics of a run in words: a sentence, tiles and warnings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvdtrain.report.figures import Figures, who
 
 @dataclass(frozen=True)
 class Tile:
-    """One figure: what, how much, and what has to be known with it."""
+    """One metric: label, value and a note."""
 
     label: str
     value: str
@@ -19,7 +19,7 @@ class Tile:
 
 
 def headline(figures: Figures) -> str:
-    """One sentence: how far it came, with what, how it ended."""
+    """One sentence: the progress of the run, its ranks, and how it ended."""
     hosts, ranks = len(figures["hosts"]), figures["ranks"]
     of = f" of {figures['total_steps']:,}" if figures["total_steps"] else ""
     epochs = f" ({figures['epochs']:.2f} epochs)" if figures["epochs"] is not None else ""
@@ -38,7 +38,7 @@ def headline(figures: Figures) -> str:
 
 
 def tiles(figures: Figures) -> list[Tile]:
-    """What a person wants to know in a minute."""
+    """The most important metrics at a glance."""
     communication = *_communication(figures), *_layout(figures["layout"])
     return [*_training(figures), *communication, *_reliability(figures)]
 
@@ -183,7 +183,7 @@ def _memory(figures: Figures) -> Tile:
 
 
 def warnings(figures: Figures) -> list[str]:
-    """What has to be looked at, beside what is missing."""
+    """Problems that need attention, in addition to missing parts."""
     found = []
     if figures["steps_without_finite_loss"]:
         count = units.plural(figures["steps_without_finite_loss"], "step")

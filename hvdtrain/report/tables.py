@@ -1,4 +1,4 @@
-"""The figures of a run as tables."""
+"""The metrics of a run as tables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.report.run import Run
 
 _ROWS = 20
 _PARTS = 64  # ranks of a layout
-_NAMED = 12  # ranks in a row; more are counted
+_NAMED = 12  # ranks in a row; if there are more, only their number is shown
 _CAUSES: dict[str, str] = {
     "launch": "the program was started again",
     "failure": "a rank failed",
@@ -26,9 +26,9 @@ class Table:
     """Cells as text.
 
     Args:
-        head: of the columns; empty: without one
-        note: what was left out
-        words: so many columns, from the left, are words and not figures
+        head: column heads; empty: no heads
+        note: what was omitted
+        words: number of columns, from the left, that are words and not numbers
     """
 
     title: str
@@ -39,14 +39,14 @@ class Table:
 
 
 def first(figures: Figures) -> list[Table]:
-    """Parts of the model, restarts, slow ranks and what they were dealt; no empty tables."""
+    """Tables of shards, restarts, slow ranks and their assignments; empty tables are omitted."""
     slow = _straggler_table(figures), _deal_table(figures)
     every = _parts(figures), _restart_table(figures), *slow
     return [t for t in every if t.rows]
 
 
 def last(run: Run, figures: Figures) -> list[Table]:
-    """What the time went to, and facts; empty tables are left out."""
+    """Tables of the time spent and of facts; empty tables are omitted."""
     every = _lost(figures), _phases(figures), _collectives(figures), _facts(run, figures)
     return [t for t in every if t.rows]
 
@@ -98,7 +98,7 @@ def _straggler_table(figures: Figures) -> Table:
 
 
 def _parts(figures: Figures) -> Table:
-    """What each rank of a model that spans ranks holds."""
+    """Table of each rank's shard of a model that spans ranks."""
     ranks = figures["layout"]["ranks"] if figures["layout"] else []
     places = [rank["place"] for rank in ranks]
     axes = [axis for axis in (places[0] if places else ()) if any(at[axis] for at in places)]
@@ -125,7 +125,7 @@ def _size(value: int | None) -> str:
 
 
 def _deal_table(figures: Figures) -> Table:
-    """Ranks with equally many micro-batches are named together."""
+    """Table of assignments; ranks with the same number of micro-batches share a row."""
     rows = []
     for deal in figures["deals"][-_ROWS:]:
         counts: list[int] = deal["micro_batches"]

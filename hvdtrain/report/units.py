@@ -1,4 +1,4 @@
-"""Figures as people read them."""
+"""Numbers formatted for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ UNKNOWN = "–"
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Such as 0.4297 or 12.3e6."""
+    """Format a number, such as 0.4297 or 12.3e6."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     return f"{value:.{digits}g}" if abs(value) < 1e4 else f"{value:,.0f}"
@@ -19,7 +19,7 @@ def percent(value: float | None) -> str:
 
 
 def seconds(value: float | None) -> str:
-    """Such as 12.3 ms, 4.5 s, 3 min 20 s, 5 h 12 min or 3 d 4 h."""
+    """Format a duration, such as 12.3 ms, 4.5 s, 3 min 20 s, 5 h 12 min or 3 d 4 h."""
     if value is None or not math.isfinite(value):
         return UNKNOWN
     if value < 1:
@@ -38,12 +38,12 @@ def seconds(value: float | None) -> str:
 
 
 def size(value: float | None) -> str:
-    """Of bytes, such as 1.5 GiB."""
+    """Format bytes, such as 1.5 GiB."""
     return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def bandwidth(value: float | None) -> str:
-    """Of bytes per second, in the decimal units of networks."""
+    """Format bytes per second, in the decimal units of networks."""
     return _scaled(value, 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 
@@ -61,7 +61,7 @@ def plural(count: int, thing: str) -> str:
 
 
 def ranks(numbers: list[int]) -> str:
-    """Such as "0-3, 6"."""
+    """Format ranks, such as "0-3, 6"."""
     pieces: list[list[int]] = []
     for rank in sorted(numbers):
         if pieces and rank == pieces[-1][-1] + 1:

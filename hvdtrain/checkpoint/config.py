@@ -14,10 +14,10 @@ class CheckpointConfig:
     Args:
         every: steps between checkpoints; the last step is always saved; 0 = not by steps
         every_seconds: seconds between checkpoints, in addition to `checkpoint.every`; 0 = not by
-            time; no checkpoints are written where both are 0, unless `checkpoint.keep_best` is set
+            time; if both are 0, no checkpoints are written unless `checkpoint.keep_best` is set
         keep: how many of the newest checkpoints are kept
-        keep_best: save where an evaluation gives the lowest validation loss so far, and keep that
-            checkpoint beside the newest
+        keep_best: save whenever an evaluation gives the lowest validation loss so far, and keep
+            that checkpoint in addition to the newest
     """
 
     every: int = 100
@@ -35,5 +35,5 @@ class CheckpointConfig:
 
     @property
     def enabled(self) -> bool:
-        """Checkpoints are written; the last step is then always saved."""
+        """Whether checkpoints are written; if so, the last step is always saved."""
         return self.every > 0 or self.every_seconds > 0 or self.keep_best

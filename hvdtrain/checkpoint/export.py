@@ -1,4 +1,4 @@
-"""A checkpoint's weights for other programs: model.safetensors and config.json."""
+"""Export of a checkpoint's weights for other programs: model.safetensors and config.json."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hvdtrain.untrusted import SMALL_FILE_BYTES, is_of, open_regular, parse_json
 
 
 def export(checkpoint: Path, config: dict[str, Any], out: Path, ema: bool = False) -> None:
-    """Makes the folder `out`: whole, or not at all.
+    """Write the directory `out` atomically.
 
     Args:
-        ema: the averaged weights, see `averaged_weights`.
-        config: how the model is made; config.json has it, with "step" and "samples" of the
-            training added.
+        ema: export the averaged weights, see `averaged_weights`.
+        config: how the model is built; written to config.json together with the "step" and
+            "samples" of the training.
 
     Raises:
         UserError: `out` exists or cannot be written, or the checkpoint is damaged.
@@ -44,7 +44,7 @@ def export(checkpoint: Path, config: dict[str, Any], out: Path, ema: bool = Fals
 
 
 def _weights(checkpoint: Path) -> Path | dict[str, Any]:
-    """A file, or where ranks have saved pieces the tensors that these are of."""
+    """Return the model file, or the assembled tensors if the ranks have saved shards."""
     whole = checkpoint / MODEL
     if whole.exists():
         return whole
@@ -54,24 +54,24 @@ def _weights(checkpoint: Path) -> Path | dict[str, Any]:
 
 
 def averaged_weights(checkpoint: Path) -> dict[str, Any]:
-    """Tensors of a checkpoint's model with the averages of optim.ema_decay, in the model's dtype.
+    """Return a checkpoint's tensors with the averages of optim.ema_decay, in the model's dtype.
 
     Raises:
-        UserError: it has none, or is damaged.
+        UserError: the checkpoint has no averages, or is damaged.
     """
     from hvdtrain.checkpoint.spread import read_part
 
-    if not any(checkpoint.glob(f"ema*{TENSORS}")):  # whole, or in pieces
+    if not any(checkpoint.glob(f"ema*{TENSORS}")):  # whole, or in shards
         raise UserError(f"{checkpoint} has no averaged weights: its run had no optim.ema_decay")
     model, averages = (read_part(checkpoint, part) for part in ("model", "ema"))
     return model | {name: tensor.to(model[name].dtype) for name, tensor in averages.items()}
 
 
 def write_export(out: Path, config: dict[str, Any], weights: Path | Mapping[str, Any]) -> None:
-    """Makes the folder `out` with config.json and model.safetensors: whole, or not at all.
+    """Write the directory `out` with config.json and model.safetensors atomically.
 
     Args:
-        weights: a file that is copied, or tensors by name.
+        weights: a file to copy, or tensors by name.
 
     Raises:
         UserError: `out` exists or cannot be written.
@@ -83,7 +83,7 @@ def write_export(out: Path, config: dict[str, Any], weights: Path | Mapping[str,
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder for files (no folders), which becomes `out`: whole, or not at all.
+    """Yield a directory for files (no subdirectories), which is renamed to `out` on success.
 
     Raises:
         UserError: `out` exists or cannot be written.
@@ -106,7 +106,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def dtypes(out: Path) -> list[str]:
-    """Of the weights in an exported folder."""
+    """Return the dtypes of the weights in an exported directory."""
     names = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
     headers = [_header(path) for path in out.glob("*.safetensors")]
     found = {t["dtype"] for header in headers for t in header.values() if "dtype" in t}
@@ -114,7 +114,7 @@ def dtypes(out: Path) -> list[str]:
 
 
 def _header(path: Path) -> dict[str, Any]:
-    """Raises ValueError: it is not a safetensors file."""
+    """Raise ValueError if the file is not a safetensors file."""
     with open_regular(path) as file:
         size = int.from_bytes(file.read(8), "little")
         header = parse_json(file.read(size)) if size < SMALL_FILE_BYTES else None
@@ -138,7 +138,7 @@ def _write_weights(path: Path, weights: Path | Mapping[str, Any]) -> None:
 
 
 def _with_vocabulary(config: dict[str, Any], weights: Path | Mapping[str, Any]) -> dict[str, Any]:
-    """The language model takes its vocabulary from the data where no key names it."""
+    """Add the vocabulary size, which the language model takes from the data if no key sets it."""
     model = config.get("model")
     if not isinstance(model, dict) or model.get("vocab_size", 0) is not None:
         return config

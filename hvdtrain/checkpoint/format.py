@@ -1,4 +1,4 @@
-"""A checkpoint's content, written to disk and read from it; layout.py says how it lies there."""
+"""Writing and reading of a checkpoint's content; layout.py describes the files."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ from hvdtrain.checkpoint.tensor_file import read_file, unpack, write_tensors
 from hvdtrain.files import sync_folder, write_atomic, write_synced
 from hvdtrain.runtime.pieces import Piece
 
-# The longest wait for the files of other ranks: a file system may stand still for a minute.
+# Longest wait for the files of other ranks: a file system may hang for a minute.
 _OTHERS_PATIENCE_S = 120.0
 _LOOK_SECONDS = 0.05
-# In the hidden folder alone: size and sha256 of a file that another rank has finished.
+# Suffix in the hidden directory only: size and sha256 of a file that another rank has finished.
 _SUM = ".sum"
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A checkpoint that several ranks write, each its own files into one folder.
+    """A checkpoint that several ranks write into one directory, each rank its own files.
 
     Args:
-        folder: its hidden name, which rank 0 has chosen.
-        others: the files of the other ranks, without their ending; rank 0 waits for them.
-        given_up: set where nobody needs to wait any more: a rank may be gone, or has failed.
-        failures: why other ranks could not write theirs, if they have said so.
+        folder: hidden name of the directory, chosen by rank 0.
+        others: the files of the other ranks, without suffix; rank 0 waits for them.
+        given_up: set when waiting is pointless: a rank may be gone, or has failed.
+        failures: why other ranks could not write their files, as far as they have reported it.
     """
 
     folder: str
@@ -63,15 +63,15 @@ class Shared:
 
 @dataclass
 class Checkpoint:
-    """What is saved.
+    """Content of a checkpoint.
 
     Args:
-        parts: of the state, each its tensors by name; see StatePart. The name of what one rank
-            holds for itself alone is that of `file_of_rank`.
-        state: anything JSON can hold; "step" (int) must be there
-        shared: None: rank 0 writes it alone.
-        folder: from which it was read.
-        pieces: of each of `parts` whose tensors are pieces of larger ones, where they lie in these.
+        parts: tensors by name for each part of the state, see StatePart. A part that one rank
+            saves for itself is named by `file_of_rank`.
+        state: anything JSON can hold; "step" (int) is required
+        shared: None if rank 0 writes the checkpoint alone.
+        folder: directory from which it was read.
+        pieces: for each of `parts` with shards of larger tensors, the position of each shard.
     """
 
     parts: dict[str, dict[str, Tensor]]
@@ -82,16 +82,16 @@ class Checkpoint:
 
 
 def write(root: Path, checkpoint: Checkpoint, confirm: Callable[[], None] = lambda: None) -> Path:
-    """Writes a checkpoint below `root`, on rank 0; a folder of the same step is replaced.
+    """Write a checkpoint below `root`, on rank 0; replace a directory of the same step.
 
     Args:
-        confirm: called before it gets its name; raises OSError where it must not.
+        confirm: called before the final rename; raises OSError to prevent it.
 
     Returns:
-        The finished folder.
+        The finished directory.
 
     Raises:
-        OSError: nothing that looks finished was left behind.
+        OSError: writing failed; nothing that looks finished was left behind.
     """
     root.mkdir(parents=True, exist_ok=True)
     final = root / folder_name(checkpoint.state["step"])
@@ -137,23 +137,23 @@ def _write_parts(folder: Path, checkpoint: Checkpoint) -> dict[str, dict[str, An
 
 
 def write_own_files(root: Path, checkpoint: Checkpoint) -> None:
-    """Writes what this rank adds to a shared checkpoint; on every rank but rank 0.
+    """Write this rank's files of a shared checkpoint, on every rank but rank 0.
 
     Raises:
-        OSError: it could not be written, or rank 0 has given the checkpoint up.
+        OSError: a file could not be written, or rank 0 has given up the checkpoint.
     """
     assert checkpoint.shared is not None
     folder = root / checkpoint.shared.folder
-    folder.mkdir(parents=True, exist_ok=True)  # whoever comes first
+    folder.mkdir(parents=True, exist_ok=True)  # any rank may be the first
     for name, found in _write_parts(folder, checkpoint).items():
         write_atomic(folder / f"{name}{_SUM}", json.dumps(found).encode())
 
 
 def _sums_of_others(folder: Path, shared: Shared) -> dict[str, dict[str, Any]]:
-    """Waits for the files of the other ranks.
+    """Wait for the files of the other ranks; return their sizes and checksums.
 
     Raises:
-        OSError: one has not come in time.
+        OSError: a file has not arrived in time.
     """
     deadline = time.monotonic() + _OTHERS_PATIENCE_S
     sums = {}
@@ -175,22 +175,22 @@ def _sums_of_others(folder: Path, shared: Shared) -> dict[str, dict[str, Any]]:
 
 
 def read(folder: Path) -> Checkpoint:
-    """Verifies a checkpoint and reads what rank 0 has saved for all, onto the CPU.
+    """Verify a checkpoint and read what rank 0 has saved for all ranks, onto the CPU.
 
     Raises:
-        DamagedError: it is not what was written.
+        DamagedError: it differs from what was written.
     """
     return _read(folder, lambda rank: rank is None)
 
 
 def read_files_of_ranks(folder: Path, wanted: Callable[[int], bool]) -> Checkpoint:
-    """Verifies a checkpoint and reads what some ranks have saved for themselves, onto the CPU.
+    """Verify a checkpoint and read what some ranks have saved for themselves, onto the CPU.
 
     Args:
-        wanted: whether the files of this rank are.
+        wanted: whether to read the files of a rank.
 
     Raises:
-        DamagedError: it is not what was written.
+        DamagedError: it differs from what was written.
     """
     return _read(folder, lambda rank: rank is not None and wanted(rank), verify_others=False)
 
@@ -220,7 +220,7 @@ def _read(
 
 @dataclass(frozen=True)
 class _Content:
-    """The files of a checkpoint, each compared with what was written."""
+    """The files of a checkpoint, each compared with its recorded size and checksum."""
 
     folder: Path
     sums: Mapping[str, dict[str, Any]]

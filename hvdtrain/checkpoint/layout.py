@@ -1,19 +1,19 @@
-"""A checkpoint's folder: what it is called, what says that it is finished, whether it is whole.
+"""Layout of a checkpoint directory: names, completion marker, verification.
 
     step_00000100/
         model.safetensors       parameters and buffers, by name
         optimizer.safetensors   "parameter name/entry"
         ema.safetensors         averaged weights, by name, with optim.ema_decay
-        NAME.rank_00003.safetensors   what rank 3 alone holds; most runs have no such file. With
-                                parallel.zero the optimizer's state lies in such files, in pieces
+        NAME.rank_00003.safetensors   state that only rank 3 holds; most runs have no such file.
+                                With parallel.zero the optimizer state is in such files, in shards
         state.json              step, samples, seed, fingerprint of the data, ...
         files.json              size and sha256 of each file above
         complete                sha256 of files.json; without it this is no checkpoint
 
-It is written under a hidden name, its marker last, synced, and only then renamed: nothing
-unfinished ever has a checkpoint's name. It gets a hidden name again before it is deleted.
-Hidden names carry host and process, so two processes never write into one folder. Nothing
-is pickled. Nothing here imports torch.
+A checkpoint is written under a hidden name, with the marker last, synced, and only then renamed:
+nothing unfinished ever has a checkpoint's name. Before deletion it is renamed to a hidden name
+again. Hidden names contain host and process, so two processes never write into one directory.
+Nothing is pickled. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -46,26 +46,26 @@ SUMS = "files.json"
 STATE = "state.json"
 TENSORS = ".safetensors"
 MODEL = "model" + TENSORS
-# A hidden folder of another host, of whose process nothing can be known, is a leftover when
+# A hidden directory from another host, whose processes are not visible here, is a leftover if
 # nothing was written into it for this long. A writer that wakes up later fails at its rename.
 _STALE_SECONDS = 3600.0
-_READ = 1 << 20  # bytes; reading so many is progress, on a slow disk too
+_READ = 1 << 20  # bytes; reading this many counts as progress, even on a slow disk
 
 
 def file_of_rank(name: str, rank: int) -> str:
-    """What the file of a part is called, without its ending, that this rank has saved."""
+    """Name, without suffix, of the file in which this rank has saved a part."""
     return f"{name}.rank_{rank:05d}"
 
 
 def part_and_rank(file: str) -> tuple[str, int | None]:
-    """Of a file, without its ending: the part of the state, and which rank has saved it for
-    itself alone; None: rank 0 for all."""
+    """Return, for a file name without suffix, the part of the state and the rank that has saved it
+    for itself; None if rank 0 has saved it for all ranks."""
     found = re.fullmatch(r"(.+)\.rank_(\d+)", file)
     return (found[1], int(found[2])) if found else (file, None)
 
 
 class DamagedError(UserError):
-    """A checkpoint that was finished once is not what was written."""
+    """A finished checkpoint differs from what was written."""
 
 
 def folder_name(step: int) -> str:
@@ -73,18 +73,18 @@ def folder_name(step: int) -> str:
 
 
 def named(root: Path) -> list[Path]:
-    """The folders below `root` that have a checkpoint's name, finished or not, oldest first."""
+    """The directories below `root` with a checkpoint's name, finished or not, oldest first."""
     folders = (path for path in root.glob("step_*") if re.fullmatch(r"step_\d+", path.name))
     return sorted(path for path in folders if path.is_dir())
 
 
 def finished(root: Path) -> list[Path]:
-    """Those of them that have their marker."""
+    """The directories below `root` that are finished checkpoints, oldest first."""
     return [folder for folder in named(root) if (folder / MARKER).exists()]
 
 
 def loss_of(folder: Path) -> float | None:
-    """The validation loss after a checkpoint's step; None: not evaluated then, or not finite."""
+    """The validation loss after a checkpoint's step; None if not evaluated then, or not finite."""
     try:
         state = read_json(folder / STATE)
         step, loss = (state.get("evaluations") or [[None, None]])[-1]
@@ -94,14 +94,14 @@ def loss_of(folder: Path) -> float | None:
 
 
 def best(folders: Iterable[Path]) -> Path | None:
-    """The checkpoint with the lowest validation loss, where one was evaluated."""
+    """The checkpoint with the lowest validation loss; None if none was evaluated."""
     losses = {folder: loss_of(folder) for folder in folders}
     known = {folder: loss for folder, loss in losses.items() if loss is not None}
     return min(known, key=lambda folder: known[folder]) if known else None
 
 
 def hidden_name(folder: Path) -> Path:
-    """Where this process writes or deletes a checkpoint; another name each time."""
+    """A hidden name under which this process writes or deletes a checkpoint; unique per call."""
     step = re.search(r"step_\d+", folder.name)
     assert step
     owner = f"{socket.gethostname()}.{os.getpid()}"
@@ -112,8 +112,8 @@ def checked_sums(folder: Path) -> dict[str, dict[str, Any]]:
     """File name -> {"bytes": int, "sha256": str}, as it was written.
 
     Raises:
-        DamagedError: files.json is not what was written.
-        OSError: it or the marker cannot be read.
+        DamagedError: files.json differs from what was written.
+        OSError: files.json or the marker cannot be read.
     """
     content = read_regular(folder / SUMS)
     if hashlib.sha256(content).hexdigest().encode() != read_regular(folder / MARKER):
@@ -121,7 +121,7 @@ def checked_sums(folder: Path) -> dict[str, dict[str, Any]]:
     try:
         sums = parse_json(content)
         for name, wanted in sums.items():
-            # A name must not lead out of the folder.
+            # A name must not point outside the directory.
             if name != Path(name).name or not is_of(wanted, dict[str, Any]):
                 raise ValueError(f"it lists {shown(name)}")
             if not is_of(wanted.get("bytes"), int) or not is_of(wanted.get("sha256"), str):
@@ -132,10 +132,10 @@ def checked_sums(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def parse_state(content: bytes) -> dict[str, Any]:
-    """The content of state.json.
+    """Parse the content of state.json.
 
     Raises:
-        ValueError: it is not as hvdtrain writes it.
+        ValueError: it does not have hvdtrain's format.
     """
     state = parse_json(content)
     if not is_of(state, dict[str, Any]) or not is_of(state.get("step"), int):
@@ -144,7 +144,7 @@ def parse_state(content: bytes) -> dict[str, Any]:
 
 
 def compare(folder: Path, name: str, wanted: dict[str, Any], size: int, sha256: str) -> None:
-    """Raises DamagedError, with the file's name, where size (bytes) or sum is another."""
+    """Raise DamagedError, with the file's name, if the size (bytes) or checksum differs."""
     if size != wanted["bytes"]:
         raise DamagedError(
             f"checkpoint {folder}: {name} has {size} bytes instead of {wanted['bytes']}"
@@ -154,16 +154,16 @@ def compare(folder: Path, name: str, wanted: dict[str, Any], size: int, sha256: 
 
 
 def verify(folder: Path, contents: bool = True) -> int:
-    """Compares every file with its size and its checksum.
+    """Compare every file with its recorded size and checksum.
 
     Args:
-        contents: False compares sizes alone, which reads next to nothing.
+        contents: False compares only sizes, which reads almost nothing.
 
     Returns:
         bytes of all files together.
 
     Raises:
-        DamagedError: what differs, by name, or the checkpoint has no marker.
+        DamagedError: names the file that differs, or says that the marker is missing.
     """
     check_marker(folder)
     total = 0
@@ -180,17 +180,17 @@ def verify(folder: Path, contents: bool = True) -> int:
 
 
 def check_marker(folder: Path) -> None:
-    """Raises DamagedError where the checkpoint has no marker."""
+    """Raise DamagedError if the checkpoint has no marker."""
     if not (folder / MARKER).exists():
         raise DamagedError(f"checkpoint {folder}: it has no marker (the file {MARKER!r})")
 
 
 def sha256_of(path: Path) -> str:
-    """Return the checksum of a file.
+    """Return the sha256 of a file.
 
     Raises:
         OSError: it cannot be read.
-        RankLostError: this rank's generation is over.
+        RankLostError: this rank's generation has ended.
     """
     digest = hashlib.sha256()
     with open_regular(path) as file:
@@ -201,10 +201,10 @@ def sha256_of(path: Path) -> str:
 
 
 def delete(folder: Path) -> None:
-    """Deletes a checkpoint, or what another process left of one: at once, or not at all.
+    """Delete a checkpoint, or the leftover of another process, atomically.
 
     Raises:
-        OSError: it cannot be deleted. That another process did so already is no error.
+        OSError: it cannot be deleted. It is no error if another process has deleted it already.
     """
     hidden = hidden_name(folder)
     try:
@@ -215,7 +215,7 @@ def delete(folder: Path) -> None:
 
 
 def delete_leftovers(root: Path) -> None:
-    """Deletes the hidden folders of processes that are gone; those of living ones stay."""
+    """Delete the hidden directories of dead processes; keep those of running processes."""
     for folder in root.glob(".step_*.tmp"):
         if _is_left(folder):
             delete(folder)
@@ -230,6 +230,6 @@ def _is_left(folder: Path) -> bool:
         return True
     try:
         newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-    except FileNotFoundError:  # its owner is at work
+    except FileNotFoundError:  # its owner is working on it
         return False
     return time.time() - newest > _STALE_SECONDS

@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from, and which are kept."""
+"""Selection of the checkpoint to resume from, and of those to keep."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from hvdtrain.log import logger
 
 
 class CheckpointManager:
-    """The checkpoints of one run; only rank 0 has one.
+    """The checkpoints of one run; exists only on rank 0.
 
     Args:
         root: RUN/checkpoints.
-        keep: how many of the newest stay.
-        keep_best: so does the one with the lowest validation loss.
-        confirm: raises OSError where this process may not write, see Ownership.confirm.
+        keep: how many of the newest are kept.
+        keep_best: also keep the one with the lowest validation loss.
+        confirm: raises OSError if this process may not write, see Ownership.confirm.
     """
 
     def __init__(
@@ -49,16 +49,16 @@ class CheckpointManager:
         return finished(self.root)
 
     def newest_step(self) -> int:
-        """Step of the newest finished checkpoint; 0 where there is none."""
+        """Step of the newest finished checkpoint; 0 if there is none."""
         finished = self.finished()
         return int(finished[-1].name.removeprefix("step_")) if finished else 0
 
     def has(self, step: int) -> bool:
-        """The checkpoint of this step is finished."""
+        """Whether the checkpoint of this step is finished."""
         return (self.root / folder_name(step) / MARKER).exists()
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Writes one and removes those beyond `keep`.
+        """Write a checkpoint and remove those beyond `keep`.
 
         Raises:
             OSError: it could not be written; older ones are untouched.
@@ -76,10 +76,10 @@ class CheckpointManager:
         return folder
 
     def supersede(self, after: int) -> None:
-        """Renames the checkpoints of steps beyond `after`, from which the run continues.
+        """Rename the checkpoints of steps after `after`, from which the run continues.
 
-        They are damaged, or belong to a curve that the run has left: they must neither be
-        resumed from nor count as kept.
+        They are damaged, or belong to a discarded part of the run: they must neither be resumed
+        from nor count as kept.
         """
         for folder in named(self.root):
             if folder.name > folder_name(after):
@@ -94,13 +94,13 @@ class CheckpointManager:
                 logger.warning("%s is now %s: the run resumes from before it", folder, aside.name)
 
     def newest(self) -> Checkpoint | None:
-        """The newest checkpoint that is whole, or None where there is none at all.
+        """The newest undamaged checkpoint, or None if there is no checkpoint.
 
-        Damaged ones are named in the log and passed over. One without its marker counts as
-        damaged: a checkpoint gets its name only after its marker.
+        Damaged checkpoints are logged and skipped. A checkpoint without its marker counts as
+        damaged, because the marker is written before the checkpoint gets its name.
 
         Raises:
-            UserError: there are checkpoints, but every one is damaged.
+            UserError: there are checkpoints, but all are damaged.
         """
         damaged = []
         for folder in reversed(named(self.root)):
@@ -118,7 +118,7 @@ class CheckpointManager:
 
 
 class FilesOfRank:
-    """What a rank other than 0 adds to the checkpoints of a run.
+    """Files that a rank other than 0 adds to the checkpoints of a run.
 
     Args:
         root: RUN/checkpoints.
@@ -128,21 +128,21 @@ class FilesOfRank:
         self._root = root
 
     def has(self, step: int) -> bool:
-        """Rank 0 knows: it asks for none that there is."""
+        """Always False: rank 0 does not request a save of an existing checkpoint."""
         return False
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Writes this rank's files of one that rank 0 is writing.
+        """Write this rank's files of a checkpoint that rank 0 is writing.
 
         Raises:
-            OSError: it could not be written.
+            OSError: they could not be written.
         """
         write_own_files(self._root, checkpoint)
 
 
 @contextmanager
 def _only_warning() -> Iterator[None]:
-    """What cannot be deleted is no reason to do without a checkpoint."""
+    """Log a failed deletion, which must not prevent a checkpoint."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A part of the state that several ranks have saved in pieces, for however many that read it."""
+"""A part of the state that ranks saved in shards, readable by any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hvdtrain.runtime.pieces import Piece, assemble, flat_range
 
 
 class SpreadPart:
-    """The tensors of a part by name, whole or in pieces; read one at a time, as they are wanted.
+    """The tensors of a part by name, whole or in shards, assembled one at a time on request.
 
     Args:
-        pieces: of each tensor; those of other ranks' files are only mapped.
-        where: named in errors.
+        pieces: shards of each tensor, memory-mapped.
+        where: location named in errors.
     """
 
     def __init__(self, pieces: Mapping[str, list[tuple[Piece, Tensor]]], where: str) -> None:
@@ -36,21 +36,21 @@ class SpreadPart:
         return sorted(self._pieces)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the whole tensor."""
+        """Shape of the whole tensor."""
         return self._pieces[name][0][0].shape
 
     def whole(self, name: str) -> Tensor:
-        """Raises DamagedError: a piece is missing."""
+        """Return the whole tensor; raise DamagedError if a shard is missing."""
         try:
             return assemble(self._pieces[name])
         except ValueError as error:
             raise DamagedError(f"{self._where}: {name}: {error}") from None
 
     def range(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements of a tensor as a row, in C order.
+        """Return a range of a tensor's elements, flattened in C order.
 
         Raises:
-            DamagedError: a piece is missing.
+            DamagedError: a shard is missing.
         """
         try:
             return flat_range(self._pieces[name], start, stop)
@@ -59,7 +59,7 @@ class SpreadPart:
 
 
 def by_names_of_now(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
-    """A model of ours may have had other names once."""
+    """Return a function that renames tensors from older versions of the model to current names."""
     upgrade: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = getattr(
         model, "upgrade_checkpoint", dict
     )
@@ -67,13 +67,13 @@ def by_names_of_now(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[s
 
 
 def open_part(folder: Path, part: str, model: nn.Module | None = None) -> SpreadPart | None:
-    """A part of a checkpoint, whose files are verified; None: it has none of this name.
+    """Open a part of a checkpoint and verify its files; None if it has no part of this name.
 
     Args:
-        model: gives tensors that are whole their names of now.
+        model: renames whole tensors from older versions to their current names.
 
     Raises:
-        DamagedError: it is not what was written.
+        DamagedError: it differs from what was written.
     """
     check_marker(folder)
     pieces: dict[str, list[tuple[Piece, Tensor]]] = {}
@@ -98,10 +98,10 @@ def open_part(folder: Path, part: str, model: nn.Module | None = None) -> Spread
 
 
 def read_part(folder: Path, part: str) -> dict[str, Tensor]:
-    """The whole tensors of a part, whoever has saved them; that alone is verified.
+    """Return the whole tensors of a part, whichever ranks saved it; verify only its files.
 
     Raises:
-        DamagedError: it is not what was written, or there is none.
+        DamagedError: it differs from what was written, or is missing.
     """
     found = open_part(folder, part)
     if found is None:

@@ -1,8 +1,8 @@
 """Tensors in a safetensors file, written and read in one pass together with the checksum.
 
 The format is https://github.com/huggingface/safetensors, and its library reads these files.
-It does not write them: it gives no checksum, so each file would be read again, and leaves as
-many dirty pages as the file has, which then stand in the way of everybody's files.
+The library does not write them: it returns no checksum, so each file would be read again, and
+it leaves dirty pages of the file's full size, which slow down all other writers.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _CHUNK = 8 << 20  # bytes; hashing and writing one lets other threads run
-_READ = 1 << 20  # bytes; reading so many is progress, on a slow disk too
-_UNSYNCED = 64 << 20  # at most as many bytes wait in memory for the disk
+_READ = 1 << 20  # bytes; reading this many counts as progress, even on a slow disk
+_UNSYNCED = 64 << 20  # most bytes that wait in memory for the disk
 _ALIGNMENT = 8
 _METADATA = "__metadata__"
 
@@ -53,11 +53,11 @@ _METADATA = "__metadata__"
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece] | None = None
 ) -> dict[str, Any]:
-    """Writes a file and waits until the disk has it.
+    """Write a file and wait until it is on disk.
 
     Args:
-        pieces: of those that are pieces of a larger one, where they lie in it; the file has it as
-            JSON in its metadata, by the tensor's name.
+        pieces: positions of those tensors that are shards of larger ones; stored as JSON in the
+            file's metadata, by tensor name.
 
     Returns:
         {"bytes": int, "sha256": str} of the file.
@@ -65,7 +65,7 @@ def write_tensors(
     Raises:
         OSError: it could not be written.
     """
-    # The largest elements first: so all are aligned.
+    # The largest elements first, so that all are aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     digest, size, synced = hashlib.sha256(), 0, 0
     with open(path, "wb") as file:
@@ -106,21 +106,21 @@ def _chunks(
 
 
 def _sync(file: BinaryIO, start: int, end: int) -> None:
-    """What is on the disk needs no memory: the page cache is for files that are read again."""
+    """Sync a range to disk and drop it from the page cache, which files read again need more."""
     file.flush()
     os.fsync(file.fileno())
     os.posix_fadvise(file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)
 
 
 def read_file(path: Path) -> tuple[Tensor, dict[str, Any]]:
-    """Reads a file into memory.
+    """Read a file into memory.
 
     Returns:
-        its content, uint8, for `unpack`; and {"bytes": int, "sha256": str} of it.
+        the content, uint8, for `unpack`; and its {"bytes": int, "sha256": str}.
 
     Raises:
         OSError: it cannot be read.
-        RankLostError: this rank's generation is over.
+        RankLostError: this rank's generation has ended.
     """
     digest, size = hashlib.sha256(), 0
     content = torch.empty(path.stat().st_size, dtype=torch.uint8)
@@ -169,7 +169,7 @@ def _not_safetensors(reason: str) -> ValueError:
 
 
 def map_file(path: Path) -> Tensor:
-    """The content of a file as `read_file` gives it, of which only what is looked at is read.
+    """Map a file for `unpack`: like `read_file`, but only accessed pages are read.
 
     Raises:
         OSError: it cannot be read.
@@ -182,7 +182,7 @@ def map_file(path: Path) -> Tensor:
 
 
 def pieces_of(content: Tensor) -> dict[str, Piece]:
-    """Of the tensors of a file that are pieces of larger ones, where they lie in these.
+    """The positions of the tensors in a file that are shards of larger tensors, by name.
 
     Raises:
         ValueError: it is not a safetensors file.
@@ -190,7 +190,7 @@ def pieces_of(content: Tensor) -> dict[str, Piece]:
     described = _header(content)[1].get(_METADATA, {})
     if not is_of(described, dict[str, str]):
         raise _not_safetensors(f"{_METADATA} is {shown(described)}")
-    # Files that others wrote have metadata of their own.
+    # Files from other programs have other metadata.
     pieces = {n: parse_json(text) for n, text in described.items() if text.startswith("{")}
     try:
         return {name: Piece.of(found) for name, found in pieces.items()}
@@ -199,7 +199,7 @@ def pieces_of(content: Tensor) -> dict[str, Piece]:
 
 
 def _header(content: Tensor) -> tuple[int, dict[str, Any]]:
-    """Where the data begins, and what lies there."""
+    """Return the offset of the data, and the header."""
     begin = 8 + int.from_bytes(content[:8].numpy().tobytes(), "little")
     if not 8 < begin <= len(content):
         raise _not_safetensors("its header is longer than the file")

@@ -1,4 +1,4 @@
-"""Weights alone, from wherever they lie: a run, a checkpoint, an exported folder, a file."""
+"""Model weights alone, from a run, a checkpoint, an exported directory or a file."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hvdtrain.errors import UserError
 from hvdtrain.untrusted import is_of, read_json
 
 _CONFIG = "config.json"
-# Of weights that transformers saved in several files: which holds what.
+# Index of weights that transformers saved in several files: tensor name -> file.
 _INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What was found.
+    """Weights, and their model's configuration if known.
 
     Args:
         tensors: by name, on the CPU.
-        facts: config.json beside them; empty where there is none.
+        facts: config.json of the same directory; empty if there is none.
     """
 
     tensors: dict[str, Tensor]
@@ -33,11 +33,11 @@ class Weights:
 
 
 def read_weights(path: Path) -> Weights:
-    """Reads weights; of a run, those of its newest checkpoint.
+    """Read weights; for a run, from its newest checkpoint.
 
     Args:
-        path: a run's folder, a checkpoint's, one with model.safetensors, or several files and their
-            index (and config.json), or a safetensors file.
+        path: a run directory, a checkpoint, a directory with model.safetensors or with several
+            files and their index (and config.json), or a safetensors file.
 
     Raises:
         UserError: there are none, or they cannot be read.
@@ -89,7 +89,7 @@ def _facts(path: Path) -> dict[str, Any]:
 
 def _files_of(index: Path) -> list[str]:
     found = _facts(index).get("weight_map", {})
-    # A name must not lead out of the folder.
+    # A name must not point outside the directory.
     if not is_of(found, dict[str, str]) or any(n != Path(n).name for n in found.values()):
         raise UserError(f"{index}: weight_map does not say which file holds which tensor")
     return sorted(set(found.values()))

@@ -1,4 +1,4 @@
-"""Saves behind the training's back: a step stops only while its state is copied."""
+"""Checkpoints written in the background: a step waits only while its state is copied."""
 
 from __future__ import annotations
 
@@ -15,37 +15,37 @@ from torch import Tensor
 from hvdtrain.checkpoint.format import Checkpoint
 from hvdtrain.log import logger
 
-# The longest wait for a save: a file system may stand still for a minute, and a slow one has
-# this rate.
+# Longest wait for a save: a file system may hang for a minute, and a slow one writes at
+# _SLOWEST.
 PATIENCE_S = 120.0
-_SLOWEST = 10e6  # bytes a second
-_QUICKLY_TOUCHED = 64 << 20  # bytes; a save of less need not wait for `prepare`
+_SLOWEST = 10e6  # bytes/s
+_QUICKLY_TOUCHED = 64 << 20  # bytes; a smaller save need not wait for `prepare`
 
 
 class Store(Protocol):
-    """Where checkpoints go: CheckpointManager on rank 0, FilesOfRank on another rank."""
+    """Destination of checkpoints: CheckpointManager on rank 0, FilesOfRank on other ranks."""
 
     def has(self, step: int) -> bool:
-        """The checkpoint of this step is there already."""
+        """Whether the checkpoint of this step exists already."""
         ...
 
     def save(self, checkpoint: Checkpoint) -> object:
-        """Writes it; OSError where it cannot be written."""
+        """Write a checkpoint; raise OSError if it cannot be written."""
         ...
 
 
 class CheckpointWriter:
-    """Copies the state into a staging buffer and writes it from there, one save at a time.
+    """Background writer of checkpoints, from a staging buffer, one save at a time.
 
-    Rank 0 has one for as long as its process trains; another rank, where it has state of its own
-    to save, for a generation. The thread is a daemon: one that hangs in a file system does not
-    keep the process from ending.
+    Rank 0 has one as long as its process trains. Another rank with state of its own to save has one
+    for each generation. The thread is a daemon, so a save that hangs in a file system does not
+    keep the process from exiting.
 
     Args:
         store: writes and deletes.
-        saved: step of the newest checkpoint of the run so far; 0 where there is none.
-        emit: called with each save: "checkpoint" (step, seconds that it took, stall_seconds by
-            which it held up the steps) or "checkpoint_failed" (step, error); from the thread.
+        saved: step of the newest checkpoint of the run so far; 0 if there is none.
+        emit: called from the thread after each save: "checkpoint" (step, seconds of the save,
+            stall_seconds of training) or "checkpoint_failed" (step, error).
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class CheckpointWriter:
         self._staging: Checkpoint | None = None
         self._thread: Thread | None = None
         self.last_saved_step = saved
-        self.last_saved_at = time.time()  # unix; at first, when this writer began
-        self.taken_step = saved  # of the newest state that was copied, and when
+        self.last_saved_at = time.time()  # unix time; initially the creation of this writer
+        self.taken_step = saved  # step of the newest copied state; the next line is its time
         self.taken_at = time.monotonic()
         self.error: Exception | None = None  # of the latest save
         self.failures = 0
-        self.seconds = 0.0  # that the latest good save took, in the background
-        self.stall_seconds = 0.0  # that the latest copy took
+        self.seconds = 0.0  # duration of the latest successful save, in the background
+        self.stall_seconds = 0.0  # duration of the latest copy
         self.stall_seconds_total = 0.0
 
     @property
@@ -74,25 +74,25 @@ class CheckpointWriter:
 
     @property
     def prepared(self) -> bool:
-        """There is a staging buffer."""
+        """Whether there is a staging buffer."""
         return self._staging is not None
 
     def newest(self) -> str:
-        """For people: which checkpoint the run would resume from."""
+        """Message for users: the checkpoint from which the run would resume."""
         step = self.last_saved_step
         return f"the newest checkpoint is of step {step}" if step else "there is no checkpoint"
 
     def holds(self, step: int) -> bool:
-        """The step's state is saved or being saved."""
+        """Whether the step's state is saved or being saved."""
         return step == self.last_saved_step or (self.busy and step == self.taken_step)
 
     def expected_seconds(self) -> float:
-        """How long a save would take that starts now, after the one in progress."""
+        """Expected time until a save that is started now finishes, after the one in progress."""
         running = time.monotonic() - self.taken_at if self.busy else self.seconds
         return self.seconds + max(0.0, self.seconds - running)
 
     def prepare(self, checkpoint: Checkpoint) -> None:
-        """Makes the staging buffer in the background: the first touch of memory is slow."""
+        """Allocate the staging buffer in the background: the first access to memory is slow."""
         if _size(checkpoint) > _QUICKLY_TOUCHED:
             self._begin(lambda: self._prepare(checkpoint))
         else:
@@ -104,12 +104,12 @@ class CheckpointWriter:
         self._staging = staging
 
     def start(self, checkpoint: Checkpoint, before: Callable[[], None]) -> None:
-        """Copies the state and begins to write it; only while not `busy`.
+        """Copy the state and begin to write it; must not be called while `busy`.
 
         Args:
             checkpoint: may hold live tensors; they may change as soon as this returns.
-            before: called in the background before the checkpoint is written, to bring to disk
-                what it relies on; OSError where that cannot be done.
+            before: called in the background before the checkpoint is written, to flush to disk what
+                it depends on; raises OSError if it fails.
         """
         assert not self.busy
         begin = time.monotonic()
@@ -123,28 +123,28 @@ class CheckpointWriter:
         self._begin(lambda: self._save(before))
 
     def give_up_others(self) -> None:
-        """The save in progress waits for no other rank's files any more: a rank may be gone."""
+        """Stop the save in progress from waiting for other ranks' files: a rank may be gone."""
         if self._staging is not None and self._staging.shared is not None:
             self._staging.shared.given_up.set()
 
     def fail(self, failures: Sequence[str]) -> None:
-        """The save in progress has failed on other ranks; does nothing if there is none.
+        """Report that other ranks failed in the save in progress; no effect if there is none.
 
         Args:
-            failures: what each of them says.
+            failures: the other ranks' error messages.
         """
         if self.busy and self._staging is not None and self._staging.shared is not None:
             self._staging.shared.failures.extend(failures)
 
     def patience(self) -> float:
-        """The longest that anybody waits for the save in progress, in seconds."""
+        """The longest wait for the save in progress, in seconds."""
         return PATIENCE_S + _size(self._staging) / _SLOWEST
 
     def wait(self, deadline: float = math.inf) -> bool:
-        """Waits for the save in progress, not for ever.
+        """Wait for the save in progress, with a timeout of `patience`.
 
         Args:
-            deadline: time.monotonic() at which to give up even earlier.
+            deadline: time.monotonic() at which to give up earlier.
 
         Returns:
             Whether the writer is free.
@@ -171,7 +171,7 @@ class CheckpointWriter:
                 self._emit("checkpoint", step=step, seconds=self.seconds, stall_seconds=stall)
             self.last_saved_step = step
             self.last_saved_at = time.time()
-        except Exception as error:  # whatever it is, training is worth more
+        except Exception as error:  # no error is worth stopping the training
             self.error = error
             self.failures += 1
             self._emit("checkpoint_failed", step=step, error=f"{type(error).__name__}: {error}")
@@ -185,7 +185,7 @@ class CheckpointWriter:
 
 
 def _size(checkpoint: Checkpoint | None) -> int:
-    """Bytes of the tensors."""
+    """Total size of the tensors in bytes."""
     return sum(tensor.nbytes for tensor in _tensors(checkpoint))
 
 
@@ -195,7 +195,7 @@ def _tensors(checkpoint: Checkpoint | None) -> Iterable[Tensor]:
 
 
 def _empty_like(checkpoint: Checkpoint) -> Checkpoint:
-    """Memory of its own for each tensor, pinned for those that lie on a GPU."""
+    """Allocate separate memory for each tensor, pinned for tensors on a GPU."""
     parts = {
         part: {
             name: torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
@@ -208,7 +208,7 @@ def _empty_like(checkpoint: Checkpoint) -> Checkpoint:
 
 def _touch(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
-        ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)  # other threads run meanwhile
+        ctypes.memset(tensor.data_ptr(), 0, tensor.nbytes)  # releases the GIL
 
 
 def _fits(staging: Checkpoint, checkpoint: Checkpoint) -> bool:

@@ -1,7 +1,7 @@
-"""Random changes of a micro-batch of images.
+"""Random augmentation of a micro-batch of images.
 
-They draw from torch's generator of the CPU, as dropout does there: it is seeded for each
-micro-batch, so that the same is drawn whichever rank works on it.
+Random numbers come from torch's CPU generator, like dropout on the CPU. It is seeded for each
+micro-batch, so the result does not depend on the rank that processes it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from hvdtrain.data.images import Normalisation
 
 
 def crop(images: Tensor, size: int, move: bool, flip: bool) -> Tensor:
-    """Cuts a square out of each image.
+    """Cut a square out of each image.
 
     Args:
         images: (N, C, H, W), H and W at least `size`.
         size: side of the square.
-        move: anywhere in the image, else out of its middle.
-        flip: mirror it left to right, with probability 1/2.
+        move: cut at a random position, else from the middle.
+        flip: mirror the image left to right with probability 1/2.
 
     Returns:
         (N, C, size, size), same dtype and device.
@@ -27,7 +27,7 @@ def crop(images: Tensor, size: int, move: bool, flip: bool) -> Tensor:
     count, _, height, width = images.shape
     room = torch.tensor([[height - size], [width - size]])
     drawn = torch.rand(2, count) if move else torch.full((2, count), 0.5)
-    # 0.5 is the middle; rand() < 1, so the last place is as likely as any.
+    # 0.5 is the middle; rand() < 1, so the last position is as likely as any other.
     top, left = (drawn * (room + 1)).long() if move else (room // 2).expand(2, count)
     rows = top[:, None] + torch.arange(size)
     columns = left[:, None] + torch.arange(size)
@@ -41,20 +41,20 @@ def crop(images: Tensor, size: int, move: bool, flip: bool) -> Tensor:
 
 
 def normalise(images: Tensor, normalisation: Normalisation) -> Tensor:
-    """Args: images: (N, C, H, W) uint8. Returns: float32 of mean 0 and deviation 1, about."""
+    """Args: images: (N, C, H, W) uint8. Returns: float32, mean about 0, deviation about 1."""
     mean, std = (torch.tensor(values, device=images.device) for values in normalisation)
     return (images.float() / 255 - mean[:, None, None]) / std[:, None, None]
 
 
 def mix(images: Tensor, alpha: float) -> tuple[Tensor, Tensor, float]:
-    """Mixup (Zhang et al., arXiv:1710.09412): each image with another one of the micro-batch.
+    """Mixup (Zhang et al., arXiv:1710.09412): mix each image with another of the micro-batch.
 
     Args:
         images: (N, C, H, W) float.
-        alpha: > 0; shares are drawn from Beta(alpha, alpha), one for the micro-batch.
+        alpha: > 0; one mixing coefficient per micro-batch is drawn from Beta(alpha, alpha).
 
     Returns:
-        The mixtures; int64 (N,), which image each was mixed with; the share of the image itself.
+        The mixtures; int64 (N,), the index of each image's partner; the weight of the image itself.
     """
     share = float(torch.distributions.Beta(alpha, alpha).sample())
     other = torch.randperm(len(images)).to(images.device)

@@ -1,11 +1,11 @@
-"""Micro-batches of samples of about the same length: arithmetic on the seed and the position.
+"""Micro-batches of samples of similar length, computed from the seed and the position.
 
-Samples are sorted into buckets of similar length once. A micro-batch takes its samples from one
-bucket, as many as fit into the budget with that bucket's longest; so an epoch has the same number
-of micro-batches whatever the order. In each epoch the samples of a bucket are dealt to its
-micro-batches anew, and the micro-batches of all buckets put into a new order, both by the
-permutation of order.py: what a position holds follows from the seed, the position and the lengths,
-at a cost that depends on neither the position nor the number of samples.
+Samples are sorted once into buckets of similar length. A micro-batch takes its samples from one
+bucket, as many as fit into the budget at the bucket's maximum length, so every epoch has the same
+number of micro-batches. In each epoch the permutation of order.py assigns the samples of a bucket
+to its micro-batches and shuffles the micro-batches of all buckets. The content of a position
+depends only on the seed, the position and the lengths, at a cost that depends on neither the
+position nor the number of samples.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from numpy.typing import NDArray
 from hvdtrain.data.order import Indices, permute, sample_order
 from hvdtrain.errors import UserError
 
-if TYPE_CHECKING:  # the audit and the report do without torch
+if TYPE_CHECKING:  # the audit and the report run without torch
     from torch.utils.data import Dataset
 
-# A bucket's longest sample is at most so much longer than its shortest, unless its samples would
-# not fill a micro-batch.
+# Maximum ratio of a bucket's longest sample to its shortest, unless its samples would not fill a
+# micro-batch.
 _SPREAD = 1.1
-# Tells the permutation within a bucket from that of micro-batches, and buckets from each other.
+# Separates the permutations within buckets from each other and from the micro-batches' permutation.
 _SEED_STEP = 0x9E3779B97F4A7C15
 
-Sizes = Sequence[Sequence[int]]  # of each bucket: samples, and samples of a micro-batch
+Sizes = Sequence[Sequence[int]]  # per bucket: number of samples, samples per micro-batch
 
 
 class Buckets:
-    """Which places in the sorted order of samples a micro-batch has.
+    """Assignment of indices into the sorted samples to micro-batches.
 
     Args:
-        sizes: of the buckets, in the sorted order; each has a sample at least.
-        seed: the run's.
+        sizes: of the buckets, in sorted order; each has at least one sample.
+        seed: the run's seed.
 
     Attributes:
-        samples: of an epoch.
+        samples: number of samples in an epoch.
     """
 
     def __init__(self, sizes: Sizes, seed: int) -> None:
@@ -53,17 +53,17 @@ class Buckets:
         self.samples = int(self._begin[-1])
 
     def __len__(self) -> int:
-        """Micro-batches of an epoch."""
+        """Number of micro-batches in an epoch."""
         return int(self._first[-1])
 
     def places(self, positions: Indices, epoch: int) -> Indices:
-        """Places in the sorted order.
+        """Indices into the sorted samples.
 
         Args:
             positions: of micro-batches in the order of an epoch, int64.
 
         Returns:
-            int64, of all these micro-batches, bucket after bucket.
+            int64, the samples of all these micro-batches, bucket after bucket.
         """
         numbers = permute(positions, len(self), self._seed, epoch)
         buckets = np.searchsorted(self._first, numbers, side="right") - 1
@@ -86,21 +86,21 @@ class Buckets:
         return np.minimum(each, left)
 
     def samples_before(self, position: int) -> int:
-        """Samples that a run has used when it comes to a micro-batch, across epochs."""
+        """Number of samples that a run has used before a micro-batch, across epochs."""
         epoch, at = divmod(position, len(self))
-        if self._ends[0] != epoch:  # those who ask do so for one position after the other
+        if self._ends[0] != epoch:  # callers ask for consecutive positions
             begin = epoch * len(self)
             self._ends = epoch, np.cumsum([0, *self.counts(begin, begin + len(self))])
         return epoch * self.samples + int(self._ends[1][at])
 
 
 class Used(NamedTuple):
-    """What micro-batches hold.
+    """Samples and tokens in a set of micro-batches.
 
     Args:
-        samples: in them.
-        tokens: of these samples, without padding; 0 where samples have no lengths.
-        slots: the same with padding: the longest of a micro-batch x its samples.
+        samples: number of samples.
+        tokens: of these samples, without padding; 0 if samples have no lengths.
+        slots: the same with padding: a micro-batch's longest sample x its number of samples.
     """
 
     samples: int
@@ -108,10 +108,10 @@ class Used(NamedTuple):
     slots: int = 0
 
     def figures(self, seconds: float) -> dict[str, float]:
-        """What metrics.jsonl says of a step beside its samples: nothing, or padding's share.
+        """Fields of a step in metrics.jsonl besides its samples; empty if samples have no lengths.
 
         Args:
-            seconds: of the step.
+            seconds: step time.
         """
         if not self.slots:
             return {}
@@ -123,12 +123,12 @@ class Used(NamedTuple):
 
 
 class SampleBuckets:
-    """Which samples a micro-batch has.
+    """Assignment of samples to micro-batches.
 
     Args:
-        lengths: of all samples, in tokens, as `lengths_of` gives them.
-        max_tokens: the longest sample of a micro-batch x its samples is at most this.
-        seed: the run's.
+        lengths: of all samples, in tokens, as returned by `lengths_of`.
+        max_tokens: upper limit of a micro-batch's longest sample x its number of samples.
+        seed: the run's seed.
 
     Attributes:
         sizes, order: of the buckets, see Buckets.
@@ -143,11 +143,11 @@ class SampleBuckets:
         self.order = Buckets(self.sizes, seed)
         bucket = len(shortest) - np.searchsorted(shortest[::-1], lengths, side="right")
         self._sorted = np.argsort(bucket, kind="stable")
-        # Asked for when it is loaded, and again when its tokens are counted.
+        # Called when the micro-batch is loaded, and again when its tokens are counted.
         self.micro_batch = lru_cache(maxsize=1024)(self._micro_batch)
 
     def __len__(self) -> int:
-        """Micro-batches of an epoch."""
+        """Number of micro-batches in an epoch."""
         return len(self.order)
 
     def _micro_batch(self, position: int) -> list[int]:
@@ -155,15 +155,15 @@ class SampleBuckets:
         return self._sorted[self.order.places(np.array([at]), epoch)].tolist()
 
     def samples_of(self, step: int, micro_batches: int) -> int:
-        """Samples of a step of the run, over all ranks together.
+        """Number of samples in a step of the run, over all ranks.
 
         Args:
-            micro_batches: of each step.
+            micro_batches: per step.
         """
         return int(self.order.counts(step * micro_batches, (step + 1) * micro_batches).sum())
 
     def used(self, positions: Iterable[int]) -> Used:
-        """What the micro-batches at these positions hold."""
+        """Count the samples and tokens in the micro-batches at these positions."""
         samples = tokens = slots = 0
         for position in positions:
             lengths = self._lengths[self.micro_batch(position)]
@@ -174,9 +174,9 @@ class SampleBuckets:
 
 
 def bucket_sizes(lengths: Indices, max_tokens: int) -> tuple[list[list[int]], Indices]:
-    """Of each bucket its samples and those of a micro-batch; and its shortest length.
+    """Return each bucket's [samples, samples per micro-batch], and each bucket's shortest length.
 
-    From the longest samples to the shortest.
+    Buckets are ordered from the longest samples to the shortest.
     """
     sizes: list[list[int]] = []
     shortest: list[int] = []
@@ -189,18 +189,18 @@ def bucket_sizes(lengths: Indices, max_tokens: int) -> tuple[list[list[int]], In
             longest = length
         sizes[-1][0] += count
         shortest[-1] = length
-    shortest[-1] = 0  # empty samples are with the shortest
+    shortest[-1] = 0  # empty samples go into the bucket of the shortest
     return sizes, np.array(shortest, dtype=np.int64)
 
 
 def lengths_of(dataset: Dataset[Any], max_tokens: int, name: str) -> Indices:
-    """The lengths of a data set's samples, which its `lengths` is or returns.
+    """The lengths of a dataset's samples, from its attribute or method `lengths`.
 
     Args:
         name: of the data, for messages.
 
     Raises:
-        UserError: there are none, not one for each sample, or a sample is longer than the budget.
+        UserError: `lengths` is missing or does not fit the samples, or a sample exceeds the budget.
     """
     found = getattr(dataset, "lengths", None)
     if found is None:

@@ -15,15 +15,15 @@ class DataConfig:
     Args:
         source: `text` (files of any kind, each a document), `jsonl` or `parquet` (each line or row
             a document), or `tokens` (made by `hvdtrain data tokenize`)
-        train: files, folders or globs; empty = the source files of Python's standard library
+        train: files, directories or globs; empty = the source files of Python's standard library
         validation: the same for validation; empty = a fraction of `data.train`
-        validation_fraction: that fraction, taken by file (of a single file: its end)
+        validation_fraction: that fraction, split by file (for a single file: its end)
         tokenizer: a tokenizer.json of the `tokenizers` library, for text; null = bytes
-        cache: folder in which the tokens of text are kept, for later starts and for all ranks of a
-            host; null = each rank makes its own, in memory
+        cache: directory that stores the tokens of text, for later starts and for all ranks of a
+            host; null = each rank tokenizes for itself, in memory
         text_key: key of a JSON line, or column of a Parquet file, that holds its text
-        document_mask: attention and learned positions begin anew with each document of a sample;
-            the token that ends a document follows each
+        document_mask: attention and learned positions restart at each document of a sample; an
+            end-of-document token follows each document
     """
 
     source: Literal["text", "jsonl", "parquet", "tokens"] = "text"
@@ -58,11 +58,11 @@ class DataConfig:
 
 @dataclass
 class LoaderConfig:
-    """Loading of data with an index.
+    """Loading of map-style datasets.
 
     Args:
-        workers: processes that load a rank's micro-batches ahead; 0 = the rank loads each itself
-        prefetch: micro-batches that each of them loads ahead
+        workers: processes that load a rank's micro-batches ahead; 0 = the rank loads them itself
+        prefetch: micro-batches that each of these processes loads ahead
     """
 
     workers: int = 0
@@ -75,23 +75,23 @@ class LoaderConfig:
 
 @dataclass
 class BatchConfig:
-    """The global batch: the same whatever the number of ranks, unless `batch.per_rank_size` is set.
+    """The global batch, independent of the world size unless `batch.per_rank_size` is set.
 
     Args:
-        global_size: samples in one optimizer step, over all ranks together
+        global_size: samples in one optimizer step, over all ranks
         micro_size: samples in one forward pass; divides `batch.global_size`
-        max_tokens: samples of about the same length make a micro-batch: as many as come, padded to
-            the longest, to so many tokens at most; instead of `batch.global_size` and
+        max_tokens: group samples of similar length into micro-batches of variable size, at most
+            this many tokens when padded to the longest; replaces `batch.global_size` and
             `batch.micro_size`; 0 = off
         per_step: micro-batches in one optimizer step, with `batch.max_tokens`
         per_rank_size: samples of a step on each rank, instead of `batch.global_size`: the global
-            batch grows with the ranks, and the curve depends on their number; 0 = off
-        deal: micro-batches to each rank: `even`, or by `speed`, so that slow ranks get fewer and
-            all are done at the same time; the gradient is the same. Speeds are those of the ranks'
-            comparisons (`telemetry.exchange_every`)
-        interleave: the last so many micro-batches of a rank's step go back in turns, block by
-            block: gradients leave earlier, for the memory of so many passes at once. For slow
-            networks; on CPUs; the same bits
+            batch grows with the world size, so the loss curve depends on it; 0 = off
+        deal: assignment of micro-batches to ranks: `even`, or by `speed`, so that slow ranks get
+            fewer and all ranks finish at the same time; the gradient is the same. Speeds come from
+            the periodic comparison of ranks (`telemetry.exchange_every`)
+        interleave: run the backward passes of a rank's last N micro-batches of a step in turns,
+            block by block: gradients are sent earlier, at the memory cost of N passes at once. For
+            slow networks; on CPUs; bitwise identical
     """
 
     global_size: int = 32
@@ -129,7 +129,7 @@ class BatchConfig:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches in one step, over all ranks together."""
+        """Micro-batches in one step, over all ranks."""
         return self.per_step if self.max_tokens else self.global_size // self.micro_size
 
 

@@ -1,4 +1,4 @@
-"""Which rank works on which micro-batches of a step."""
+"""Assignment of a step's micro-batches to ranks."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from hvdtrain.runtime.mesh import ALONE, Group
 
 
 def even(micro_batches: int, ranks: int) -> list[int]:
-    """How many each rank gets where all are as fast; the first ranks one more than the others."""
+    """Micro-batches per rank at equal speed; the first ranks may get one more than the others."""
     each, left = divmod(micro_batches, ranks)
     return [each + (rank < left) for rank in range(ranks)]
 
 
 def by_speed(micro_batches: int, seconds: Sequence[float], fixed: Sequence[float]) -> list[int]:
-    """How many each rank gets so that the last one is done as early as can be; at least one.
+    """Micro-batches per rank, at least one each, that minimize the finish time of the last rank.
 
-    One after the other goes to the rank that would be done with it first, which is optimal: a
-    rank's time grows with each.
+    Assigns each to the rank that would finish it first. This greedy assignment is optimal because a
+    rank's time grows with each micro-batch.
 
     Args:
-        micro_batches: of all ranks, at least as many as these.
-        seconds: of a micro-batch on each rank.
-        fixed: seconds of a step that each rank needs beside them.
+        micro_batches: over all ranks, at least one per rank.
+        seconds: per micro-batch on each rank.
+        fixed: other seconds of a step on each rank.
     """
     counts = [1] * len(seconds)
-    # When each is done with one more.
+    # Finish time of each rank with one more micro-batch.
     done = [(fixed[rank] + 2 * seconds[rank], rank) for rank in range(len(seconds))]
     heapify(done)
     for _ in range(micro_batches - len(seconds)):
@@ -38,16 +38,16 @@ def by_speed(micro_batches: int, seconds: Sequence[float], fixed: Sequence[float
 
 
 class Deal:
-    """The micro-batches of this rank in a step; it changes between steps, on all ranks alike.
+    """The micro-batches of this rank in a step; changes between steps, identically on all ranks.
 
     Args:
-        micro_batches: in a step, over all ranks together.
+        micro_batches: in a step, over all ranks.
         group: the data axis.
-        shard: ranks of a replica with equally many micro-batches of their own; a replica is dealt
-            groups of so many, one for each.
+        shard: ranks of a replica that process equally many micro-batches each; a replica is
+            assigned groups of `shard.size` micro-batches, one per rank.
 
     Attributes:
-        counts: of each rank of `group`.
+        counts: number of assigned micro-batches (groups) per rank of `group`.
     """
 
     def __init__(self, micro_batches: int, group: Group, shard: Group = ALONE) -> None:
@@ -56,7 +56,7 @@ class Deal:
         self.change(even(micro_batches // shard.size, group.size))
 
     def change(self, counts: Sequence[int]) -> None:
-        """Deals in turns, so that each rank's are spread over the step: with `even`, j % ranks."""
+        """Interleave the ranks, so that each rank's are spread over the step; `even`: j % ranks."""
         self.counts = list(counts)
         turns = sorted(
             (Fraction(2 * number + 1, count), rank)
@@ -68,7 +68,7 @@ class Deal:
 
     @property
     def in_common(self) -> int:
-        """Micro-batches that every rank has."""
+        """Number of micro-batches that every rank has."""
         return min(self.counts)
 
     def __len__(self) -> int:

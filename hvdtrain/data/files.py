@@ -1,4 +1,4 @@
-"""From globs in the configuration to files, and from files to train and validation."""
+"""Expansion of configured globs to files, and the split into train and validation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hvdtrain.errors import UserError
 
-# Parts of the standard library that are not on every machine, or are mostly tables.
+# Parts of the standard library that are not installed everywhere, or are mostly tables.
 _NOT_SOURCE = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "distutils",
     "ensurepip", "__pycache__", "encodings", "pydoc_data",
@@ -25,17 +25,17 @@ def expand(
     suffixes: tuple[str, ...] | None = None,
     kind: str = "token file",
 ) -> list[Path]:
-    """The files that patterns name, sorted, each once, empty ones left out.
+    """The non-empty files that match the patterns, sorted, without duplicates.
 
     Args:
         key: the configuration key the patterns come from, for messages.
-        patterns: files, folders (all files below) or globs (`**` too).
-        suffixes: where given, a file named directly must have one of them and others
-            found in folders and by globs are passed over.
-        kind: of file with these, for messages.
+        patterns: files, directories (all files below) or globs (`**` too).
+        suffixes: if given, a file named directly must have one of them; other files
+            found in directories and by globs are skipped.
+        kind: of file with these suffixes, for messages.
 
     Raises:
-        UserError: a pattern matches nothing, or nothing but empty files; a wrong suffix.
+        UserError: a pattern matches no file or only empty files; a wrong suffix.
     """
     found: set[Path] = set()
     for pattern in patterns:
@@ -77,11 +77,11 @@ def standard_library() -> list[Path]:
 
 
 def split(paths: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path]]:
-    """Splits files into train and validation, by a hash of their names below their common folder.
+    """Split files into train and validation by a hash of their paths below their common directory.
 
     Args:
         paths: at least two files.
-        fraction: fraction of the bytes that validation gets, at least one file and never all.
+        fraction: fraction of the bytes for validation, at least one file and never all.
 
     Returns:
         (train, validation), each sorted.
@@ -97,12 +97,15 @@ def split(paths: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path
 
 
 def deal(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The rank of each file: neighbours stay together, and ranks get about the same bytes.
+    """Assign files to ranks: neighbours stay together, and ranks get about the same bytes.
 
-    A file belongs to the rank whose even share of all bytes holds the file's middle.
+    A file belongs to the rank whose even share of all bytes contains the middle of the file.
 
     Args:
         sizes: of the files in bytes, at least one of them > 0.
+
+    Returns:
+        the rank of each file.
     """
     ends = list(accumulate(sizes))
     middles = [2 * end - size for end, size in zip(ends, sizes, strict=True)]

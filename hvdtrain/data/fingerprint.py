@@ -1,4 +1,4 @@
-"""Fingerprints of large files: a resumed run must have the data that it began with."""
+"""Fingerprints of large files: a run must resume with the data that it started with."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class Fingerprint(str):
 
 
 def former_of(fingerprint: str | None) -> str | None:
-    """Return the fingerprint that older versions computed of the same data, None if equal."""
+    """Return the fingerprint that older versions computed of the same data; None if unchanged."""
     return fingerprint.former if isinstance(fingerprint, Fingerprint) else None
 
 
 def of_files(paths: Sequence[Path], samples: Sequence[int]) -> Fingerprint:
-    """Changes with names below the common folder, numbers of samples, sizes and content.
+    """Fingerprint of files: paths below the common directory, sample counts, sizes and content.
 
-    Small files are read whole, of larger ones evenly spaced blocks: at most 4 MiB of a file, and
-    64 MiB of all files together or one block of each. A change between the blocks is not seen.
-    It is the same on all hosts, and times of change are ignored: files may be copied.
+    Small files are read completely, larger ones in evenly spaced blocks: at most 4 MiB per file,
+    and 64 MiB of all files or one block of each. Changes between the blocks are not detected. The
+    fingerprint is the same on all hosts and ignores modification times, so files may be copied.
 
     Args:
         samples: of each file.
@@ -63,7 +63,7 @@ def of_files(paths: Sequence[Path], samples: Sequence[int]) -> Fingerprint:
 
 
 def _blocks(path: Path, most: int) -> Iterator[bytes]:
-    """The size, and the whole content or `most` blocks of it; the last one ends with the file."""
+    """Yield the size, and the whole content or `most` blocks; the last block ends with the file."""
     try:
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size

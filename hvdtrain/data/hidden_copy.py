@@ -17,13 +17,13 @@ from hvdtrain.log import logger
 from hvdtrain.run_files.file_lock import FileLock
 
 # A copy without a lock (from an older version, or a file system without locks) is removed if
-# nothing was written to it for so long.
+# nothing was written to it for this long.
 STALE_SECONDS = 3600.0
 
 
 @contextmanager
 def hidden_copy(path: Path) -> Iterator[None]:
-    """Holds the lock of a copy; at the end, removes the copy unless it was renamed.
+    """Hold the lock of a copy; on exit, remove the copy unless it was renamed.
 
     Raises:
         OSError: the directory cannot be written.
@@ -40,7 +40,7 @@ def hidden_copy(path: Path) -> Iterator[None]:
 
 
 def remove_leftovers(folder: Path, pattern: str) -> None:
-    """Removes the copies in a directory whose writers are dead.
+    """Remove the copies in a directory whose writers are dead.
 
     Args:
         pattern: glob of their names.

@@ -1,4 +1,4 @@
-"""Labelled images in tar shards, as WebDataset has them: 0001.jpg (or .png, ...) and 0001.cls."""
+"""Labelled images in WebDataset tar shards: 0001.jpg (or .png, ...) and 0001.cls."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _IMAGES = tuple(suffix[1:] for suffix in SUFFIXES)
 
 
 class Reading(NamedTuple):
-    """How shards are read.
+    """Options for reading shards.
 
     Args:
-        classes: how many there are.
-        cache: folder for indexes; None = beside the shards.
+        classes: number of classes.
+        cache: directory for indexes; None = next to the shards.
     """
 
     classes: int
@@ -38,14 +38,15 @@ class Reading(NamedTuple):
 
 
 class ImageShards(Dataset[tuple[Tensor, int]]):
-    """Images that are decoded when they are asked for, and the numbers of their classes.
+    """Images, decoded on access, and their class numbers.
 
     Args:
         shards: samples with an image under its suffix, and a class under "cls".
-        classes: how many there are.
-        side: the shorter side is scaled to this, and the middle is cut out: pixels.
+        classes: number of classes.
+        side: pixels; the shorter side is scaled to this, and the middle is cut out.
 
-    A sample raises UserError where it lacks one of these, cannot be decoded, or is of no class.
+    Accessing a sample raises UserError if it lacks an image or class, cannot be decoded, or has an
+    invalid class.
     """
 
     def __init__(self, shards: TarShards, classes: int, side: int) -> None:
@@ -80,10 +81,11 @@ class ImageShards(Dataset[tuple[Tensor, int]]):
 def shards(
     data: str, validation: str | None, fraction: float, size: int, read: Reading
 ) -> ImageData:
-    """Images in shards.
+    """Open images in shards.
 
     Args:
-        data: of training, a file or glob; with a fraction for validation, unless that is given.
+        data: for training, a file or glob; a fraction is split off for validation unless
+            `validation` is given.
         size: pixels that the model sees.
 
     Raises:
@@ -108,7 +110,7 @@ def shards(
 
 
 def _mixed(samples: Dataset[Any]) -> Dataset[Any]:
-    """In another order: evaluation may take the first ones only, and shards be sorted by class."""
+    """Shuffle: evaluation may use only the first samples, and shards may be sorted by class."""
     count = len(samples)  # type: ignore[arg-type]
     order = permute(np.arange(count), count, SPLIT_SEED, epoch=0)
     return Subset(samples, order)  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Labelled images: scikit-learn's digits, or a folder of class folders.
+"""Labelled images: scikit-learn's digits, or a directory of class directories.
 
-Images are uint8 (channels, side, side), where the side has a margin beyond what a model sees, out
-of which it is cropped (augment.py).
+Images are uint8 (channels, side, side). The side includes a margin beyond what a model sees, from
+which the image is cropped (augment.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hvdtrain.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 DIGIT_SIZE, _DIGIT_MARGIN = 8, 2
-SPLIT_SEED = 0  # the split is the data's, whatever the run's seed
+SPLIT_SEED = 0  # the split depends on the data only, not on the run's seed
 
 
 class Normalisation(NamedTuple):
@@ -33,13 +33,13 @@ class Normalisation(NamedTuple):
     std: tuple[float, ...]
 
 
-# ImageNet's, which everyone uses for colour photographs.
+# The values of ImageNet, which are common for colour photographs.
 COLOUR = Normalisation((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 DIGIT = Normalisation((0.305,), (0.376,))
 
 
 class ImageData(NamedTuple):
-    """Training and validation data: each sample an image and the number of its class."""
+    """Training and validation data: each sample is an image and its class number."""
 
     train: Dataset[Any]
     validation: Dataset[Any]
@@ -49,12 +49,12 @@ class ImageData(NamedTuple):
 
 
 def margin_side(size: int) -> int:
-    """Side of the images of a folder whose model sees `size` pixels: 256 for 224."""
+    """Side of the images of a directory if the model sees `size` pixels: 256 for 224."""
     return round(size * 8 / 7)
 
 
 def digits(validation_fraction: float) -> ImageData:
-    """The 1,797 digits of 8x8 pixels that come with scikit-learn, with a margin of one pixel.
+    """The 1,797 digits of 8x8 pixels from scikit-learn, with a margin of one pixel.
 
     Raises:
         UserError: scikit-learn is missing.
@@ -84,15 +84,15 @@ def digits(validation_fraction: float) -> ImageData:
 
 
 def folders(data: str, validation: str | None, validation_fraction: float, size: int) -> ImageData:
-    """Images in class folders.
+    """Images in class directories.
 
     Args:
-        data: of training; with a fraction for validation where `validation` is None.
-        validation: its class folders must be among those of `data`.
+        data: training data; a fraction is split off for validation if `validation` is None.
+        validation: its class directories must be among those of `data`.
         size: pixels that the model sees.
 
     Raises:
-        UserError: Pillow is missing; a folder cannot be read, has no class or a class no image.
+        UserError: Pillow is missing; a directory cannot be read, or has no class or no image.
     """
     check_pillow()
     classes = class_folders("image.data", Path(data))
@@ -118,7 +118,7 @@ def folders(data: str, validation: str | None, validation_fraction: float, size:
             f"image.data: {data} has too few images for a part of validation: each class has one; "
             "name a folder with image.validation"
         )
-    # Evaluation may take the first ones only, which must not all be of one class.
+    # Evaluation may use only the first samples, which must not all be of one class.
     order = permute(np.arange(len(rest)), len(rest), SPLIT_SEED, epoch=0)
     side = margin_side(size)
     return ImageData(
@@ -131,7 +131,7 @@ def folders(data: str, validation: str | None, validation_fraction: float, size:
 
 
 def check_pillow() -> None:
-    """Raises UserError where it is missing."""
+    """Raise UserError if Pillow is missing."""
     try:
         import PIL  # noqa: F401
     except ModuleNotFoundError:
@@ -141,10 +141,10 @@ def check_pillow() -> None:
 
 
 def class_folders(key: str, folder: Path) -> list[str]:
-    """Names of the class folders, sorted.
+    """Names of the class directories, sorted.
 
     Raises:
-        UserError: there are none, or the folder cannot be read.
+        UserError: there are none, or the directory cannot be read.
     """
     try:
         names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and e.name[0] != ".")
@@ -158,10 +158,10 @@ def class_folders(key: str, folder: Path) -> list[str]:
 
 
 def image_files(key: str, folder: Path) -> list[Path]:
-    """All images below a class folder, sorted.
+    """All images below a class directory, sorted.
 
     Raises:
-        UserError: there are none, or a folder cannot be read.
+        UserError: there are none, or a directory cannot be read.
     """
 
     def stop(error: OSError) -> None:
@@ -179,7 +179,7 @@ def image_files(key: str, folder: Path) -> list[Path]:
 
 
 def _split(files: Sequence[Path], root: Path, fraction: float) -> set[Path]:
-    """A fraction of a class, chosen by a hash of names: files that are added move no others."""
+    """Choose a fraction of a class by a hash of names: adding files keeps the choice of others."""
     count = min(round(len(files) * fraction), len(files) - 1)
     if fraction and len(files) > 1:
         count = max(count, 1)
@@ -192,9 +192,9 @@ def _samples(files: dict[str, list[Path]], classes: Sequence[str]) -> list[tuple
 
 
 def _fingerprint(samples: Sequence[tuple[Path, int]], root: Path) -> str:
-    """Of names and classes: the pixels of a large data set take minutes to read.
+    """Hash names and classes: reading the pixels of a large dataset takes minutes.
 
-    Not of sizes either: a broken file may be repaired, and the run go on.
+    Sizes are not included, so that a run can continue after a broken file is repaired.
     """
     digest = hashlib.sha256()
     for file, label in samples:
@@ -203,13 +203,13 @@ def _fingerprint(samples: Sequence[tuple[Path, int]], root: Path) -> str:
 
 
 class ImageFiles(Dataset[tuple[Tensor, int]]):
-    """Images that are decoded when they are asked for.
+    """Images, decoded on access.
 
     Args:
-        samples: a file and the number of its class.
-        side: the shorter side is scaled to this, and the middle is cut out: pixels.
+        samples: files and their class numbers.
+        side: pixels; the shorter side is scaled to this, and the middle is cut out.
 
-    A sample raises UserError where its file cannot be decoded.
+    Accessing a sample raises UserError if its file cannot be decoded.
     """
 
     def __init__(self, samples: Sequence[tuple[Path, int]], side: int) -> None:
@@ -225,7 +225,7 @@ class ImageFiles(Dataset[tuple[Tensor, int]]):
 
 
 def decode(file: Path | BytesIO, side: int, name: str) -> Tensor:
-    """uint8 (3, side, side): the middle of the image, scaled.
+    """Decode an image to uint8 (3, side, side): scaled, and cropped to the middle.
 
     Args:
         name: of the image, for messages.
@@ -240,7 +240,7 @@ def decode(file: Path | BytesIO, side: int, name: str) -> Tensor:
             fitted = ImageOps.fit(image.convert("RGB"), (side, side), Image.Resampling.BILINEAR)
     except MemoryError:
         raise
-    except Exception as error:  # each decoder of Pillow has exceptions of its own
+    except Exception as error:  # each decoder of Pillow has its own exceptions
         reason = f"{error}".partition(str(file))[0].strip(" '\"") or type(error).__name__
         raise UserError(f"image {name} cannot be read ({reason}): repair or remove it") from None
     return torch.from_numpy(np.asarray(fitted).copy()).permute(2, 0, 1).contiguous()

@@ -1,9 +1,9 @@
-"""Where the samples of large files begin: found once, kept beside the files.
+"""Indexes of the samples in large files, built once and stored next to the files.
 
-The index of a file is an array of int64 in the .npy format, so that it is memory-mapped: a head of
-three numbers (version of the format, size and time of change of the file that it is of), and then
-ascending numbers: of a file with n samples n + 1 offsets in bytes, or of Parquet the rows before
-each row group, and all.
+The index of a file is a memory-mapped int64 array in the .npy format. It starts with a head of
+three numbers: format version, size and modification time of the file. Ascending numbers follow: for
+a file with n samples, n + 1 offsets in bytes; for Parquet, the number of rows before each row group
+and the total.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hvdtrain.log import logger
 from hvdtrain.runtime.mpi import Ranks, on_all_ranks
 
 _VERSION = 1
-# What one rank scans at a time, where a scan can begin anywhere in a file.
+# Bytes that one rank scans at a time, if a scan can begin anywhere in a file.
 _PIECE_BYTES = 1 << 26
 
 
@@ -35,12 +35,12 @@ class Format:
     """A kind of file that holds many samples.
 
     Args:
-        name: of a file.
+        name: of the kind, for messages.
         suffixes: of its files.
-        scan: of a path, start and stop: the numbers of the index, of samples that begin at the
-            bytes start to stop - 1; raises UserError where the file is broken.
-        splits: a scan can begin anywhere, and the file's size is the last number; else a scan
-            sees the whole file.
+        scan: (path, start, stop) -> index numbers of the samples that begin at the bytes start to
+            stop - 1; raises UserError if the file is broken.
+        splits: a scan can begin anywhere, and the index ends with the file's size; else a scan
+            reads the whole file.
     """
 
     name: str
@@ -51,12 +51,12 @@ class Format:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What all ranks do together; rank 0 makes it.
+    """Work of all ranks; made by rank 0.
 
     Args:
-        files: of which there is no index that is up to date, and their heads
+        files: files without an up-to-date index, and their heads
         pieces: (number in `files`, start, stop, rank that scans it)
-        tag: tells the temporary files of this run from those of another
+        tag: distinguishes the temporary files of this run from those of another
     """
 
     files: list[tuple[Path, Indices]]
@@ -65,7 +65,7 @@ class _Plan:
 
 
 def index_path(path: Path, cache: str | None) -> Path:
-    """Beside the file, hidden; or in the folder `cache`, where files of all folders may meet."""
+    """Hidden, next to the file; or in the directory `cache`, shared by all data directories."""
     if cache is None:
         return path.with_name(f".{path.name}.index.npy")
     digest = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:16]
@@ -73,10 +73,10 @@ def index_path(path: Path, cache: str | None) -> Path:
 
 
 def open_indexes(files: Sequence[Path], kind: Format, cache: str | None = None) -> list[Indices]:
-    """The index of each file, without its head; one that is missing or stale is made.
+    """The index of each file, without its head; builds missing or stale indexes.
 
-    Processes that come here at the same time, such as the ranks of a host, begin with different
-    files and take what another has made: they share the work without waiting for each other.
+    Processes that run this at the same time, such as the ranks of a host, begin with different
+    files and use the indexes of the others: they share the work without waiting for each other.
 
     Raises:
         UserError: a file is broken or cannot be read.
@@ -89,13 +89,13 @@ def open_indexes(files: Sequence[Path], kind: Format, cache: str | None = None) 
 
 
 def build_indexes(files: Sequence[Path], kind: Format, cache: str | None, ranks: Ranks) -> int:
-    """Makes the missing and stale ones of all files, shared among ranks.
+    """Build the missing and stale indexes of all files, shared among ranks.
 
     Args:
-        ranks: who takes part; each calls this with the same arguments.
+        ranks: participants; each calls this with the same arguments.
 
     Returns:
-        How many were made.
+        The number of indexes built.
 
     Raises:
         UserError: on every rank, if a file is broken or an index cannot be written.
@@ -140,7 +140,7 @@ def _scan(plan: _Plan, own: Sequence[int], kind: Format, cache: str | None) -> N
 
 
 def _join(plan: _Plan, own: Sequence[int], kind: Format, cache: str | None) -> None:
-    """Writes the indexes of those files whose first piece is this rank's."""
+    """Write the indexes of those files whose first piece belongs to this rank."""
     for first in own:
         file, start, _, _ = plan.pieces[first]
         if start:
@@ -177,7 +177,7 @@ def _remove_leftovers(files: Sequence[Path], cache: str | None) -> None:
 
 
 def _load(path: Path, cache: str | None) -> Indices | None:
-    """None where there is none, or the file has changed since."""
+    """The stored index; None if there is none, or if the file has changed since."""
     kept = index_path(path, cache)
     try:
         found = np.load(kept, mmap_mode="r")
@@ -205,11 +205,11 @@ def _whole(head: Indices, parts: Sequence[Indices], kind: Format) -> Indices:
 
 
 def _write(path: Path, cache: str | None, whole: Indices) -> None:
-    """A process that reads it meanwhile sees all of it, or the one before."""
+    """Replace an index atomically: concurrent readers see the new index or the previous one."""
     kept = index_path(path, cache)
     new = kept.with_name(f".{kept.name.strip('.')}.{secrets.token_hex(4)}.tmp.npy")
     with hidden_copy(new):
-        # Exclusively: the name of the lock announces that of the copy.
+        # Exclusive creation: the name of the lock is derived from the name of the copy.
         with new.open("xb") as file:
             np.save(file, whole)
         new.replace(kept)

@@ -1,9 +1,9 @@
-"""Data sets without an index: read from beginning to end, in an order of their own.
+"""Iterable datasets: read from beginning to end, in their own order.
 
-Each rank reads all samples and keeps those of its micro-batches, so that the global batch is the
-same on any number of ranks. What a data set draws from torch, numpy or random follows from the
-place in the run, too: the generators are seeded at the start of each epoch and of each
-micro-batch, whichever rank works on it.
+Each rank reads all samples and keeps those of its micro-batches, so the global batch does not
+depend on the world size. The random numbers that a dataset draws from torch, numpy or random depend
+only on the position in the run: the generators are seeded at the start of each epoch and of each
+micro-batch, on every rank.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.rng import seed_all
 
-# Tells the seeding of an epoch's start from that of micro-batches, whose keys have no such part.
+# Separates the seeds of an epoch's start from those of micro-batches, whose keys have no such part.
 _EPOCH = 2
 
 
 def has_own_order(dataset: object) -> TypeGuard[IterableDataset[Any]]:
-    """Whether it is iterable: there is no sample by number."""
+    """Whether the dataset is iterable, without access to samples by number."""
     return isinstance(dataset, IterableDataset)
 
 
 class IterableBatches(IterableDataset[Any]):
-    """Micro-batches of a run from a position on, without end: None for those of other ranks.
+    """Endless micro-batches of a run from a position on: None for those of other ranks.
 
     Args:
-        samples: position to start at, in samples since the run's first; a step begins there.
+        samples: start position, in samples since the run's first; a step begins there.
         own: numbers of this rank's micro-batches in a step.
         seed: the run's seed.
         collate: makes a micro-batch of samples.
 
-    Iterating raises UnsupportedTaskError where the data set has fewer samples than its length.
+    Iterating raises UnsupportedTaskError if the dataset has fewer samples than its length.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class IterableBatches(IterableDataset[Any]):
                 yield self._collate(micro_batch) if j in self._own else None
 
     def _samples(self) -> Iterator[Any]:
-        """From the start on; those of the epoch before it are read and dropped.
+        """Samples from the start position on; earlier samples of its epoch are read and dropped.
 
-        Whoever takes a later sample has seeded the generators for its micro-batch.
+        The consumer of a later sample must have seeded the generators for its micro-batch.
         """
         size = len(self._dataset)  # type: ignore[arg-type]
         micro_size, micro_batches = self._batch.micro_size, self._batch.micro_batches
@@ -91,10 +91,10 @@ class IterableBatches(IterableDataset[Any]):
 
 
 def take(samples: Iterator[Any], number: int, dataset: IterableDataset[Any]) -> Any:
-    """The next sample of an iteration over `dataset`, which has given `number` so far.
+    """The next sample of an iteration over `dataset`, which has returned `number` samples so far.
 
     Raises:
-        UnsupportedTaskError: there is none, although its length says so.
+        UnsupportedTaskError: the iteration has ended before the dataset's length.
     """
     for sample in samples:
         return sample

@@ -1,4 +1,4 @@
-"""Which micro-batches of a step a rank works on, from a position of the run onwards."""
+"""Loading of a rank's micro-batches of each step, from a position of the run onwards."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hvdtrain.errors import UserError
 from hvdtrain.runtime.rng import seed_all
 
 _POSITIONS_AT_ONCE = 1024
-# Tells the seeding of loading a micro-batch from that of a forward pass, whose keys have no such
-# part. (1 is a validation batch, see validation.py, and 2 an epoch's start, see iterable.py.)
+# Separates the seeds of loading a micro-batch from those of a forward pass, whose keys have no such
+# part. (1 is a validation batch, see validation.py; 2 is an epoch's start, see iterable.py.)
 _LOADING = 3
 
 
@@ -28,16 +28,16 @@ class TrainLoader:
     """The micro-batches of this rank, step by step, from a position of the run onwards.
 
     Step s of a run takes the next `global_size` samples of the order, micro-batch after
-    micro-batch; with buckets the next micro-batches of theirs. A rank may have fewer than another,
-    or none.
+    micro-batch; with buckets, it takes the next micro-batches of the buckets. Ranks may have
+    different numbers of micro-batches, or none.
 
     Args:
-        dataset: at least one sample; map-style, or iterable, whose order is its own.
-        samples: position in the order to start at, in samples since the run's first.
-        batch: samples of a step and of a micro-batch.
-        deal: which micro-batches are this rank's; read anew in each step.
+        dataset: at least one sample; map-style, or iterable with its own order.
+        samples: start position in the order, in samples since the run's first.
+        batch: sizes of a step and of a micro-batch.
+        deal: which micro-batches belong to this rank; read again in each step.
         seed: the run's seed.
-        buckets: with batch.max_tokens, which samples a micro-batch has; not for iterable ones.
+        buckets: samples of each micro-batch, with batch.max_tokens; not for iterable datasets.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class TrainLoader:
         self._buckets = buckets
         self.deal = deal
         self._own_order = has_own_order(dataset)
-        # Who reads an iterable data set comes by the others' micro-batches too.
+        # Reading an iterable dataset passes the micro-batches of the other ranks, too.
         self._read: Collection[int] = range(batch.micro_batches) if self._own_order else deal
         self._batches: Iterator[Batch] = iter(())
         self._dealt: list[int] | None = None
@@ -72,19 +72,19 @@ class TrainLoader:
     def next_step(self, step: int) -> Iterator[Batch]:
         """This rank's micro-batches of the next step, in the order of `deal`.
 
-        Random numbers are seeded before each is loaded and, for a data set with an index, once
-        more before the forward pass: what either draws follows from the place in the run, and not
-        from which process loads.
+        Random numbers are seeded before each micro-batch is loaded and, for a map-style dataset,
+        again before the forward pass: the numbers drawn depend on the position in the run, and
+        not on the process that loads.
 
         Args:
             step: its number in the run, from 0.
 
         Raises:
-            UnsupportedTaskError: on each rank, an iterable data set is shorter than its length.
+            UnsupportedTaskError: on each rank, an iterable dataset is shorter than its length.
             UserError: a sample cannot be loaded.
         """
         if not self._own_order and self._dealt != self.deal.counts:
-            # What was loaded ahead is of another deal.
+            # Prefetched micro-batches belong to the previous assignment.
             self._dealt = list(self.deal.counts)
             self._batches = self._begin(step)
         self._samples += self._global_size
@@ -100,7 +100,7 @@ class TrainLoader:
                 yield batch
 
     def close(self) -> None:
-        """Ends the processes that load."""
+        """End the loader processes."""
         self._batches = iter(())
 
     def _begin(self, step: int) -> Iterator[Batch]:
@@ -117,20 +117,20 @@ class TrainLoader:
     def _places_of_buckets(
         self, step: int, own: Sequence[int], buckets: SampleBuckets
     ) -> Iterator[Place]:
-        """As `_places`."""
+        """Same as `_places`, for buckets."""
         for number in count(step) if own else ():
             for j in own:
                 yield Place(number, j, buckets.micro_batch(number * self._micro_batches + j))
 
     def _places(self, step: int, position: int, own: Sequence[int]) -> Iterator[Place]:
-        """Of a rank's micro-batches from a step on, without end; of none, nothing.
+        """Endless places of a rank's micro-batches from a step on; empty if it has none.
 
         Args:
-            position: in the order, where the step begins.
+            position: in the order, at which the step begins.
             own: numbers of its micro-batches in each step.
         """
         size = len(self._dataset)  # type: ignore[arg-type]
-        # Several steps at once: the arithmetic costs the same for 32 positions as for 1024.
+        # Several steps at once: the computation takes as long for 32 positions as for 1024.
         steps = max(1, _POSITIONS_AT_ONCE // self._global_size)
         if not own:
             return
@@ -144,7 +144,7 @@ class TrainLoader:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Moves the tensors of a batch; on the CPU nothing is copied."""
+    """Move the tensors of a batch to a device; no copy on the CPU."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):

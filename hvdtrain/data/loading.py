@@ -1,4 +1,4 @@
-"""Loading micro-batches by their place in a run, in processes of their own if asked to."""
+"""Loading of micro-batches by their place in a run, optionally in separate processes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from hvdtrain.data.worker import begin_worker
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.rng import seed_all
 
-# For which a rank waits for a worker, as for a collective in which another takes no part.
+# Timeout of a rank for a worker; the same as for a collective that another rank does not join.
 _WORKER_SECONDS = 900.0
-
-Batch = Any  # what collate makes of samples: tensors, or dicts and tuples of them
+Batch = Any  # result of collate: tensors, or dicts and tuples of them
 
 
 @dataclass(frozen=True)
 class Loading:
-    """How batches are loaded, in training and evaluation.
+    """Options for loading batches, in training and evaluation.
 
     Args:
-        config: processes that load ahead; none for an iterable data set.
+        config: processes that load ahead; none for an iterable dataset.
         pin_memory: copy batches into page-locked memory, for CUDA.
         collate: makes a batch of samples.
     """
@@ -46,7 +45,7 @@ class Place(NamedTuple):
 
 
 class MicroBatches(Dataset[Batch]):
-    """Micro-batches by their place; what loading one draws follows from that place alone."""
+    """Micro-batches by place; the random numbers drawn in loading depend only on the place."""
 
     def __init__(
         self, dataset: Dataset[Any], seed: int, kind: int, collate: Callable[[list[Any]], Any]
@@ -57,7 +56,7 @@ class MicroBatches(Dataset[Batch]):
         self._collate = collate
 
     def __getitem__(self, place: Place) -> Batch | UserError:
-        """The micro-batch; or the error, which a worker that raises makes a traceback of."""
+        """The micro-batch, or the error: raised in a worker, it would become a traceback."""
         seed_all(self._seed, place.step, place.number, self._kind)
         try:
             several = getattr(self._dataset, "__getitems__", None)

@@ -1,11 +1,10 @@
-"""The order of samples: arithmetic on the seed and the position, nothing is stored.
+"""The order of samples, computed from the seed and the position; nothing is stored.
 
-Position p of a run belongs to epoch p // n and is the sample permutation(p % n) of
-that epoch. The permutation is a Feistel network over the smallest power of two
-that holds n, with cycle-walking: a result outside 0..n-1 is put through the
-network again until it lies inside (Black and Rogaway, "Ciphers with Arbitrary
-Finite Domains", 2002). Any position is found in constant time and memory, so a
-data set of 10^9 samples costs a rank as much as one of ten, and any number of
+Position p of a run belongs to epoch p // n and is the sample permutation(p % n) of that epoch. The
+permutation is a Feistel network over the smallest power of two that holds n, with cycle-walking: a
+result outside 0..n-1 is passed through the network again until it is inside (Black and Rogaway,
+"Ciphers with Arbitrary Finite Domains", 2002). Any position is computed in constant time and
+memory. A dataset of 10^9 samples therefore costs a rank as much as one of ten, and any number of
 ranks can share the work.
 """
 
@@ -17,7 +16,8 @@ from numpy.typing import NDArray
 Indices = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
-# Eight rounds: twice what a pseudo-random permutation needs in theory (Luby and Rackoff, 1988).
+# Eight rounds: twice the number that a pseudo-random permutation needs in theory (Luby and Rackoff,
+# 1988).
 _ROUNDS = 8
 _MASK64 = (1 << 64) - 1
 
@@ -76,7 +76,7 @@ def sample_order(start: int, stop: int, size: int, seed: int) -> Indices:
 
     Args:
         start, stop: positions since the run's first sample, 0 <= start <= stop.
-        size: number of samples in the data set, >= 1.
+        size: number of samples in the dataset, >= 1.
         seed: the run's seed.
 
     Returns:

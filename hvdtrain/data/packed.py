@@ -1,4 +1,4 @@
-"""Text or tokens as a configuration names them, packed into samples of one length."""
+"""Configured text or tokens, packed into samples of equal length."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PackedTokens:
     """The tokens of a run.
 
     Args:
-        train, validation: arrays that follow each other.
+        train, validation: consecutive arrays.
         meta: of both.
     """
 
@@ -29,7 +29,7 @@ class PackedTokens:
         """(train, validation).
 
         Args:
-            key: that sets `context`, for messages.
+            key: the configuration key that sets `context`, for messages.
 
         Raises:
             UserError: one of them would have no sample.
@@ -45,17 +45,17 @@ class PackedTokens:
         return train, validation
 
     def _source(self, name: str) -> str:
-        """Where tokens come from; validation falls back to a fraction of the training files."""
+        """Source of the tokens; validation falls back to a fraction of the training files."""
         data = self.data
         named = data.validation if name == "data.validation" and data.validation else data.train
         return ", ".join(named) or "the standard library"
 
 
 def read_packed(data: DataConfig, tokenizer: Tokenizer | None) -> PackedTokens:
-    """Args: tokenizer: of text; None for `data.source tokens`.
+    """Args: tokenizer: for text; None for `data.source tokens`.
 
     Raises:
-        UserError: something cannot be read, or does not belong together.
+        UserError: something cannot be read, or training and validation data do not match.
     """
     if tokenizer is not None:
         separator = tokenizer.separator(data.source, data.document_mask)

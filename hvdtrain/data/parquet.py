@@ -19,25 +19,25 @@ from hvdtrain.errors import UserError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Row groups that are decoded stay in memory up to so many bytes, in each process.
+# Limit of the memory for decoded row groups, in each process.
 _CACHE_BYTES = 1 << 28
 
 
 class ParquetRows(Dataset[dict[str, Any]]):
     """A sample is a row: {column: value}.
 
-    A row is read with its row group, and those read last stay in memory, up to 256 MB: in an order
-    that jumps between more row groups than these hold, each row costs decoding one. Write files for
-    training with small row groups (some MB).
+    Rows are decoded by row group, and each process caches the most recently used row groups, up to
+    256 MB. If the order jumps between more row groups than fit into the cache, each row costs the
+    decoding of a row group. Write files for training with small row groups (some MB).
 
     Args:
-        patterns: files (*.parquet), folders or globs, all with the same columns.
+        patterns: files (*.parquet), directories or globs, all with the same columns.
         columns: which to read; None = all.
-        cache: folder for indexes; None = beside the files.
+        cache: directory for indexes; None = next to the files.
         key: what the patterns come from, for messages.
 
     Raises:
-        UserError: pyarrow is missing, a file is broken or lacks a column.
+        UserError: pyarrow is missing, or a file is broken or lacks a column.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ParquetRows(Dataset[dict[str, Any]]):
             size = sum(table.nbytes for table in self._groups.values())
             while self._groups and size + found.nbytes > _CACHE_BYTES:
                 size -= self._groups.popitem(last=False)[1].nbytes
-        self._groups[file, group] = found  # the one used last stands last
+        self._groups[file, group] = found  # most recently used last
         return found
 
 
@@ -90,7 +90,7 @@ def read_group(path: Path, group: int, columns: Sequence[str] | None) -> pa.Tabl
 
     try:
         with _opened(path) as file:
-            # Threads of Arrow's own would not survive the fork of a worker.
+            # Arrow's threads would not survive the fork of a worker.
             found = file.read_row_group(group, columns=columns, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         raise _broken(path, error) from None
@@ -101,7 +101,7 @@ def read_group(path: Path, group: int, columns: Sequence[str] | None) -> pa.Tabl
 
 
 def row_groups(path: Path) -> Indices:
-    """Rows before each row group, and all.
+    """Number of rows before each row group, followed by the total.
 
     Raises:
         UserError: pyarrow is missing, or the file is broken.
@@ -112,7 +112,7 @@ def row_groups(path: Path) -> Indices:
 
 
 def check_column(path: Path, column: str, key: str) -> None:
-    """Raises UserError where a file has no such column."""
+    """Raise UserError if a file has no such column."""
     with _opened(path) as file:
         names = file.schema_arrow.names
     if column not in names:

@@ -1,7 +1,7 @@
-"""Data sets of large files with many samples each: JSON lines and tar shards.
+"""Datasets of large files with many samples each: JSON lines and tar shards.
 
-A sample is found by its number, through an index of the file's (index.py), and read when it is
-asked for. Any process may read, forked ones too: no open file is kept.
+A sample is located by its number through the index of its file (index.py), and read on access. Any
+process may read, including forked ones, because no file is kept open.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _CHUNK_BYTES = 1 << 24
 
 
 class Files:
-    """Several indexed files as one: which of them has a sample, and where.
+    """Several indexed files that form one sequence of samples.
 
     Args:
-        patterns: files, folders or globs.
-        cache: folder for indexes; None = beside the files.
+        patterns: files, directories or globs.
+        cache: directory for indexes; None = next to the files.
         key: what the patterns come from, for messages.
 
     Raises:
-        UserError: no file, or one that is broken.
+        UserError: there is no file, or one is broken.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Files:
         self.indexes = open_indexes(self.paths, kind, cache)
 
     def fingerprint(self, samples: Sequence[int]) -> Fingerprint:
-        """Of the names, how many samples each file has, and the content: see `of_files`."""
+        """Fingerprint of the names, samples per file and content: see `of_files`."""
         return of_files(self.paths, samples)
 
 
 class _Records:
-    """The bytes of samples that lie one after the other in files."""
+    """The bytes of samples that are stored one after the other in files."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -84,14 +84,14 @@ class _Records:
 
 
 class JsonLines(Dataset[dict[str, Any]]):
-    """A sample is the object on a line; empty lines are none.
+    """A sample is the object on a line; empty lines are skipped.
 
     Args:
-        patterns: files (*.jsonl, *.ndjson), folders or globs.
-        cache: folder for indexes; None = beside the files.
+        patterns: files (*.jsonl, *.ndjson), directories or globs.
+        cache: directory for indexes; None = next to the files.
         key: what the patterns come from, for messages.
 
-    A sample raises UserError where its line is no JSON object.
+    Accessing a sample raises UserError if its line is not a JSON object.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class JsonLines(Dataset[dict[str, Any]]):
         return parse_line(line, path, start)
 
     def where(self, index: int) -> str:
-        """Such as "chats.jsonl: line 7", for messages; it counts the lines before."""
+        """Location such as "chats.jsonl: line 7", for messages; counts the preceding lines."""
         path, start, _ = self._records.read(index)
         return f"{path}: line {_line_number(path, start)}"
 
@@ -117,15 +117,15 @@ class JsonLines(Dataset[dict[str, Any]]):
 
 
 class TarShards(Dataset[dict[str, Any]]):
-    """Members of a tar file that follow each other and have one name are a sample, as WebDataset
-    has it: {"__key__": "train/0001", "jpg": bytes, "cls": bytes} of train/0001.jpg, train/0001.cls.
+    """Samples in tar files, in WebDataset's format: consecutive members with the same name.
+
+    A sample is {"__key__": "train/0001", "jpg": bytes, "cls": bytes} for train/0001.jpg and
+    train/0001.cls. "__shard__" is the path of the file.
 
     Args:
-        patterns: files (*.tar, not compressed), folders or globs.
-        cache: folder for indexes; None = beside the files.
+        patterns: files (*.tar, not compressed), directories or globs.
+        cache: directory for indexes; None = next to the files.
         key: what the patterns come from, for messages.
-
-    "__shard__" is the path of the file.
     """
 
     def __init__(
@@ -160,10 +160,10 @@ def parse_line(line: bytes, path: Path, start: int) -> dict[str, Any]:
     """The object on a line.
 
     Args:
-        path, start: where it lies, in bytes.
+        path, start: location of the line; `start` in bytes.
 
     Raises:
-        UserError: it is no JSON object.
+        UserError: it is not a JSON object.
     """
     try:
         found = json.loads(line)
@@ -187,7 +187,7 @@ def _parts(opened: io.BufferedReader, size: int) -> Iterator[bytes]:
 
 
 def scan_lines(path: Path, start: int, stop: int) -> Indices:
-    """Offsets of lines that begin at start to stop - 1 and are not empty."""
+    """Offsets of the non-empty lines that begin at the bytes start to stop - 1."""
     found = [np.zeros(int(start == 0), dtype=np.int64)]
     begin = max(start - 1, 0)  # a line begins after a newline
     try:
@@ -205,7 +205,7 @@ def scan_lines(path: Path, start: int, stop: int) -> Indices:
 
 
 def _empty(path: Path, lines: Indices, size: int) -> np.ndarray:
-    """Which lines have no character, by their offsets."""
+    """Mask of the lines without characters, given the lines' offsets."""
     content = np.memmap(path, dtype=np.uint8, mode="r")
     inside = lines < size
     first = content[np.minimum(lines, size - 1)]
@@ -215,7 +215,7 @@ def _empty(path: Path, lines: Indices, size: int) -> np.ndarray:
 
 
 def scan_tar(path: Path, start: int, stop: int) -> Indices:
-    """Offsets of the first members of samples, and of what follows the last one."""
+    """Offsets of the first members of samples, and of the end of the last one."""
     starts, before = [], None
     try:
         with tarfile.open(path, mode="r:") as members:
@@ -224,7 +224,7 @@ def scan_tar(path: Path, start: int, stop: int) -> Indices:
                 if name is not None and name[0] != before:
                     starts.append(member.offset)
                     before = name[0]
-                members.members = []  # type: ignore[attr-defined]  # else all stay in memory
+                members.members = []  # type: ignore[attr-defined]  # otherwise all stay in memory
             end = members.offset
         _check_end(path, end)
     except (tarfile.TarError, EOFError) as error:
@@ -237,7 +237,7 @@ def scan_tar(path: Path, start: int, stop: int) -> Indices:
 
 
 def _check_end(path: Path, end: int) -> None:
-    """tarfile takes a file that is cut between two members, or within a header, for whole."""
+    """Check the end: tarfile accepts a file that is truncated between members or in a header."""
     with open(path, "rb") as opened:
         opened.seek(end)
         if opened.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
@@ -245,7 +245,7 @@ def _check_end(path: Path, end: int) -> None:
 
 
 def _name(member: tarfile.TarInfo) -> tuple[str, str] | None:
-    """(key, suffix) of a file, which is cut at the first dot of its last part."""
+    """(key, suffix) of a file, split at the first dot of its base name."""
     folder, _, last = member.name.rpartition("/")
     key, dot, suffix = last.partition(".")
     if not (member.isfile() and key and dot):

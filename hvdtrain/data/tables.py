@@ -23,17 +23,17 @@ from hvdtrain.errors import UserError
 Kind = Literal["number", "category", "date"]
 _DATE_PARTS = ("year", "month", "day", "weekday")
 _TIME_PARTS = ("hour", "minute")
-_FUNCTIONS = {"weekday": "day_of_week"}  # pyarrow's names, where they are others
+_FUNCTIONS = {"weekday": "day_of_week"}  # pyarrow's names, if different
 
 
 @dataclass(frozen=True)
 class Table:
-    """All files of a data set.
+    """All files of a dataset.
 
     Args:
         key: the configuration key that names it, for messages.
         kinds: of each column, in the first file's order.
-        dates: of columns that are dates, whether they have a time of the day.
+        timed: whether a date column includes a time of day.
     """
 
     key: str
@@ -43,11 +43,11 @@ class Table:
 
 
 class Cells(NamedTuple):
-    """Some rows. A date has become numbers: NAME.year, NAME.month, ..., weekday 0 = Monday.
+    """Some rows. A date becomes numbers: NAME.year, NAME.month, ..., weekday 0 = Monday.
 
     Args:
-        numbers: float64, NaN where missing; infinite ones are missing too.
-        categories: pyarrow string arrays, null where missing.
+        numbers: float64, NaN if missing; infinite values count as missing.
+        categories: pyarrow string arrays, null if missing.
     """
 
     numbers: dict[str, NDArray[np.float64]]
@@ -55,13 +55,13 @@ class Cells(NamedTuple):
 
 
 def open_table(key: str, files: Sequence[Path], categories: Sequence[str]) -> Table:
-    """Finds the parts and columns of files that have the same columns.
+    """Find the parts and columns of files that have the same columns.
 
     Args:
-        categories: columns that are categories though their values are numbers.
+        categories: columns to treat as categories although their values are numbers.
 
     Raises:
-        UserError: a file is not whole, or has other columns than the first.
+        UserError: a file is incomplete, or its columns differ from the first file's.
     """
     import_pyarrow()
     first: dict[str, Any] = {}
@@ -107,7 +107,7 @@ def read_cells(table: Table, part: Part, names: Sequence[str]) -> Cells:
 
 
 def read_order(table: Table, part: Part, name: str) -> NDArray[np.float64]:
-    """A number or date column as float64 that is larger for what comes later; NaN: missing."""
+    """A number or date column as float64 that increases with time; NaN if missing."""
     column = part.read([name]).column(name).combine_chunks()
     with problems_of(part.file, name):
         if table.kinds[name] == "date":
@@ -116,7 +116,7 @@ def read_order(table: Table, part: Part, name: str) -> NDArray[np.float64]:
 
 
 def cell_names(table: Table, names: Sequence[str]) -> list[tuple[str, Kind]]:
-    """Names and kinds of what `read_cells` makes of columns."""
+    """Names and kinds of the cells that `read_cells` makes of columns."""
     found: list[tuple[str, Kind]] = []
     for name in names:
         if table.kinds[name] != "date":
@@ -140,7 +140,7 @@ def _moments(column: Any) -> Any:
 def _date_parts(name: str, column: Any, timed: bool) -> dict[str, NDArray[np.float64]]:
     import pyarrow.compute as pc
 
-    moments = _moments(column).cast(import_pyarrow().timestamp("us"))  # of a zone: in UTC
+    moments = _moments(column).cast(import_pyarrow().timestamp("us"))  # time zones become UTC
     parts = (*_DATE_PARTS, *(_TIME_PARTS if timed else ()))
     return {
         f"{name}.{part}": _floats(getattr(pc, _FUNCTIONS.get(part, part))(moments))

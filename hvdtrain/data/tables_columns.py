@@ -1,8 +1,8 @@
-"""What a model has to know of the columns of a table: edges of numbers, vocabularies.
+"""Column statistics that a model needs: edges of numbers, vocabularies.
 
-One pass over the training rows, shared among any number of ranks. What ranks find is put together
-exactly (counts, exactly rounded sums, samples whose rows do not depend on who read them), so the
-result is the same to the bit for any number.
+One pass over the training rows, shared among any number of ranks. The ranks' results are combined
+exactly (counts, exactly rounded sums, samples whose rows do not depend on which rank read them), so
+the result is bitwise identical for any world size.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from hvdtrain.data.tables_sample import Sample
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.mpi import Ranks, on_all_ranks
 
-# Numbers are embedded between so many quantiles.
+# Numbers are embedded between at most this many quantiles.
 _EDGES = 64
-# Rarer categories count as unseen: what is learnt for these is what a new category means.
+# Rarer categories count as unseen: their embedding is learned for the use on new categories.
 _RARE = 10
 _MOST_CATEGORIES = 1_000_000
 
 
 @dataclass(frozen=True)
 class Column:
-    """Of the training rows.
+    """Statistics of a column over the training rows.
 
     Args:
-        name: of a part of a date, COLUMN.PART.
+        name: for a part of a date, COLUMN.PART.
         kind: number or category.
-        rows, missing: how many cells there are, and how many of them are empty.
+        rows, missing: number of cells, and number of empty cells.
         mean, deviation, smallest, largest: of a number.
-        edges: of a number: ascending, distinct; quantiles, or all values where these are few.
+        edges: of a number: ascending, distinct; quantiles, or all values if there are few.
         categories: the most frequent one first.
-        rare: categories beside these, which are too rare.
+        rare: number of further categories that are too rare.
     """
 
     name: str
@@ -58,21 +58,21 @@ class Column:
 
     @property
     def constant(self) -> bool:
-        """All rows are alike in it."""
+        """Whether the column is the same in all rows."""
         values = len(self.edges) + len(self.categories) + (self.rare > 0) + (self.missing > 0)
         return values < 2
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is read of a table.
+    """Selection of columns to read from a table.
 
     Args:
-        features: columns that are known of each row.
-        label: the column that is to be predicted; None: nothing is.
-        split_by: where a part of the rows is kept for validation, the number or date column that
-            tells which: those with the largest values.
-        held_out: about that share of the rows.
+        features: columns that are known for each row.
+        label: the column to predict; None if there is none.
+        split_by: number or date column that selects the validation rows: those with the largest
+            values; None if no rows are held out.
+        held_out: approximate fraction of the rows for validation.
     """
 
     features: tuple[str, ...]
@@ -86,11 +86,11 @@ class Columns:
     """Statistics of a table.
 
     Args:
-        rows: that were read.
-        features: of the columns that differ from row to row.
-        constant: names of the others.
-        label: None: nothing is predicted.
-        cut: rows whose `split_by` is as large are kept for validation; None: none are.
+        rows: number of rows that were read.
+        features: of the columns that vary between rows.
+        constant: names of the other columns.
+        label: None if nothing is predicted.
+        cut: rows whose `split_by` is at least this are held out for validation; None: no rows are.
     """
 
     rows: int
@@ -104,7 +104,7 @@ class Columns:
 
     @classmethod
     def from_json(cls, text: str) -> Columns:
-        """Raises ValueError, KeyError or TypeError where it is something else."""
+        """Raise ValueError, KeyError or TypeError if the text has another format."""
         found = json.loads(text)
         features = [Column(**column) for column in found.pop("features")]
         label = found.pop("label")
@@ -112,10 +112,10 @@ class Columns:
 
 
 def scan(table: Table, wanted: Wanted, ranks: Ranks) -> Columns:
-    """Reads all training rows once (the column of `split_by` twice), each rank its parts.
+    """Read all training rows once (the column of `split_by` twice), each rank its own parts.
 
     Raises:
-        UserError: on every rank, if something is wrong with the data that any rank read.
+        UserError: on every rank, if any rank finds an error in its data.
     """
     cut = _cut(table, wanted, ranks) if wanted.split_by else None
     label = [wanted.label] if wanted.label else []
@@ -145,12 +145,12 @@ def scan(table: Table, wanted: Wanted, ranks: Ranks) -> Columns:
 
 
 def training_rows(order: NDArray[np.float64] | None, cut: float | None) -> NDArray[np.bool_] | None:
-    """Which rows are for training; None: all are."""
+    """Mask of the training rows; None: all rows."""
     return None if order is None or cut is None else order < cut
 
 
 def _cut(table: Table, wanted: Wanted, ranks: Ranks) -> float:
-    """Rows of one value stay together; there are some before the cut and some after it."""
+    """Split value: rows of equal value stay together, and neither side is empty."""
     assert wanted.split_by is not None
     name, own = wanted.split_by, Sample(1)
 
@@ -176,7 +176,7 @@ def _cut(table: Table, wanted: Wanted, ranks: Ranks) -> float:
 
 
 class _Found:
-    """What was found in the parts that were read so far."""
+    """Statistics of the parts read so far."""
 
     def __init__(self, cells: Sequence[tuple[str, Kind]]) -> None:
         self.rows = 0
@@ -186,13 +186,13 @@ class _Found:
             name: Counter() for name, kind in cells if kind == "category"
         }
         self._missing: Counter[str] = Counter()
-        # Of each part: the sum, and that of the squares; smallest and largest.
+        # Per part: sum and sum of squares; smallest and largest value.
         self._sums: dict[str, list[list[float]]] = {name: [] for name in self._numbers}
         self._ends: dict[str, list[float]] = {name: [] for name in self._numbers}
         self._sample = Sample(len(self._numbers))
 
     def add(self, part: int, cells: Cells, chosen: NDArray[np.bool_] | None) -> None:
-        """Args: chosen: which of the rows count; None: all."""
+        """Args: chosen: mask of the rows to include; None: all."""
         length = len(next(iter([*cells.numbers.values(), *cells.categories.values()])))
         places = np.arange(length) if chosen is None else np.flatnonzero(chosen)
         self.rows += len(places)
@@ -223,7 +223,7 @@ class _Found:
             )
 
     def state(self) -> dict[str, Any]:
-        """For `merge`, on another rank; JSON can hold it."""
+        """State for `merge` on another rank; JSON-serializable."""
         return {
             "rows": self.rows,
             "missing": self._missing,
@@ -244,7 +244,7 @@ class _Found:
         self._sample.merge(state["sample"])
 
     def columns(self, label: str | None) -> list[Column]:
-        """Args: label: its categories are never too rare."""
+        """Args: label: its categories are never treated as rare."""
         return [
             self._category(name, 1 if name == label else _RARE)
             if name in self._counts
@@ -265,7 +265,7 @@ class _Found:
         missing = self._missing[name]
         if missing == self.rows:
             return Column(name, "number", self.rows, missing)
-        # math.fsum rounds once: the order of the parts does not show.
+        # math.fsum rounds once: the result does not depend on the order of the parts.
         total, squares = (math.fsum(sums) for sums in zip(*self._sums[name], strict=True))
         count = self.rows - missing
         mean = total / count
@@ -280,7 +280,7 @@ class _Found:
 
 
 def _quantiles(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Up to 64 distinct values of the sample, about as many rows between two as the next."""
+    """Up to 64 distinct values of the sample, with about equally many rows between neighbours."""
     known = np.sort(values[~np.isnan(values)])
     places = np.linspace(0, len(known) - 1, _EDGES).round().astype(np.int64)
     return np.unique(known[places])

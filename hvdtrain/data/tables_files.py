@@ -1,7 +1,7 @@
-"""CSV and Parquet files, read in parts: a piece of a CSV file, a row group of a Parquet file.
+"""CSV and Parquet files, read in parts: a byte range of a CSV file, a row group of a Parquet file.
 
-Parts follow from the files alone, so any number of ranks may share them. A line of a CSV file is a
-row: there are no line breaks within quotes.
+Parts depend only on the files, so any number of ranks can share them. Each line of a CSV file is a
+row: line breaks within quotes are not supported.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 from hvdtrain.errors import UserError
 
 SUFFIXES = (".csv", ".parquet")
-# Of a CSV file: large enough that parsing one takes longer than asking for it.
+# Part size of a CSV file: large enough that parsing takes longer than the request.
 _PART_BYTES = 2 << 20
 
 
 def to_numpy(array: Any, missing: float) -> NDArray[Any]:
-    """A pyarrow.Array of numbers, `missing` where it has nulls.
+    """Convert a pyarrow.Array of numbers; nulls become `missing`.
 
-    Its own conversion would import pandas, where that is installed: on each rank, in 0.3 s.
+    pyarrow's conversion would import pandas if installed, which takes 0.3 s on each rank.
     """
     values = _buffer(array)
     if array.null_count == 0:
@@ -41,7 +41,7 @@ def _buffer(array: Any) -> NDArray[Any]:
 
 
 def places_of(chosen: NDArray[np.bool_]) -> Any:
-    """The indices of what is chosen, for pyarrow.Array.take."""
+    """Indices of the chosen rows, for pyarrow.Array.take."""
     pa = import_pyarrow()
     places = np.flatnonzero(chosen).astype(np.int64)
     return pa.Array.from_buffers(pa.int64(), len(places), [None, pa.py_buffer(places)])
@@ -50,7 +50,7 @@ def places_of(chosen: NDArray[np.bool_]) -> Any:
 class Part(NamedTuple):
     """A part of a table.
 
-    `read(columns)` gives a pyarrow.Table of these columns, as the file has them.
+    `read(columns)` returns a pyarrow.Table of these columns, with the types of the file.
     """
 
     file: str
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
 
 def import_pyarrow() -> Any:
-    """The package.
+    """Return the package pyarrow.
 
     Raises:
         UserError: it is missing.
@@ -101,7 +101,7 @@ def _reader(file: Path, group: int) -> Callable[[Sequence[str]], Any]:
 def open_csv(
     file: Path, first: dict[str, Any], categories: Sequence[str]
 ) -> tuple[dict[str, Any], list[Part]]:
-    """Columns have the types that they had in the first file."""
+    """Open a CSV file; columns get the types that they have in the first file."""
     with open(file, "rb") as opened:
         head = opened.readline()
         sample = opened.read(_PART_BYTES) + opened.readline()
@@ -118,7 +118,7 @@ def open_csv(
 
 
 def _csv_type(name: str, looks: Any, categories: Sequence[str]) -> Any:
-    """A whole number may be followed by others, and so may what looks like true or false."""
+    """Widen types: later rows may hold fractions after integers, or text after booleans."""
     pa = import_pyarrow()
     kind = looks.field(name).type if looks else pa.null()
     if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
@@ -138,7 +138,7 @@ def _csv_reader(
 
 
 def _lines(file: Path, begin: int, end: int) -> bytes:
-    """The lines whose first byte lies in [begin, end)."""
+    """The lines whose first byte is in [begin, end)."""
     with open(file, "rb") as opened:
         opened.seek(begin - 1)
         opened.readline()
@@ -150,11 +150,11 @@ def _lines(file: Path, begin: int, end: int) -> bytes:
 
 
 def _parsed(text: bytes, names: Sequence[str] | None, types: dict[str, Any] | None) -> Any:
-    """A pyarrow.Table.
+    """Parse text to a pyarrow.Table.
 
     Args:
-        names: of the columns; None: they are in the first line.
-        types: of the columns that are wanted; None: of all, as they look.
+        names: of the columns; None: read from the first line.
+        types: of the requested columns; None: all columns, with inferred types.
     """
     pa = import_pyarrow()
     from pyarrow import csv
@@ -174,7 +174,7 @@ def _parsed(text: bytes, names: Sequence[str] | None, types: dict[str, Any] | No
 
 @contextmanager
 def problems_of(file: str, column: str = "") -> Iterator[None]:
-    """What pyarrow cannot read is one sentence."""
+    """Convert pyarrow's errors to a UserError of one sentence."""
     pa = import_pyarrow()
     try:
         yield

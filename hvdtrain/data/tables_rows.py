@@ -1,8 +1,8 @@
-"""The rows of a table as a model takes them: codes, and where a number lies between two of them.
+"""Rows of a table, encoded for a model: codes, and the fraction between two edges.
 
-Each column has codes of its own: one for a missing cell, one for a category that is not in the
-vocabulary, one for a cell that is hidden from the model, then its categories or edges. A number
-between two edges has the lower one's code, and as fraction how far it is on the way to the next.
+Each column has its own codes: one for a missing cell, one for a category outside the vocabulary,
+one for a cell hidden from the model, then its categories or edges. A number between two edges has
+the lower edge's code; its fraction is the relative position between the two edges.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hvdtrain.data.tables_files import places_of, to_numpy
 from hvdtrain.errors import UserError
 
 MISSING, UNSEEN, HIDDEN = 0, 1, 2
-SPECIAL = 3  # so many stand before a column's categories or edges
+SPECIAL = 3  # number of codes before a column's categories or edges
 
 
 class Rows(NamedTuple):
     """Encoded rows.
 
     Args:
-        codes: (N, columns) int32, of all columns in one range, see `offsets`.
+        codes: (N, columns) int32, all columns in one range, see `offsets`.
         fractions: (N, columns) float32 in [0, 1].
-        labels: (N,) float64: the number of the class, or the number itself; NaN where missing.
+        labels: (N,) float64: the class number, or the number itself; NaN if missing.
     """
 
     codes: Tensor
@@ -41,23 +41,23 @@ class Rows(NamedTuple):
     labels: Tensor
 
     def fingerprint(self) -> bytes:
-        """Of what is in them."""
+        """Hash of the content."""
         digest = hashlib.sha256()
         for tensor in self:
             digest.update(tensor.contiguous().numpy().data)
         return digest.digest()
 
     def take(self, rows: Tensor) -> Rows:
-        """Args: rows: indices, or which ones."""
+        """Args: rows: indices or a mask."""
         return Rows(*(tensor[rows] for tensor in self))
 
 
 class Read(NamedTuple):
-    """What was read of a table.
+    """Encoded content of a table.
 
     Args:
-        train, held_out: rows before the cut, and from it on; without a cut all are in `train`.
-        unseen: of each, how many cells of a column have a category that is not in the vocabulary.
+        train, held_out: rows before the cut, and from the cut on; without a cut all are in `train`.
+        unseen: for each of the two, cells per column with a category outside the vocabulary.
     """
 
     train: Rows
@@ -66,7 +66,7 @@ class Read(NamedTuple):
 
 
 def sizes(columns: Sequence[Column]) -> list[int]:
-    """How many codes each column has."""
+    """Number of codes of each column."""
     return [SPECIAL + len(column.edges) + len(column.categories) for column in columns]
 
 
@@ -76,7 +76,7 @@ def offsets(columns: Sequence[Column]) -> list[int]:
 
 
 def classes(label: Column) -> list[str]:
-    """Of a category that is predicted: in the order of numbers, else of text."""
+    """Classes of a predicted category, in numeric order if all are numbers, else sorted as text."""
     try:
         return sorted(label.categories, key=float)
     except ValueError:
@@ -84,13 +84,13 @@ def classes(label: Column) -> list[str]:
 
 
 def read_rows(table: Table, wanted: Wanted, columns: Columns, cut: float | None) -> Read:
-    """Encodes all rows.
+    """Encode all rows.
 
     Args:
-        cut: of `wanted.split_by`; None: all rows belong together.
+        cut: value of `wanted.split_by`; None: no split.
 
     Raises:
-        UserError: a label is none of the classes, or a part of the table cannot be read.
+        UserError: a label is not one of the classes, or a part of the table cannot be read.
     """
     names = [*wanted.features, *([wanted.label] if wanted.label else [])]
     unseen: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
@@ -120,7 +120,7 @@ def encode(
     """Codes and fractions of the chosen rows, (N, columns) each.
 
     Args:
-        unseen: to it is added how many cells have a category that is not in the vocabulary.
+        unseen: incremented by the number of cells with a category outside the vocabulary.
     """
     codes = np.zeros((int(chosen.sum()), len(columns)), np.int32)
     fractions = np.zeros(codes.shape, np.float32)
@@ -147,7 +147,7 @@ def _categories(column: Column, texts: Any, chosen: NDArray[np.bool_]) -> NDArra
 def _numbers(
     column: Column, values: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """What lies beyond the first or last edge is taken for it."""
+    """Encode numbers; values beyond the first or last edge are clamped to it."""
     edges = np.asarray(column.edges)
     lower = np.searchsorted(edges, values, side="right") - 1
     lower = np.clip(lower, 0, max(len(edges) - 2, 0))

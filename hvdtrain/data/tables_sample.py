@@ -1,4 +1,4 @@
-"""Rows of a table that stand for all of them, the same however ranks share the table."""
+"""A random sample of a table's rows, independent of how ranks share the table."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ _ROWS = 1 << 14
 
 
 class Sample:
-    """The rows with the smallest keys, which are a hash of their place in the table.
+    """The rows with the smallest keys; a key is a hash of the row's place in the table.
 
     Samples of parts of a table can be merged in any order (a bottom-k sketch: Cohen and Kaplan,
-    "Summarizing data using bottom-k sketches", 2007). A table of at most 16,384 rows is its sample.
+    "Summarizing data using bottom-k sketches", 2007). A table of at most 16,384 rows is included
+    completely.
 
     Attributes:
-        values: (rows, width) float64, in the order of the keys; NaN where missing.
+        values: (rows, width) float64, in the order of the keys; NaN if missing.
     """
 
     def __init__(self, width: int) -> None:
@@ -25,7 +26,7 @@ class Sample:
         self._keys = np.empty(0, np.uint64)
 
     def add(self, part: int, rows: NDArray[np.int64], values: NDArray[np.float64]) -> None:
-        """Takes rows of a part into account.
+        """Add rows of a part.
 
         Args:
             part: its number in the table.
@@ -36,7 +37,7 @@ class Sample:
         self._keep(_hash(places), values)
 
     def state(self) -> list[str]:
-        """For `merge`, on another rank; JSON can hold it."""
+        """State for `merge` on another rank; JSON-serializable."""
         return [base64.b64encode(array.tobytes()).decode() for array in (self._keys, self.values)]
 
     def merge(self, state: list[str]) -> None:

@@ -1,10 +1,9 @@
-"""Text as tokens: its bytes, or what a `tokenizers` file makes of them.
+"""Text as tokens: its bytes, or the tokens of a `tokenizers` file.
 
-A document is a file of text, or a record of JSON lines or Parquet; what follows each of several
-documents in a file tells where it ends (Tokenizer.end).
-
-The tokens are held in memory, once a rank. Text of many gigabytes is better
-tokenized once (`hvdtrain data tokenize`) and memory-mapped (`data.source tokens`).
+A document is a text file, or a record of JSON lines or Parquet. If a file holds several documents,
+an end token follows each (Tokenizer.end). Each rank holds all tokens in memory. Text of many
+gigabytes is better tokenized once (`hvdtrain data tokenize`) and memory-mapped
+(`data.source tokens`).
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from hvdtrain.untrusted import parse_json
 
 BYTES_VOCABULARY = 256
 _LONGEST_LINE = 1 << 24
-# Names that tokenizers give to the token that ends a document.
+# Common names of the end-of-document token.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
-# data.source -> files of it; those of others hold one document each.
+# data.source -> format of its files; with other sources, each file holds one document.
 RECORDS: dict[str, Format] = {"jsonl": JSON_LINES, "parquet": PARQUET}
 
 
@@ -41,8 +40,8 @@ class Tokenizer:
         path: the file; None = bytes, vocabulary 256.
 
     Attributes:
-        vocab_size: how many tokens there are.
-        highest: the highest number of one; a file may leave numbers out.
+        vocab_size: number of tokens.
+        highest: highest token number; a file may skip numbers.
 
     Raises:
         UserError: the library is not installed, or the file cannot be read.
@@ -66,7 +65,7 @@ class Tokenizer:
             self._tokenizer = Library.from_file(path)
         except Exception as error:  # the library raises plain Exception
             raise UserError(f"data.tokenizer: {path}: {error}") from None
-        # Some files say that a text is cut or padded to the length that one model was made for.
+        # Some files request truncation or padding to the length of a particular model.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size = self._tokenizer.get_vocab_size()
@@ -75,7 +74,7 @@ class Tokenizer:
 
     @property
     def end(self) -> int | None:
-        """The token that ends a document; None: there is none. Of bytes it is 0, not in text."""
+        """The token that ends a document; None if there is none. For bytes it is 0, not in text."""
         if self._tokenizer is None:
             return 0
         found = (self._tokenizer.token_to_id(name) for name in _ENDS)
@@ -83,19 +82,19 @@ class Tokenizer:
 
     @property
     def meta(self) -> TokenMeta:
-        """What is to be known of its tokens; documents are not separated."""
+        """Metadata of the tokens; documents are not separated."""
         sizes = None if self._path is None else bytes_of_tokens(self._path, self.vocab_size)
         return TokenMeta(self.vocab_size, self.name, token_bytes=sizes)
 
     def separator(self, source: str, separate: bool) -> int | None:
-        """The token that is put after each document; None: documents follow each other.
+        """The token to insert after each document; None: documents are concatenated directly.
 
         Args:
-            source: as `data.source` has it; records are separated where the tokenizer can.
-            separate: documents have to be.
+            source: as `data.source`; records are separated if the tokenizer has an end token.
+            separate: whether documents must be separated.
 
         Raises:
-            UserError: the tokenizer has none.
+            UserError: documents must be separated, but the tokenizer has no end token.
         """
         if separate and self.end is None:
             raise UserError(
@@ -110,18 +109,19 @@ class Tokenizer:
         return np.min_scalar_type(self.highest)
 
     def encode(self, text: bytes) -> TokenArray:
-        """Tokens of a whole file; bytes that are not UTF-8 are replaced, where text is needed."""
+        """Tokens of a whole file; for text tokenizers, invalid UTF-8 is replaced."""
         if self._tokenizer is None:
             return np.frombuffer(text, dtype=np.uint8)
         ids = self._tokenizer.encode(text.decode("utf-8", errors="replace")).ids
         return np.asarray(ids, dtype=self.dtype)
 
     def ids(self, text: str, special: bool = True, longest: int | None = None) -> list[int]:
-        """Tokens of one text, of a tokenizer.json.
+        """Tokens of one text, with a tokenizer.json.
 
         Args:
-            special: with those that the file puts around a text, such as [CLS] and [SEP].
-            longest: tokens with these; of a longer text the end is left out, but not these.
+            special: add the file's special tokens around a text, such as [CLS] and [SEP].
+            longest: maximum number of tokens, including special ones; longer text is truncated at
+                its end, before the special tokens.
         """
         assert self._tokenizer is not None
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
@@ -134,7 +134,7 @@ class Tokenizer:
         return found
 
     def number_of(self, token: str) -> int | None:
-        """Of a token such as "</s>"; None: the vocabulary does not have it."""
+        """Number of a token such as "</s>"; None if it is not in the vocabulary."""
         assert self._tokenizer is not None
         number: int | None = self._tokenizer.token_to_id(token)
         return number
@@ -148,7 +148,7 @@ class Tokenizer:
 
 
 def read(path: Path) -> bytes:
-    """A file's bytes. Raises UserError where it cannot be read."""
+    """Return a file's bytes; raise UserError if it cannot be read."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -159,8 +159,8 @@ def documents(path: Path, source: str, text_key: str) -> Iterator[bytes]:
     """The texts of a file.
 
     Args:
-        source: as `data.source` has it.
-        text_key: what a record has its text under.
+        source: as `data.source`.
+        text_key: key of a record's text.
 
     Raises:
         UserError: the file cannot be read, or a record has no text.
@@ -199,7 +199,7 @@ def _rows(path: Path, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def refuse_records(key: str, paths: Sequence[Path], source: str, text_key: str) -> None:
-    """Files that are to be read as plain text must not hold records in most of their bytes.
+    """Refuse to read files as plain text if records make up most of their bytes.
 
     Args:
         key: that names the files, for the message.
@@ -220,7 +220,7 @@ def refuse_records(key: str, paths: Sequence[Path], source: str, text_key: str) 
 
 
 def _kind_of_records(path: Path) -> str | None:
-    """Which of RECORDS a file holds, by its name and its beginning; None: none of them."""
+    """Kind of RECORDS in a file, by its name and its beginning; None if there is none."""
     kind = next((kind for kind, form in RECORDS.items() if path.suffix in form.suffixes), None)
     if kind is None:
         return None
@@ -231,7 +231,7 @@ def _kind_of_records(path: Path) -> str | None:
             return kind if beginning.startswith(b"PAR1") else None
         return kind if isinstance(parse_json(beginning), dict) else None
     except (OSError, ValueError):
-        return None  # reading it as text says what is wrong
+        return None  # reading it as text reports the error
 
 
 def encode_file(
@@ -240,7 +240,7 @@ def encode_file(
     """Tokens of all documents of a file, see `documents`.
 
     Args:
-        separator: a token that is put after each; None: they follow each other.
+        separator: token to insert after each document; None: no separator.
 
     Raises:
         UserError: it cannot be read, or a record has no text.
@@ -251,10 +251,10 @@ def encode_file(
 
 
 def text_files(config: DataConfig) -> tuple[list[Path], list[Path]]:
-    """(train, validation) files; validation is empty where a single file has to be cut.
+    """(train, validation) files; validation is empty if a single file has to be split.
 
     Raises:
-        UserError: no file where the configuration says there are some.
+        UserError: a configured pattern matches no file.
     """
     of_records = RECORDS.get(config.source)
     kind = (of_records.suffixes, of_records.name) if of_records else ()
@@ -274,7 +274,7 @@ def read_text(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenArray, Tok
     """(train, validation) tokens of the configured text.
 
     Raises:
-        UserError: no file, one that cannot be read, or a tokenizer that separates no documents.
+        UserError: a file is missing or unreadable, or the tokenizer cannot separate documents.
     """
     separator = tokenizer.separator(config.source, config.document_mask)
     source = config.source, config.text_key, separator
@@ -302,6 +302,6 @@ def read_text(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenArray, Tok
 
 
 def cut(tokens: TokenArray, fraction: float) -> tuple[TokenArray, TokenArray]:
-    """Cuts the end off for validation."""
+    """Split off the end for validation."""
     at = len(tokens) - int(len(tokens) * fraction)
     return tokens[:at], tokens[at:]

@@ -1,7 +1,7 @@
 """Samples from JSON lines: prompts with their answers, texts with their labels.
 
-A line is read, parsed and tokenized when its sample is asked for; the lengths of all samples,
-which batch.max_tokens needs, take a pass over all lines.
+A line is read, parsed and tokenized on access. The lengths of all samples, which batch.max_tokens
+needs, require a pass over all lines.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from hvdtrain.data.records import JsonLines
 from hvdtrain.data.text import Tokenizer
 from hvdtrain.errors import UserError
 
-IGNORED = -100  # a target that no loss is computed for
-_SPLIT_SEED = 0  # the split is the data's, whatever the run's seed
+IGNORED = -100  # a target without loss
+_SPLIT_SEED = 0  # the split depends on the data only, not on the run's seed
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Some lines of files of JSON lines.
+    """A selection of lines from files of JSON lines.
 
     Args:
         objects: of all lines.
-        chosen: the numbers of these, int64.
+        chosen: the numbers of the selected lines, int64.
     """
 
     objects: JsonLines
@@ -45,12 +45,12 @@ class Lines:
         return len(self.chosen)
 
     def __getitem__(self, index: int) -> Line:
-        """Raises UserError where the line is no JSON object."""
+        """Raise UserError if the line is not a JSON object."""
         number = int(self.chosen[index])
         return Line(self.objects[number], self.objects, number)
 
     def split(self, fraction: float) -> tuple[Lines, Lines]:
-        """(train, validation): a fraction of the lines, of all parts of the files, at least one."""
+        """(train, validation): at least one line, in random order, goes to validation."""
         order = permute(np.arange(len(self)), len(self), _SPLIT_SEED, epoch=0)
         ends = max(int(len(self) * fraction), 1)
         parts = np.sort(order[ends:]), order[:ends]
@@ -60,7 +60,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class Line:
-    """An object, and which of all it is."""
+    """An object and its number among all lines."""
 
     content: dict[str, Any]
     objects: JsonLines
@@ -68,14 +68,14 @@ class Line:
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Location of the line, for messages."""
         return self.objects.where(self.number)
 
     def text(self, key: str, name: str) -> str:
-        """What it has as `name`, which the configuration key `key` says.
+        """The text under `name`, which the configuration key `key` sets.
 
         Raises:
-            UserError: nothing, or no text.
+            UserError: the value is missing or not text.
         """
         value = self._value(key, name)
         if not isinstance(value, str):
@@ -83,7 +83,7 @@ class Line:
         return value
 
     def label(self, key: str, name: str) -> str | int:
-        """As `text` has it; a whole number too."""
+        """Same as `text`, but a whole number is allowed too."""
         value = self._value(key, name)
         if isinstance(value, bool) or not isinstance(value, str | int):
             raise UserError(
@@ -103,7 +103,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Keys:
-    """Of an object: its prompt or text, and its answer or label."""
+    """Names of an object's prompt or text, and of its answer or label."""
 
     input: str
     target: str
@@ -120,14 +120,14 @@ class Keys:
 
 @dataclass(frozen=True)
 class Tokens:
-    """How texts become tokens.
+    """Options for tokenizing texts.
 
     Args:
-        tokenizer: of a tokenizer.json.
-        context: most tokens that the model sees.
-        end: the token that ends an answer; None: nothing does.
-        padding: the token that stands behind a text.
-        truncate: what is longer is cut at its end; else it is an error.
+        tokenizer: for a tokenizer.json.
+        context: maximum number of tokens that the model sees.
+        end: the token that ends an answer; None: no end token.
+        padding: the token that pads a text at its end.
+        truncate: truncate longer text at its end; otherwise it is an error.
     """
 
     tokenizer: Tokenizer
@@ -146,8 +146,8 @@ class Tokens:
 class Answers(Dataset[tuple[Tensor, Tensor]]):
     """Sample: tokens and their targets, the next tokens; int64 (context,).
 
-    Targets within the prompt and the padding at the end are IGNORED. A prompt is tokenized by
-    itself, as it will be when the model is asked, and so is the answer.
+    Targets within the prompt and the padding at the end are IGNORED. The prompt and the answer are
+    tokenized separately, because at inference the prompt is tokenized alone.
     """
 
     def __init__(self, lines: Lines, keys: Keys, tokens: Tokens) -> None:
@@ -168,11 +168,11 @@ class Answers(Dataset[tuple[Tensor, Tensor]]):
         return ids[:-1] if ids and ids[-1] == end else ids
 
     def lengths(self) -> Indices:
-        """Tokens of each sample, without padding."""
+        """Number of tokens of each sample, without padding."""
         return np.array([len(self._ids(self._lines[i])[0]) - 1 for i in range(len(self))])
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Raises UserError where the line lacks something, or is too long."""
+        """Raise UserError if the line lacks a key or is too long."""
         ids, first = self._ids(self._lines[index])
         context = self._tokens.context
         tokens = torch.full((context,), self._tokens.padding)
@@ -182,7 +182,7 @@ class Answers(Dataset[tuple[Tensor, Tensor]]):
         return tokens, targets
 
     def _ids(self, line: Line) -> tuple[list[int], int]:
-        """(prompt and answer, where the answer begins)."""
+        """(prompt and answer, index of the answer's first token)."""
         prompt = self._prompt(line)
         answer = self._tokens.tokenizer.ids(self._keys.answer_of(line), special=False)
         if self._tokens.end is not None:
@@ -192,7 +192,7 @@ class Answers(Dataset[tuple[Tensor, Tensor]]):
         if len(ids) > context + 1 and not self._tokens.truncate:
             raise self._tokens.too_long(line.where, len(ids))
         ids = ids[: context + 1]
-        first = max(len(prompt), 1)  # nothing is before the first token that could foretell it
+        first = max(len(prompt), 1)  # the first token cannot be predicted from anything
         if len(ids) <= first:
             raise UserError(
                 f"{line.where}: no token of the answer is left to learn: it is empty, or its "
@@ -202,10 +202,10 @@ class Answers(Dataset[tuple[Tensor, Tensor]]):
 
 
 class LabelledTexts(Dataset[tuple[Tensor, int, int]]):
-    """Sample: int64 (context,) tokens, padded at their end; how many they are; the label's number.
+    """Sample: int64 (context,) tokens, padded at the end; their number; the label's number.
 
     Args:
-        labels: what a line may have as its label; or their numbers, where none is called by one.
+        labels: label names. Lines may also use label numbers, unless a name is itself a number.
     """
 
     def __init__(self, lines: Lines, keys: Keys, tokens: Tokens, labels: Sequence[str]) -> None:
@@ -222,11 +222,11 @@ class LabelledTexts(Dataset[tuple[Tensor, int, int]]):
         return self._keys.input_of(self._lines[index])
 
     def lengths(self) -> Indices:
-        """Tokens of each sample, without padding."""
+        """Number of tokens of each sample, without padding."""
         return np.array([len(self._ids(self._lines[i])) for i in range(len(self))])
 
     def __getitem__(self, index: int) -> tuple[Tensor, int, int]:
-        """Raises UserError where the line lacks something, is too long, or has another label."""
+        """Raise UserError if the line lacks a key, is too long, or has an unknown label."""
         line = self._lines[index]
         ids = self._ids(line)
         tokens = torch.full((self._tokens.context,), self._tokens.padding)
@@ -254,10 +254,10 @@ class LabelledTexts(Dataset[tuple[Tensor, int, int]]):
 
 
 def labels_in(lines: Lines, keys: Keys) -> list[str]:
-    """The labels of all lines; numbers in their order, text by the alphabet.
+    """The labels of all lines; numbers in numeric order, text sorted alphabetically.
 
     Raises:
-        UserError: a line has none, or is no JSON object.
+        UserError: a line has no label, or is not a JSON object.
     """
     found = {keys.label_of(lines[index]) for index in range(len(lines))}
     if all(isinstance(label, int) for label in found):

@@ -1,4 +1,4 @@
-"""Tokens of text that were made once, for the ranks of a host and later starts."""
+"""Cache of tokenized text, for the ranks of a host and later starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SPLITS = ("train", "validation")
 
 
 def cache_name(files: Iterable[Path], *settings: object) -> str:
-    """Changes with the settings, and with a file's path, size or time of change."""
+    """Name that changes with the settings, and with a file's path, size or modification time."""
     stats = ((str(path.absolute()), path.stat()) for path in files)
     found = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
     return hashlib.sha256(json.dumps([found, settings]).encode()).hexdigest()[:16]
@@ -29,12 +29,13 @@ def cache_name(files: Iterable[Path], *settings: object) -> str:
 def cached(
     folder: Path, name: str, make: Callable[[], tuple[TokenArray, TokenArray]]
 ) -> tuple[TokenArray, TokenArray]:
-    """What `make` returns, memory-mapped; it is called where nobody has done so under this name.
+    """Return the result of `make`, memory-mapped; call it only if nothing is cached as `name`.
 
-    Processes that come here at the same time each call it, and use what the first one has kept.
+    Processes that run this at the same time may each call `make`; all use the result that was
+    stored first.
 
     Raises:
-        UserError: the folder cannot be written, or what it holds is damaged.
+        UserError: the directory cannot be written, or its content is damaged.
     """
     kept = folder.expanduser() / name
     new = kept.with_name(f".{name}.{secrets.token_hex(4)}.tmp")
@@ -58,7 +59,7 @@ def _rename(new: Path, kept: Path) -> None:
     try:
         new.rename(kept)
     except OSError:
-        if not kept.is_dir():  # else another process was quicker
+        if not kept.is_dir():  # otherwise another process was faster
             raise
 
 

@@ -1,9 +1,9 @@
-"""Text to flat token files, shared among any number of ranks.
+"""Tokenization of text to flat token files, shared among any number of ranks.
 
-The files of a split stand one after the other, sorted by path, so the result does not
-depend on how many ranks made it. A rank works on files that are neighbours and writes
-their tokens into a part of its own; rank 0's part is the beginning of the final file,
-and the others copy theirs behind it. A rank holds one file's text and tokens at a time.
+The tokens of a split's files are concatenated, sorted by path, so the result does not depend on
+the world size. A rank processes neighbouring files and writes their tokens to its own temporary
+file. Rank 0's temporary file is the beginning of the final file; the other ranks append theirs. A
+rank holds one file's text and tokens at a time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Writer:
     """Content of `out`/.tokenize.lock: the process that writes there, rank 0 of its run.
 
     Args:
-        boot: of its host's kernel.
+        boot: boot ID of its host's kernel.
         started: clock ticks from the boot to the start of the process. A restarted container can
             have the same host name and pid.
         tag: see Plan.
@@ -57,7 +57,7 @@ class Writer:
 
     @property
     def is_dead(self) -> bool:
-        """False if it is not known: it may run on another host."""
+        """Whether the writer is dead; False if unknown, because it may run on another host."""
         if self.host != socket.gethostname():
             return False
         return self.boot != boot() or self.started != _started(self.pid)
@@ -65,16 +65,17 @@ class Writer:
 
 @dataclass(frozen=True)
 class Source:
-    """What is tokenized.
+    """Text to tokenize, and the options.
 
     Args:
-        patterns: files, folders or globs; none = the standard library
+        patterns: files, directories or globs; none = the standard library
         tokenizer: a tokenizer.json; None = bytes
-        validation_fraction: fraction of the bytes that validation gets, by file (of a single
-            file: its end), as `data.source text` does
-        kind: `text`, `jsonl` or `parquet`, as data.source has it
-        text_key: what a record has its text under
-        separate: the token that ends a document is put after each; after each record it is anyway
+        validation_fraction: fraction of the bytes for validation, split by file (for a single
+            file: its end), as with `data.source text`
+        kind: `text`, `jsonl` or `parquet`, as data.source
+        text_key: key of a record's text
+        separate: put an end-of-document token after each document; records always get one, if the
+            tokenizer has it
     """
 
     patterns: Sequence[str] = ()
@@ -87,14 +88,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all ranks do together; rank 0 makes it.
+    """Work of all ranks; made by rank 0.
 
     Args:
-        out: folder of the result
+        out: output directory
         files: (split, path, rank that tokenizes it), in the order of the result
         cut: there is one file, and its end becomes the validation data
-        meta: what tokens.json will say
-        tag: tells the temporary files of this run from those of another
+        meta: content of tokens.json
+        tag: distinguishes the temporary files of this run from those of another
     """
 
     out: Path
@@ -115,21 +116,21 @@ class Plan:
 
 
 def tokenize(source: Source, out: Path, ranks: Ranks) -> dict[Path, int]:
-    """Writes train.u16 and validation.u16 (.u32 where the vocabulary needs it) and tokens.json.
+    """Write train.u16 and validation.u16 (.u32 if the vocabulary needs it) and tokens.json.
 
-    What is in `out` already is replaced only when all tokens are on disk.
+    Existing files in `out` are replaced only when all tokens are on disk.
 
     Args:
-        source: what is tokenized.
-        out: folder, made if it is not there; all ranks must see the same.
-        ranks: who takes part; each calls this with the same arguments.
+        source: text to tokenize.
+        out: directory, created if missing; must be the same for all ranks.
+        ranks: participants; each calls this with the same arguments.
 
     Returns:
         Token file -> number of tokens.
 
     Raises:
-        UserError: on every rank, if the input, the tokenizer or `out` is wrong on any, or another
-            run writes there.
+        UserError: on every rank, if the input, the tokenizer or `out` is invalid on any rank, or
+            another run writes there.
     """
     first = ranks.rank == 0
     plan = on_all_ranks(ranks, lambda: _plan(source, out, ranks.size) if first else None)[0]
@@ -173,16 +174,16 @@ def _plan(source: Source, out: Path, ranks: int) -> Plan:
 
 
 def _hold_parts(stack: ExitStack, plan: Plan, rank: int) -> None:
-    """This rank's parts are removed at the end; after a kill, by the next run into the folder."""
+    """Remove this rank's parts at the end; after a kill, the next run in the directory does so."""
     for name in SPLITS:
         stack.enter_context(hidden_copy(plan.part(name, rank)))
 
 
 def _claim(out: Path) -> str:
-    """Makes this run the only one that writes to `out`; returns its tag.
+    """Make this run the only one that writes to `out`; return its tag.
 
-    A lock of the file system would not hold between hosts everywhere; a file that must not exist
-    yet does. The file of a dead run on this host is deleted.
+    Uses exclusive creation of a file, because file system locks do not work between hosts
+    everywhere. The file of a dead run on this host is deleted.
 
     Raises:
         UserError: another run writes there.
@@ -206,7 +207,7 @@ def _claim(out: Path) -> str:
 
 
 def _started(pid: int) -> int:
-    """See Writer; -1 if there is no such process."""
+    """Start time, see Writer; -1 if there is no such process."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:
@@ -214,7 +215,7 @@ def _started(pid: int) -> int:
 
 
 def _writer(out: Path) -> Writer | None:
-    """None: there is no lock, or it has just been made."""
+    """The current writer; None if there is no lock, or if it has just been created."""
     try:
         return checked(Writer, read_json(out / _LOCK))
     except (OSError, ValueError):
@@ -229,7 +230,7 @@ def _release(plan: Plan) -> None:
 
 
 def _write_parts(plan: Plan, source: Source, rank: int) -> Counts:
-    """Tokenizes this rank's files; returns how many tokens it has of each split."""
+    """Tokenize this rank's files; return the number of its tokens per split."""
     tokenizer = Tokenizer(source.tokenizer)
     counts = dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack:
@@ -259,7 +260,7 @@ def _encode(tokenizer: Tokenizer, path: Path, source: Source, separator: int | N
 
 
 def _join_part(plan: Plan, counts: Sequence[Counts], rank: int) -> None:
-    """Copies this rank's tokens to their place in rank 0's part, and on to the disk."""
+    """Copy this rank's tokens to their place in rank 0's part, and sync them to disk."""
     for name in SPLITS:
         before = sum(count[name] for count in counts[:rank]) * DTYPES[plan.suffix].itemsize
         with open(plan.part(name, 0), "r+b") as whole:
@@ -272,7 +273,7 @@ def _join_part(plan: Plan, counts: Sequence[Counts], rank: int) -> None:
 
 
 def _publish(plan: Plan, total: Counts) -> None:
-    """Puts the new files in the place of the old; without tokens.json nobody reads them."""
+    """Replace the old files by the new ones; readers need tokens.json, which is written last."""
     for name in SPLITS:
         if total[name] == 0:
             raise UserError(
@@ -282,7 +283,7 @@ def _publish(plan: Plan, total: Counts) -> None:
         size = plan.part(name, 0).stat().st_size
         if size != total[name] * DTYPES[plan.suffix].itemsize:
             raise UserError(f"{plan.out}: {size} bytes of {name} arrived; do all ranks see it?")
-    # Two runs may have found the lock of the same dead one.
+    # Two runs may have removed the lock of the same dead run.
     writer = _writer(plan.out)
     if writer is None or writer.tag != plan.tag:
         raise UserError(

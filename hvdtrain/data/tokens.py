@@ -20,20 +20,19 @@ from hvdtrain.errors import UserError
 
 TokenArray = NDArray[Any]  # 1-D, any unsigned integer type
 
-# The dtype of a token file is its suffix.
+# The suffix of a token file determines its dtype.
 DTYPES: dict[str, np.dtype[Any]] = {".u16": np.dtype("<u2"), ".u32": np.dtype("<u4")}
 
 
 @dataclass(frozen=True)
 class TokenMeta:
-    """What stands in tokens.json beside token files.
+    """Content of tokens.json, which is stored next to token files.
 
     Args:
-        vocab_size: tokens lie in [0, vocab_size)
+        vocab_size: tokens are in [0, vocab_size)
         tokenizer: file name of the tokenizer, or "bytes"
-        separator: the token between two documents; None: documents follow each other
-        token_bytes: how many bytes of text each token stands for; None: one of "bytes", or it is
-            not known
+        separator: the token between two documents; None: no separator
+        token_bytes: number of bytes of text per token; None: 1 for "bytes", otherwise unknown
     """
 
     vocab_size: int
@@ -42,7 +41,7 @@ class TokenMeta:
     token_bytes: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
 
     def bytes_of_tokens(self) -> NDArray[np.int64] | None:
-        """How many bytes of text each token stands for (vocab_size); None: it is not known."""
+        """Number of bytes of text per token (vocab_size); None if unknown."""
         if self.token_bytes is None and self.tokenizer != "bytes":
             return None
         sizes = np.ones(self.vocab_size, dtype=np.int64)
@@ -72,11 +71,11 @@ class TokenMeta:
 class TokenWindows(Dataset[Tensor]):
     """Sample i: the tokens [i*context, i*context + context + 1), inputs and shifted targets.
 
-    Windows run over the borders of the arrays as if these were one.
+    Windows cross the borders of the arrays, as if they were one array.
 
     Args:
         arrays: tokens, 1-D, at least context + 1 of them together.
-        context: tokens a sample trains on.
+        context: number of tokens a sample trains on.
     """
 
     def __init__(self, arrays: Sequence[TokenArray], context: int) -> None:
@@ -106,7 +105,7 @@ class TokenWindows(Dataset[Tensor]):
         return out
 
     def fingerprint(self) -> str:
-        """16 hex digits that change with the sizes, or with the ends of any array."""
+        """16 hex digits that change with the size or the ends of any array."""
         digest = hashlib.sha256()
         for array in self.arrays:
             digest.update(f"{len(array)} {array.dtype.str} ".encode())
@@ -116,16 +115,16 @@ class TokenWindows(Dataset[Tensor]):
 
 
 def with_separator(tokens: TokenArray, separator: int | None) -> TokenArray:
-    """Tokens of a document, and the separator after them where there is one."""
+    """Append the separator, if any, to the tokens of a document."""
     return tokens if separator is None else np.append(tokens, tokens.dtype.type(separator))
 
 
 def read_token_files(key: str, patterns: Sequence[str]) -> tuple[list[TokenArray], TokenMeta]:
-    """Memory-maps token files.
+    """Memory-map token files.
 
     Args:
         key: the configuration key the patterns come from, for messages.
-        patterns: files, folders or globs.
+        patterns: files, directories or globs.
 
     Raises:
         UserError: no file, a wrong suffix, an empty file, or files of different vocabularies.

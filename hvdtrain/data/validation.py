@@ -1,4 +1,4 @@
-"""Validation data, dealt to the ranks by micro-batches."""
+"""Validation data, assigned to ranks by micro-batches."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hvdtrain.errors import UserError
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.rng import seed_all
 
-# Tells the seeding of validation batches from that of a forward pass in training, whose keys have
-# no such part. (2 is an epoch's start, see iterable.py, and 3 loading, see loader.py.)
+# Separates the seeds of validation batches from those of a forward pass in training, whose keys
+# have no such part. (2 is an epoch's start, see iterable.py; 3 is loading, see loader.py.)
 _EVALUATION = 1
 
 
 @dataclass(frozen=True)
 class ValidationData:
-    """What an evaluation looks at.
+    """Data of an evaluation.
 
     Args:
-        seed: the run's.
-        buckets: with batch.max_tokens, which samples a micro-batch has.
+        seed: the run's seed.
+        buckets: samples of each micro-batch, with batch.max_tokens.
     """
 
     dataset: Dataset[Any]
@@ -36,7 +36,7 @@ class ValidationData:
     buckets: SampleBuckets | None = None
 
     def places(self, batches: int, batch: BatchConfig) -> list[Sequence[int]]:
-        """The samples of each micro-batch: of so many global batches, as far as there are."""
+        """The samples of each micro-batch, for at most `batches` global batches."""
         if self.buckets is not None:
             count = min(batches * batch.micro_batches, len(self.buckets))
             return [self.buckets.micro_batch(position) for position in range(count)]
@@ -49,8 +49,8 @@ class ValidationData:
         """See validation_batches.
 
         Args:
-            together: so many ranks that follow each other have equally many batches: where there
-                are too few, some compute the first one again, as a batch of 0 samples.
+            together: number of consecutive ranks that must have equally many batches. If there are
+                too few batches, some ranks compute the first one again, as a batch of 0 samples.
         """
         padded = [*places, *([places[0]] * (-len(places) % together))]
         found = validation_batches(self.dataset, padded, group, self.seed, self.loading)
@@ -60,7 +60,7 @@ class ValidationData:
 
 
 def validation_places(samples: int, micro_size: int) -> list[Sequence[int]]:
-    """The micro-batches of the first samples, in their order."""
+    """The micro-batches of the first samples, in order."""
     return [range(i, min(i + micro_size, samples)) for i in range(0, samples, micro_size)]
 
 
@@ -73,15 +73,15 @@ def validation_batches(
 ) -> Iterator[tuple[int, Batch]]:
     """This rank's share of the micro-batches at `places`: (samples in the batch, batch).
 
-    Random numbers are seeded before each batch is loaded, and again when it is there, from the
-    run's seed and the batch's place in the data alone: neither the number of ranks or processes
-    nor the step changes what is drawn.
+    Random numbers are seeded before each batch is loaded, and again afterwards. The seed depends
+    only on the run's seed and the batch's place in the data: neither the world size, nor the number
+    of processes, nor the step changes the numbers drawn.
 
     Args:
-        places: the samples of each; of an iterable data set the first ones, in order.
+        places: the samples of each micro-batch; for an iterable dataset the first ones, in order.
 
     Raises:
-        UnsupportedTaskError: on each rank, an iterable data set is shorter than its length.
+        UnsupportedTaskError: on each rank, an iterable dataset is shorter than its length.
         UserError: a sample cannot be loaded.
     """
     own = range(len(places))[group.rank :: group.size]

@@ -10,9 +10,9 @@ _PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.
 
 
 def begin_worker(number: int) -> None:
-    """It ends with its rank, however that ends, and leaves the rank's signals to the rank.
+    """Make the worker exit with its rank, however the rank exits, and ignore the rank's signals.
 
-    Else it would hold the rank's lock on the run's folder and the exporter's port for seconds.
+    Otherwise it would hold the lock on the run directory and the exporter's port for seconds.
     """
     rank = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

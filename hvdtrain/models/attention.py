@@ -1,4 +1,4 @@
-"""What attention computes: over all earlier tokens, or over a pattern of them."""
+"""Attention over all earlier tokens, or over a pattern of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.nn import functional as F
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.partial_attention import Documents, Part, Strip, attend_parts
 
-# (q, k, v, probability of dropout, documents) -> y. q and y are (batch, heads, time, head_size);
-# k and v may have fewer heads, each of which serves as many heads of q, neighbours. `documents`
-# (batch, time) numbers the documents in a sequence, which do not see each other; None: it is one.
+# (q, k, v, dropout probability, documents) -> y. q and y are (batch, heads, time, head_size); k and
+# v may have fewer heads, each shared by the same number of neighbouring heads of q. `documents`
+# (batch, time) numbers the documents in a sequence, which do not see each other; None: only one.
 Attend = Callable[[Tensor, Tensor, Tensor, float, Tensor | None], Tensor]
 
 
 def attention_of(config: GPTConfig) -> Attend:
-    """What `model.attention` names."""
+    """The attention selected by `model.attention`."""
     if config.attention == "dilated":
         return DilatedAttention(tuple(config.segment_lengths), tuple(config.dilation_rates))
     if config.attention == "block_sparse":
@@ -29,13 +29,13 @@ def attention_of(config: GPTConfig) -> Attend:
 def causal_attention(
     q: Tensor, k: Tensor, v: Tensor, dropout: float, documents: Tensor | None
 ) -> Tensor:
-    """Each position attends to itself and those before it in its document."""
+    """Causal attention: each position sees itself and earlier positions of its document."""
     share = q.shape[1] // k.shape[1]
     if documents is None:
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=share > 1
         )
-    if share > 1:  # CUDA's fused kernel that takes a mask wants as many heads of each
+    if share > 1:  # CUDA's fused kernel with a mask requires equally many heads
         k, v = k.repeat_interleave(share, dim=1), v.repeat_interleave(share, dim=1)
     seen = (documents[:, :, None] == documents[:, None, :]).tril()
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None], dropout_p=dropout)
@@ -45,14 +45,14 @@ def causal_attention(
 class DilatedAttention:
     """LongNet's attention (Ding et al., arXiv:2307.02486), causal.
 
-    For each segment length and its dilation rate r a sequence is cut into segments, in each of
-    which every r-th position attends to the earlier ones of these; head j of keys, and the heads of
-    queries that it serves, begin at position j modulo r. The results are weighted with the
-    denominators of their softmax: the weights are part of what is differentiated.
+    For each segment length and its dilation rate r, a sequence is split into segments. In a
+    segment, every r-th position attends to the earlier ones of these positions. Head j of keys, and
+    the query heads that share it, start at position j modulo r. The results are weighted by their
+    softmax denominators; gradients also flow through the weights.
 
     Args:
         segment_lengths, rates: of each pattern.
-        first_head: number of the first head of keys, where a rank has some of the heads.
+        first_head: number of the first key head, if a rank has some of the heads.
     """
 
     segment_lengths: Sequence[int]
@@ -83,15 +83,15 @@ class DilatedAttention:
 
 @dataclass(frozen=True)
 class BlockSparseAttention:
-    """Blocks of queries attend to their own, to those just before it and to the first ones.
+    """Attention of query blocks to their own block, the blocks just before it and the first ones.
 
     After the local and global blocks of BigBird (Zaheer et al., arXiv:2007.14062) and of Sparse
     Transformers (Child et al., arXiv:1904.10509), causal.
 
     Args:
-        size: tokens of a block.
-        local: blocks of keys that end with the queries' own.
-        first: blocks at the beginning of a sequence that all see.
+        size: tokens per block.
+        local: number of key blocks up to and including the queries' own.
+        first: number of blocks at the beginning of a sequence that all queries see.
     """
 
     size: int
@@ -105,12 +105,12 @@ class BlockSparseAttention:
         return attend_parts(q, k, v, parts, numbers_by_head(documents, k.shape[1]))
 
     def parts(self, queries: range, first_key: int = 0, first_at: int = 0) -> Iterator[Part]:
-        """What some of the queries of a sequence attend to.
+        """Keys that some of the queries of a sequence attend to.
 
         Args:
-            queries: their positions; they begin with a block.
-            first_key: position of the first key that there is.
-            first_at: where among the keys those of the first blocks are.
+            queries: their positions, starting at a block boundary.
+            first_key: position of the first available key.
+            first_at: index, among the keys, of the first blocks' keys.
         """
         size = self.size
         begin, (full, rest) = queries.start // size, divmod(len(queries), size)
@@ -126,7 +126,7 @@ class BlockSparseAttention:
         yield from self._first_blocks(queries, first_at)
 
     def _first_blocks(self, queries: range, first_at: int) -> Iterator[Part]:
-        """Where the local blocks overlap with the first ones, fewer of these are left."""
+        """First blocks, without those that the local blocks already cover."""
         for seen in range(1, self.first + 1):
             block = self.local - 1 + seen
             low = max(queries.start, block * self.size)
@@ -142,7 +142,7 @@ class BlockSparseAttention:
 
 
 def numbers_by_head(documents: Tensor | None, heads: int) -> Documents:
-    """The documents of queries and keys, where these are the same."""
+    """The documents of queries and keys, if queries and keys are the same tokens."""
     if documents is None:
         return None
     numbers = documents[:, None].expand(-1, heads, -1)

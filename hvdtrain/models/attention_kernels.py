@@ -1,11 +1,11 @@
-"""Attention that gives the softmax's denominators too, so that results can be merged.
+"""Attention that also returns the softmax denominators, so that results can be merged.
 
-torch's fused kernels where there is one without a mask, else matrix products, some rows of scores
-at a time.
+Uses torch's fused kernels if there is one and no mask; otherwise matrix products, with a limited
+number of rows of scores at a time.
 
-The kernels are private operators, since torch's public attention does not return the denominators.
-If their arguments or results change, `parallel.context` fails or computes something else;
-tests/single/test_torch_private.py compares their signatures, also those for GPUs.
+The kernels are private operators, because torch's public attention does not return the
+denominators. If their arguments or results change, `parallel.context` fails or computes something
+else; tests/single/test_torch_private.py compares their signatures, including those for GPUs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Rows of scores that are in memory at a time where no fused kernel serves.
+# Rows of scores in memory at a time without a fused kernel.
 _ROWS = 512
 
 Three = tuple[Tensor, Tensor, Tensor]
@@ -25,16 +25,16 @@ Three = tuple[Tensor, Tensor, Tensor]
 def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, seen: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention, and the logarithm of the softmax's denominators.
+    """Attention, and the logarithm of the softmax denominators.
 
     Args:
         q: (batch, heads, queries, head_size).
         k, v: (batch, key heads, keys, head_size).
-        causal: there are as many queries as keys, and each sees those up to its own.
+        causal: there are as many queries as keys, and each query sees the keys up to its own.
         seen: (batch, 1, queries, keys) bool; None: all.
 
     Returns:
-        y like q; (batch, heads, queries), float32 or wider, -inf where nothing is seen.
+        y like q; (batch, heads, queries), float32 or wider, -inf if a query sees no key.
     """
     if seen is None and q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
@@ -67,8 +67,8 @@ def attend_backward(
 
     Args:
         results: the gradient of y and y, (batch, heads, queries, head_size), and the logarithm of
-            the denominators, (batch, heads, queries, 1): of all parts together.
-        qkv: of the part, and so are the others, see `attend`.
+            the denominators, (batch, heads, queries, 1); all merged over all parts.
+        qkv: of the part, as are the other arguments, see `attend`.
     """
     gradient, y, denominators = results
     denominators = denominators.squeeze(-1).contiguous()
@@ -78,8 +78,8 @@ def attend_backward(
             gradient, *qkv, y, denominators, 0.0, causal
         )
     elif seen is None and _has_flash(gradient):
-        # Without dropout the kernel reads nothing of its random state, nor lengths where all are
-        # as long.
+        # Without dropout the kernel does not read its random state; with equal lengths it does
+        # not read the lengths.
         none = torch.empty(0, dtype=torch.int64, device=gradient.device)
         found = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             gradient, *qkv, y, denominators, none, none,
@@ -124,7 +124,7 @@ def _has_autocast(kind: str) -> bool:
 
 
 def cast_as_autocast(q: Tensor, k: Tensor, v: Tensor) -> Three:
-    """The three in autocast's dtype where it is on, as it casts them for torch's attention."""
+    """Cast to autocast's dtype if autocast is on, as it does for torch's attention."""
     kind = q.device.type
     if not _has_autocast(kind) or not torch.is_autocast_enabled(kind):
         return q, k, v
@@ -137,7 +137,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, begin: int, causal: bool, seen: Tensor | None) -> Tensor:
-    """Of `_ROWS` queries from `begin` on; -inf where a key is not seen."""
+    """Scores of `_ROWS` queries from `begin` on; -inf for keys that are not seen."""
     rows = slice(begin, begin + _ROWS)
     scores = _wide(q[:, :, rows]) @ k.mT * q.shape[-1] ** -0.5
     if causal:

@@ -1,4 +1,4 @@
-"""Attention with dropout where ranks split the heads: they drop what one rank alone drops."""
+"""Attention with dropout for ranks that split the heads, equal to dropout on one rank."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def dropped_attention(
     documents: Tensor | None,
     part: tuple[int, int],
 ) -> Tensor:
-    """Causal attention for this rank's part of the heads, with the dropout of all of them.
+    """Causal attention for this rank's part of the heads, with the dropout of all heads.
 
     The random numbers of all heads are drawn, and those of this rank's heads are used. On a CPU
-    they are those that torch's attention draws, so that the split model computes what the whole one
-    does; on a GPU its fused kernels draw others.
+    they equal the numbers that torch's attention draws, so the split model computes the same as the
+    whole one. On a GPU the fused kernels draw different numbers.
 
     Args:
-        q, k, v, dropout, documents: as Attend of `models/gpt.py` has them; dropout > 0.
-        part: (which part of the heads this is, of how many).
+        q, k, v, dropout, documents: see Attend in `models/attention.py`; dropout > 0.
+        part: (index of this rank's part of the heads, number of parts).
     """
     batch, heads, time, size = q.shape
     share = heads // k.shape[1]

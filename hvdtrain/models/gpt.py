@@ -1,10 +1,9 @@
 """A GPT: decoder-only transformer, pre-norm.
 
-Architecture and initialisation follow GPT-2 (Radford et al., 2019, "Language
-Models are Unsupervised Multitask Learners"): weights ~ N(0, 0.02), those that
-write into the residual stream scaled by 1/sqrt(2 layers), biases 0. With rotary
-positions, RMSNorm, SwiGLU and no biases it has Llama's architecture (Touvron et
-al., arXiv:2307.09288).
+Architecture and initialisation follow GPT-2 (Radford et al., 2019, "Language Models are
+Unsupervised Multitask Learners"): weights ~ N(0, 0.02), weights that write into the residual stream
+scaled by 1/sqrt(2 layers), biases 0. With rotary positions, RMSNorm, SwiGLU and no biases it has
+Llama's architecture (Touvron et al., arXiv:2307.09288).
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ Split = Callable[[Tensor, int], Tensor]
 class Attention(nn.Module):
     """Multi-head or grouped-query self-attention.
 
-    Its projections are apart, and the numbers of heads follow from their rows, so that they can be
-    split by heads.
+    Its projections are separate, and the numbers of heads are derived from their rows, so that the
+    projections can be split by heads.
     """
 
     def __init__(self, config: GPTConfig, attend: Attend) -> None:
@@ -63,7 +62,7 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, time, -1))
 
     def set_tensor_part(self, rank: int, size: int) -> None:
-        """Which of `size` equal parts of the heads its projections hold."""
+        """Set which of `size` equal parts of the heads the projections hold."""
         if self.dropout and size > 1 and self.attend is not causal_attention:
             raise UserError(
                 "model.dropout > 0 with parallel.tensor needs full attention: the ranks could not "
@@ -78,7 +77,7 @@ def _norm(config: GPTConfig) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and MLP, each after a norm and added to the residual stream."""
 
     def __init__(self, config: GPTConfig, attend: Attend) -> None:
         super().__init__()
@@ -106,16 +105,16 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The language model.
 
-    Its parameters are initialised from torch's seed (`torch.manual_seed`). One that is made on the
-    meta device gets memory by `to_empty`, and its values by `initialise`.
+    Its parameters are initialised from torch's seed (`torch.manual_seed`). A model created on the
+    meta device gets memory from `to_empty` and values from `initialise`.
 
     Args:
         config: sizes; `vocab_size` must be set.
-        attend: what attention computes; None: what `config.attention` names.
+        attend: attention function; None: as set by `config.attention`.
 
     Attributes:
-        split: (a tensor, the dimension of its tokens) -> the tokens that this rank computes, where
-            ranks share each sequence; None: it computes all of them.
+        split: (a tensor, the dimension of its tokens) -> the tokens that this rank computes, if
+            ranks share each sequence; None: this rank computes all tokens.
     """
 
     cos: Tensor
@@ -143,7 +142,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Gives each parameter its first value, which follows from the seed and its name alone."""
+        """Initialise each parameter to a value that depends only on the seed and its name."""
         device = next(self.parameters()).device  # a stage of a pipeline has no embedding
         self.cos, self.sin = (table.to(device) for table in rotary_tables(self.config))
         for name, parameter in self.named_parameters():
@@ -154,28 +153,28 @@ class GPT(nn.Module):
 
         Args:
             tokens: (batch, time) int64, time <= context.
-            documents: (batch, time), numbers of the documents that a sequence is packed of, in
-                rising order; each is computed as if it stood alone. None: a sequence is one.
+            documents: (batch, time), ascending numbers of the documents packed into a sequence;
+                each document is computed independently. None: a sequence is one document.
 
         Returns:
             (batch, time, vocab_size) in the parameters' dtype; with tensor parallelism a DTensor.
-            Where ranks share a sequence, of the tokens of this rank.
+            If ranks share a sequence, only this rank's tokens.
         """
         x = self.embed(tokens, documents)
         for block in self.blocks:
             x = self.apply_block(block, x, tokens, documents)
         return self.output(x, tokens, documents)
 
-    # What a pipeline cuts it by, see parallel/cut.py.
+    # Modules of the pipeline stages, see parallel/cut.py.
     first_stage = ("embedding", "positions")
 
     @property
     def last_stage(self) -> tuple[str, ...]:
-        """What `output` uses."""
+        """Modules that `output` uses."""
         return ("norm", "embedding" if self.head is None else "head")
 
     def embed(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """What the first block gets: (batch, time, width)."""
+        """Input of the first block: (batch, time, width)."""
         x = self.embedding(self.local(tokens))
         if self.positions is not None and documents is None:
             x = x + self.local(self.positions.weight[: tokens.shape[1]], 0)
@@ -186,46 +185,46 @@ class GPT(nn.Module):
     def apply_block(
         self, block: nn.Module, x: Tensor, tokens: Tensor, documents: Tensor | None = None
     ) -> Tensor:
-        """One of `blocks`: (batch, time, width) to the same."""
+        """Apply one of `blocks`: (batch, time, width) to the same shape."""
         time, rotary = tokens.shape[1], None
         if self.positions is None:
             rotary = (self.local(self.cos[:time], 0), self.local(self.sin[:time], 0))
         return block(x, rotary, documents)
 
     def output(self, x: Tensor, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Logits of what the last block gave."""
+        """Logits from the output of the last block."""
         head = self.embedding if self.head is None else self.head
         return F.linear(self.norm(x), head.weight)
 
     def local(self, x: Tensor, dim: int = 1) -> Tensor:
-        """What this rank computes of `x`, whose dimension `dim` are the tokens of a sequence."""
+        """This rank's tokens of `x`, whose dimension `dim` is the tokens of a sequence."""
         return x if self.split is None else self.split(x, dim)
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Mean cross-entropy in nats a token, a scalar; arguments (batch, time) int64.
+        """Mean cross-entropy in nats per token, a scalar; arguments (batch, time) int64.
 
-        Where ranks share a sequence, it is this rank's part of the mean: theirs add up to it.
+        If ranks share a sequence, it is this rank's share; the shares add up to the mean.
         """
         local = self.local(targets)
         mean = cross_entropy(self(tokens, documents), local)
         return mean if self.split is None else mean * (local.numel() / targets.numel())
 
     def set_tensor_part(self, rank: int, size: int) -> None:
-        """Raises UserError where `size` ranks cannot split its heads and its MLP between them."""
+        """Raise UserError if `size` ranks cannot split the heads and the MLP."""
         try:
             self.config.check_tensor(size)
         except ValueError as error:
             raise UserError(str(error)) from None
 
     def tensor_plan(self) -> dict[str, str]:
-        """How ranks split it between them, see `apply_tensor`; its logits are split then too.
+        """How ranks split the model, see `apply_tensor`; the logits are then split, too.
 
-        With dropout the residual stream is whole on each rank, so that all draw the same numbers;
-        without, it and the norms are split by sequence.
+        With dropout the residual stream is replicated on each rank, so that all ranks draw the same
+        numbers; without dropout, the stream and the norms are split by sequence.
         """
         whole = self.config.dropout > 0
         norm, row = ("replicated", "row") if whole else ("sequence", "row_to_sequence")
-        # Learned positions are added to what it gives: plain tensors.
+        # Learned positions are plain tensors, which are added to the embedding's output.
         to_sequence = not whole and self.positions is None
         embedding = "vocabulary_to_sequence" if to_sequence else "vocabulary"
         plan = {"embedding": embedding, "norm": norm, "blocks.*.norm?": norm}
@@ -241,7 +240,7 @@ class GPT(nn.Module):
 
     @staticmethod
     def upgrade_checkpoint(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Tensors of a checkpoint by the names of now: q, k and v were one matrix once.
+        """Rename a checkpoint's tensors to current names: q, k and v used to be one matrix.
 
         Args:
             tensors: parameters by name, or the optimizer's tensors as "name/entry".
@@ -249,7 +248,7 @@ class GPT(nn.Module):
         upgraded = {}
         for name, tensor in tensors.items():
             fused = re.search(r"\.attention\.(qkv)\.", name)
-            # The optimizer counts its steps in a scalar.
+            # The optimizer's step count is a scalar.
             parts = tensor.chunk(3) if fused and tensor.dim() else (tensor,) * 3
             for letter, part in zip("qkv", parts, strict=True):
                 key = (
@@ -262,10 +261,10 @@ class GPT(nn.Module):
 
 
 def initial_value(config: GPTConfig, name: str, shape: torch.Size, seed: int) -> Tensor:
-    """The first value of a parameter of a GPT, float32 on the CPU.
+    """Initial value of a parameter of a GPT, float32 on the CPU.
 
     Args:
-        name: as `named_parameters` has it.
+        name: as in `named_parameters`.
         shape: of the whole parameter.
     """
     if name.endswith("bias"):

@@ -1,4 +1,4 @@
-"""The sizes of a GPT, apart from the model so that they can be checked without torch."""
+"""Sizes of a GPT, separate from the model so that they can be checked without torch."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from typing import Literal
 
 from hvdtrain.errors import require
 
-# Llama's MLPs are a multiple of this wide, so that matrices are aligned.
+# The widths of Llama's MLPs are multiples of this, so that matrices are aligned.
 _SWIGLU_MULTIPLE = 256
 
 
 @dataclass
 class GPTConfig:
-    """Sizes of the GPT, and what its blocks are made of.
+    """Sizes of the GPT, and the components of its blocks.
 
     Args:
         layers: transformer blocks
         heads: attention heads
-        kv_heads: heads of keys and values, each for `model.heads` / `model.kv_heads` heads of
+        kv_heads: heads of keys and values, each shared by `model.heads` / `model.kv_heads` heads of
             queries (grouped-query attention, arXiv:2305.13245); null = `model.heads`
         width: size of the residual stream
-        context: tokens of a sample, and the longest sequence
-        vocab_size: rows of the embedding; null = as many as the data's vocabulary has
+        context: tokens per sample, and the longest sequence
+        vocab_size: rows of the embedding; null = size of the data's vocabulary
         positions: `rotary` (RoFormer, arXiv:2104.09864) or `learned` (GPT-2)
-        rotary_base: the angles of `rotary` are its powers
+        rotary_base: base of the powers that give the angles of `rotary`
         norm: `layer` (LayerNorm) or `rms` (RMSNorm, arXiv:1910.07467)
-        norm_eps: added to the variance that it divides by
+        norm_eps: added to the variance in the norm's denominator
         mlp: `gelu` (GPT-2) or `swiglu` (arXiv:2002.05202)
-        mlp_width: size inside of the MLP; null = 4 times the width, with `swiglu` 8/3 of it rounded
-            up to a multiple of 256, as in Llama
-        bias: linear layers inside of the blocks have biases; Llama's have none
+        mlp_width: inner size of the MLP; null = 4 times the width, or with `swiglu` 8/3 of it
+            rounded up to a multiple of 256, as in Llama
+        bias: whether linear layers in the blocks have biases; Llama's have none
         dropout: fraction of activations dropped after embedding, attention and MLP
-        tied_embeddings: the embedding is the last layer's matrix too
-        attention: `full`: a token attends to all before it; `dilated`: segment by segment to every
-            n-th (LongNet, arXiv:2307.02486); `block_sparse`: to the blocks just before it and to
-            the first ones
-        segment_lengths: of `dilated`: tokens of a segment, for each pattern
-        dilation_rates: of `dilated`: each pattern takes one token of so many of a segment
-        block_size: of `block_sparse`: tokens of a block
-        local_blocks: of `block_sparse`: blocks that a token sees, its own and those before it
-        global_blocks: of `block_sparse`: blocks at the beginning that all tokens see
+        tied_embeddings: the last layer uses the embedding as its matrix
+        attention: `full`: a token attends to all earlier tokens; `dilated`: to every n-th token of
+            its segment (LongNet, arXiv:2307.02486); `block_sparse`: to the blocks just before it
+            and to the first ones
+        segment_lengths: for `dilated`: tokens per segment, for each pattern
+        dilation_rates: for `dilated`: each pattern uses every N-th token of a segment
+        block_size: for `block_sparse`: tokens per block
+        local_blocks: for `block_sparse`: blocks that a token sees, its own and those before it
+        global_blocks: for `block_sparse`: blocks at the beginning that all tokens see
     """
 
     layers: int = 4
@@ -93,17 +93,17 @@ class GPTConfig:
 
     @property
     def head_size(self) -> int:
-        """Channels of a head."""
+        """Channels per head."""
         return self.width // self.heads
 
     @property
     def key_heads(self) -> int:
-        """Heads of keys and values."""
+        """Number of heads of keys and values."""
         return self.kv_heads or self.heads
 
     @property
     def inner_width(self) -> int:
-        """Size inside of the MLP."""
+        """Inner size of the MLP."""
         if self.mlp_width is not None:
             return self.mlp_width
         if self.mlp == "gelu":
@@ -111,10 +111,10 @@ class GPTConfig:
         return -(-8 * self.width // (3 * _SWIGLU_MULTIPLE)) * _SWIGLU_MULTIPLE
 
     def check_tensor(self, degree: int) -> None:
-        """Whether `degree` ranks can split it between them.
+        """Check that `degree` ranks can split the model.
 
         Raises:
-            ValueError: they cannot; with the nearest number of ranks that can.
+            ValueError: they cannot; the message names the nearest degree that works.
         """
         sizes = {
             "model.heads": self.heads,

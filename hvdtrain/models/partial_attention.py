@@ -1,10 +1,9 @@
 """Causal attention as a sum of parts, each over some of the queries and some of the keys.
 
-Each part is an attention of its own. Their results are merged with the logarithms of the softmax's
-denominators as weights, as in FlashAttention's and ring attention's blocks (Liu et al.,
-arXiv:2310.01889): the result is that of one softmax over the keys of all parts, where a key that
-two parts have counts twice. What no part has is not computed, and no part's scores are kept for the
-backward pass.
+Each part is a separate attention. The results are merged, weighted by the logarithms of the softmax
+denominators, as in the blocks of FlashAttention and ring attention (Liu et al., arXiv:2310.01889).
+The merged result equals one softmax over the keys of all parts; a key in two parts counts twice.
+Pairs outside all parts are not computed, and no scores are kept for the backward pass.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from hvdtrain.models.attention_kernels import Three, attend, attend_backward, ca
 
 @dataclass(frozen=True)
 class Strip:
-    """Positions and heads of keys and values: each `stride`-th position of some segments.
+    """Positions and heads of keys and values: every `stride`-th position of some segments.
 
     Args:
         start: position at which the first segment begins.
-        count: segments, which follow each other.
-        length: positions of each.
-        offset, stride: which positions of a segment belong to it.
-        first_head, head_stride: which heads have these positions.
+        count: number of consecutive segments.
+        length: positions per segment.
+        offset, stride: which positions of a segment are included.
+        first_head, head_stride: which heads are included.
     """
 
     start: int
@@ -43,7 +42,7 @@ class Strip:
         """A view (batch, segments, key heads, share, positions, channels) of x.
 
         Args:
-            x: (batch, key heads, share, time, channels); share: heads of queries for one of keys.
+            x: (batch, key heads, share, time, channels); share: query heads per key head.
         """
         segments = x[:, self.first_head :: self.head_stride]
         segments = segments.narrow(3, self.start, self.count * self.length)
@@ -56,7 +55,7 @@ class Part:
     """Queries that attend to keys, segment by segment.
 
     Args:
-        causal: a query attends to the keys up to its own index in its segment; else to all.
+        causal: a query attends to the keys up to its own index in its segment; else to all keys.
     """
 
     queries: Strip
@@ -64,8 +63,8 @@ class Part:
     causal: bool
 
 
-# Numbers of the documents of queries and keys, each (batch, key heads, time): a query does not
-# attend to keys of another document. None: there is one.
+# Document numbers of queries and keys, each (batch, key heads, time): a query does not attend to
+# keys of another document. None: there is only one document.
 Documents = tuple[Tensor, Tensor] | None
 
 
@@ -79,7 +78,7 @@ def attend_parts(
         k, v: (batch, key heads, keys, head_size); heads is a multiple of key heads.
 
     Returns:
-        (batch, heads, time, head_size), 0 for a query that no part has.
+        (batch, heads, time, head_size), 0 for a query that is in no part.
     """
     q, k, v = cast_as_autocast(q, k, v)
     merged: Tensor = _Merged.apply(q, k, v, parts, documents)
@@ -133,7 +132,7 @@ def by_key_heads(x: Tensor, heads: int) -> Tensor:
 
 
 def _folded(strip: Strip, x: Tensor, heads: int) -> Tensor:
-    """(batch * segments, heads of the strip, positions, channels)."""
+    """Fold to (batch * segments, heads of the strip, positions, channels)."""
     return strip.of(by_key_heads(x, heads)).flatten(2, 3).flatten(0, 1)
 
 
@@ -147,7 +146,7 @@ def _inputs(part: Part, q: Tensor, k: Tensor, v: Tensor) -> Three:
 
 
 def _seen(part: Part, documents: Documents) -> Tensor | None:
-    """(batch * segments, 1, queries, keys): whether they are of one document."""
+    """(batch * segments, 1, queries, keys): whether query and key are in the same document."""
     if documents is None:
         return None
     queries, keys = (
@@ -158,19 +157,19 @@ def _seen(part: Part, documents: Documents) -> Tensor | None:
 
 
 def same_document(queries: Tensor, keys: Tensor) -> Tensor:
-    """(batch, 1, queries, keys), of numbers (batch, queries) and (batch, keys)."""
+    """(batch, 1, queries, keys), from document numbers (batch, queries) and (batch, keys)."""
     return (queries[:, :, None] == keys[:, None, :])[:, None]
 
 
 def empty_result(q: Tensor) -> tuple[Tensor, Tensor]:
-    """(y, logarithm of the denominators) of no keys: 0 and -inf, for `merge_`."""
+    """(y, logarithm of the denominators) over no keys: 0 and -inf, for `merge_`."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     y = torch.zeros_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     return y, y.new_full((*q.shape[:-1], 1), float("-inf"))
 
 
 def merge_(y: Tensor, denominators: Tensor, other: Tensor, others: Tensor) -> None:
-    """Merges the attention over other keys into `y` and its log-denominators, in place."""
+    """Merge the attention over other keys into `y` and its log-denominators, in place."""
     both = torch.logaddexp(denominators, others)
     finite = both.masked_fill(both == float("-inf"), 0.0)
     y.mul_((denominators - finite).exp_()).addcmul_(other, (others - finite).exp_())

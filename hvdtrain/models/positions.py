@@ -1,4 +1,4 @@
-"""Where a token stands in its sequence, and how rotary positions turn queries and keys."""
+"""Positions of tokens in their sequence, and rotary positions for queries and keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rotary_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates pairs of channels of `x` (batch, heads, time, head_size) by their position."""
+    """Rotate pairs of channels of `x` (batch, heads, time, head_size) by their position."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 

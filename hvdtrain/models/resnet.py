@@ -1,8 +1,8 @@
 """Residual networks (He et al., "Deep Residual Learning for Image Recognition", 2015).
 
-Parameters have the names and shapes of torchvision's, so that weights go from one to the other.
-torchvision itself is not imported: each of its releases demands one release of torch, and would
-replace the torch that Horovod was compiled against.
+Parameters have the names and shapes of torchvision's, so weights can be exchanged. torchvision is
+not imported: each of its releases requires one release of torch, and would replace the torch that
+Horovod was compiled against.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-# Up to this side, in pixels, an image keeps its resolution at first (section 4.2 of the paper).
+# Images up to this side, in pixels, are not downsampled at first (section 4.2 of the paper).
 SMALL_IMAGE = 64
 
 
@@ -20,7 +20,7 @@ def _conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
 
 
 class BasicBlock(nn.Module):
-    """Two convolutions of 3x3 beside a shortcut."""
+    """Two 3x3 convolutions with a shortcut."""
 
     expansion: ClassVar[int] = 1
 
@@ -41,7 +41,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Convolutions of 1x1, 3x3 (which has the stride, as in torchvision) and 1x1."""
+    """Convolutions of 1x1, 3x3 (with the stride, as in torchvision) and 1x1, with a shortcut."""
 
     expansion: ClassVar[int] = 4
 
@@ -71,7 +71,7 @@ def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Sequential | None:
 
 
 class Shape(NamedTuple):
-    """Of a residual network: the block, how many there are in each stage, and the first width."""
+    """Architecture of a residual network: block type, blocks per stage, and first width."""
 
     block: type[BasicBlock] | type[Bottleneck]
     blocks: tuple[int, ...]
@@ -79,7 +79,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "resnet8": Shape(BasicBlock, (1, 1, 1), 16),  # n = 1 of the paper's section 4.2
+    "resnet8": Shape(BasicBlock, (1, 1, 1), 16),  # n = 1 in section 4.2 of the paper
     "resnet18": Shape(BasicBlock, (2, 2, 2, 2), 64),
     "resnet50": Shape(Bottleneck, (3, 4, 6, 3), 64),
 }
@@ -89,9 +89,9 @@ class ResNet(nn.Module):
     """Images to class scores.
 
     Args:
-        name: of `SHAPES`.
-        size: side of the images; up to 64 pixels the first convolution is 3x3 without stride and
-            no pooling follows it, else they are torchvision's.
+        name: key in `SHAPES`.
+        size: side of the images; up to 64 pixels, the first convolution is 3x3 without stride and
+            pooling; for larger images both are torchvision's.
         channels: of the images.
         classes: number of scores.
     """

@@ -1,4 +1,4 @@
-"""Text, token by token: each is drawn from what a language model predicts after those before it."""
+"""Text generation: each token is drawn from a language model's prediction."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn.
+    """Options for drawing tokens.
 
     Args:
-        length: tokens that are written
-        temperature: logits are divided by it; 0 = always the likeliest token
-        seed: of the draws
-        max_seconds: text that takes longer ends there
+        length: number of tokens to generate
+        temperature: divisor of the logits; 0 = always the most likely token
+        seed: of the random numbers
+        max_seconds: time limit, after which the text ends
     """
 
     length: int = 200
@@ -40,16 +40,16 @@ def continue_tokens(
     sampling: Sampling,
     separator: int | None = None,
 ) -> list[int]:
-    """`tokens` (at least one) and those that the model, in its present mode, writes after them.
+    """Return `tokens` (at least one) and the model's continuation, in the model's current mode.
 
     Args:
-        vocab_size: no token beyond is drawn, though the embedding may have more rows.
-        separator: a token that begins a document, which does not see what stands before it; None:
-            all is one document.
+        vocab_size: tokens from this number on are never drawn, even if the embedding has more rows.
+        separator: a token that begins a document, which does not see earlier tokens; None: all
+            tokens are one document.
     """
     device = next(model.parameters()).device
     written = torch.tensor([list(tokens)], device=device)
-    begin = 0  # of the document that is being written
+    begin = 0  # start of the current document
     if separator in tokens:
         begin = len(tokens) - 1 - tokens[::-1].index(separator)
     generator = torch.Generator().manual_seed(sampling.seed)

@@ -18,12 +18,12 @@ _STD = 0.02
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the transformer.
+    """Sizes of the transformer.
 
     Args:
-        layers: how many.
-        width: of a cell's embedding; a multiple of `heads`.
-        heads: of the attention.
+        layers: number of layers.
+        width: size of a cell's embedding; a multiple of `heads`.
+        heads: attention heads.
         dropout: in the layers.
     """
 
@@ -34,12 +34,12 @@ class Shape:
 
 
 class TabGPT(nn.Module):
-    """Rows to a summary of each and of each of its cells.
+    """Rows to an embedding of each row and of each of its cells.
 
     Args:
-        sizes: how many codes each column has; the codes of a column follow those of the last.
-        outputs: numbers predicted of a row; 0: it learns to guess cells.
-        kept: buffers that are saved with it, by name.
+        sizes: number of codes per column; the columns' codes are numbered consecutively.
+        outputs: number of predicted values per row; 0: the model learns to predict hidden cells.
+        kept: buffers that are saved with the model, by name.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class TabGPT(nn.Module):
         super().__init__()
         width = shape.width
         self.sizes = list(sizes)
-        self.embedding = nn.Embedding(sum(sizes) + 1, width)  # one more is the last one's upper
+        self.embedding = nn.Embedding(sum(sizes) + 1, width)  # + 1: upper edge of the last code
         self.columns = nn.Parameter(torch.empty(len(sizes), width))
         self.summary = nn.Parameter(torch.empty(1, width))
         for weight in (self.embedding.weight, self.columns, self.summary):
@@ -72,7 +72,7 @@ class TabGPT(nn.Module):
     def forward(self, codes: Tensor, fractions: Tensor) -> Tensor:
         """Args:
             codes: (N, columns) integers.
-            fractions: (N, columns) float32, how far a number is on the way to the next code.
+            fractions: (N, columns) float32, relative position between a number's code and the next.
 
         Returns:
             (N, 1 + columns, width): of the row, and of each cell.
@@ -91,7 +91,7 @@ class TabGPT(nn.Module):
         return scores
 
     def scores_of_codes(self, cells: Tensor, column: int) -> Tensor:
-        """What a cell may hold.
+        """Scores of the possible contents of cells.
 
         Args:
             cells: (M, width), of cells of one column.

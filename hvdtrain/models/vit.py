@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-# Half as deep as DeiT-Ti (Touvron et al., 2020), whose width and heads these are.
+# Half as deep as DeiT-Ti (Touvron et al., 2020), with the same width and heads.
 LAYERS, WIDTH, HEADS = 6, 192, 3
 
 
 class VisionTransformer(nn.Module):
-    """Images to class scores: patches, an encoder that normalises first, the mean of its tokens.
+    """Images to class scores: patches, a pre-norm encoder, the mean of its tokens.
 
     Args:
         size: side of the images.
@@ -41,21 +41,21 @@ class VisionTransformer(nn.Module):
             tokens = self.apply_block(layer, tokens, images)
         return self.output(tokens, images)
 
-    # What a pipeline cuts it by, see parallel/cut.py.
+    # Modules of the pipeline stages, see parallel/cut.py.
     first_stage = ("embedding", "positions")
     last_stage = ("norm", "head")
 
     def embed(self, images: Tensor) -> Tensor:
-        """(N, patches, WIDTH)."""
+        """Input of the first layer: (N, patches, WIDTH)."""
         tokens: Tensor = self.embedding(images)
         return tokens.flatten(2).transpose(1, 2) + self.positions
 
     def apply_block(self, block: nn.Module, tokens: Tensor, images: Tensor) -> Tensor:
-        """One of `layers`."""
+        """Apply one of `layers`."""
         found: Tensor = block(tokens)
         return found
 
     def output(self, tokens: Tensor, images: Tensor) -> Tensor:
-        """(N, classes)."""
+        """Class scores: (N, classes)."""
         scores: Tensor = self.head(self.norm(tokens.mean(dim=1)))
         return scores

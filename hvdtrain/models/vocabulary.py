@@ -1,4 +1,4 @@
-"""The loss over a vocabulary, also where ranks split the vocabulary between them."""
+"""The loss over a vocabulary, including a vocabulary that is split between ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-# Fewer logits are not worth it: 16 MiB of them.
+# In-place computation is not worth it for fewer logits: 16 MiB of float32.
 _MANY = 1 << 22
 _PIECES = 4
 
@@ -19,8 +19,8 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
     Args:
         logits: (..., vocabulary); with tensor parallelism a DTensor split by vocabulary, which
-            is not gathered: ranks exchange a few numbers a token. The memory of many is used
-            again: they are not to be read afterwards.
+            is not gathered: ranks exchange a few numbers per token. If the logits are many, their
+            memory is reused: do not read them afterwards.
         targets: (...), int64, the same on all ranks.
     """
     logits, targets = logits.flatten(0, -2), targets.flatten()
@@ -29,26 +29,27 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     if logits.numel() < _MANY:
         return F.cross_entropy(logits, targets)
     if torch.is_autocast_enabled(logits.device.type):
-        logits = logits.float()  # as torch's own does there
+        logits = logits.float()  # as torch's cross_entropy does under autocast
     return _CrossEntropyInPlace.apply(logits, targets)
 
 
 def whole(x: Tensor) -> Tensor:
-    """`x` as a plain tensor of its full shape: of what leaves a model that ranks split, such as
-    logits or a stage's activations. All these ranks have to call it. A plain tensor stays as is.
+    """Gather `x`, such as a split model's logits or a stage's activations, to a plain tensor of
+    full shape. All ranks that share `x` must call this. A plain tensor is returned unchanged.
     """
     return x.full_tensor() if _is_dtensor(x) else x  # type: ignore[attr-defined]
 
 
 def _is_dtensor(x: Tensor) -> bool:
-    """By its look: the import of DTensor costs a second."""
+    """Check for an attribute, because importing DTensor takes a second."""
     return hasattr(x, "device_mesh")
 
 
 class _CrossEntropyInPlace(torch.autograd.Function):
-    """F.cross_entropy to the bit, with one tensor of the logits' size where that takes three:
-    log-probabilities, and then the gradient, take the place of the logits, a part of the rows at a
-    time. Both are torch's own functions, which compute each row for itself.
+    """Bitwise identical to F.cross_entropy, with one tensor of the logits' size instead of three.
+
+    Log-probabilities, and then the gradient, replace the logits in place, a part of the rows at a
+    time. Both use torch's functions, which compute each row independently.
     """
 
     @staticmethod
@@ -68,8 +69,8 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         each = -upstream / len(ctx.rows)
         for part, rows in zip(_parts(gradient), _parts(ctx.rows), strict=True):
             of_loss = torch.zeros_like(part).scatter_(1, rows, each.to(part.dtype).expand_as(rows))
-            # Private: autograd's own backward of log_softmax, here for some rows at a time. If it
-            # changes, gradients may: test_torch_private.py and test_cross_entropy.py notice.
+            # Private: autograd's backward of log_softmax, here for some rows at a time. If it
+            # changes, gradients may change: test_torch_private.py and test_cross_entropy.py fail.
             part.copy_(torch._log_softmax_backward_data(of_loss, part, 1, part.dtype))
         return gradient, None
 
@@ -79,8 +80,10 @@ def _parts(rows: Tensor) -> tuple[Tensor, ...]:
 
 
 class _SplitCrossEntropy(torch.autograd.Function):
-    """Torch's loss_parallel is a state of the whole process that backward needs too: here it lasts
-    for the forward pass, which computes the gradient with the loss.
+    """Cross-entropy of logits split by vocabulary, with the gradient computed in the forward pass.
+
+    torch's loss_parallel is process-wide state that the backward pass would need too; here it is
+    active only during the forward pass.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""A GPT's weights and sizes as Hugging Face's transformers has them, in three layouts.
+"""Conversion of a GPT to and from Hugging Face transformers, in three layouts.
 
-Learned positions are GPT-2's; rotary ones are GPT-NeoX's, whose attention and MLP follow each
-other, or with RMSNorm and SwiGLU Llama's.
+A GPT with learned positions has GPT-2's layout. With rotary positions it has GPT-NeoX's layout,
+with attention and MLP in sequence, or, with RMSNorm and SwiGLU, Llama's.
 https://huggingface.co/docs/transformers/model_doc/gpt2, .../gpt_neox and .../llama
 """
 
@@ -23,11 +23,11 @@ _READ = {"gpt2": gpt2.read, "llama": llama.read}
 def to_huggingface(
     config: GPTConfig, weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(config.json, tensors of model.safetensors).
+    """Return (config.json, tensors of model.safetensors).
 
     Args:
         config: `vocab_size` must be set.
-        weights: of a GPT, by the names of now (`GPT.upgrade_checkpoint`).
+        weights: of a GPT, with current names (`GPT.upgrade_checkpoint`).
 
     Raises:
         UserError: transformers has no such model.
@@ -46,7 +46,7 @@ def to_huggingface(
 def from_huggingface(
     config: GPTConfig, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The weights of a model of transformers by the names of a GPT.
+    """Rename the weights of a transformers model to a GPT's names.
 
     Args:
         config: of the GPT.
@@ -54,7 +54,7 @@ def from_huggingface(
         tensors: of model.safetensors; with or without the prefix of the model with a head.
 
     Raises:
-        UserError: it is of another layout, or computes otherwise than the GPT.
+        UserError: the layout is not supported, or the model differs from the GPT.
     """
     layout = facts["model_type"]
     if layout not in _READ:
@@ -66,7 +66,7 @@ def from_huggingface(
 
 
 def _layout(config: GPTConfig) -> str:
-    """Of the models of transformers, the one that computes the same."""
+    """The layout of the transformers model that computes the same."""
     if config.attention != "full":
         raise UserError(
             f"transformers has no model with model.attention {config.attention}: it computes full"

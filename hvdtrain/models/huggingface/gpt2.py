@@ -1,4 +1,4 @@
-"""GPT-2's layout: learned positions, and matrices whose rows are the layer's input."""
+"""GPT-2's layout: learned positions, and matrices whose rows are the layer's inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ACTIVATION = "gelu_pytorch_tanh"
 def exported(
     config: GPTConfig, weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(the layout's own part of config.json, tensors)."""
+    """Return (the layout's own part of config.json, tensors)."""
     facts = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -55,9 +55,9 @@ def exported(
 def read(
     config: GPTConfig, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The weights by the names of a GPT; see `from_huggingface`."""
+    """Rename the weights to a GPT's names; see `from_huggingface`."""
     activation = facts.get("activation_function", _ACTIVATION)
-    if activation == "gelu_new":  # GPT-2's own name of it
+    if activation == "gelu_new":  # GPT-2's name for it
         activation = _ACTIVATION
     epsilon = facts.get("layer_norm_epsilon", 1e-5)
     check_facts(
@@ -71,7 +71,7 @@ def read(
     for full_name, tensor in tensors.items():
         name = full_name.removeprefix("transformer.")
         if re.fullmatch(r"h\.\d+\.attn\.(masked_)?bias", name):
-            continue  # the mask, which older versions saved
+            continue  # the mask, saved by older versions
         if name == "lm_head.weight" and config.tied_embeddings:
             continue
         matrix = name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
@@ -99,5 +99,5 @@ _NAMES = (
 
 
 def _transposed(tensor: Tensor) -> Tensor:
-    """A matrix with its input in the rows; a bias as it is."""
+    """Transpose a matrix, so that its rows are inputs; return a bias unchanged."""
     return tensor.t() if tensor.dim() == 2 else tensor

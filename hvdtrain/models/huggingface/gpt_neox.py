@@ -15,7 +15,7 @@ from hvdtrain.models.huggingface.parts import layer
 def exported(
     config: GPTConfig, weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(the layout's own part of config.json, tensors)."""
+    """Return (the layout's own part of config.json, tensors)."""
     facts = {
         "architectures": ["GPTNeoXForCausalLM"],
         "model_type": "gpt_neox",

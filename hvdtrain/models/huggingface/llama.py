@@ -1,4 +1,4 @@
-"""Llama's layout: rotary positions, RMSNorm, SwiGLU, and as many heads of keys as one likes."""
+"""Llama's layout: rotary positions, RMSNorm, SwiGLU, and any number of key heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.huggingface.parts import check_facts, layer
 
-# Modules of a block: theirs -> ours.
+# Modules of a block: Llama's name -> GPT's name.
 _MODULES = {
     "input_layernorm": "norm1",
     "self_attn.q_proj": "attention.q",
@@ -29,7 +29,7 @@ _OUTSIDE = {"embed_tokens": "embedding", "norm": "norm", "lm_head": "head"}
 def exported(
     config: GPTConfig, weights: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(the layout's own part of config.json, tensors)."""
+    """Return (the layout's own part of config.json, tensors)."""
     facts = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -42,7 +42,7 @@ def exported(
         "intermediate_size": config.inner_width,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
-        # What readers of this layout look for, older and newer ones.
+        # Both the older and the newer format of this layout.
         "rope_theta": config.rotary_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary_base},
         "attention_bias": config.bias,
@@ -64,14 +64,14 @@ def exported(
 def read(
     config: GPTConfig, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The weights by the names of a GPT; see `from_huggingface`."""
+    """Rename the weights to a GPT's names; see `from_huggingface`."""
     _check(config, facts)
     found = {}
     for full_name, tensor in tensors.items():
         name = full_name.removeprefix("model.")
         tied = facts.get("tie_word_embeddings", False)
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and tied):
-            continue  # follow from the sizes, or from the embedding
+            continue  # derived from the sizes, or equal to the embedding
         module, _, kind = name.rpartition(".")
         inside = re.fullmatch(r"layers\.(\d+)\.(.+)", module)
         if inside and inside[2] in _MODULES:
@@ -81,7 +81,7 @@ def read(
 
 
 def _check(config: GPTConfig, facts: Mapping[str, Any]) -> None:
-    """Defaults are those of transformers' LlamaConfig."""
+    """Compare sizes and settings; defaults are those of transformers' LlamaConfig."""
     heads = facts.get("num_attention_heads", 32)
     rope = facts.get("rope_parameters") or facts.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))

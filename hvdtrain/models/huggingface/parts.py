@@ -1,4 +1,4 @@
-"""What the layouts have in common."""
+"""Functions shared by the layouts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from hvdtrain.errors import UserError
 
 
 def layer(theirs: str, weights: Mapping[str, Tensor], ours: str) -> dict[str, Tensor]:
-    """The weight of a layer, and its bias where it has one, by another name."""
+    """Rename the weight of a layer, and its bias if it has one."""
     named = {f"{theirs}.{name}": f"{ours}.{name}" for name in ("weight", "bias")}
     return {there: weights[here] for there, here in named.items() if here in weights}
 
 
 def check_facts(facts: Iterable[tuple[str, Any, str, Any]]) -> None:
-    """What has no weight, but changes what is computed.
+    """Compare settings that have no weights but change the result.
 
     Args:
-        facts: (name in config.json, value there, key of ours, its value).
+        facts: (name in config.json, value there, key of hvdtrain, its value).
 
     Raises:
         UserError: two values differ.

@@ -1,1 +1,1 @@
-"""What lies in RUN: the folder, its files, and whose it is. Nothing here imports torch."""
+"""The run directory: paths, files and ownership. Nothing here imports torch."""

@@ -14,16 +14,16 @@ from typing import Any
 from hvdtrain.log import logger
 from hvdtrain.untrusted import json_objects, open_regular
 
-# For a look at whose run it is: events are rare, and worth a moment.
+# Timeout for confirming the ownership of the run: events are rare, so a short wait is acceptable.
 _HELD_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
 
 
 class EventsFile:
-    """Appends lines; only the rank 0 of the time has one. It never stops training.
+    """Append-only file of events, on the current rank 0 only. Errors never stop the training.
 
     Args:
-        path: the file; it is made with the first event.
+        path: the file; it is created by the first event.
         held: whether this process may write, see Ownership.held.
 
     Attributes:
@@ -37,13 +37,13 @@ class EventsFile:
         self._waiting: list[bytes] = []
         self._retry: Timer | None = None
         self._failed = False
-        self._lock = Lock()  # saves tell of themselves from their own thread
+        self._lock = Lock()  # the checkpoint thread writes events, too
 
     def write(self, event: str, **fields: Any) -> None:
-        """Appends an event with its time (unix, seconds); it reaches the system at once.
+        """Append an event with its time (unix, seconds), without buffering in this process.
 
-        What cannot be written is logged once, kept, and tried again every second: this process may
-        be killed before the next event.
+        If writing fails, the error is logged once, and the event is kept and retried every second,
+        because this process may be killed before the next event.
         """
         line = json.dumps({"event": event, "time": time.time(), **fields})
         with self._lock:
@@ -51,7 +51,7 @@ class EventsFile:
         self._write_waiting(_HELD_SECONDS)
 
     def lines(self) -> list[dict[str, Any]]:
-        """All events of the run: those of the file, and those that wait."""
+        """All events of the run, in the file or still waiting."""
         with self._lock:
             written = read_lines(self._path) if self._path.exists() else []
             return written + [json.loads(line) for line in self._waiting]
@@ -81,11 +81,11 @@ class EventsFile:
             self._failed = True
 
     def _append(self) -> None:
-        # Opened anew each time: events are rare, and the file's end is then as it is now.
+        # Reopened each time: events are rare, and the file's end is then up to date.
         with open(self._path, "a+b", buffering=0) as file:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":  # a crash, or a full disk, tore the last line
+                if file.read(1) != b"\n":  # a crash or a full disk left an incomplete line
                     file.write(b"\n")
             while self._waiting:
                 if file.write(self._waiting[0]) != len(self._waiting[0]):
@@ -94,20 +94,20 @@ class EventsFile:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one a line, in their order; torn lines are passed over.
+    """The JSON objects of a file, one per line, in order; incomplete lines are skipped.
 
     Raises:
-        OSError: there is no such file, or it cannot be read.
+        OSError: the file does not exist or cannot be read.
     """
     return [content for content in each_line(path) if content is not None]
 
 
 def each_line(path: Path) -> Iterator[dict[str, Any] | None]:
-    """As `read_lines`, but one after the other, and None for a torn line: a long run's file is
-    larger than what it is wanted for.
+    """Same as `read_lines`, but as an iterator, with None for an incomplete line. For long runs,
+    whose files are much larger than the lines of interest.
 
     Raises:
-        OSError: there is no such file, or it cannot be read.
+        OSError: the file does not exist or cannot be read.
     """
     with open_regular(path) as file:
         yield from json_objects(file)

@@ -1,4 +1,4 @@
-"""flock on a file, where the file system has it."""
+"""flock on a file, if the file system supports it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FileLock:
     """An exclusive lock, held until it is closed or the process ends.
 
     Attributes:
-        held: this process has it.
+        held: whether this process has the lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -24,22 +24,22 @@ class FileLock:
         self.held = False
 
     def open(self) -> None:
-        """Makes the file; a second call does nothing.
+        """Create the file; a second call has no effect.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: it cannot be created.
         """
         if self._descriptor is None:
             self._descriptor = os.open(self._path, _OPEN, 0o666)
 
     def attempt(self) -> bool:
-        """Takes the lock if it is free.
+        """Take the lock if it is free.
 
         Returns:
-            Whether it is known who has it: False where the file system has none.
+            Whether the lock's state is known; False if the file system has no locks.
 
         Raises:
-            OSError: the file system cannot say.
+            OSError: the lock could not be queried.
         """
         if self._descriptor is None or self.held:
             return self.held
@@ -55,6 +55,6 @@ class FileLock:
         return True
 
     def close(self) -> None:
-        """Gives it up."""
+        """Release the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)

@@ -1,4 +1,4 @@
-"""The folder of one run: RUN/config.yaml, manifest.json, metrics.jsonl, logs, checkpoints."""
+"""The directory of one run: RUN/config.yaml, manifest.json, metrics.jsonl, logs, checkpoints."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ class RunFolder:
         self.targets = path / "targets.json"
         self.profile = path / "profile"
         self.ownership = Ownership(path)
-        # In a path, Prometheus takes a * in the last part only: here it finds those of all runs.
+        # Prometheus allows a * only in the last part of a path, so all runs share this directory.
         self.listed_targets = path.parent / ".targets" / f"{path.name}.json"
 
     def prepare(self, fresh: bool, claim: Claim, tolerate_errors: bool = False) -> None:
-        """Makes the folder, sees that it can be written, and makes the run this process's.
+        """Create the directory, check that it can be written, and take ownership of the run.
 
         Args:
             fresh: the run must not have begun before (run.resume never).
-            claim: this process's.
-            tolerate_errors: as Ownership.acquire has it.
+            claim: of this process.
+            tolerate_errors: see Ownership.acquire.
 
         Raises:
-            UserError: it cannot be written, another process trains this run, or there is a
-                run in it already and there must not be.
+            UserError: it cannot be written, another process trains this run, or it contains a
+                run although `fresh` is set.
         """
         if fresh and (self.metrics.exists() or self.checkpoints.exists()):
             raise UserError(
@@ -67,7 +67,7 @@ class RunFolder:
 
     def write_config(self, resolved: str) -> None:
         content = resolved.encode()
-        # A later generation of a job has the same, and a full disk no room for it twice.
+        # Later generations of a job have the same content, and a full disk has no room for a copy.
         if not self.config.exists() or read_regular(self.config) != content:
             write_atomic(self.config, content)
 
@@ -79,7 +79,7 @@ class RunFolder:
             return []
 
     def write_manifest(self, manifest: dict[str, Any]) -> None:
-        """Writes manifest.json; a configuration equal to the one of the start before is omitted."""
+        """Write manifest.json, omitting configurations that equal the previous start's."""
         starts, config = [], None
         for start in manifest.get("starts", ()):
             kept = dict(start)
@@ -91,10 +91,10 @@ class RunFolder:
         write_atomic(self.manifest, (json.dumps(content, indent=1) + "\n").encode())
 
     def list_targets(self) -> None:
-        """Copies RUN/targets.json to where those of all runs of run.root lie.
+        """Copy RUN/targets.json to the directory with the targets of all runs of run.root.
 
         A failure is only logged: the directory may belong to another user, who could otherwise
-        choose what is overwritten.
+        choose which file is overwritten.
         """
         try:
             self.listed_targets.parent.mkdir(exist_ok=True)
@@ -108,7 +108,7 @@ class RunFolder:
             )
 
     def remove_targets(self) -> None:
-        """Prometheus forgets the run."""
+        """Remove the run's targets, so that Prometheus drops the run."""
         with suppress(OSError):
             self.targets.unlink()
         shared = self.listed_targets
@@ -120,7 +120,7 @@ def configured(starts: Any) -> list[dict[str, Any]]:
     """The starts of a manifest, each with its configuration: see `RunFolder.write_manifest`.
 
     Raises:
-        TypeError, ValueError: they are not as hvdtrain writes them.
+        TypeError, ValueError: they do not have hvdtrain's format.
     """
     found: list[dict[str, Any]] = []
     config: dict[str, Any] = {}
@@ -131,5 +131,5 @@ def configured(starts: Any) -> list[dict[str, Any]]:
 
 
 def default_id(task: str) -> str:
-    """Such as 20240131-235959-language_model."""
+    """An id such as 20240131-235959-language_model."""
     return time.strftime("%Y%m%d-%H%M%S-") + task.replace(":", ".").rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""The end of a file of JSON lines, however long the file is."""
+"""The last lines of a JSON lines file, at a cost independent of the file's length."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from hvdtrain.untrusted import json_object, open_regular
 
-_BYTES = 1 << 16  # that are read first
+_BYTES = 1 << 16  # size of the first read
 _MOST_BYTES = 64 << 20
 
 
 def last_lines(path: Path, event: str = "") -> list[dict[str, Any]]:
-    """The JSON objects in a file's last lines, none if it cannot be read; torn lines are skipped.
+    """The JSON objects in a file's last lines; empty if it cannot be read. Skips incomplete lines.
 
     Args:
-        event: the lines go back to one with this event, if the last 64 MiB have one.
+        event: include the last line with this event, if it is within the last 64 MiB.
     """
     size = _BYTES
     try:

@@ -1,4 +1,4 @@
-"""The runs below a folder, each told from the ends of its files: a run of weeks is as quick."""
+"""Listing of the runs below a directory, from the ends of files only: fast for long runs, too."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from hvdtrain.run_files.owner_token import read
 from hvdtrain.run_files.run_state import run_state
 from hvdtrain.untrusted import number, real, whole
 
-# An owner's token is written every 2 s; clocks of file servers differ a little.
+# An owner writes its token every 2 s; clocks of file servers differ slightly.
 _ALIVE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class ListedRun:
-    """One run.
+    """Summary of a run.
 
     Args:
-        id: its folder's name
+        id: its directory's name
         state: see run_state.py
-        step: of the newest line of metrics.jsonl; None: there is none
-        steps: of the whole run, where its newest start is known
-        loss: of that line
-        ranks: of that line, else of the newest start
-        age: seconds since the newest line of metrics.jsonl or events.jsonl; None: there is none
+        step: of the newest line of metrics.jsonl; None if there is none
+        steps: of the whole run, if its newest start is known
+        loss: of the newest line
+        ranks: world size of the newest line, or else of the newest start
+        age: seconds since the newest line of metrics.jsonl or events.jsonl; None if there is none
     """
 
     id: str
@@ -44,7 +44,7 @@ class ListedRun:
 
 
 def runs_under(root: Path) -> Iterator[ListedRun]:
-    """The runs of `run.root`, in no order.
+    """The runs of `run.root`, unordered.
 
     Raises:
         UserError: it cannot be read.
@@ -56,14 +56,14 @@ def runs_under(root: Path) -> Iterator[ListedRun]:
     except OSError as error:
         raise UserError(f"{root}: {error.strerror}; name the folder that holds the runs") from None
     for folder in folders:
-        with suppress(OSError):  # it was deleted just now, or is another user's
+        with suppress(OSError):  # it was just deleted, or belongs to another user
             run = _listed(Path(folder), {entry.name for entry in os.scandir(folder)}, now)
             if run is not None:
                 yield run
 
 
 def _listed(run: Path, files: set[str], now: float) -> ListedRun | None:
-    """None: it is no run."""
+    """Summary of a run; None if the directory is not a run directory."""
     if not files & {"config.yaml", "metrics.jsonl", "events.jsonl", ".owner"}:
         return None
     lines = reversed(last_lines(run / "metrics.jsonl"))
@@ -94,7 +94,7 @@ def _state(run: Path, events: list[dict[str, Any]]) -> str:
 
 
 def _alive(token: Path) -> bool:
-    """Whether a process owns what this token is of."""
+    """Whether the owner that wrote this token is alive."""
     try:
         if abs(time.time() - token.stat().st_mtime) > _ALIVE_SECONDS:
             return False

@@ -1,4 +1,4 @@
-"""RUN/metrics.jsonl and RUN/ranks.jsonl: one line a logged step, never a step twice, no gap."""
+"""RUN/metrics.jsonl and RUN/ranks.jsonl: one line per logged step, without duplicates or gaps."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ from hvdtrain.files import write_atomic
 from hvdtrain.log import logger
 from hvdtrain.untrusted import parse_json
 
-# For a look at whose run it is; one that takes longer means a disk that does not answer.
+# Timeout for confirming the ownership of the run; longer means that the disk does not respond.
 _HELD_SECONDS = 5.0
 
 
 class MetricsFile:
-    """Appends lines; only rank 0 has them.
+    """Append-only file with one line per logged step, on rank 0 only.
 
-    While the disk takes nothing, lines are kept and tried again with the next, from the byte
-    at which it stopped: the file has no gap and no torn line when there is room again.
+    If writing fails, lines are kept and retried with the next line, from the byte at which writing
+    stopped: once there is space again, the file has no gap and no incomplete line.
 
     Args:
-        path: the file; it is made if it is not there.
-        after: lines of steps beyond this one move to left_NAME beside it: the run does these
-            again.
-        held: whether this process may write, see Ownership.held; while it says no, lines are
+        path: the file; it is created if missing.
+        after: lines of steps after this one move to left_NAME in the same directory, because the
+            run repeats these steps.
+        held: whether this process may write, see Ownership.held; while it returns False, lines are
             kept as well.
-        tolerate_errors: others hold a state that would be lost: what cannot be written now is said.
+        tolerate_errors: log failed writes instead of raising, because other ranks hold state that
+            would be lost.
 
     Attributes:
-        last_step: of the last line; None where there is none.
-        superseded_steps: steps that the lines which were last moved stand for.
+        last_step: of the last line; None if there is none.
+        superseded_steps: number of steps covered by the most recently moved lines.
         failures: how often the file could not be written.
 
     Raises:
@@ -55,10 +56,10 @@ class MetricsFile:
         self._file: int | None = None
         self._closed = False
         self._unwritten = bytearray()
-        self._lock = Lock()  # `sync` is called from another thread than the rest
+        self._lock = Lock()  # `sync` is called from another thread
         self._failed = False
         self.failures = 0
-        # A crash may have left anything at the end, also a line without its newline.
+        # A crash may have left anything at the end, including a line without its newline.
         content = path.read_bytes() if path.exists() else b""
         lines = content.split(b"\n")
         steps = [_step(line) for line in lines]
@@ -74,7 +75,7 @@ class MetricsFile:
             self._say(error)
 
     def _keep(self, content: bytes, kept: list[bytes], tolerate_errors: bool) -> None:
-        """Leaves only these lines of the file's content in it; the others move."""
+        """Keep only these lines in the file and move the others."""
         whole = b"".join(line + b"\n" for line in kept)
         if whole == content:
             return
@@ -91,7 +92,7 @@ class MetricsFile:
                 raise
             self._say(error)
         if content.startswith(whole):
-            os.truncate(self._path, len(whole))  # that takes no room
+            os.truncate(self._path, len(whole))  # requires no disk space
         else:
             write_atomic(self._path, whole)
 
@@ -100,7 +101,7 @@ class MetricsFile:
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
     def take_back(self, after: int) -> None:
-        """Lines of steps beyond `after` move as at the start: the run does these again."""
+        """Move lines of steps after `after`, as at the start: the run repeats these steps."""
         self.superseded_steps = max(0, (self.last_step or 0) - after)
         if not self.superseded_steps:
             return
@@ -115,7 +116,7 @@ class MetricsFile:
                 kept = b"".join(takewhile(partial(_is_within, after), lines))
                 left = content[len(kept) :]
                 self._unwritten[:] = kept[len(written) :]
-                os.truncate(self._path, min(len(kept), len(written)))  # that takes no room
+                os.truncate(self._path, min(len(kept), len(written)))  # requires no disk space
                 with open(self._path.with_name(f"left_{self._path.name}"), "ab") as file:
                     file.write(left)
             except OSError as error:
@@ -123,7 +124,7 @@ class MetricsFile:
         self.last_step = after
 
     def write(self, record: dict[str, Any]) -> None:
-        """Appends one line; it reaches the system at once and the disk with `sync`."""
+        """Append one line; it reaches the operating system at once and the disk with `sync`."""
         self.last_step = record["step"]
         with self._lock:
             self._unwritten += json.dumps(record).encode() + b"\n"
@@ -159,17 +160,17 @@ class MetricsFile:
             self._failed = False
 
     def sync(self) -> None:
-        """Waits until the disk has every line: before a checkpoint says that they are there.
+        """Wait until every line is on disk, before a checkpoint refers to the lines.
 
         Raises:
-            OSError: it has not.
+            OSError: a line could not be written.
         """
         held = self._held(_HELD_SECONDS)
         with self._lock:
             if not held:
                 raise OSError(errno.ESTALE, "it is not known whether it is still this process's")
             self._flush()
-        # A descriptor of its own: the file may be closed while the disk is slow.
+        # A separate descriptor, because the file may be closed while the disk is slow.
         file = os.open(self._path, os.O_RDONLY)
         try:
             os.fsync(file)
@@ -201,7 +202,7 @@ def _is_within(after: int, line: bytes) -> bool:
 
 
 def _step(line: bytes) -> int | None:
-    """The step of a line, or None where a crash tore it."""
+    """The step of a line; None if the line is incomplete."""
     try:
         return int(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError):

@@ -1,4 +1,4 @@
-"""What the file says by which a process owns a run; ownership.py says what that means."""
+"""Content of the file by which a process owns a run; ownership.py describes the protocol."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 
 from hvdtrain.untrusted import checked, read_json
 
-_BYTES = 512  # always as many, in place: also a full disk takes that
+_BYTES = 512  # constant size, written in place: works on a full disk, too
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a process has to say for itself.
+    """Identity with which a process claims a run.
 
     Args:
-        job: all processes of an elastic job have the same, and no other job's.
-        generation: of the ranks in that job; of two, the later one counts.
+        job: common to all processes of an elastic job, and unique to the job.
+        generation: of the ranks in that job; a later generation takes precedence.
     """
 
     job: int
@@ -35,14 +35,15 @@ class Claim:
 
 @dataclass(frozen=True)
 class Token:
-    """What the file says.
+    """Content of the token file.
 
     Args:
-        owner: unlike any other process's.
-        boot: of the owner's kernel.
-        locked: the owner has the lock too.
-        beats: rises while the owner lives.
-        ended: it gave the run back. The token stays, for an owner before it that was stopped.
+        owner: unique to a process.
+        boot: boot ID of the owner's kernel.
+        locked: the owner has the lock, too.
+        beats: heartbeat count; increases while the owner is alive.
+        ended: the owner has released the run. The token remains, for a previous owner that was
+            stopped.
     """
 
     owner: str
@@ -57,14 +58,14 @@ class Token:
 
 
 def moved(before: Token | None, token: Token | None) -> bool:
-    """Whether an owner lives: it has counted on between two looks."""
+    """Whether the owner is alive: its heartbeat count has changed between two reads."""
     if before is None or token is None or token.ended:
         return False
     return before.owner == token.owner and before.beats != token.beats
 
 
 def read(path: Path) -> Token | None:
-    """None: there is no token, or none that is whole."""
+    """The token; None if there is none, or if it is incomplete."""
     try:
         return checked(Token, read_json(path))
     except (FileNotFoundError, ValueError):
@@ -72,13 +73,13 @@ def read(path: Path) -> Token | None:
 
 
 def write(path: Path, token: Token) -> None:
-    """Replaces the token in place.
+    """Replace the token in place.
 
     Raises:
         OSError: it cannot be written.
     """
     content = json.dumps(asdict(token)).ljust(_BYTES - 1) + "\n"
-    # Opened anew each time: what is closed can be seen from other hosts.
+    # Reopened each time: other hosts see the content of closed files.
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     file = os.open(path, flags, 0o666)
     try:
@@ -88,7 +89,7 @@ def write(path: Path, token: Token) -> None:
 
 
 def boot() -> str:
-    """Of the kernel that runs now."""
+    """Boot ID of the running kernel; empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

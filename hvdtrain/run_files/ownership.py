@@ -1,22 +1,23 @@
-"""Whose a run is: one process's at a time, by a token in the run's folder.
+"""Ownership of a run by one process at a time, through a token in the run directory.
 
-    RUN/.owner   who owns it, and a count that a thread of the owner raises every 2 s
-    RUN/.lock    flock, the quick proof where the file system has it
+    RUN/.owner   the owner, and a heartbeat count that a thread of the owner increases every 2 s
+    RUN/.lock    flock, a faster proof if the file system supports it
 
-A lock alone proves too much and too little: a forked helper, or the lease of an NFS server, holds
-it past its owner's death, some file systems have none (Lustre without -o flock), and some keep
-it from this host alone (NFS with local_lock). So somebody else's run is taken over when
+A lock alone is not reliable. A forked helper, or the lease of an NFS server, holds it after its
+owner's death; some file systems have no locks (Lustre without -o flock); and some have locks only
+within a host (NFS with local_lock). A process therefore takes over another owner's run if
+- it belongs to the same elastic job: the driver has made this process rank 0 of a later generation;
+- the owner had the lock, this process has it now, and both run on the same booted kernel;
+- its count has not changed while this process watched: for 5 s if this process got the lock of an
+  owner on another host, else for 12 s. Clocks of two hosts are never compared.
 
-- it is the same elastic job's: its driver has made this process rank 0 of a later generation;
-- its owner had the lock, this process has it now, and one kernel gave it to both;
-- its count has rested while this process watched: 5 s where it got the owner's lock on another
-  host, else 12 s. No clocks of two hosts are compared.
+A changing count means that another process trains this run. An owner also checks the token with
+each heartbeat. If the token belongs to another process, the owner exits at once. Writes after a
+pause (a stopped process, a suspended host, a disk that blocks) wait until the token is checked
+again.
 
-A count that moves is another process that trains this run. And an owner looks itself, with each
-beat: where the token is another's it ends at once, and what would be written after a pause (a
-stopped process, a suspended host, a disk that blocks) waits until it has looked again.
-What stays open: a process that is stopped between its last look and the write that follows at
-once, and wakes up after a take-over, does that one write.
+Remaining gap: a process that is stopped between its last check and the write that follows
+immediately does that one write if it wakes up after a take-over.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ from hvdtrain.runtime import heartbeat
 
 BEAT_SECONDS = 2.0
 REST_SECONDS = 12.0
-# The same where this process has got the lock that the owner on another host had: its locks
-# are either those of all hosts, so that it is dead, or its own.
+# The same if this process got the lock that the owner on another host had: either locks are shared
+# by all hosts, so the owner is dead, or each host has its own locks.
 SHORT_REST_SECONDS = 5.0
-# Two that find the run free at the same time, without a lock: the later token counts.
+# For two processes that find the run free at the same time, without a lock: the later token wins.
 _SETTLE_SECONDS = 1.0
 _LOOK_SECONDS = 0.2
 _RELEASE_SECONDS = 2.0
 
 
 class Ownership:
-    """Of one run, by this process; see the top of this file.
+    """Ownership of one run by this process; see the top of this file.
 
     Args:
-        folder: the run's.
-        name: of the two files, before "owner" and "lock".
-        busy: what a process is told that finds it taken.
+        folder: the run directory.
+        name: prefix of the two files, before "owner" and "lock".
+        busy: error message for a process that finds the run owned.
 
     Attributes:
         failures: how often the token could not be written.
@@ -73,10 +74,10 @@ class Ownership:
         self._token_path = folder / f"{name}owner"
         self._lock = FileLock(folder / f"{name}lock")
         self._mine: Token | None = None
-        self._before: str | None = None  # the owner from whom it was taken over
+        self._before: str | None = None  # the previous owner, after a take-over
         self._seen: Token | None = None
-        self._seen_at = _now()  # since when the token has been as it is
-        self._looked_at = -1.0  # when the token was seen to be this process's
+        self._seen_at = _now()  # time of the token's last observed change
+        self._looked_at = -1.0  # time of the last check that found this process as the owner
         self._failed = False
         self._wake = threading.Event()
         self._looked = threading.Condition()
@@ -84,23 +85,23 @@ class Ownership:
         self._thread: threading.Thread | None = None
 
     def look(self) -> None:
-        """Notes the token: a count that rests from now on need not be waited for later."""
+        """Read the token now, so that the time without heartbeats counts from here."""
         with suppress(OSError):
             self._note(read(self._token_path))
 
     def acquire(self, claim: Claim, tolerate_errors: bool = False) -> None:
-        """Makes the folder, and the run this process's until `release` or its end.
+        """Create the directory, and own the run until `release` or the end of the process.
 
-        Waits for the owner's count to move or to rest, REST_SECONDS at most.
+        Waits until the owner's heartbeat count changes or is found stale, REST_SECONDS at most.
 
         Args:
-            tolerate_errors: others hold a state that would be lost: what cannot be written is only
-                logged, and tried again with each beat.
+            tolerate_errors: log failed writes and retry them with each heartbeat, because other
+                ranks hold state that would be lost.
 
         Raises:
-            UserError: another process trains this run; or exit code 1, a later generation of
+            UserError: another process trains this run; or, with exit code 1, a later generation of
                 this job does.
-            OSError: the folder cannot be written.
+            OSError: the directory cannot be written.
         """
         own = Token(
             owner=secrets.token_hex(8),
@@ -124,13 +125,13 @@ class Ownership:
         self._thread.start()
 
     def held(self, seconds: float = 0.0) -> bool:
-        """Whether this process may write: it has seen lately that the run is still its own.
+        """Whether this process may write: a recent check has found that it still owns the run.
 
         Args:
-            seconds: to wait, where it has to look again.
+            seconds: how long to wait for a new check if necessary.
         """
         if self._thread is None:
-            return True  # nobody asked for it
+            return True  # `acquire` was never called
         deadline = _now() + seconds
         with self._looked:
             while not self._released and _now() - self._looked_at > 2 * BEAT_SECONDS:
@@ -140,29 +141,29 @@ class Ownership:
         return not self._released
 
     def confirm(self, seconds: float) -> None:
-        """Raises OSError where `held` says no."""
+        """Raise OSError if `held` returns False."""
         if not self.held(seconds):
             raise OSError(errno.ESTALE, "it is not known whether the run is still this process's")
 
     def release(self) -> None:
-        """Gives the run back: this process writes nothing any more."""
+        """Release the run; this process must not write to it afterwards."""
         if self._thread is None or self._released:
             return
         self._released = True
         self._wake.set()
         self._thread.join(_RELEASE_SECONDS)
         if self._thread.is_alive():
-            return  # its disk does not answer
+            return  # its disk does not respond
         with suppress(OSError):
             token = read(self._token_path)
             if self._mine is not None and (token is None or self._is_mine(token)):
                 self._write(replace(self._mine, ended=True))
         self._lock.close()
 
-    # --- to get it -----------------------------------------------------------
+    # --- acquisition -----------------------------------------------------------
 
     def _prepare(self, _: Token) -> None:
-        """Makes the folder, and tries to get the lock."""
+        """Create the directory, and try to get the lock."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock.open()
         self._lock.attempt()
@@ -185,7 +186,7 @@ class Ownership:
             rest = self._rest(own, token, has_locks)
             if _now() - (self._seen_at if token is not None else began) >= rest:
                 if token is None:
-                    raise self._taken(None)  # all that its owner shows is the lock
+                    raise self._taken(None)  # the lock is the only sign of its owner
                 if not token.ended:
                     logger.warning("%s is taken over: %s shows no life", self.folder, who(token))
                     self._before = token.owner
@@ -204,9 +205,9 @@ class Ownership:
                 time.sleep(_LOOK_SECONDS)
 
     def _rest(self, own: Token, token: Token | None, has_locks: bool) -> float:
-        """How long the token must have been as it is."""
+        """How long the token must have been unchanged, in seconds."""
         if token is not None and token.ended:
-            # Who has the lock is dead perhaps, or about to write its token.
+            # The holder of the lock may be dead, or about to write its token.
             return SHORT_REST_SECONDS if has_locks and not self._lock.held else 0.0
         if token is None or not (self._lock.held and token.locked):
             return REST_SECONDS
@@ -228,7 +229,7 @@ class Ownership:
         name = f" (it is {who(token)})" if token is not None else ""
         return UserError(f"{self.folder}: {self._busy}, or choose another --run.id{name}")
 
-    # --- to keep it ----------------------------------------------------------
+    # --- maintenance -----------------------------------------------------------
 
     def _beat_on(self) -> None:
         while True:
@@ -250,7 +251,7 @@ class Ownership:
         with self._looked:
             self._looked_at = began
             self._looked.notify_all()
-        self._prepare(self._mine)  # whoever held the lock may be gone
+        self._prepare(self._mine)  # the previous holder of the lock may have exited
         self._mine = replace(self._mine, beats=self._mine.beats + 1)
         self._write(self._mine)
 
@@ -258,13 +259,13 @@ class Ownership:
         assert self._mine is not None
         if token.job == self._mine.job and token.generation < self._mine.generation:
             return True
-        # The last beat of the owner before may come after the take-over.
+        # The previous owner's last heartbeat may arrive after the take-over.
         return token.owner in (self._mine.owner, self._before)
 
     def _lose(self, token: Token) -> None:
         if self._released:
             return
-        # At once, whatever the other threads are at: they might write.
+        # Exit at once, because other threads might write.
         print(
             f"hvdtrain: error: {self.folder} was taken over by {who(token)} while this process "
             "was stopped or its disk did not answer: it writes nothing any more and ends",
@@ -288,7 +289,7 @@ class Ownership:
 
 
 def _now() -> float:
-    """Seconds; the time in which the host was suspended counts."""
+    """Time in seconds, including time in which the host was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 

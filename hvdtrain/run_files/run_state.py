@@ -1,4 +1,4 @@
-"""What a run is doing, or how it ended, in a word."""
+"""State of a run in one word."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ _ENDS = {0: "finished", EXIT_PREEMPTED: "stopped", EXIT_NOT_FINITE: "not finite"
 
 
 def run_state(started: bool, end: int | None, owner: bool, launcher: bool) -> str:
-    """One of running; restarting (between two starts of `hvdtrain launch`); finished; stopped (it
-    was asked to, exit code 75); not finite (3); failed (another code); killed (it has no end, and
-    no process shows life); unknown (it has not begun).
+    """One of running; restarting (between two starts of `hvdtrain launch`); finished; stopped (on
+    request, exit code 75); not finite (3); failed (another code); killed (no end event, and no live
+    process); unknown (not started).
 
     Args:
         started: it has a start event.
-        end: the exit code of the end event after the last start; None: there is none.
-        owner: the process that owns the run shows life.
-        launcher: its `hvdtrain launch` does.
+        end: the exit code of the end event after the last start; None if there is none.
+        owner: the process that owns the run is alive.
+        launcher: its `hvdtrain launch` is alive.
     """
-    if end == 0:  # a process that has finished keeps the run for a moment more
+    if end == 0:  # a finished process owns the run for a moment longer
         return "finished"
     if end is None and owner:
         return "running"

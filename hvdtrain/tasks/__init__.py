@@ -1,7 +1,7 @@
-"""A task says what is trained: the model, the data, the loss. It knows nothing of ranks.
+"""Tasks: definitions of the model, the data and the loss, independent of ranks.
 
-This module imports no torch, so that a built-in task's configuration can be
-checked before torch is loaded.
+This module does not import torch, so that a built-in task's configuration can be checked before
+torch is loaded.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ BUILT_IN = {
 
 
 class Datasets(NamedTuple):
-    """Data sets of known length; `validation` may be None.
+    """Datasets of known length; `validation` may be None.
 
-    Map-style: `len(d)` samples, `d[i]` is one. Or torch's IterableDataset, whose order is its own:
-    `iter(d)` gives `len(d)` samples, the same on every rank; its `set_epoch(epoch)`, if it has
-    one, is called before each pass over the training data.
+    Map-style: `len(d)` samples, `d[i]` is one. Or torch's IterableDataset with its own order:
+    `iter(d)` yields `len(d)` samples, the same on every rank; `set_epoch(epoch)`, if defined, is
+    called before each pass over the training data.
 
     `fingerprint` changes when the training data does; a resumed run refuses other data. `notes`
-    are said once at a run's beginning, such as how many rows were left out.
+    are logged once at the beginning of a run, such as how many rows were left out.
     """
 
     train: Dataset[Any]
@@ -44,22 +44,22 @@ class Datasets(NamedTuple):
 
 
 class Task(Protocol):
-    """What a user writes to train something of their own.
+    """Interface of a user's own task.
 
-    A class with the methods below. What stands in `OPTIONAL` may be left out:
-    `Config` is a dataclass whose fields become keys of the configuration, given to the
+    A class with the methods below. Attributes in `OPTIONAL` may be omitted:
+    `Config` is a dataclass whose fields become keys of the configuration, passed to the
     constructor; `defaults` maps keys such as "train.steps" to this task's defaults;
-    `metrics` names what `loss` returns beside "loss", and `validation_metrics` what it returns
-    beside these where `model.training` is false; `derived(means)` gives further figures of an
-    evaluation from the means of all these; `units` says what a sample counts as, such as
-    ("tokens", 128); `sample` shows the trained model at work; `param_groups(model)` gives the
-    optimizer's groups: dicts of "params", and "lr_scale" (times the learning rate) and
-    "weight_decay" (default: optim.weight_decay) where they differ; `blocks(model)` names the
-    modules that it repeats, for compile.enabled (default: those of the largest nn.ModuleList);
+    `metrics` names the values that `loss` returns besides "loss", and `validation_metrics` those
+    that it returns in addition if `model.training` is false; `derived(means)` computes further
+    metrics of an evaluation from the means of all these; `units` says what a sample counts as, such
+    as ("tokens", 128); `sample` shows example output of the trained model; `param_groups(model)`
+    returns the optimizer's groups: dicts of "params", and "lr_scale" (times the learning rate) and
+    "weight_decay" (default: optim.weight_decay) if they differ; `blocks(model)` returns the
+    repeated modules, for compile.enabled (default: those of the largest nn.ModuleList);
     `collate(samples)` makes a batch of a list of samples (default: torch's default_collate);
-    `measures(rows)` gives an evaluation's figures that are no means, by name, such as an AUC: of
-    the "rows" that `loss` returned for each micro-batch, here those of all samples and ranks in
-    the order of the data, (samples, ...) float64 on the CPU.
+    `measures(rows)` computes an evaluation's metrics that are not means, by name, such as an AUC.
+    Its argument contains the "rows" that `loss` returned, for all samples and ranks in the order of
+    the data, (samples, ...) float64 on the CPU.
     """
 
     OPTIONAL: ClassVar[Mapping[str, Any]] = {
@@ -69,7 +69,7 @@ class Task(Protocol):
     }  # fmt: skip
 
     def datasets(self) -> Datasets:
-        """The data; called once, before `model`. Every rank must see the same."""
+        """The data; called once, before `model`. Every rank must return the same data."""
         ...
 
     def model(self) -> nn.Module:
@@ -77,18 +77,18 @@ class Task(Protocol):
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """Of a micro-batch: "loss", and one value for each of `metrics`.
+        """Loss of a micro-batch: "loss", and one value for each of `metrics`.
 
         A value is a scalar tensor, the mean over the samples; or (sum, weight), scalar tensors or
-        numbers: the mean over the global batch is the sum of sums over the sum of weights. A
-        value comes in the same form from all micro-batches. With `measures` also "rows": a
-        tensor with a row for each sample; it counts in evaluation only.
+        numbers: the mean over the global batch is then the sum of sums over the sum of weights. A
+        value must have the same form for all micro-batches. With `measures`, also return "rows": a
+        tensor with a row for each sample, used only in evaluation.
         """
         ...
 
 
 def optional(task: Any, name: str) -> Any:
-    """An optional attribute of a task (class or object), or what stands for it."""
+    """An optional attribute of a task (class or object), or its default."""
     return getattr(task, name, Task.OPTIONAL[name])
 
 
@@ -112,7 +112,7 @@ def load_class(name: str) -> type:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not module_name.startswith(error.name):
-            raise  # the module is there; something that it imports is not
+            raise  # the module exists, but one of its imports is missing
         raise UserError(
             f"task: no module {error.name!r} for {name!r}; is it on PYTHONPATH?"
         ) from None
@@ -133,7 +133,7 @@ def _check_init(task: type, name: str, takes_config: bool) -> None:
     try:
         signature = inspect.signature(task, follow_wrapped=False)
     except ValueError:
-        return  # of a built-in base class, which has none
+        return  # a built-in base class without a signature
     try:
         signature.bind(*([None] if takes_config else []))
     except TypeError as error:

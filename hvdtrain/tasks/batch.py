@@ -11,11 +11,11 @@ from hvdtrain.tasks import Task, optional
 
 
 def collate_of(task: Task) -> Callable[[list[Any]], Any]:
-    """What makes a batch of samples."""
+    """The function that makes a batch of samples."""
     return optional(task, "collate") or default_collate
 
 
 def first_batch(task: Task, dataset: Dataset[Any], samples: int) -> Any:
-    """A batch of the first so many samples, which come again where there are fewer."""
+    """A batch of the first samples, which are repeated if there are too few."""
     size = len(dataset)  # type: ignore[arg-type]
     return collate_of(task)([dataset[i % size] for i in range(samples)])

@@ -1,4 +1,4 @@
-"""The blocks of a model: the modules that it repeats, which are compiled one by one."""
+"""The blocks of a model: repeated modules, which are compiled one by one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hvdtrain.tasks import optional
 
 
 def blocks_of(task: Any, model: nn.Module) -> list[nn.Module]:
-    """What `Task.blocks` names, or else what the largest nn.ModuleList has; may be empty.
+    """The modules of `Task.blocks`, or else of the largest nn.ModuleList; may be empty.
 
-    The largest is the one with the most numbers in its parameters.
+    The largest list is the one with the most parameter elements.
 
     Raises:
-        UserError: the task names something that is no module of the model.
+        UserError: the task names something that is not a module of the model.
     """
     named = optional(task, "blocks")
     if named is not None:

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers: they learn text, answers or labels."""
+"""Training of Hugging Face transformers models on text, answers or labels."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from hvdtrain.tasks.huggingface_data import TextData
     from hvdtrain.tasks.huggingface_model import Folder
 
-_SHOWN = 5  # texts and what the classifier takes them for
-_PROMPT = 16  # tokens of packed text that are continued
-_WRITTEN, _SECONDS = 100, 20.0  # tokens, and how long writing them may take
+_SHOWN = 5  # number of texts shown with their predicted labels
+_PROMPT = 16  # tokens of packed text to continue
+_WRITTEN, _SECONDS = 100, 20.0  # most tokens to generate, and the time limit
 
 
 class HuggingFace:
-    """A causal language model or a classifier; torch is imported by its methods."""
+    """A causal language model or a classifier; its methods import torch."""
 
     Config = HuggingFaceTaskConfig
     defaults: ClassVar[dict[str, Any]] = {
@@ -53,7 +53,7 @@ class HuggingFace:
         from hvdtrain.tasks.huggingface_model import check_causal
 
         assert self._folder is not None and self._data is not None
-        # Keys and values of tokens are kept for writing text, not for learning it.
+        # Cached keys and values are for generation, not for training.
         self._folder.text.use_cache = False
         own = self.config.huggingface
         model: nn.Module = build_trained(self.config, self._folder, self._data.classes, own.weights)
@@ -62,11 +62,11 @@ class HuggingFace:
         return model
 
     def loss(self, model: nn.Module, batch: Any) -> dict[str, Any]:
-        """Sums over tokens, or texts, and how many these are.
+        """Sums over tokens, or texts, and their number.
 
         Args:
-            batch: of text int64 (N, context + 1); of answers tokens and targets, (N, context) each;
-                of labels tokens (N, context), their numbers (N,) and labels (N,).
+            batch: for text int64 (N, context + 1); for answers tokens and targets, (N, context)
+                each; for labels tokens (N, context), their numbers (N,) and labels (N,).
         """
         if self._classifies:
             return self._loss_of_labels(model, *batch)
@@ -89,7 +89,7 @@ class HuggingFace:
         return {"loss": (loss, len(labels)), "accuracy": (right, len(labels))}
 
     def sample(self, model: nn.Module) -> str:
-        """Text that the model writes, or what it takes the first validation texts for."""
+        """Text that the model generates, or predicted labels of the first validation texts."""
         import torch
 
         with torch.random.fork_rng(), torch.no_grad():
@@ -136,9 +136,9 @@ class HuggingFace:
 
 
 def _loss_of_tokens(model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
-    """Of the next tokens that are not IGNORED.
+    """Loss of the next tokens that are not IGNORED.
 
-    Padding stands at the end, where no other token sees it, so that there is nothing to mask.
+    Padding is at the end, where no other token sees it, so no mask is needed.
     """
     from torch.nn.functional import cross_entropy
 
@@ -148,7 +148,7 @@ def _loss_of_tokens(model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[s
 
 
 def _without_padding(tokens: Tensor, other: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-    """Both without the last columns that no sample uses; with meta tensors nobody knows which."""
+    """Drop the last columns that no sample uses from both; meta tensors are returned unchanged."""
     if tokens.is_meta:
         return tokens, other
     columns = int(used.any(0).nonzero().max()) + 1

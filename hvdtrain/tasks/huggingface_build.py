@@ -1,4 +1,4 @@
-"""The model as it is trained: of a folder, with a classifier's classes, with LoRA's adapters.
+"""Building of the model to train: a directory's model, a classifier's classes, LoRA adapters.
 
 LoRA through `peft`: Hu et al., arXiv:2106.09685.
 """
@@ -27,10 +27,10 @@ def build_trained(
 
     Args:
         classes: of a classifier.
-        weights: the folder's; else random ones.
+        weights: load the directory's weights; else initialise randomly.
 
     Raises:
-        UserError: there is no such model, or it cannot be adapted so.
+        UserError: there is no such model, or it does not support the adapters.
     """
     if classes is not None:
         _prepare_classifier(folder, classes)
@@ -51,7 +51,7 @@ def _prepare_classifier(folder: Folder, classes: Classes) -> None:
 
 
 def _with_adapters(config: LoraConfig, model: Any, kind: str) -> Any:
-    """Of the parameters those of the adapters are trained, and a classifier's head."""
+    """Add adapters; only their parameters, and a classifier's head, are trained."""
     try:
         import peft
     except ImportError as error:
@@ -67,7 +67,7 @@ def _with_adapters(config: LoraConfig, model: Any, kind: str) -> Any:
         target_modules=config.targets or "all-linear",
     )
     try:
-        with warnings.catch_warnings():  # of what it sets right by itself
+        with warnings.catch_warnings():  # about settings that peft corrects itself
             warnings.simplefilter("ignore")
             return peft.get_peft_model(model, adapters)
     except ValueError as error:

@@ -11,19 +11,20 @@ from hvdtrain.errors import require
 
 @dataclass
 class HuggingFaceConfig:
-    """A model of transformers, and what it learns.
+    """A model of transformers, and its training objective.
 
     Args:
-        model: its folder, with config.json, *.safetensors and tokenizer.json
-        weights: begin with the folder's; false = with random ones
-        learn: `text`: each next token of text or tokens; `answers`: the answers to prompts, of
-            JSON lines; `labels`: the classes of texts, of JSON lines
-        context: tokens of a sample, at most; null = as many as the model has positions, up to 1024
-        input_key: of a JSON line, its prompt or text; null = `prompt`, of labels `text`
-        target_key: of a JSON line, its answer or label; null = `answer`, of labels `label`
-        labels: names of the classes; empty = those of a classifier's folder, or else of the data
-        truncate: a JSON line of more than `huggingface.context` tokens is cut at its end; false =
-            it ends the run
+        model: directory with config.json, *.safetensors and tokenizer.json
+        weights: start from the directory's weights; false = from random weights
+        learn: `text`: each next token of text or tokens; `answers`: the answers to prompts, from
+            JSON lines; `labels`: the classes of texts, from JSON lines
+        context: maximum tokens per sample; null = as many as the model has positions, up to 1024
+        input_key: key of a JSON line's prompt or text; null = `prompt`, for labels `text`
+        target_key: key of a JSON line's answer or label; null = `answer`, for labels `label`
+        labels: names of the classes; empty = those of the directory's classifier, or else of the
+            data
+        truncate: truncate a JSON line of more than `huggingface.context` tokens at its end; false =
+            abort the run
     """
 
     model: str | None = None
@@ -52,14 +53,14 @@ class HuggingFaceConfig:
 
 @dataclass
 class LoraConfig:
-    """Adapters, which are trained in place of the weights.
+    """Adapters, which are trained instead of the weights.
 
     Args:
         rank: of the matrices that are added to a layer's; 0 = no LoRA, all weights are trained
-        alpha: their product counts alpha / rank times
-        dropout: of what goes into them
-        targets: layers that get some, by the last parts of their names; empty = all linear ones
-            but the head
+        alpha: the matrices' product is scaled by alpha / rank
+        dropout: of the adapters' inputs
+        targets: layers with adapters, by the last parts of their names; empty = all linear layers
+            except the head
     """
 
     rank: int = 0
@@ -78,10 +79,10 @@ class HuggingFaceTaskConfig:
     """Keys of the task huggingface.
 
     Args:
-        huggingface: the model, and what it learns
-        lora: adapters, which are trained in place of the weights
+        huggingface: the model, and its training objective
+        lora: adapters, which are trained instead of the weights
         data: text, tokens or, for answers and labels, files of JSON lines; `data.tokenizer` null is
-            that of the folder
+            the directory's tokenizer
     """
 
     huggingface: HuggingFaceConfig = field(default_factory=HuggingFaceConfig)

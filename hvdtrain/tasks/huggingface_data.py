@@ -1,4 +1,4 @@
-"""What a model of transformers learns: packed text, answers to prompts, or labels of texts."""
+"""Training data of transformers models: packed text, answers to prompts, or labels of texts."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _LONGEST_BY_DEFAULT = 1024
 
 @dataclass(frozen=True)
 class Classes:
-    """Of a classifier.
+    """Classes of a classifier.
 
     Args:
         labels: names of the classes.
-        padding: the token that stands behind a text; None: there is none for that.
+        padding: the token that pads a text at its end; None if there is none.
     """
 
     labels: tuple[str, ...]
@@ -42,12 +42,12 @@ class Classes:
 
 @dataclass(frozen=True)
 class TextData:
-    """What was read.
+    """Data of a run.
 
     Args:
-        datasets: of samples as TokenWindows, Answers or LabelledTexts have them.
-        context: most tokens of a sample that the model sees.
-        tokenizer: None: the tokens were made before.
+        datasets: samples as in TokenWindows, Answers or LabelledTexts.
+        context: maximum tokens per sample that the model sees.
+        tokenizer: None if the data is already tokenized.
         classes: of a classifier.
     """
 
@@ -58,7 +58,7 @@ class TextData:
 
 
 def read_data(config: HuggingFaceTaskConfig, folder: Folder) -> TextData:
-    """Raises UserError where it cannot be read, or is not for this model."""
+    """Read the data; raise UserError if it cannot be read or does not match the model."""
     context = _context(config.huggingface.context, folder)
     if config.huggingface.learn == "text":
         return _packed(config, folder, context)
@@ -76,12 +76,12 @@ def _context(wanted: int | None, folder: Folder) -> int:
 
 
 def tokenizer_file(config: HuggingFaceTaskConfig, folder: Folder) -> Path:
-    """Raises UserError where the folder has none and none is named."""
+    """The tokenizer's file; raise UserError if the directory has none and none is configured."""
     return Path(config.data.tokenizer) if config.data.tokenizer else folder.tokenizer
 
 
 def _read_tokenizer(config: HuggingFaceTaskConfig, folder: Folder) -> Tokenizer:
-    """Raises UserError where there is none, or it has more tokens than the model."""
+    """Raise UserError if there is none, or if it has more tokens than the model."""
     tokenizer = Tokenizer(str(tokenizer_file(config, folder)))
     _check_vocabulary(folder, tokenizer.highest + 1)
     return tokenizer
@@ -135,10 +135,10 @@ def _of_lines(config: HuggingFaceTaskConfig, folder: Folder, context: int) -> Te
 
 
 def classes_of(config: HuggingFaceTaskConfig, folder: Folder) -> Classes | None:
-    """Of a classifier that was trained; the data is read only where nothing else names them.
+    """Classes of a trained classifier; the data is read only if nothing else names the classes.
 
     Raises:
-        UserError: what names them is not there.
+        UserError: the source of the classes is missing.
     """
     if config.huggingface.learn != "labels":
         return None
@@ -161,7 +161,7 @@ def _keys(config: HuggingFaceTaskConfig) -> Keys:
 
 
 def _lines(config: HuggingFaceTaskConfig) -> tuple[Lines, Lines]:
-    """(train, validation)."""
+    """Return (train, validation)."""
     data, learn = config.data, config.huggingface.learn
     if data.source not in ("text", "jsonl") or not data.train:
         raise UserError(
@@ -185,7 +185,7 @@ def _padding(folder: Folder, tokenizer: Tokenizer) -> int | None:
 
 
 def _number(folder: Folder, tokenizer: Tokenizer, name: str) -> int | None:
-    """Of a special token: as the tokenizer's configuration names it, else as config.json does."""
+    """Number of a special token, from the tokenizer's configuration or else from config.json."""
     token = folder.special_token(name)
     number = tokenizer.number_of(token) if token is not None else None
     return folder.number_of(f"{name}_id") if number is None else number

@@ -1,4 +1,4 @@
-"""What was trained, as a folder that transformers or peft loads with from_pretrained."""
+"""Export of a trained model to a directory that transformers or peft loads with from_pretrained."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvdtrain.tasks.huggingface_config import HuggingFaceTaskConfig
 from hvdtrain.tasks.huggingface_data import classes_of, tokenizer_file
 from hvdtrain.tasks.huggingface_model import Folder, kind_of, read_folder
 
-# What lies beside the weights and a tokenizer.json.
+# Files to copy in addition to the weights and tokenizer.json.
 _COPIED = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "generation_config.json",
@@ -27,13 +27,13 @@ _COPIED = (
 def export_trained(
     config: HuggingFaceTaskConfig, weights: Mapping[str, Tensor], out: Path, merge: bool
 ) -> None:
-    """Makes the folder `out`: whole, or not at all.
+    """Write the directory `out` atomically.
 
     Args:
-        config: of the run; its folder of the model must still be there.
+        config: of the run; its model directory must still exist.
         weights: of a checkpoint.
-        merge: of a run with LoRA, add the adapters to the weights; else they alone are written, as
-            peft has them.
+        merge: for a run with LoRA, add the adapters to the weights; otherwise only the adapters are
+            written, in peft's format.
 
     Raises:
         UserError: something is missing, or `out` exists or cannot be written.

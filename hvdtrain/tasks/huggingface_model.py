@@ -1,4 +1,4 @@
-"""A model of `transformers` from a local folder: nothing is downloaded, and no code of it is run.
+"""Models of `transformers` from a local directory, without downloads and without its code.
 
 https://huggingface.co/docs/transformers/main_classes/model
 """
@@ -21,29 +21,29 @@ from hvdtrain.log import logger
 
 CAUSAL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 _KIND = {CAUSAL: "causal language model", CLASSIFIER: "classifier of texts"}
-# Which of transformers' configurations there is such a model for.
+# Mappings of transformers' configurations to models of each kind.
 _MODELS = {
     CAUSAL: "MODEL_FOR_CAUSAL_LM_MAPPING",
     CLASSIFIER: "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
 }
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 _POSITIONS_AFTER_PADDING = ("roberta", "camembert", "longformer")
-# So many names stand in a message.
+# Maximum number of names in a message.
 _NAMED = 6
 
 
 def kind_of(learn: str) -> str:
-    """The kind of model that learns this, see `huggingface.learn`."""
+    """The kind of model for a value of `huggingface.learn`."""
     return CLASSIFIER if learn == "labels" else CAUSAL
 
 
 def library() -> Any:
-    """transformers, which stays off the network and is silent.
+    """Import transformers, offline and without log output.
 
     Raises:
         UserError: it is not installed, or cannot be imported.
     """
-    os.environ.update(_OFFLINE)  # read when it is imported
+    os.environ.update(_OFFLINE)  # read during the import
     try:
         import transformers
     except ImportError as error:
@@ -58,13 +58,13 @@ def library() -> Any:
 
 @dataclass(frozen=True)
 class Folder:
-    """A model's folder.
+    """A model's directory.
 
     Args:
-        path: of it.
-        kind: CAUSAL or CLASSIFIER: what the model is to be.
+        path: of the directory.
+        kind: required kind of model, CAUSAL or CLASSIFIER.
         facts: config.json.
-        config: what transformers makes of it.
+        config: the configuration object of transformers.
     """
 
     path: Path
@@ -74,14 +74,14 @@ class Folder:
 
     @property
     def text(self) -> Any:
-        """The part of the configuration that is about text; all of it in most models."""
+        """The text part of the configuration; in most models, all of it."""
         return self.config.get_text_config()
 
     @property
     def positions(self) -> int | None:
-        """The longest sequence that the model is made for; None: it does not say.
+        """The longest sequence that the model supports; None if unknown.
 
-        RoBERTa and its like count positions from behind that of padding.
+        RoBERTa and similar models count positions from the padding position on.
         """
         positions: int | None = getattr(self.text, "max_position_embeddings", None)
         if positions and any(name in self.text.model_type for name in _POSITIONS_AFTER_PADDING):
@@ -90,7 +90,7 @@ class Folder:
 
     @property
     def labels(self) -> list[str]:
-        """Of a classifier whose config.json names them; else none."""
+        """Labels of a classifier, if config.json names them; otherwise empty."""
         names = self.facts.get("id2label")
         trained = any("SequenceClassification" in a for a in self.facts.get("architectures") or ())
         if self.kind != CLASSIFIER or not trained or not isinstance(names, dict):
@@ -99,7 +99,7 @@ class Folder:
 
     @property
     def tokenizer(self) -> Path:
-        """Raises UserError where there is none that can be used."""
+        """Path of tokenizer.json; raise UserError if there is none."""
         path = self.path / "tokenizer.json"
         if not path.is_file():
             raise UserError(
@@ -110,15 +110,15 @@ class Folder:
         return path
 
     def special_token(self, name: str) -> str | None:
-        """Of tokenizer_config.json, such as eos_token."""
+        """Special token from tokenizer_config.json, such as eos_token."""
         path = self.path / "tokenizer_config.json"
         token = _json(path).get(name) if path.is_file() else None
-        if isinstance(token, dict):  # with how it is split off
+        if isinstance(token, dict):  # with options for splitting
             token = token.get("content")
         return token if isinstance(token, str) else None
 
     def number_of(self, name: str) -> int | None:
-        """Of config.json: a special token's number, such as eos_token_id; the first of some."""
+        """Number of a special token in config.json, such as eos_token_id; the first of several."""
         found = getattr(self.text, name, None)
         if isinstance(found, list):
             return int(found[0]) if found else None
@@ -126,7 +126,7 @@ class Folder:
 
 
 def read_folder(path: str | None, kind: str) -> Folder:
-    """Raises UserError where there is no folder of a model that can be trained."""
+    """Read a model's directory; raise UserError if there is no model that can be trained."""
     if not path:
         raise UserError(
             "huggingface.model: name the folder of a model, with its config.json; nothing is "
@@ -169,7 +169,7 @@ def _config(folder: Path, facts: dict[str, Any]) -> Any:
         return transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # each architecture checks its sizes in its own way
+    except Exception as error:  # each architecture raises its own errors
         if "auto_map" in facts:
             raise UserError(
                 f"huggingface.model: {folder} brings code of its own (auto_map in config.json), "
@@ -201,7 +201,7 @@ def build(folder: Folder, weights: bool, dtype: torch.dtype = torch.float32) -> 
     """The model, in train mode.
 
     Args:
-        weights: those of the folder; else random ones.
+        weights: load the directory's weights; else initialise randomly.
 
     Raises:
         UserError: transformers has no such model, or the weights are missing or do not fit.
@@ -228,13 +228,13 @@ def build(folder: Folder, weights: bool, dtype: torch.dtype = torch.float32) -> 
         if type(error).__name__ != "SafetensorError":
             raise
         raise _unreadable(folder.path, error) from None
-    model.train()  # from_pretrained leaves it in eval mode, where nothing is dropped out
+    model.train()  # from_pretrained returns it in eval mode, without dropout
     assert isinstance(model, nn.Module)
     return model
 
 
 def _check_weights(folder: Path) -> None:
-    """Whether all files of the weights are there."""
+    """Raise UserError if a file of the weights is missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = set(_json(index).get("weight_map", {}).values())
@@ -253,7 +253,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _check_report(folder: Folder, report: dict[str, Any]) -> None:
-    """What from_pretrained says of the weights; of a classifier the head may be new."""
+    """Check from_pretrained's report on the weights; a classifier's head may be missing."""
     missing = sorted(report["missing_keys"])
     shapes = sorted(str(key[0]) for key in report["mismatched_keys"])
     layers = [name for name in [*missing, *shapes] if re.search(r"\.\d+\.", name)]
@@ -279,10 +279,10 @@ def listed(names: Sequence[str]) -> str:
 
 @torch.no_grad()
 def check_causal(folder: Folder, model: nn.Module) -> None:
-    """Whether a prediction depends on tokens after it, as BERT's does: there is nothing to learn.
+    """Check that no prediction depends on later tokens, as BERT's does: it would learn nothing.
 
     Raises:
-        UserError: it does.
+        UserError: a prediction depends on later tokens.
     """
     trained = model.training
     model.eval()

@@ -19,26 +19,26 @@ _SHOWN = 10
 
 @dataclass
 class ImageConfig:
-    """Images, the model, and what keeps it from learning them by heart.
+    """Images, the model, and regularization.
 
     Args:
         model: `resnet8`, `resnet18`, `resnet50` or `vit`, a small vision transformer
-        data: a folder with a folder of images for each class, or tar shards ('shards/*.tar') with
-            images and the numbers of their classes (.cls); null = scikit-learn's digits
+        data: a directory with a directory of images for each class, or tar shards ('shards/*.tar')
+            with images and their class numbers (.cls); null = scikit-learn's digits
         validation: the same for validation; null = `image.validation_fraction` of the data
-        classes: how many, of tar shards: their numbers are 0 to `image.classes` - 1
-        cache: folder for the indexes of tar shards; null = beside these
-        validation_fraction: that fraction, of each class (of the digits: of all)
-        size: side of the square that the model sees, pixels; null = 224, of the digits 8
+        classes: number of classes in tar shards, numbered 0 to `image.classes` - 1
+        cache: directory for the indexes of tar shards; null = next to the shards
+        validation_fraction: that fraction, of each class (for the digits: of all)
+        size: side of the square that the model sees, in pixels; null = 224, for the digits 8
         patch: side of a patch of `vit`, divides `image.size`; null = 16, or a quarter of the size
             up to 64
-        crop: when training, the square is cut out anywhere in the image (digits are shifted)
-        flip: when training, half of the images are mirrored left to right; null = those of a
-            folder, not digits
-        label_smoothing: share of the target that all classes get alike when training
-        mixup: images are mixed with shares from Beta(mixup, mixup) when training; 0 = never
-        sync_batchnorm: BatchNorm's statistics are those of the global batch; takes one micro-batch
-            a step on each rank
+        crop: in training, cut the square out at a random position (digits are shifted)
+        flip: in training, mirror half of the images left to right; null = images of a directory,
+            not digits
+        label_smoothing: in training, share of the target that is spread evenly over all classes
+        mixup: in training, mix images with weights from Beta(mixup, mixup); 0 = never
+        sync_batchnorm: compute BatchNorm's statistics over the global batch; requires one
+            micro-batch per step on each rank
     """
 
     model: Literal["resnet8", "resnet18", "resnet50", "vit"] = "resnet8"
@@ -94,17 +94,17 @@ class ImageConfig:
 
     @property
     def sharded(self) -> bool:
-        """The images are in tar files."""
+        """Whether the images are in tar files."""
         return self.data is not None and self.data.endswith(".tar")
 
     @property
     def side(self) -> int:
-        """Of the square that the model sees, pixels."""
+        """Side of the square that the model sees, in pixels."""
         return self.size or (_FOLDER_SIZE if self.data else _DIGIT_SIZE)
 
     @property
     def patch_side(self) -> int:
-        """Of a patch, pixels."""
+        """Side of a patch, in pixels."""
         if self.patch is not None:
             return self.patch
         return 16 if self.side > 64 else self.side // 4
@@ -115,14 +115,14 @@ class ImageTaskConfig:
     """Keys of the task image.
 
     Args:
-        image: images and the model that tells them apart
+        image: images and the model that classifies them
     """
 
     image: ImageConfig = field(default_factory=ImageConfig)
 
 
 class Image:
-    """Classification of images; top-1 and top-5 are counted, over all ranks."""
+    """Image classification, with top-1 and top-5 accuracy over all ranks."""
 
     Config = ImageTaskConfig
     metrics = ("top1", "top5")
@@ -184,13 +184,13 @@ class Image:
         return [module for module in model.modules() if isinstance(module, kinds)]
 
     def loss(self, model: nn.Module, batch: list[Tensor]) -> dict[str, Any]:
-        """Random changes, label smoothing and mixup are for training only.
+        """Loss of a micro-batch; augmentation, label smoothing and mixup apply in training only.
 
         Args:
             batch: uint8 images (N, C, H, W) with a margin, and int64 labels (N,).
 
         Returns:
-            The mean loss; of top1 and top5 how many were right, and N.
+            The mean loss; for top1 and top5 the number of correct predictions, and N.
         """
         import torch
         from torch.nn.functional import cross_entropy
@@ -228,7 +228,7 @@ class Image:
             )
 
     def sample(self, model: nn.Module) -> str:
-        """The first validation images: what they show, and what the model sees in them."""
+        """Labels and predictions of the first validation images."""
         import torch
 
         assert self._data is not None
@@ -243,7 +243,7 @@ class Image:
 
 
 def _right(scores: Tensor, labels: Tensor) -> Tensor:
-    """How many labels are that of the highest score, and among the five highest: (2,) float64."""
+    """Number of labels with the highest score, and among the five highest: (2,) float64."""
     import torch
 
     best = scores.detach().topk(min(5, scores.shape[1])).indices == labels[:, None]

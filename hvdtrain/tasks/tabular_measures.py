@@ -1,4 +1,4 @@
-"""Figures of all rows together: no averages of averages."""
+"""Metrics over all rows, not averages of averages."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def of_classes(rows: Tensor) -> dict[str, float]:
-    """The area under the ROC curve: how often a row of class 1 scores above one of class 0.
+    """The area under the ROC curve: how often a row of class 1 scores higher than one of class 0.
 
     Args:
         rows: (N, 2) float64: a score, and the class.
 
     Returns:
-        "auc"; equal scores count half (Mann and Whitney, 1947). Empty where one class is missing.
+        "auc"; equal scores count half (Mann and Whitney, 1947). Empty if one class is missing.
     """
     scores, labels = rows.numpy().T
     positive = labels > 0.5
@@ -27,13 +27,13 @@ def of_classes(rows: Tensor) -> dict[str, float]:
 
 
 def of_numbers(rows: Tensor) -> dict[str, float]:
-    """The root of the mean squared error, and which share of the variance is explained.
+    """The root mean squared error, and the explained share of the variance.
 
     Args:
-        rows: (N, 2) float64: what was predicted, and what it was.
+        rows: (N, 2) float64: the prediction, and the actual value.
 
     Returns:
-        "rmse" and "r2"; without the latter where all rows have one value.
+        "rmse" and "r2"; without "r2" if all rows have the same value.
     """
     predicted, actual = rows.numpy().T
     squared = float(np.square(predicted - actual).sum())

@@ -1,6 +1,6 @@
 """A small HTTP server whose connections are bounded in number and time (see connections.py).
 
-Slow clients, however many, cost it a few connections and no quick client its answer.
+Any number of slow clients occupies only a few connections and does not block fast clients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from hvdtrain.telemetry.connections import REQUEST_SECONDS, Connections
 
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
-TRUST = "hvdtrain.trust"  # in a request's environ: to be called once it is known to be a friend's
+TRUST = "hvdtrain.trust"  # in a request's environ: function to call once the client is authorized
 
 
 class _Handler(WSGIRequestHandler):
@@ -34,7 +34,7 @@ class _Handler(WSGIRequestHandler):
 
 
 class BoundedServer(ThreadingMixIn, WSGIServer):
-    """A thread for each request; `serve_forever` runs in a thread of its owner's."""
+    """One thread per request; `serve_forever` runs in a thread of the owner."""
 
     daemon_threads = True
     request_queue_size = 64
@@ -44,7 +44,7 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
         super().__init__(*args)
 
     def server_bind(self) -> None:
-        # Not HTTPServer's: it asks DNS for this host's name, which may take seconds.
+        # Replaces HTTPServer's: it asks DNS for this host's name, which may take seconds.
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
@@ -65,13 +65,13 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
         self.connections.cut_late()
 
     def end(self) -> None:
-        """Takes no more requests, and cuts those that are open; from another thread."""
+        """Stop accepting requests, and close the open ones; call it from another thread."""
         self.shutdown()
         self.server_close()
         self.connections.cut_all()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # a client that went away, or speaks no TLS
+        pass  # the client disconnected, or does not use TLS
 
 
 class _ServerV6(BoundedServer):
@@ -79,10 +79,10 @@ class _ServerV6(BoundedServer):
 
 
 def listen(host: str, port: int) -> BoundedServer:
-    """A server at this address, on a free port in place of one that is in use.
+    """A server at this address; if the port is in use, on a free port.
 
     Raises:
-        OSError, OverflowError: it cannot be listened on.
+        OSError, OverflowError: the address cannot be listened on.
     """
     if port > 65535:
         raise OverflowError("a port is at most 65535")

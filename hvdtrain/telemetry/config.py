@@ -1,4 +1,4 @@
-"""Configuration of what is measured and where it is shown."""
+"""Configuration of metrics and profiles."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hvdtrain.errors import require
 
 @dataclass
 class TelemetryConfig:
-    """The Prometheus exporter of each rank, what the ranks tell each other, and where figures go.
+    """The Prometheus exporter of each rank, the comparison of ranks, and the targets of metrics.
 
     Args:
         port: a rank serves its metrics on this port + its local rank; a port in use is replaced
@@ -18,13 +18,13 @@ class TelemetryConfig:
         host: address to listen on
         tls_cert_file: certificate (PEM) for HTTPS; needs `telemetry.tls_key_file`
         tls_key_file: its private key (PEM)
-        auth_file: a file with one line `user:password`, required of whoever scrapes
+        auth_file: a file with one line `user:password`, required of all scrapers
         linger_seconds: how long a rank that was being scraped waits at the end for one more
             scrape; 0 = never
         exchange_every: steps between two comparisons of all ranks' times; 0 = never
-        straggler_threshold: a rank whose straggler score is lower is reported as slow
-        peak_flops: FLOP/s that the device of a rank can do, for the model FLOPs utilisation (MFU);
-            null = what is known of GPUs by their names
+        straggler_threshold: a rank with a lower straggler score is reported as slow
+        peak_flops: peak FLOP/s of the device of a rank, for the model FLOPs utilisation (MFU);
+            null = known values of GPUs, by name
         tensorboard: also write metrics to RUN/tensorboard
         wandb_project: also log to a run in this project of Weights & Biases
         mlflow_experiment: also log to a run in this experiment of MLflow
@@ -70,15 +70,15 @@ class TelemetryConfig:
 
 @dataclass
 class ProfileConfig:
-    """Traces of some steps.
+    """Traces of selected steps.
 
     Args:
-        steps: `10:13` traces steps 10, 11 and 12, as metrics.jsonl numbers them (in YAML with
+        steps: `10:13` traces steps 10, 11 and 12, as numbered in metrics.jsonl (in YAML with
             quotes); null = none
         ranks: ranks that write a trace, such as `0,3`; null = all
     """
 
-    # YAML reads 10:13 without quotes as the number 613, which must get a word of its own.
+    # YAML reads 10:13 without quotes as the number 613, which needs a specific error message.
     steps: str | int | None = None
     ranks: str | int | list[int] | None = None
 
@@ -95,7 +95,7 @@ class ProfileConfig:
 
     @property
     def range(self) -> range:
-        """The steps, counted from 1; empty where nothing is profiled."""
+        """The steps, counted from 1; empty if nothing is profiled."""
         match = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", str(self.steps))
         return range(int(match[1]), int(match[2])) if match else range(0)
 

@@ -1,4 +1,4 @@
-"""The connections of a server that anybody may reach: bounded in number and in time."""
+"""The connections of a publicly reachable server, bounded in number and in time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from threading import Condition
 
 MOST = 32
-# From the accept on: until the client has said who it is and what it wants, a TLS handshake
-# included, and until it has its answer (Prometheus waits no longer than 10 s by default).
+# Measured from the accept: limit until the client has authenticated and sent its request, including
+# a TLS handshake; and limit until it has its answer (Prometheus waits at most 10 s by default).
 STRANGER_SECONDS = 5.0
 REQUEST_SECONDS = 10.0
-_ROOM_SECONDS = 1.0  # for a thread to close a connection that was cut
+_ROOM_SECONDS = 1.0  # for a thread to close a connection that was shut down
 
 
 @dataclass
@@ -27,19 +27,19 @@ class _Connection:
 
 
 class Connections:
-    """Those that are open. Each is served by a thread of its own, which closes it.
+    """The open connections. Each is served and closed by its own thread.
 
-    Where there are `MOST`, the newest takes the place of one that takes long: of the host that
-    has the most strangers, the oldest. So many slow clients neither use up this process's file
-    descriptors nor keep out a quick one.
+    If there are `MOST`, a new connection replaces an old one: the oldest unauthenticated connection
+    of the host that has the most of them. Slow clients therefore neither exhaust this process's
+    file descriptors nor block a fast client.
     """
 
     def __init__(self) -> None:
-        self._open: dict[socket.socket, _Connection] = {}  # the oldest first
+        self._open: dict[socket.socket, _Connection] = {}  # oldest first
         self._changed = Condition()
 
     def admit(self, client: socket.socket, host: str) -> bool:
-        """Whether there is room for it, which is made if need be."""
+        """Register a connection, if necessary in place of another one; return False if refused."""
         now = time.monotonic()
         with self._changed:
             if len(self._open) >= MOST:
@@ -51,7 +51,7 @@ class Connections:
         return True
 
     def trust(self, client: socket.socket) -> None:
-        """It has asked for something that it may have."""
+        """Extend the deadline of a client whose request was authorized."""
         with self._changed:
             if client in self._open:
                 connection = self._open[client]
@@ -64,7 +64,7 @@ class Connections:
             self._changed.notify_all()
 
     def cut_late(self) -> None:
-        """Cuts those whose time is over; to be called again and again."""
+        """Shut down the connections whose deadline has passed; must be called periodically."""
         now = time.monotonic()
         with self._changed:
             for client, connection in self._open.items():
@@ -87,7 +87,7 @@ class Connections:
 
     @staticmethod
     def _cut(client: socket.socket, connection: _Connection) -> None:
-        """Its thread wakes up, whatever it waits for, and closes it."""
+        """Shut down a connection, which wakes up its thread; the thread closes it."""
         connection.cut = True
         with suppress(OSError):
             # Not SSLSocket's: the thread may be in the middle of a handshake.

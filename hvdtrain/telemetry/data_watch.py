@@ -1,4 +1,4 @@
-"""Whether the ranks wait for their data."""
+"""Detection of ranks that wait for their data."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from hvdtrain.telemetry.straggler import PATIENCE, column
 
 
 class DataWatch:
-    """Says once when loading takes longer than computing."""
+    """Detector of loading that takes longer than computing; reports it once."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
 
     def look(self, table: Tensor) -> float | None:
-        """How many times as long as forward and backward the median rank's loading takes.
+        """The median rank's loading time as a multiple of its forward and backward time.
 
-        None where it takes less, until it has taken more PATIENCE times in a row, and once it was
-        said.
+        None if the ratio is at most 1, has not been above 1 PATIENCE times in a row, or was
+        reported before.
 
         Args:
             table: float64, ranks x straggler.COLUMNS.

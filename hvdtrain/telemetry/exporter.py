@@ -1,4 +1,4 @@
-"""The Prometheus exporter of one rank, and the file that tells Prometheus where all ranks are."""
+"""The Prometheus exporter of one rank, and the file that lists all exporters for Prometheus."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.http_server import MetricsServer
 from hvdtrain.telemetry.straggler import KINDS
 
-# Steps of 10 ms (toys) to minutes (large models on few ranks).
+# From 10 ms (toy models) to minutes (large models on few ranks).
 _STEP_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180)
 _RECOVERY_BUCKETS = (0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 900)
-# The job's number, as the launchers of batch systems tell it.
+# The job ID in batch systems.
 _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
 class _Asked(Collector):
-    """Figures that are asked for when Prometheus asks: a step does nothing for them."""
+    """Metrics that are read when Prometheus scrapes, at no cost for a step."""
 
     def __init__(self) -> None:
         self._metrics: dict[str, Callable[[], Metric]] = {}
@@ -53,21 +53,20 @@ class _Asked(Collector):
 
 
 class Exporter:
-    """Serves this rank's figures over HTTP until it is closed.
+    """HTTP exporter of this rank's metrics.
 
-    A process has one for as long as it trains, through all generations of an elastic run.
+    A process has one as long as it trains, through all generations of an elastic run.
 
     Args:
         config: address and first port.
         local_rank: the port is `config.port` + this; a free one if that is in use.
 
     Attributes:
-        port: that it listens on.
-        registry: of all figures.
+        port: on which it listens.
+        registry: of all metrics.
 
     Raises:
-        UserError: the address cannot be listened on, or a file of the configuration is not
-            what it should be.
+        UserError: the address cannot be listened on, or a configured file is invalid.
     """
 
     def __init__(self, config: TelemetryConfig, local_rank: int) -> None:
@@ -130,11 +129,11 @@ class Exporter:
         self.port: int = self._server.port
 
     def describe(self, facts: dict[str, str]) -> None:
-        """Sets the labels of hvdtrain_run_info."""
+        """Set the labels of hvdtrain_run_info."""
         self._info.info(facts)
 
     def step(self, record: Mapping[str, float], batch: int, nonfinite: bool) -> bool:
-        """Takes over the figures of a step; a second time they change nothing, and it is False."""
+        """Update the metrics of a step; ignore a repeated step and return False."""
         if record["step"] <= self._last_step:
             return False
         self._last_step = record["step"]
@@ -152,56 +151,56 @@ class Exporter:
         self._dealt.set(micro_batches)
 
     def go_back(self, step: int) -> None:
-        """Steps beyond this one are done again, and count again."""
+        """Count steps after this one again, because the run repeats them."""
         self._last_step = min(self._last_step, step)
 
     def synchronised(self, step: int) -> None:
-        """All ranks have the same state after this step."""
+        """Record that all ranks have the same state after this step."""
         self._last_sync.set(step)
 
     def replicas_healed(self, count: int) -> None:
         self._healed.inc(count)
 
     def recovered(self, seconds: float) -> None:
-        """A step has ended again after a failure."""
+        """Record the time from a failure to the end of the next step."""
         self._recovery.observe(seconds)
 
     def straggler(self, score: float, kind: str | None) -> None:
-        """Sets this rank's score, and in which phase it is slow; None: it is not."""
+        """Set this rank's score, and the phase in which it is slow; None if it is not slow."""
         self._score.set(score)
         for known in KINDS:
             self._slow.labels(known).set(known == kind)
 
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """Serves the gauge hvdtrain_NAME, whose value is asked for when Prometheus does."""
+        """Serve the gauge hvdtrain_NAME, whose value is read at each scrape."""
         full = f"hvdtrain_{name}"
         self._asked.add(name, lambda: GaugeMetricFamily(full, text, value=value()))
 
     def watch_total(self, name: str, text: str, value: Callable[[], float]) -> None:
-        """The same for a value that only grows: hvdtrain_NAME_total."""
+        """Same as `watch` for a value that only increases: hvdtrain_NAME_total."""
         full = f"hvdtrain_{name}"
         self._asked.add(name, lambda: CounterMetricFamily(full, text, value=value()))
 
     def watch_totals(
         self, name: str, text: str, label: str, values: Callable[[], Mapping[str, float]]
     ) -> None:
-        """The same for several, which differ in a label."""
+        """Same as `watch_total` for several values, which differ in a label."""
         family = partial(CounterMetricFamily, f"hvdtrain_{name}", text, labels=[label])
         self._asked.add(name, lambda: _filled(family(), values()))
 
     def watch_each(
         self, name: str, text: str, label: str, values: Callable[[], Mapping[str, float]]
     ) -> None:
-        """As `watch` for several, which differ in a label."""
+        """Same as `watch` for several values, which differ in a label."""
         family = partial(GaugeMetricFamily, f"hvdtrain_{name}", text, labels=[label])
         self._asked.add(name, lambda: _filled(family(), values()))
 
     def linger(self, seconds: float, until: Callable[[], bool]) -> None:
-        """Waits for one more scrape, so that the last figures are seen; not if nobody scrapes.
+        """Wait for one more scrape of the final metrics; return at once if there were no scrapes.
 
         Args:
-            seconds: at most.
-            until: ends the wait too.
+            seconds: maximum wait.
+            until: ends the wait early.
         """
         seen, deadline = self._server.scrapes, time.monotonic() + seconds
         if seen and seconds:
@@ -214,7 +213,7 @@ class Exporter:
 
 
 class Target(NamedTuple):
-    """Where a rank's exporter listens; port 0: it has none."""
+    """Address of a rank's exporter; port 0 if it has none."""
 
     host: str
     local_rank: int
@@ -224,12 +223,12 @@ class Target(NamedTuple):
 def write_targets(
     path: Path, run_id: str, targets: Sequence[Target], tls: bool, grid: Grid | None = None
 ) -> None:
-    """Writes RUN/targets.json for Prometheus' file_sd_configs.
+    """Write RUN/targets.json for Prometheus' file_sd_configs.
 
     Args:
         targets: of each rank.
-        tls: they are asked over HTTPS.
-        grid: where each is, if a model may span them.
+        tls: whether they use HTTPS.
+        grid: the ranks' coordinates, if a model may span ranks.
 
     Raises:
         OSError: it cannot be written.

@@ -1,4 +1,4 @@
-"""The HTTP server behind a rank's exporter: TLS and a password if wanted."""
+"""The HTTP server of a rank's exporter, with optional TLS and password."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hvdtrain.telemetry.config import TelemetryConfig
 
 
 class MetricsServer:
-    """Serves a registry's figures until it is closed.
+    """HTTP server of a registry's metrics; runs until `close`.
 
     Args:
         config: address, certificate and password.
-        port: a free one is taken in its place if it is in use.
+        port: replaced by a free port if it is in use.
 
     Attributes:
-        port: that it listens on.
-        scrapes: how many were answered.
+        port: on which it listens.
+        scrapes: number of answered scrapes.
 
     Raises:
         UserError: the address cannot be listened on, or a file cannot be used.
@@ -49,8 +49,8 @@ class MetricsServer:
             ) from None
         self._server.set_app(app)
         if context is not None:
-            # The handshake is left to the thread of the request: a client that is slow with it
-            # keeps nobody else waiting.
+            # The request's thread does the handshake, so that a slow client does not block the
+            # others.
             self._server.socket = context.wrap_socket(
                 self._server.socket, server_side=True, do_handshake_on_connect=False
             )
@@ -78,7 +78,7 @@ def _tls(config: TelemetryConfig) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(config.tls_cert_file, config.tls_key_file)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # ssl.SSLError is a subclass
         raise UserError(
             f"telemetry.tls_cert_file {config.tls_cert_file} with telemetry.tls_key_file "
             f"{config.tls_key_file} cannot be used ({error.strerror or error})"
@@ -87,10 +87,10 @@ def _tls(config: TelemetryConfig) -> ssl.SSLContext | None:
 
 
 def read_password(path: str, option: str) -> bytes:
-    """user:password of a file's first line.
+    """user:password from a file's first line.
 
     Args:
-        option: that named the file.
+        option: that named the file, for messages.
 
     Raises:
         UserError: it cannot be read, or has no such line.

@@ -1,4 +1,4 @@
-"""What NVML tells of a GPU: the one place that knows it (nvidia-ml-py, the extra `gpu`)."""
+"""Metrics of a GPU from NVML, through nvidia-ml-py (the extra `gpu`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.log import logger
 
 Read = Callable[[], float]
 
-# Gauge -> what it is.
+# Gauge -> help text.
 GAUGES = {
     "gpu_utilization": "Share of the time in which the GPU computed; NaN: not known",
     "gpu_power_watts": "Power that the GPU draws; NaN: not known",
@@ -21,9 +21,9 @@ GAUGES = {
 
 
 def readings(device: torch.device) -> dict[str, Read]:
-    """Of each of `GAUGES`, what reads it now.
+    """Functions that read each of `GAUGES`.
 
-    They never raise: NaN stands for what cannot be read, such as everything without a GPU.
+    They never raise: the value is NaN if it cannot be read, for example without a GPU.
     """
     gpu = _open(device) if device.type == "cuda" else None
     if gpu is None:
@@ -34,7 +34,7 @@ def readings(device: torch.device) -> dict[str, Read]:
         def read() -> float:
             try:
                 return float(value())
-            except nvml.NVMLError:  # some boards have no such sensor
+            except nvml.NVMLError:  # some boards lack the sensor
                 return math.nan
 
         return read
@@ -49,13 +49,13 @@ def readings(device: torch.device) -> dict[str, Read]:
 
 
 def _open(device: torch.device) -> tuple[Any, Any] | None:
-    """The module and its handle of this GPU; None, and a line in the log, where there is none."""
+    """The module and its handle of this GPU; if there is none, log a line and return None."""
     try:
         import pynvml
     except ModuleNotFoundError:
         logger.info("no figures of the GPU itself: pip install 'hvdtrain[gpu]'")
         return None
-    # By UUID: NVML numbers all GPUs of the host, CUDA those that this process may see.
+    # By UUID: NVML numbers all GPUs of the host, CUDA only those visible to this process.
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     try:
         pynvml.nvmlInit()

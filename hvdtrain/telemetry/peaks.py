@@ -1,4 +1,4 @@
-"""What devices can compute at most: peak FLOP/s, dense, from the makers' data sheets."""
+"""Peak FLOP/s of devices, dense, from the manufacturers' data sheets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Peak(NamedTuple):
     half: float  # bfloat16 and float16
 
 
-# Part of torch.cuda.get_device_name() -> peak; the first that fits counts.
+# Part of torch.cuda.get_device_name() -> peak; the first match is used.
 PEAKS = {
     "B200": Peak(75e12, 1.1e15, 2.25e15),
     "H200": Peak(67e12, 494.7e12, 989.4e12),
@@ -35,7 +35,7 @@ PEAKS = {
 
 
 def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of this process's device; None where it is not known, as on CPUs."""
+    """Peak FLOP/s of this process's device; None if unknown, as on CPUs."""
     if device.type != "cuda":
         return None
     return peak_flops(
@@ -44,12 +44,12 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool) -> float | None:
-    """Peak FLOP/s of a device; None where it is not known.
+    """Peak FLOP/s of a device; None if unknown.
 
     Args:
-        device_name: as CUDA calls it.
-        dtype: of the tensors that are multiplied.
-        tf32: float32 is multiplied as TF32.
+        device_name: CUDA's name.
+        dtype: of the multiplied tensors.
+        tf32: whether float32 is multiplied as TF32.
     """
     found = next((peak for name, peak in PEAKS.items() if name in device_name), None)
     if found is None:

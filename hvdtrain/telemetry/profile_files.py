@@ -1,11 +1,11 @@
-"""RUN/profile: what is written where. Imports neither torch nor Horovod.
+"""Files in RUN/profile. Imports neither torch nor Horovod.
 
     rank_00003_node2.10.pt.trace.json.gz   torch's trace of a rank, from step 10 on
-    rank_00003_node2.10.json               its figures: RankProfile
+    rank_00003_node2.10.json               its measurements: RankProfile
     timeline.10.json                       Horovod's timeline of the same steps, from rank 0
 
-A run that was started again inside the range, or had a new elastic generation there, has a group of
-files for each part, distinguished by the first step.
+If a run restarts or enters a new elastic generation inside the range, each part has its own group
+of files, distinguished by the first step.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from typing import Any
 from hvdtrain.files import write_atomic
 from hvdtrain.untrusted import checked, number, read_json
 
-TRACE = ".pt.trace.json.gz"  # as TensorBoard's profile plugin looks for it
-# Ranks exchange a number under this name, and the step's, when their backward pass has ended:
-# Horovod writes for each rank when it was ready only of names that it has not seen before.
+TRACE = ".pt.trace.json.gz"  # suffix that TensorBoard's profile plugin expects
+# After their backward pass, ranks exchange a number under this name plus the step number. Horovod
+# records when each rank was ready only for names that it has not seen before.
 READY = "ready.step_"
-COMPUTE = ("data", "forward", "backward", "optimizer")  # phases in which a rank computes
+COMPUTE = ("data", "forward", "backward", "optimizer")  # phases that count as computation
 _PHASES = {*COMPUTE, "comm_exposed"}
 
 
 @dataclass(frozen=True)
 class RankProfile:
-    """The figures of one rank over some steps.
+    """Measurements of one rank over some steps.
 
     Args:
         steps: first step, and the one after the last
-        phases: seconds of each phase; together the wall time
+        phases: seconds per phase; their sum is the wall time
         wall_seconds: from before the first step to after the last one's callbacks
         inflight_seconds: see Exchange
-        host_peak_bytes: of each phase, resident memory; None where it cannot be told
-        device_peak_bytes: of each phase, memory of tensors; None without a GPU
+        host_peak_bytes: resident memory per phase; None if unknown
+        device_peak_bytes: tensor memory per phase; None without a GPU
         device: "cpu" or "cuda"
     """
 
@@ -64,12 +64,12 @@ def timeline_path(folder: Path, first: int) -> Path:
 
 
 def write_figures(path: Path, figures: dict[str, Any]) -> None:
-    """Raises OSError."""
+    """Write the measurements as JSON; raise OSError on failure."""
     write_atomic(path, (json.dumps(figures) + "\n").encode())
 
 
 def clear(folder: Path, first: int) -> None:
-    """Deletes what was written of steps from `first` on: the run does them again."""
+    """Delete the files of steps from `first` on, because the run repeats these steps."""
     for path in folder.iterdir():
         name = path.name.removesuffix(TRACE).removesuffix(".json")
         _, _, step = name.rpartition(".")
@@ -78,9 +78,9 @@ def clear(folder: Path, first: int) -> None:
 
 
 def read_profiles(folder: Path) -> Iterator[tuple[RankProfile, Path]]:
-    """The figures of each rank and part, with the path of the trace, by first step and rank.
+    """The measurements of each rank and part, with the path of the trace, by first step and rank.
 
-    What is no such file is passed over.
+    Invalid files are skipped.
     """
     found = []
     for path in folder.glob("rank_*.json"):

@@ -1,6 +1,6 @@
-"""What RUN/profile says: where the time of each rank went, who was late, which operators took it.
+"""Summary of RUN/profile: time per rank, late ranks, most expensive operators.
 
-Reads files alone; imports neither torch nor Horovod.
+Reads only files; imports neither torch nor Horovod.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from hvdtrain.telemetry.profile_files import (
 from hvdtrain.untrusted import number, open_regular, parse_json
 
 _OPERATORS = 10
-# Of a step's time: a rank that costs less than this is nobody's concern.
+# Fraction of the step time; a rank that costs less is not reported.
 _WORTH_TELLING = 0.05
-# More than a trace of a hundred steps has; a small gzip file can unpack to any size.
+# More than the size of a trace of a hundred steps; a small gzip file can expand to any size.
 _TRACE_BYTES = 2 << 30
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """Where one rank's time went, in seconds; compute + exposed + other is the wall time.
+    """Time of one rank, in seconds; compute + exposed + other is the wall time.
 
     Args:
         compute: data, forward, backward and optimizer
         exposed: waiting for communication
-        overlapped: communication in flight beside compute; a part of `compute`
+        overlapped: communication in flight during compute; included in `compute`
         other: the rest: evaluation, checkpoints, callbacks, idle
     """
 
@@ -54,11 +54,11 @@ class RankTime:
 
 @dataclass(frozen=True)
 class Lateness:
-    """Of one rank, at the ends of the backward passes, from Horovod's readiness ticks.
+    """Lateness of one rank at the ends of the backward passes, from Horovod's readiness ticks.
 
     Args:
-        last: steps in which it was the last one
-        mean_seconds, max_seconds: how long after the first rank
+        last: number of steps in which it was the last rank
+        mean_seconds, max_seconds: delay after the first rank
     """
 
     rank: int
@@ -69,7 +69,7 @@ class Lateness:
 
 @dataclass(frozen=True)
 class Operator:
-    """Args: seconds: of its own, without what it calls, over all ranks and calls."""
+    """Args: seconds: excluding called operators, over all ranks and calls."""
 
     name: str
     seconds: float
@@ -78,14 +78,14 @@ class Operator:
 
 @dataclass(frozen=True)
 class Part:
-    """Steps that were profiled in one go.
+    """Consecutively profiled steps.
 
     Args:
         steps: first step, and the one after the last
         lateness: by rank; empty without a timeline
-        late: the rank that held up the others; None where there was none
-        operators: that took the longest; on a GPU its kernels
-        problems: files that could not be read, and what is missing for it
+        late: the rank that delayed the others; None if there was none
+        operators: those that took the longest; on a GPU, kernels
+        problems: files that could not be read, and other missing data
     """
 
     steps: tuple[int, int]
@@ -97,7 +97,7 @@ class Part:
 
 
 def summarise(run: Path) -> list[Part]:
-    """What the profiles of a run say, in the order of their first steps.
+    """Summaries of a run's profiles, in the order of their first steps.
 
     Raises:
         UserError: there is none.
@@ -127,7 +127,7 @@ def _part(folder: Path, profiles: list[tuple[RankProfile, Path]]) -> Part:
 
 
 def rank_time(profile: RankProfile) -> RankTime:
-    """Splits the wall time of one rank."""
+    """Split the wall time of one rank."""
     compute = sum(profile.phases[name] for name in COMPUTE)
     exposed = profile.phases["comm_exposed"]
     overlapped = max(0.0, profile.inflight_seconds - exposed)
@@ -135,7 +135,7 @@ def rank_time(profile: RankProfile) -> RankTime:
 
 
 def _events(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The events of a Chrome trace, plain or gzipped; those with odd fields are left out."""
+    """The events of a Chrome trace, plain or gzipped; events with invalid fields are dropped."""
     try:
         with open_regular(path) as plain:
             file = gzip.GzipFile(fileobj=plain) if path.suffix == ".gz" else plain
@@ -163,8 +163,8 @@ def _is_event(event: object) -> bool:
 
 
 def read_lateness(events: Iterable[dict[str, Any]]) -> list[Lateness]:
-    """Who was late, from the events of Horovod's timeline: an event named for a rank says when
-    that rank was ready, in microseconds, and its "pid" stands for the tensor."""
+    """Compute the lateness of ranks from the events of Horovod's timeline: the time ("ts",
+    microseconds) of an event named by a rank says when that rank was ready; "pid" is the tensor."""
     ours: set[int] = set()
     ticks: dict[int, dict[int, float]] = defaultdict(dict)
     for event in events:
@@ -184,7 +184,7 @@ def read_lateness(events: Iterable[dict[str, Any]]) -> list[Lateness]:
 
 
 def _late(lateness: list[Lateness], step_seconds: float) -> int | None:
-    """The rank that came last in most steps, if that cost something."""
+    """The rank that came last in most steps, if its delay is significant."""
     if not lateness:
         return None
     worst = max(lateness, key=lambda one: one.mean_seconds)
@@ -193,8 +193,8 @@ def _late(lateness: list[Lateness], step_seconds: float) -> int | None:
 
 
 def top_operators(traces: Iterable[list[dict[str, Any]]]) -> list[Operator]:
-    """Those that took the longest over all traces: kernels where there are some, else operators
-    of the CPU without the operators that they call."""
+    """The operators that took the longest over all traces: kernels if there are any, else CPU
+    operators, excluding the operators that they call."""
     kernels: dict[str, list[float]] = defaultdict(list)
     operators: dict[str, list[float]] = defaultdict(list)
     for events in traces:
@@ -212,11 +212,11 @@ def top_operators(traces: Iterable[list[dict[str, Any]]]) -> list[Operator]:
 
 
 def _own_times(calls: list[dict[str, Any]]) -> Iterable[tuple[str, float]]:
-    """(name, microseconds without calls inside it) of the calls of one thread."""
+    """(name, microseconds excluding nested calls) of the calls of one thread."""
     spans = [(call.get("name", ""), call.get("ts", 0), call.get("dur", 0)) for call in calls]
     ordered = sorted(spans, key=lambda span: (span[1], -span[2]))
     own = [seconds for _, _, seconds in ordered]
-    open_calls: list[tuple[float, int]] = []  # (end, index) of those around the next one
+    open_calls: list[tuple[float, int]] = []  # (end, index) of the enclosing calls
     for index, (_, start, seconds) in enumerate(ordered):
         while open_calls and open_calls[-1][0] <= start:
             open_calls.pop()

@@ -1,4 +1,4 @@
-"""The summary of a profile as tables that a person reads."""
+"""The summary of a profile as text tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MIB = 1 << 20
 
 
 def to_text(parts: Sequence[Part]) -> str:
-    """Tables for each part: time, phases, peaks of memory, lateness, operators."""
+    """Tables for each part: time, phases, memory peaks, lateness, operators."""
     return "\n\n".join("\n\n".join(_sections(part)) for part in parts)
 
 

@@ -1,7 +1,7 @@
-"""Where figures go beside metrics.jsonl: a protocol, and the thread that keeps sinks off the steps.
+"""Sinks for metrics in addition to metrics.jsonl: the protocol, and a background thread for each.
 
-A sink may fail, and it may block for minutes (a network, a disk): that is said once and costs
-its own figures, never a step.
+A sink may fail, or block for minutes (a network, a disk): this is logged once and affects only the
+sink's own metrics, never a step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.log import logger
 
-# Lines of metrics.jsonl that wait while a sink is slow.
+# Maximum number of lines of metrics.jsonl that wait for a slow sink.
 _WAITING = 1000
 _SECRET = re.compile(r"KEY|TOKEN|PASSWORD|SECRET", re.IGNORECASE)
 _SHORTEST_SECRET = 4
@@ -27,7 +27,7 @@ _LONGEST_MESSAGE = 300
 
 
 class Sink(Protocol):
-    """All calls come from one thread; they may take long and may raise anything.
+    """Target of metrics. All calls come from one thread; they may take long and raise anything.
 
     Attributes:
         name: for messages.
@@ -36,20 +36,20 @@ class Sink(Protocol):
     name: str
 
     def open(self, after: int) -> None:
-        """Goes on with the run's curve, from the step after this one."""
+        """Continue the run's curve, from the step after this one."""
 
     def write(self, step: int, at: float, figures: Mapping[str, float]) -> None:
-        """Takes the finite figures of a step, named as in metrics.jsonl; `at`: unix time."""
+        """Store the finite metrics of a step, named as in metrics.jsonl; `at`: unix time."""
 
     def close(self, exit_code: int) -> None:
-        """Saves what it has; the process ends with this code."""
+        """Save the remaining metrics; the process ends with this exit code."""
 
 
 class BackgroundSink:
-    """A sink with a thread of its own: nobody waits for it but `wait`, and that not for ever.
+    """A sink with its own thread: only `wait` blocks on it, with a timeout.
 
     Attributes:
-        stuck: it has not come back in the time that `wait` gave it.
+        stuck: the sink did not finish before the deadline of `wait`.
     """
 
     def __init__(self, sink: Sink) -> None:
@@ -63,13 +63,13 @@ class BackgroundSink:
         self._full = False
 
     def start(self, after: int) -> None:
-        """Opens the sink for the steps after this one, in the background."""
+        """Open the sink for the steps after this one, in the background."""
         name = self._sink.name
         self._thread = threading.Thread(target=self._run, args=(after,), name=name, daemon=True)
         self._thread.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Hands over a line of metrics.jsonl, or drops it where too many wait; never waits."""
+        """Queue a line of metrics.jsonl, or drop it if too many lines wait; never blocks."""
         if self._off:
             return
         if self._lines.qsize() < _WAITING:
@@ -79,16 +79,16 @@ class BackgroundSink:
             self._warn(f"takes nothing: figures from step {record['step']} on are missing there")
 
     def close(self, exit_code: int) -> None:
-        """Asks the sink to take what waits and to end; `wait` sees that it does.
+        """Ask the sink to write the queued lines and to finish; `wait` waits for it.
 
         Args:
-            exit_code: with which the process ends.
+            exit_code: of the process.
         """
         self._exit_code = exit_code
         self._lines.put(None)
 
     def wait(self, deadline: float) -> None:
-        """For the end of the sink, until time.monotonic() is `deadline` at most."""
+        """Wait for the end of the sink, at most until time.monotonic() is `deadline`."""
         if self._thread is None:
             return
         self._thread.join(max(0.0, deadline - time.monotonic()))
@@ -124,7 +124,7 @@ class BackgroundSink:
 
 
 def _figures(record: Mapping[str, Any]) -> dict[str, float]:
-    """What of a line is a finite number, but its step and time."""
+    """The finite numbers in a line, without its step and time."""
     return {
         key: float(value)
         for key, value in record.items()
@@ -136,10 +136,10 @@ def _figures(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def without_secrets(text: str) -> str:
-    """The beginning of a library's message, without what nobody else should read.
+    """The beginning of a library's message, without secrets.
 
-    That are users and passwords in addresses, and the values of variables of the environment
-    whose names say that they are secret.
+    Removes users and passwords in addresses, and the values of environment variables whose names
+    indicate a secret.
     """
     text = " ".join(re.sub(r"(?<=://)[^/@\s]+@", "", text).split())
     for name, value in os.environ.items():

@@ -1,12 +1,12 @@
-"""Which rank is slow, in which phase: decided from the time that each rank spends on its own.
+"""Detection of slow ranks, and of the phase in which they are slow, from each rank's own time.
 
-The time of a step shows nothing: it is equal on all ranks, for the fast ones wait for the slow
-one. What a rank does itself (compute time) is longest on a straggler.
+The step time is no indicator: it is equal on all ranks, because fast ranks wait for the slow one.
+The time that a rank spends on its own work (compute time) is longest on a straggler.
 
-Where a model spans ranks, a rank is compared with those that do the same work, and the stages of a
-pipeline with each other: a slow stage is one of which even the fastest rank is slow. What a rank
-waits for inside of its passes is not its own time; where that was not measured, as on GPUs, ranks
-that wait for each other there are taken to compute as long as the one of them that is done first.
+If a model spans ranks, a rank is compared with the ranks that do the same work, and pipeline stages
+are compared with each other: in a slow stage, even the fastest rank is slow. Waiting inside a
+rank's passes is not its own time. If the waiting was not measured, as on GPUs, ranks that wait for
+each other are assumed to compute as long as the fastest of them.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from torch import Tensor
 from hvdtrain.runtime.grid import WAITED, Grid
 from hvdtrain.runtime.phases import PHASES
 
-# What a rank tells of the steps since the ranks last told each other: seconds of each phase,
-# and wall_seconds by another clock; see Exchange for inflight_seconds and bytes; micro_batches
-# that it computed; of a model that spans ranks, see PhaseTimer for the seconds in which it waited
-# and those in schedules of a pipeline, bubbles and steps for Bubble; bytes of memory now, resident
-# and allocated on its device, and of its part of the parameters; the most memory so far of each
-# phase, of its device, or resident where it has none.
+# Values that ranks exchange about the steps since the last exchange: seconds of each phase, and
+# wall_seconds by another clock; inflight_seconds and bytes, see Exchange; micro_batches computed.
+# For a model that spans ranks: seconds of waiting and in pipeline schedules, see PhaseTimer. Bytes
+# of memory now, resident and allocated on the device, and of the rank's part of the parameters; the
+# peak memory so far of each phase, on the device, or resident memory without a device.
 COLUMNS = (
     *PHASES,
     "wall_seconds",
@@ -41,23 +40,22 @@ COLUMNS = (
     *(f"{phase}_memory_peak_bytes" for phase in PHASES),
 )
 KINDS = ("data", "compute", "checkpoint")
-# A rank that is slow in so many exchanges in a row is called so; and called well likewise.
+# Number of consecutive exchanges after which a rank is reported as slow, or as no longer slow.
 PATIENCE = 3
-# Of the wall time: a rank that costs less than this is nobody's concern.
+# Fraction of the wall time; a rank that costs less is not reported.
 _WORTH_TELLING = 0.05
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """On ranks that are slow from now on, or that are not any more.
+    """Change of state of ranks that have become slow, or are no longer slow.
 
     Args:
-        ranks: whose; several where it is a stage, or where they compute in step and nobody knows
-            which of them it is.
-        slow: False where they were and are not any more.
-        kind: data, compute or checkpoint: where most is lost against the median.
-        score: as `scores`; of a stage: shortest compute time of all stages / its own.
-        stage: of the pipeline, where all of it is slow.
+        ranks: several for a stage, or for ranks that compute in step, which cannot be told apart.
+        slow: False if the ranks are no longer slow.
+        kind: data, compute or checkpoint: where most time is lost compared with the median.
+        score: see `scores`; for a stage: shortest compute time of all stages / its own.
+        stage: of the pipeline, if the whole stage is slow.
     """
 
     ranks: tuple[int, ...]
@@ -73,9 +71,9 @@ def column(table: Tensor, name: str) -> Tensor:
 
 
 def own_seconds(table: Tensor, grid: Grid) -> Tensor:
-    """What each rank did itself (ranks x `KINDS`), as if all had equally many micro-batches.
+    """Time of each rank's own work (ranks x `KINDS`), normalized to equally many micro-batches.
 
-    NaN for a rank that had none.
+    NaN for a rank without micro-batches.
 
     Args:
         table: float64, ranks x `COLUMNS`.
@@ -94,9 +92,9 @@ def own_seconds(table: Tensor, grid: Grid) -> Tensor:
 
 
 def scores(table: Tensor, grid: Grid) -> Tensor:
-    """Of each rank, in (0, 1]: smallest compute time of the ranks with the same work / its own.
+    """Score of each rank, in (0, 1]: smallest compute time of ranks with the same work / its own.
 
-    Compute time is what a rank does itself: data, forward, backward, optimizer and checkpoint.
+    Compute time is the rank's own work: data, forward, backward, optimizer and checkpoint.
     """
     total = own_seconds(table, grid).sum(dim=1)
     found = torch.ones_like(total)
@@ -112,29 +110,29 @@ def _scores(total: Tensor) -> Tensor:
 
 
 class _Slow:
-    """Which of several are slow: what was seen often enough in a row is believed.
+    """Set of slow members (ranks or stages), which changes only after repeated evidence.
 
     Args:
         threshold: a score below it is slow.
-        number: of them.
+        number: of members.
 
     Attributes:
-        kinds: number of a slow one -> one of `KINDS`.
+        kinds: number of a slow member -> one of `KINDS`.
     """
 
     def __init__(self, threshold: float, number: int) -> None:
         self._threshold = threshold
         self._slow = torch.zeros(number, dtype=torch.bool)
-        self._in_a_row = torch.zeros(number, dtype=torch.int64)  # exchanges that speak against it
+        self._in_a_row = torch.zeros(number, dtype=torch.int64)  # consecutive contrary exchanges
         self.kinds: dict[int, str] = {}
 
     def look(self, own: Tensor, wall: Tensor, groups: Iterable[list[int]]) -> list[Verdict]:
-        """What has changed; a verdict's `ranks` is the number of one of them.
+        """Return the changes; a verdict's `ranks` is the number of one member.
 
         Args:
-            own: seconds of each, by kind.
-            wall: seconds of each.
-            groups: those that are compared with each other.
+            own: seconds of each member, by kind.
+            wall: seconds of each member.
+            groups: members that are compared with each other.
         """
         found, costs, behind = torch.ones_like(wall), torch.zeros_like(wall), own.clone()
         for group in groups:
@@ -157,7 +155,7 @@ class _Slow:
 
 
 class StragglerWatch:
-    """Says once when a rank or a stage has become slow, and once when it is not any more.
+    """Detector of slow ranks and stages; reports once when one becomes slow, and once when it ends.
 
     Args:
         threshold: a score below it is slow.
@@ -172,13 +170,13 @@ class StragglerWatch:
 
     @property
     def slow(self) -> dict[int, str]:
-        """Rank -> one of `KINDS`; of a slow stage all ranks."""
+        """Rank -> one of `KINDS`; for a slow stage, all its ranks."""
         stages = self._slow_stages.kinds.items()
         of_stages = {rank: kind for stage, kind in stages for rank in self._stages[stage]}
         return of_stages | self._ranks.kinds
 
     def look(self, table: Tensor) -> list[Verdict]:
-        """Takes the figures of all ranks (ranks x `COLUMNS`); returns what has changed."""
+        """Process the values of all ranks (ranks x `COLUMNS`); return the changes."""
         own, wall = own_seconds(table, self._grid), column(table, "wall_seconds")
         verdicts = _together(self._ranks.look(own, wall, self._stages), self._grid.in_step)
         fastest = [ranks[_fastest(own[ranks])] for ranks in self._stages]
@@ -194,7 +192,7 @@ def _fastest(own: Tensor) -> int:
 
 
 def _together(verdicts: Sequence[Verdict], in_step: Iterable[tuple[int, ...]]) -> list[Verdict]:
-    """One on ranks that compute in step and are all slow at that: nobody knows which of them is."""
+    """Merge verdicts on ranks that compute in step and are all slow: they cannot be told apart."""
     found = {verdict.ranks: verdict for verdict in verdicts}
     for ranks in in_step:
         own = [found.get((rank,)) for rank in ranks]

@@ -1,4 +1,4 @@
-"""What one rank records of the steps that are profiled: torch's trace, and peaks of memory."""
+"""Recording of profiled steps on one rank: torch's trace, and memory peaks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hvdtrain.runtime.phases import PhaseTimer
 
 
 class Trace:
-    """Records from its making to `stop`. One at a time; all calls come from one thread.
+    """Recording, from construction to `stop`. Only one may exist; all calls come from one thread.
 
     Args:
-        step: the first one that is recorded.
-        device: where the model is.
+        step: the first recorded step.
+        device: of the model.
         timer: of the phases; its listener must call `enter`.
-        memory: what they take of it.
-        inflight: Exchange.inflight_seconds, now.
+        memory: peak memory of the phases.
+        inflight: returns the current Exchange.inflight_seconds.
     """
 
     def __init__(
@@ -47,21 +47,21 @@ class Trace:
         self._open(step, timer.phase)
 
     def enter(self, phase: str) -> None:
-        """The span of a phase ends, and `phase` begins."""
+        """End the span of the current phase, and begin the span of `phase`."""
         self._phase_span.__exit__(None, None, None)
         self._enter(phase)
 
     def step(self, step: int) -> None:
-        """A step has ended, with all that is done after it, and `step` begins."""
+        """End the current step, including everything done after it, and begin `step`."""
         self._close()
         self._open(step, self._phase)
 
     def stop(self) -> dict[str, Any]:
-        """Ends the recording.
+        """End the recording.
 
         Returns:
-            seconds of each phase, wall and in flight, and bytes of the peaks of each phase, as
-            profile_files.RankProfile has them.
+            seconds of each phase, wall and in flight, and peak bytes of each phase, as in
+            profile_files.RankProfile.
         """
         self._memory.stop(self._peaks)
         self._close()
@@ -76,10 +76,10 @@ class Trace:
         }
 
     def write(self, path: Path, facts: dict[str, Any]) -> None:
-        """Writes the trace, gzipped, after `stop`.
+        """Write the trace, gzipped, after `stop`.
 
         Args:
-            facts: go into it as "distributedInfo", which readers of traces look for.
+            facts: stored in the trace as "distributedInfo", which trace viewers look for.
 
         Raises:
             OSError: it cannot be written.
@@ -88,7 +88,7 @@ class Trace:
         self._profiler.export_chrome_trace(str(path))
 
     def _open(self, step: int, phase: str) -> None:
-        # By this name TensorBoard's plugin and others know a step.
+        # TensorBoard's plugin and other tools recognize steps by this name.
         self._step_span = _span(f"ProfilerStep#{step}")
         self._enter(phase)
 
@@ -102,7 +102,7 @@ class Trace:
 
     def _totals(self) -> tuple[dict[str, float], float, float]:
         if self._device.type == "cuda":
-            # Between steps, and only while profiling: what was handed out counts for this side.
+            # Between steps, and only while profiling: launched work counts for the current phase.
             self._timer.enter(self._timer.phase)
             torch.cuda.synchronize(self._device)
             self._timer.enter(self._timer.phase)
@@ -110,9 +110,9 @@ class Trace:
 
 
 def warm_up(device: torch.device) -> None:
-    """The profiler's first use in a process takes a second or more."""
+    """Run the profiler once, because its first use in a process takes a second or more."""
     if device.type == "cpu":
-        # Kineto writes two lines to the screen each time; on a GPU it may have errors to tell.
+        # Kineto prints two lines each time; on a GPU it may report errors.
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     with profile(activities=_activities(device)):
         torch.zeros(1, device=device)

@@ -1,6 +1,6 @@
-"""The sinks there are: TensorBoard, Weights & Biases, MLflow. Each package is an extra.
+"""Sinks for TensorBoard, Weights & Biases and MLflow. Each package is an extra.
 
-Packages are imported where a sink is opened, so in its own thread: that takes seconds.
+Packages are imported when a sink is opened, in the sink's own thread, because that takes seconds.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from hvdtrain.telemetry.sinks import Sink
 from hvdtrain.untrusted import read_regular
 
 _FLUSH_SECONDS = 10
-_STATES = {0: "FINISHED", EXIT_PREEMPTED: "KILLED"}  # MLflow's words
-# What is not uploaded by then stays on the disk, for `wandb sync`.
+_STATES = {0: "FINISHED", EXIT_PREEMPTED: "KILLED"}  # MLflow's names
+# Metrics that are not uploaded by then stay on disk, for `wandb sync`.
 _UPLOAD_SECONDS = 8.0
 
 
 class TensorBoard:
-    """Event files in a folder, a new one for each process that writes them."""
+    """Event files in a directory, a new one for each process that writes them."""
 
     name = "tensorboard"
 
@@ -35,7 +35,7 @@ class TensorBoard:
     def open(self, after: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What a process before this one wrote of later steps is not shown.
+        # Hide later steps that a previous process wrote.
         self._writer = SummaryWriter(
             str(self._folder), purge_step=after + 1, flush_secs=_FLUSH_SECONDS
         )
@@ -49,12 +49,12 @@ class TensorBoard:
 
 
 class WandB:
-    """A run at Weights & Biases, one through all starts. Steps that it has it passes over.
+    """A run at Weights & Biases, continued through all starts. wandb skips steps that it has.
 
-    Key, server and mode come from the variables of wandb itself (WANDB_API_KEY, WANDB_MODE).
+    Key, server and mode come from wandb's environment variables (WANDB_API_KEY, WANDB_MODE).
 
     Args:
-        folder: of the run; wandb's files lie in wandb/, the id of its run in wandb.id
+        folder: run directory; wandb's files are in wandb/, the id of its run in wandb.id
     """
 
     name = "wandb"
@@ -68,8 +68,8 @@ class WandB:
         import wandb
 
         settings = wandb.Settings(
-            silent=True,  # it would ask for a key on the screen
-            console="off",  # it would take over standard output
+            silent=True,  # otherwise it prompts for a key
+            console="off",  # otherwise it captures standard output
             disable_git=True,
             disable_code=True,
             finish_timeout=_UPLOAD_SECONDS,
@@ -95,12 +95,12 @@ class WandB:
 
 
 class MLflow:
-    """A run of MLflow, one through all starts. Steps that it has are passed over.
+    """A run of MLflow, continued through all starts. Steps that it has are skipped.
 
-    The server comes from MLflow's own variables (MLFLOW_TRACKING_URI and others).
+    The server comes from MLflow's environment variables (MLFLOW_TRACKING_URI and others).
 
     Args:
-        folder: of the run; mlflow.id in it holds the id of MLflow's
+        folder: run directory; mlflow.id in it holds the id of MLflow's run
     """
 
     name = "mlflow"
@@ -119,7 +119,7 @@ class MLflow:
         self._client = MlflowClient()
         self._run_id = _read(self._file)
         if self._run_id:
-            # A process that was killed amid a batch has written its first figure, the loss, alone.
+            # A process killed within a batch has written only its first metric, the loss.
             written = self._client.get_metric_history(self._run_id, "loss")
             self._last_step = max((metric.step for metric in written), default=0)
             self._client.update_run(self._run_id, status="RUNNING")
@@ -150,7 +150,7 @@ class MLflow:
 
 
 def build_sinks(config: TelemetryConfig, folder: Path) -> list[Sink]:
-    """Those that the configuration names, for the run in this folder."""
+    """The configured sinks, for the run in this directory."""
     sinks: list[Sink] = []
     if config.tensorboard:
         sinks.append(TensorBoard(folder / "tensorboard"))
@@ -162,7 +162,7 @@ def build_sinks(config: TelemetryConfig, folder: Path) -> list[Sink]:
 
 
 def check_packages(config: TelemetryConfig) -> None:
-    """Any rank may have to write them one day.
+    """Check that the packages of the configured sinks are installed: any rank may have to write.
 
     Raises:
         UserError: a package is missing.
@@ -175,7 +175,7 @@ def check_packages(config: TelemetryConfig) -> None:
     for key, asked in wanted.items():
         package = key.partition("_")[0]
         spec = importlib.util.find_spec(package) if asked else None
-        # A folder wandb/ that a run left is a package without a file.
+        # A directory wandb/ left by a run looks like a package without a file.
         if asked and (spec is None or spec.origin is None):
             raise UserError(
                 f"telemetry.{key} needs a package that is not here: pip install "

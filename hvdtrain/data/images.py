@@ -92,7 +92,8 @@ def folders(data: str, validation: str | None, validation_fraction: float, size:
         size: pixels that the model sees.
 
     Raises:
-        UserError: Pillow is missing; a directory cannot be read, or has no class or no image.
+        UserError: Pillow is missing; a directory cannot be read or has no class; or a class has no
+            image.
     """
     check_pillow()
     classes = class_folders("image.data", Path(data))

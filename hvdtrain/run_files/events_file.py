@@ -40,7 +40,7 @@ class EventsFile:
         self._lock = Lock()  # the checkpoint thread writes events, too
 
     def write(self, event: str, **fields: Any) -> None:
-        """Append an event with its time (unix, seconds), without buffering in this process.
+        """Append an event with its time (unix, seconds); it reaches the operating system at once.
 
         If writing fails, the error is logged once, and the event is kept and retried every second,
         because this process may be killed before the next event.

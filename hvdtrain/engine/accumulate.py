@@ -1,9 +1,12 @@
 """Forward and backward over this rank's micro-batches, for training and for evaluation.
 
 Passes is the interface that the step and the evaluation use. Accumulate implements it for a rank
-that has the whole model, Pipeline (pipeline.py) for a rank that has stages of it. Forward computes
-a task's loss and metrics of one micro-batch and adds them up. InterleavedBackward overlaps the
-exchange of gradients with more of the backward passes.
+that holds the whole model, Pipeline (pipeline.py) for a rank that holds pipeline stages. Forward
+computes a task's loss and metrics for one micro-batch and sums them. InterleavedBackward overlaps
+the gradient exchange with more of the backward passes.
+
+Gradients are accumulated in `parameter.grad`. They are not compressed or sent here: hooks of the
+exchange (hvdtrain/exchange) do that during the last backward pass.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # private, see tasks/sync_batchnorm.py
 
-# Private: the leaves of any nesting that torch knows. If it goes, this import fails;
-# tests/single/test_torch_private.py notices.
+# Private: the leaves of any nesting that torch supports. If torch removes it, this import fails;
+# tests/single/test_torch_private.py detects it.
 from torch.utils._pytree import tree_leaves
 
 from hvdtrain import comm
@@ -43,13 +46,14 @@ _NO_COLLECTIVES = (
 
 
 class Passes(Protocol):
-    """What the step and the evaluation need: Accumulate, or Pipeline.
+    """Forward and backward passes of a rank: Accumulate or Pipeline.
 
     Attributes:
-        forward: what the task computes of a micro-batch.
-        model: this rank's.
+        forward: computes the task's loss and metrics for a micro-batch.
+        model: this rank's model.
         exact: values and statistics are summed without rounding, see Totals.
-        buffers, statistics: what it saves of its batches, and BatchNorm's part of that.
+        buffers, statistics: the model's saved buffers, and BatchNorm's running statistics among
+            them.
     """
 
     forward: Forward
@@ -65,24 +69,24 @@ class Passes(Protocol):
         control: ControlVector,
         before_last: Callable[[], None],
     ) -> None:
-        """Forward and backward for each micro-batch of this rank; gradients are added up.
+        """Run forward and backward for each micro-batch of this rank; gradients accumulate.
 
         The gradient of a mean is divided by the number of micro-batches in the global batch, so
-        that the sum over passes and ranks is that of the mean over the global batch. So is that of
-        (sum, weight), which Forward.gradient_scale turns into the mean's once all weights are
-        known.
+        that the sum over passes and ranks is the gradient of the mean over the global batch. The
+        gradient of (sum, weight) is divided by the same number; Forward.gradient_scale gives the
+        factor that turns it into the gradient of the mean, when all weights are known.
 
         Args:
-            batches: this rank's micro-batches; the random numbers that a forward pass draws
-                follow from the seeding that goes with each.
-            deal: how many these are; may be 0.
-            control: what the forward passes give is added to its sums and statistics.
-            before_last: called once they are complete, unless there is no micro-batch; before the
-                last backward pass, where it can be.
+            batches: this rank's micro-batches; taking one also seeds the random numbers that its
+                forward pass draws.
+            deal: the micro-batches assigned to this rank; may be empty.
+            control: receives the sums and statistics of the forward passes.
+            before_last: called when these are complete, unless there is no micro-batch; before the
+                last backward pass if possible.
         """
 
     def finish(self) -> None:
-        """After the exchange of gradients, what is left to make them those of the model."""
+        """Complete the model's gradients after the exchange."""
 
     def evaluate(
         self,
@@ -90,27 +94,28 @@ class Passes(Protocol):
         totals: Totals,
         rows: list[Tensor] | None = None,
     ) -> None:
-        """Forward for each batch (samples, batch) of this rank.
+        """Run forward for each (samples, batch) of this rank.
 
         Args:
-            batches: one of 0 samples is computed, as other ranks need this one's part in it, and
-                not counted.
-            totals: added to, 3 rows of Forward.evaluation_names; the weight of a mean is the
-                samples of its batch.
-            rows: gets the task's "rows" of each batch; None: they are not wanted.
+            batches: a batch of 0 samples is computed because other ranks need this rank to
+                participate, but it is not counted.
+            totals: added to, 3 rows of Forward.evaluation_names; the weight of a mean is the number
+                of samples in its batch.
+            rows: receives the task's "rows" of each batch; None: not requested.
         """
 
 
 class Accumulate:
-    """Gradients of one micro-batch after another are added up; see Passes.
+    """Passes of a rank that holds the whole model, one micro-batch after another; see Passes.
 
     Args:
         task, model: what is trained.
         micro_batches: in one step, over all ranks together.
-        context: the device; heartbeat and timer hear of each micro-batch.
+        context: the device; heartbeat and timer are updated for each micro-batch.
         exact: values and statistics are summed without rounding, see Totals.
-        precision: as what forward passes are computed.
-        interleaved: the last micro-batches of a rank go back in turns; None: one after the other.
+        precision: of forward passes.
+        interleaved: interleaves the backward passes of a rank's last micro-batches; None:
+            sequential.
     """
 
     def __init__(
@@ -144,7 +149,7 @@ class Accumulate:
         enter("data")
         own = comm.OWN.micro_batches(batches, deal.in_common, max(deal.counts))
         together = min(self._interleaved.count if self._interleaved else 1, len(deal))
-        losses: list[Tensor] = []  # whose backward pass has not begun
+        losses: list[Tensor] = []  # backward has not begun
         for done, batch in enumerate(own, start=1):
             on_device = to_device(batch, self._context.device)
             enter("forward")
@@ -160,12 +165,12 @@ class Accumulate:
             if done == len(deal) or done <= len(deal) - together:
                 enter("backward")
                 self._backward(losses)
-                losses.clear()  # the graph: the next forward pass needs the memory
+                losses.clear()  # free the graph: the next forward pass needs the memory
             enter("data")
             heartbeat.beat(Activity.WORKING)
 
     def _forward(self, batch: Batch, number: int | None) -> Values:
-        """Args: number: among those that go back in turns; None: this one goes back alone."""
+        """Args: number: among the interleaved micro-batches; None: not interleaved."""
         if self._interleaved is None or number is None:
             return self.forward(self.model, batch, self.forward.names)
         with self._interleaved.forward(number):
@@ -178,7 +183,7 @@ class Accumulate:
             self._interleaved.backward(losses)
 
     def finish(self) -> None:
-        """Each rank has the whole model."""
+        """Nothing to do: each rank holds the whole model."""
 
     @torch.no_grad()
     def evaluate(
@@ -196,7 +201,7 @@ class Accumulate:
 
 
 class Values(NamedTuple):
-    """Of a micro-batch.
+    """Loss and metrics of a micro-batch.
 
     Args:
         loss: to differentiate.
@@ -216,12 +221,12 @@ class Forward:
         task: see Task.
         micro_batches: in one step, over all ranks together.
         context: the device; and whether this rank counts, see Mesh.
-        precision: as what forward passes are computed.
+        precision: of forward passes.
 
     Attributes:
         names: "loss" and the task's metrics.
-        evaluation_names: these and the task's metrics of validation.
-        measures: the task's, see Task; None: it has none.
+        evaluation_names: `names` and the task's validation metrics.
+        measures: the task's, see Task; None: the task has none.
     """
 
     def __init__(
@@ -244,7 +249,7 @@ class Forward:
         names: Sequence[str],
         rows: list[Tensor] | None = None,
     ) -> Values:
-        """Those of `names`; the task's "rows" are added to `rows`.
+        """Compute the values `names`; append the task's "rows" to `rows`.
 
         Args:
             batch: on the device.
@@ -267,25 +272,27 @@ class Forward:
         return Values(columns[0][0], totals, pairs)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What backward begins with, so that gradients add up to that of the global batch.
+        """Scale a loss so that gradients sum to the gradient of the global batch.
 
-        The gradient of a mean is divided by the number of micro-batches in the global batch; so is
-        that of (sum, weight), see `gradient_scale`.
+        The loss, whether a mean or the sum of (sum, weight), is divided by the number of
+        micro-batches in the global batch; see `gradient_scale`. With fp16 it is also multiplied by
+        the loss scale.
         """
         if self._precision.loss_scale is not None:
             loss = self._precision.loss_scale.scaled(loss)
         return loss / self._micro_batches
 
     def add(self, totals: Totals, values: Values) -> None:
-        """Adds those of a training micro-batch, where this rank counts."""
+        """Add the values of a training micro-batch, if this rank counts."""
         if self._counts:
             self._add(totals, values, values.all / self._micro_batches, 0)
 
     def add_samples(self, totals: Totals, values: Values, samples: int) -> None:
-        """Adds those of a batch in evaluation, where this rank counts.
+        """Add the values of an evaluation batch, if this rank counts.
 
         Args:
-            samples: of the batch; one of 0 was computed for the other ranks' sake.
+            samples: in the batch; a batch of 0 samples was computed only because other ranks need
+                it.
         """
         if self._counts and samples:
             self._add(totals, values, values.all * samples, samples)
@@ -293,16 +300,16 @@ class Forward:
     def _add(self, totals: Totals, values: Values, parts: Tensor, weight: float) -> None:
         rows = rows_of(values.all, values.pairs, parts, weight)
         if not self._weighs:
-            rows[1:] = 0.0  # sums of ranks that share a sequence add up, their weights are the same
+            rows[1:] = 0.0  # ranks that share a sequence sum their values, but count one weight
         totals.add(rows)
 
     def derived(self, values: dict[str, float]) -> dict[str, float]:
-        """What the task makes of the means of an evaluation, beside these."""
+        """Values that the task derives from the means of an evaluation."""
         derived = optional(self._task, "derived")
         return derived(values) if derived is not None else {}
 
     def gradient_scale(self, loss_weight: float) -> float:
-        """What gradients are multiplied with after they were summed.
+        """Factor to apply to the gradients after they were summed.
 
         Args:
             loss_weight: sum of the loss's weights over the global batch; 0 for means.
@@ -316,21 +323,21 @@ def rows_of(
     parts: Tensor,
     weight: float,
 ) -> Tensor:
-    """What is added up of the loss and the metrics of a micro-batch; a value has a column.
+    """Summands of the loss and the metrics of a micro-batch; one column per value.
 
-    A value that a task gives as a mean over the samples of a micro-batch is added as its part of
-    the mean over the global batch, and in training it has no weight. One that it gives as
-    (sum, weight), such as a loss summed over tokens and their number, is added as it is: the mean
-    over the global batch is the sum of the sums over the sum of the weights.
+    A value that a task gives as a mean over the samples of a micro-batch is added as its share of
+    the mean over the global batch, and has no weight in training. A value given as (sum, weight),
+    such as a loss summed over tokens and the number of tokens, is added unchanged: the mean over
+    the global batch is the sum of the sums divided by the sum of the weights.
 
     Args:
         values: of the micro-batch.
-        pairs: which of them are (sum, weight), and their weights; None: none is.
-        parts: what is added for those that are means.
-        weight: of these.
+        pairs: which values are (sum, weight), and their weights; None: no value is.
+        parts: summands of the values that are means.
+        weight: of these means.
 
     Returns:
-        3 rows, float64: sums, weights, and whether it was given as (sum, weight).
+        3 rows, float64: sums, weights, and whether the value was given as (sum, weight).
     """
     rows = torch.zeros(3, len(parts), dtype=torch.float64, device=parts.device)
     if pairs is None:
@@ -345,28 +352,29 @@ def rows_of(
 
 
 def _wide(value: Tensor) -> Tensor:
-    """Of 16 bits a mean over micro-batches would be a rough one."""
+    """Convert 16-bit values to float32: a mean over micro-batches in 16 bits is inaccurate."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 class InterleavedBackward:
     """Backward passes of several micro-batches that take turns, block by block.
 
-    A gradient is complete, and its bucket can be sent, once the last micro-batch has reached its
-    layer. With one pass after the other that happens in the last pass alone. In turns, each
-    micro-batch goes back through the last block, then each through the block before it, and so on:
-    breadth-first accumulation (Lamy-Poirier, "Breadth-First Pipeline Parallelism",
-    arXiv:2211.05953). Micro-batches add to a gradient in the same order, so that sums are bitwise
-    identical. The passes run in threads, one at a time.
+    A gradient is complete, and its bucket can be sent, when the backward pass of the last
+    micro-batch reaches its layer. In sequential passes that happens only during the last pass.
+    Interleaved, each micro-batch runs backward through the last block, then each through the block
+    before it, and so on: breadth-first accumulation (Lamy-Poirier, "Breadth-First Pipeline
+    Parallelism", arXiv:2211.05953). Micro-batches add to a gradient in the same order, so sums are
+    bitwise identical. The passes run in threads, one at a time.
 
     Args:
-        task, model: give the blocks, at whose beginning the next micro-batch has its turn.
-        count: micro-batches that go back in turns.
-        device: of the model; on a GPU all graphs would share one thread of autograd's.
-        heartbeat: hears of each turn.
+        task, model: determine the blocks; at the start of a block the next micro-batch takes its
+            turn.
+        count: number of interleaved micro-batches.
+        device: of the model; on a GPU all graphs would share one autograd thread.
+        heartbeat: beats at each turn.
 
     Raises:
-        UserError: passes through this model cannot take turns.
+        UserError: passes through this model cannot be interleaved.
     """
 
     def __init__(
@@ -376,7 +384,7 @@ class InterleavedBackward:
         self._blocks = blocks_of(task, model)
         self._heartbeat = heartbeat
         self._turns = _Turns(0)
-        # Threads of their own that stay: each has its own threads for parallel kernels.
+        # Persistent threads: each has its own thread pool for parallel kernels.
         self._threads = ThreadPoolExecutor(count - 1, thread_name_prefix="backward")
         key = f"batch.interleave {count}"
         if device.type != "cpu":
@@ -394,7 +402,7 @@ class InterleavedBackward:
 
     @contextmanager
     def forward(self, number: int) -> Iterator[None]:
-        """Around the forward pass of micro-batch `number`, from 0, of those that take turns."""
+        """Wrap the forward pass of interleaved micro-batch `number`, counted from 0."""
 
         def begins(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             for value in tree_leaves((args, kwargs)):
@@ -410,10 +418,10 @@ class InterleavedBackward:
                 hook.remove()
 
     def backward(self, losses: Sequence[Tensor]) -> None:
-        """Goes back from all losses, in the order of their numbers.
+        """Run backward from all losses, in the order of their numbers.
 
         Raises:
-            Exception: what one of the passes has raised first; the others have ended.
+            Exception: the first error of any pass; the other passes have ended.
         """
         turns = self._turns = _Turns(len(losses))
         with comm.OWN.refused(_NO_COLLECTIVES):
@@ -428,16 +436,17 @@ class InterleavedBackward:
             raise turns.failure
 
     def _is_behind(self, number: int, gradient: Tensor) -> None:
-        """The gradient of a block's input is there: micro-batch `number` is behind this block."""
+        """Called with the gradient of a block's input: micro-batch `number` has left the block."""
         self._heartbeat.beat(Activity.WORKING)
         self._turns.next(number)
 
 
 class _Turns:
-    """Who may run; no wait needs a bound of its own, as the watchdog sees that no turn ends.
+    """Scheduler of the threads; waits need no timeout, as the watchdog detects a turn that never
+    ends.
 
     Attributes:
-        failure: the first error of any of them.
+        failure: the first error of any thread.
     """
 
     def __init__(self, count: int) -> None:
@@ -446,7 +455,7 @@ class _Turns:
         self._may_run = [threading.Semaphore(int(number == 0)) for number in range(count)]
 
     def run(self, number: int, work: Callable[[], Any]) -> None:
-        """Does the work when it is its turn; raises nothing."""
+        """Run `work` when it is its turn; errors are stored in `failure`, not raised."""
         try:
             self._wait(number)
             work()
@@ -458,10 +467,10 @@ class _Turns:
             self._may_run[following].release()
 
     def next(self, number: int) -> None:
-        """Lets the others have their turns.
+        """Let the other threads take their turns.
 
         Raises:
-            RuntimeError: one of them has failed.
+            RuntimeError: another thread has failed.
         """
         self._may_run[self._following(number)].release()
         self._wait(number)

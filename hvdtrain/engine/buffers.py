@@ -1,7 +1,7 @@
 """A model's saved buffers in a step.
 
 SavedBuffers keeps their values in case the step fails. BatchStatistics makes BatchNorm's running
-statistics the same on any number of ranks.
+statistics identical on any number of ranks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from hvdtrain.engine.control import Totals
 
 
 class SavedBuffers:
-    """Statistics such as BatchNorm's change in the forward pass, before a step can fail.
+    """Copies of saved buffers, such as BatchNorm's statistics, which change before a step can fail.
 
-    Covers the buffers that `state_dict` has, also where a module puts a new tensor in a buffer's
-    place. Not covered: buffers registered with persistent=False and tensors that are plain
-    attributes. They are not saved either, so they are no part of a run's state.
+    Covers the buffers in `state_dict`, even if a module replaces a buffer by a new tensor. Not
+    covered: buffers registered with persistent=False and tensors that are plain attributes. They
+    are not saved either, so they are not part of a run's state.
 
     Attributes:
-        places: module and name of each.
-        values: as the last `keep` saw them, in the order of `places`.
+        places: module and name of each buffer.
+        values: values at the last `keep`, in the order of `places`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,7 +38,7 @@ class SavedBuffers:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copies the values of now."""
+        """Copy the current values."""
         tensors = [getattr(module, name) for module, name in self.places]
         if [t.shape for t in tensors] != [v.shape for v in self.values]:
             self.values = [tensor.detach().clone() for tensor in tensors]
@@ -48,14 +48,14 @@ class SavedBuffers:
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Brings back what the last `keep` saw, and keeps the current values in its place."""
+        """Restore the values of the last `keep`, and keep the current values in their place."""
         now = [getattr(module, name).detach().clone() for module, name in self.places]
         self.restore()
         self.values = now
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Brings back what the last `keep` saw."""
+        """Restore the values of the last `keep`."""
         for (module, name), tensor, value in zip(
             self.places, self._tensors, self.values, strict=True
         ):
@@ -64,17 +64,17 @@ class SavedBuffers:
 
 
 class BatchStatistics:
-    """Averages over the micro-batches of the global batch what each of them did to the statistics.
+    """Average of the micro-batches' changes to the running statistics, over the global batch.
 
-    A layer normalises with the statistics of its micro-batch, as in plain PyTorch. Its running
-    statistics would follow from the order of a rank's micro-batches; here each micro-batch starts
-    from those before the step, and the step adds the mean of all changes: with momentum m they
-    become (1 - m) * before + m * (mean over all micro-batches of the global batch).
+    A layer normalizes with the statistics of its micro-batch, as in plain PyTorch. In plain PyTorch
+    the running statistics depend on the order of a rank's micro-batches. Here each micro-batch
+    starts from the statistics before the step, and the step adds the mean of all changes: with
+    momentum m they become (1 - m) * before + m * (mean over all micro-batches of the global batch).
 
-    A layer in eval mode keeps its statistics to the last bit.
+    A layer in eval mode keeps its statistics bitwise identical.
 
     Args:
-        saved: of the model; it has kept the values of before the step when a step begins.
+        saved: the model's saved buffers; `keep` must run before a step begins.
         micro_batches: in one step, over all ranks together.
 
     Attributes:
@@ -89,32 +89,33 @@ class BatchStatistics:
         self._micro_batches = micro_batches
         buffers = self._buffers()
         self.numel = sum(buffer.numel() for buffer in buffers)
-        # All of them as one vector, float64, and a view of it for each buffer.
+        # All statistics as one float64 vector, and a view of it for each buffer.
         self._start, self._start_of = _vector(buffers)
         self._now, self._now_of = _vector(buffers)
         self._before: list[Tensor] = []
 
     def begin(self) -> None:
-        """Before a step's first forward pass."""
+        """Prepare for a step; call it before the first forward pass."""
         if not self.numel:
             return
         self._before = [self._saved.values[number] for number in self._numbers]
         torch._foreach_copy_(self._start_of, self._before)
 
     def prepare(self) -> None:
-        """Before the forward pass of a micro-batch: it starts from the statistics of `begin`.
+        """Reset the statistics to those of `begin`; call it before the forward pass of a
+        micro-batch.
 
-        Backward changes them too, where it computes activations a second time.
+        Backward also changes the statistics if it recomputes activations.
         """
         if self.numel:
             torch._foreach_copy_(self._buffers(), self._before)
 
     @torch.no_grad()
     def collect(self, changes: Totals) -> None:
-        """After the forward pass of a micro-batch.
+        """Add the changes of a micro-batch to `changes`; call it after its forward pass.
 
         Args:
-            changes: `numel` of them: what it has changed is added.
+            changes: `numel` elements.
         """
         if self.numel:
             torch._foreach_copy_(self._now_of, self._buffers())
@@ -122,18 +123,18 @@ class BatchStatistics:
 
     @torch.no_grad()
     def apply(self, changes: Tensor) -> None:
-        """Makes the change.
+        """Apply the mean change.
 
         Args:
             changes: summed over all micro-batches of the global batch.
         """
         if self.numel:
-            # Divided here: a count that all micro-batches raise by one is raised by exactly one.
+            # Divided after summing: a counter that each micro-batch raises by one rises by one.
             torch.add(self._start, changes / self._micro_batches, out=self._now)
             torch._foreach_copy_(self._buffers(), self._now_of)
 
     def _buffers(self) -> list[Tensor]:
-        # Looked up anew: a forward pass may put a new tensor in a buffer's place.
+        # Looked up each time: a forward pass may replace a buffer by a new tensor.
         places = self._saved.places
         return [getattr(*places[number]) for number in self._numbers]
 

@@ -14,14 +14,16 @@ class RunConfig:
     """The run directory.
 
     Args:
-        root: folder that holds the runs
-        id: name of the run, a folder under `run.root`; null = date-time-task
-        resume: `auto` (newest valid checkpoint of this run id), `never`, or a checkpoint's path:
-            of this run to return to it at every start, of another run to begin there
-        init_from: weights that a new run begins with: a run, a checkpoint, a folder or file of
-            safetensors, or a Hugging Face folder of GPT-2's or Llama's layout; one that resumes has
-            its own
-        init_strict: names and shapes of these must be the model's; false takes over those that are
+        root: directory that holds the runs
+        id: name of the run, a directory under `run.root`; null = date-time-task
+        resume: `auto` (newest valid checkpoint of this run id), `never`, or the path of a
+            checkpoint: with one of this run, every start returns to it; with one of another run,
+            this run begins there
+        init_from: initial weights of a new run: a run, a checkpoint, a safetensors file or
+            directory, or a Hugging Face directory with the layout of GPT-2 or Llama; a resumed run
+            keeps its own weights
+        init_strict: names and shapes of the initial weights must match the model; false loads only
+            those that match
     """
 
     root: str = "runs"
@@ -40,21 +42,21 @@ class RunConfig:
 
 @dataclass
 class TrainConfig:
-    """The loop.
+    """The training loop.
 
     Args:
-        steps: optimizer steps; 0 = as many as `train.epochs` takes. Of the two, a flag wins over a
-            file, and a file over the task's default
+        steps: optimizer steps; 0 = as many as `train.epochs` requires. Of the two, a flag takes
+            precedence over a file, and a file over the task's default
         epochs: passes over the training data, such as 3 or 0.5, instead of `train.steps`; 0 = not
             given
-        patience: evaluations in a row without a lower validation loss after which the run ends; 0 =
-            never
-        log_every: steps between lines of metrics.jsonl; without a terminal the screen gets a line
+        patience: consecutive evaluations without a lower validation loss after which the run ends;
+            0 = never
+        log_every: steps between lines of metrics.jsonl; without a terminal the screen shows a line
             every 2 seconds at most
-        max_nonfinite: skipped steps in a row (gradient not finite, even with the smallest loss
+        max_nonfinite: consecutive skipped steps (gradient not finite, even with the smallest loss
             scale) before the run ends with exit code 3
-        replica_check_every: steps between comparisons of the ranks' states, which are also
-            compared before each checkpoint; 0 = never
+        replica_check_every: steps between comparisons of the ranks' states, which are also compared
+            before each checkpoint; 0 = never
     """
 
     steps: int = 1000
@@ -93,8 +95,8 @@ class CompileConfig:
     """Compilation by torch.compile.
 
     Args:
-        enabled: each of the model's blocks is compiled in its first pass; takes a C++ compiler on
-            each host, and on GPUs Triton
+        enabled: each of the model's blocks is compiled in its first pass; requires a C++ compiler
+            on each host, and Triton on GPUs
     """
 
     enabled: bool = False
@@ -102,14 +104,15 @@ class CompileConfig:
 
 @dataclass
 class MemoryConfig:
-    """What backward needs of a forward pass, where it lies, and how much of it fits.
+    """Activation memory: what is kept for backward, where it is stored, and how much of it fits.
 
     Args:
-        checkpoint_activations: backward computes again what lies within the model's blocks: of all
-            (`blocks`), of one block in N (`every:N`), or of all but the results of matrix products
-            and attention (`selective`); `none` keeps everything
-        offload_activations: what backward needs of the blocks waits in the host's memory; for GPUs
-        fit: micro-batches are as large as fits into memory, instead of `batch.micro_size`; tried
+        checkpoint_activations: backward recomputes activations within the model's blocks: in all
+            blocks (`blocks`), in one block in N (`every:N`), or everything but the results of
+            matrix products and attention (`selective`); `none` keeps everything
+        offload_activations: activations of the blocks are kept in host memory until backward; for
+            GPUs
+        fit: micro-batches are as large as memory allows, instead of `batch.micro_size`; tested
             before training
     """
 
@@ -126,7 +129,7 @@ class MemoryConfig:
 
     @property
     def every(self) -> int:
-        """One block in so many is computed again; 0: none is."""
+        """One block in this many is recomputed; 0: no block."""
         if self.checkpoint_activations in ("blocks", "selective"):
             return 1
         word, _, number = self.checkpoint_activations.partition(":")
@@ -139,7 +142,7 @@ class EvalConfig:
 
     Args:
         every: steps between evaluations; the last step is always evaluated; 0 = never
-        batches: global batches in one evaluation, at most
+        batches: maximum number of global batches in one evaluation
     """
 
     every: int = 100
@@ -156,10 +159,10 @@ class PreemptConfig:
 
     Args:
         grace_seconds: seconds from SIGTERM or SIGUSR1 until the ranks are killed; 0 = not known
-        notice: where a host learns that it is about to be taken away: `aws`, `gcp` or `azure`
-            (their metadata), `file:PATH` (it appears), `command:COMMAND` (it exits with 0), or an
-            http address (it answers 200). Of an elastic run that host leaves, any other run stops
-            with a checkpoint; null = nowhere
+        notice: source of a host's preemption notice: `aws`, `gcp` or `azure` (their metadata),
+            `file:PATH` (it appears), `command:COMMAND` (it exits with 0), or an http address (it
+            answers 200). In an elastic run that host leaves; any other run stops with a checkpoint;
+            null = none
     """
 
     grace_seconds: float = 0.0

@@ -20,18 +20,19 @@ from hvdtrain.runtime.context import RankContext
 
 # A float64 sum of multiples of one power of two is exact as long as it has at most 53 bits.
 _COARSE = 2.0**-10  # so sums up to 2**43 are exact
-_FINE = 2.0**-44  # what is finer than this is cut off
+_FINE = 2.0**-44  # smaller remainders are rounded off
 
 
 @dataclass(frozen=True)
 class Flags:
-    """What this rank brings to a step beside its micro-batches.
+    """Input of this rank to a step in addition to its micro-batches.
 
     Args:
-        stop: this rank is asked to stop.
-        membership_changed: this rank has heard that processes join or leave.
+        stop: this rank received a request to stop.
+        membership_changed: this rank was notified that processes join or leave.
         step: steps done before this one.
-        synchronise: whatever the ranks agree on, they have one state after this step; not sent.
+        synchronise: all ranks synchronise their state after this step, whatever their flags; not
+            sent.
     """
 
     stop: bool
@@ -42,12 +43,12 @@ class Flags:
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many there are of each in a control vector; alike on all ranks.
+    """Lengths of the sections of a control vector, identical on all ranks.
 
     Args:
         values: the loss and the metrics.
-        parameters: that are exchanged.
-        statistics: numbers of BatchNorm's running statistics.
+        parameters: exchanged parameters.
+        statistics: elements of BatchNorm's running statistics.
         exact: values and statistics are summed without rounding, see Totals.
     """
 
@@ -59,15 +60,15 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Agreed:
-    """The sums over all ranks.
+    """Sums over all ranks.
 
     Args:
-        stops, changes: ranks whose flag is raised.
-        steps: of all ranks' `step`.
-        used: what all ranks used.
-        sums: of the loss and the metrics, 3 rows as `accumulate.rows_of` makes them.
-        frozen: of each parameter, how many ranks have frozen it.
-        statistics: what their micro-batches changed; on the device.
+        stops, changes: number of ranks that raised the flag.
+        steps: sum of the ranks' `step`.
+        used: contents of all ranks' micro-batches.
+        sums: of the loss and the metrics, 3 rows as returned by `accumulate.rows_of`.
+        frozen: for each parameter, how many ranks have frozen it.
+        statistics: summed changes of the running statistics; on the device.
     """
 
     stops: float
@@ -80,15 +81,15 @@ class Agreed:
 
 
 class ControlVector:
-    """The vector of one step, float64.
+    """Float64 vector of one step, summed over all ranks.
 
-    It is sent before the last backward pass, so that it travels while that computes.
+    It is sent before the last backward pass and overlaps with it.
 
     Args:
-        used: what this rank's micro-batches hold.
+        used: contents of this rank's micro-batches.
 
     Attributes:
-        values, statistics: to be added to before it is sent; 3 rows of values, see
+        values, statistics: add to these before `send`; `values` has 3 rows, see
             `accumulate.rows_of`.
     """
 
@@ -109,10 +110,10 @@ class ControlVector:
         self._handle: int | None = None
 
     def send(self, frozen: Sequence[bool] = ()) -> None:
-        """Begins the exchange; `values` and `statistics` are complete.
+        """Begin the all-reduce; `values` and `statistics` must be complete.
 
         Args:
-            frozen: of each parameter; empty where none is known to be.
+            frozen: whether each parameter is frozen; empty if unknown.
         """
         if any(frozen):
             self._frozen.copy_(torch.tensor(frozen))
@@ -120,7 +121,7 @@ class ControlVector:
             self._handle = begin_sum(self._vector, "control")
 
     def receive(self) -> Agreed:
-        """Waits for it.
+        """Wait for the all-reduce and return the sums.
 
         Raises:
             RankLostError: another rank is gone.
@@ -129,7 +130,7 @@ class ControlVector:
             completed(self._handle)
         values = self.values.value()
         known = torch.cat([self._vector[: sum(self._lengths[:2])], values.flatten()])
-        rest = iter(known.tolist())  # one wait for the device
+        rest = iter(known.tolist())  # a single synchronization with the device
         stops, changes, steps, *held = islice(rest, self._lengths[0])
         used = Used(*map(int, held))
         frozen = [*islice(rest, self._lengths[1])]
@@ -138,15 +139,16 @@ class ControlVector:
 
 
 def means(names: Sequence[str], sums: Sequence[Sequence[float]], batches: int) -> dict[str, float]:
-    """Of each value over all micro-batches.
+    """Mean of each value over all micro-batches.
 
     Args:
-        names: of the values.
-        sums: the 3 rows of `accumulate.rows_of`, over all ranks.
-        batches: how many micro-batches that were.
+        names: names of the values.
+        sums: the 3 rows of `accumulate.rows_of`, summed over all ranks.
+        batches: number of micro-batches.
 
     Raises:
-        AgreedError: some were given as (sum, weight), others as a mean; every rank raises it.
+        AgreedError: some micro-batches gave a value as (sum, weight), others as a mean; raised on
+            every rank.
     """
     found = {}
     for name, total, weight, pairs in zip(names, *sums, strict=True):
@@ -158,22 +160,22 @@ def means(names: Sequence[str], sums: Sequence[Sequence[float]], batches: int) -
                 EXIT_USER,
                 rank=0,
             )
-        # Means of a step have no weight: these sums are means already.
+        # In training, means have no weight: their sums are means already.
         found[name] = total / weight if weight else total
     return found
 
 
 class Totals:
-    """Sums of float64 numbers, element by element.
+    """Elementwise sums of float64 numbers.
 
     Args:
-        parts: float64, zeros, (1, ...) or (2, ...). With one part they are rounded as usual, and
-            the last bits depend on the order of the additions. With two, each number is added as
-            a multiple of 2**-10 and the rest of it as a multiple of 2**-44: both sums are exact,
-            so neither the order nor the number of the ranks shows.
+        parts: float64 zeros, (1, ...) or (2, ...). With one part, sums are rounded as usual, and
+            the last bits depend on the order of the additions. With two, each number is added as a
+            multiple of 2**-10, and its remainder as a multiple of 2**-44: both sums are exact, so
+            the result does not depend on the order or the number of the ranks.
 
     Attributes:
-        parts: as given; sums over ranks are sums of these.
+        parts: as given; to sum over ranks, sum these.
     """
 
     def __init__(self, parts: Tensor) -> None:
@@ -184,18 +186,18 @@ class Totals:
         return 2 if exact else 1
 
     def add(self, numbers: Tensor) -> None:
-        """Adds `numbers`, of the shape of a part; may have another floating-point dtype."""
+        """Add `numbers`, which have the shape of a part and any floating-point dtype."""
         if len(self.parts) == 1:
             self.parts[0].add_(numbers)
             return
         numbers = numbers.double()
         coarse = _rounded(numbers, _COARSE)
         self.parts[0].add_(coarse)
-        # An infinite number has no rest.
+        # An infinite number has no remainder.
         self.parts[1].add_(_rounded((numbers - coarse).nan_to_num_(0.0), _FINE))
 
     def value(self) -> Tensor:
-        """The sums."""
+        """Return the sums."""
         return self.parts.sum(dim=0)
 
 

@@ -1,4 +1,4 @@
-"""Model FLOPs, and what share of the device's peak they are: MFU (Chowdhery et al., PaLM, 2022)."""
+"""Model FLOPs, and model FLOPs utilization, MFU (Chowdhery et al., PaLM, 2022)."""
 
 from __future__ import annotations
 
@@ -23,43 +23,43 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What a run computes, in matrix products and convolutions.
+    """FLOPs of a run, in matrix products and convolutions.
 
     Args:
         of_sample: FLOPs of a forward and a backward pass
-        peak: FLOP/s that each rank's device can do
+        peak: peak FLOP/s of each rank's device
     """
 
     of_sample: float
     peak: float
 
     def utilisation(self, samples: int, seconds: float, ranks: int) -> float:
-        """MFU of a step with so many samples over all ranks."""
+        """MFU of a step with `samples` samples over all ranks."""
         return self.of_sample * samples / (seconds * self.peak * ranks)
 
 
 def count(task: Task, model: nn.Module, dataset: Dataset[Any], samples: int) -> float | None:
     """FLOPs of forward and backward over a micro-batch; None, and a line in the log: not known.
 
-    Everything is done with meta tensors, which have shapes and no values: it takes no memory of
-    the device, and changes nothing in the model. What a task cannot do with them (look at a value,
-    call a collective) leaves the FLOPs unknown.
+    Everything is computed with meta tensors, which have shapes and no values: no device memory is
+    used, and the model is not changed. If a task does something that meta tensors do not support
+    (read a value, call a collective), the FLOPs are not known.
     """
     if has_own_order(dataset):
         logger.info("no MFU: samples of an IterableDataset are not read before training")
         return None
     try:
         batch = first_batch(task, dataset, samples)
-        # No other rank does this: collectives are refused.
+        # Only this rank does this: collectives are refused.
         for shapes in comm.OWN.micro_batches(iter([to_device(batch, META)]), in_common=0):
             return _counted(task, model, shapes)
-    except Exception as error:  # whatever a user's model does with tensors that have no values
+    except Exception as error:  # a user's model may raise anything on tensors without values
         logger.info("no MFU: the FLOPs could not be counted (%s: %s)", type(error).__name__, error)
     return None
 
 
 class _Loss(nn.Module):
-    """A task's loss as a module, whose tensors can be replaced for a call."""
+    """A task's loss as a module whose tensors can be replaced for a call."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""Hashes of a run's state, also of a state that ranks hold in parts.
+"""Hashes of a run's state, also if ranks hold it in shards.
 
-TensorHash finds any flipped bit, and computes on the device that holds the tensors. It uses
+TensorHash detects any single bit flip, and computes on the device that holds the tensors. It uses
 multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", The
 Computer Journal 57, 2014): the sum of 32-bit words x_i times random 64-bit w_i, modulo
 2^64. Here every w_i is odd, so that a change of one word, by less than 2^32, always
 changes the sum; changes of several words cancel with a probability of at most 2^-32.
-Each block of words has a sum of its own, and the sums go into a SHA-256.
+Each block of words has its own sum, and a SHA-256 is computed over the sums.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.pieces import Piece
 
-# Words of a block: its products are 2 MiB, which the caches of a core hold.
+# Words of a block: its products are 2 MiB, which fit into the caches of a core.
 _BLOCK = 1 << 18
-# Blocks in one launch on other devices than CPUs, for which launches are what costs.
+# Blocks in one kernel launch on devices other than CPUs, where launches dominate the cost.
 _AT_ONCE = 64
 DIGEST_BYTES = 32
 
 
 def state_hash(state: RunState, of_tensors: TensorHash) -> str:
-    """The hash of parameters and optimizer state, however ranks hold them; every rank calls it."""
+    """Hash of parameters and optimizer state, however they are sharded; every rank calls it."""
     if state.spanned:
         return whole_digest(of_tensors, state.saved_pieces()).hex()
     if state.sharded is not None:
@@ -41,26 +41,26 @@ def state_hash(state: RunState, of_tensors: TensorHash) -> str:
 
 
 class PartHash:
-    """Compares the ranks that hold the same part, and hashes what all hold together."""
+    """Compare the ranks that hold the same shard, and hash the state of all ranks together."""
 
     def __init__(self, sharded: ShardedOptimizerState, of_tensors: TensorHash) -> None:
         self._sharded = sharded
         self._hash = of_tensors
 
     def own(self) -> bytes:
-        """A digest of each part that this rank holds; as many on each rank."""
+        """Digests of the shards that this rank holds; equally many on each rank."""
         digests = []
         for number, tensors in self._sharded.held().items():
-            # What its first holder made of a part has replaced what this one made of it.
+            # The first holder's update of a shard has overwritten this rank's update of it.
             differs = self._sharded.optimizer.differs(number)
             digests.append(self._hash(tensors)[:-1] + bytes([differs]))
         return b"".join(digests)
 
     def differing(self, digests: Sequence[bytes]) -> list[int]:
-        """The ranks that hold some part otherwise than another one does.
+        """Return the ranks that hold a shard on which the holders differ.
 
         Args:
-            digests: of each rank, what `own` gave there.
+            digests: result of `own` on each rank.
         """
         dealing, found = self._sharded.optimizer.dealing, set[int]()
         for number, ranks in enumerate(dealing.holders):
@@ -73,7 +73,7 @@ class PartHash:
         return sorted(found)
 
     def whole(self, replicated: Mapping[str, Tensor]) -> bytes:
-        """The digest that the state has where no part of it is spread; every rank calls it.
+        """Digest that the unsharded state would have; every rank calls it.
 
         Args:
             replicated: the other tensors.
@@ -91,10 +91,10 @@ def whole_digest(
     own: Mapping[str, tuple[Tensor, Piece]],
     replicated: Mapping[str, Tensor] | None = None,
 ) -> bytes:
-    """The digest that tensors have where nothing of them is spread; every rank calls it.
+    """Digest that the unsharded tensors would have; every rank calls it.
 
     Args:
-        own: the pieces of this rank, and where they lie; each element is in that of one rank.
+        own: the pieces of this rank, and their places; each element is in the piece of one rank.
         replicated: tensors that all ranks hold.
     """
     sums = {name: asdict(of_tensors.piece(*each)) for name, each in own.items()}
@@ -104,10 +104,10 @@ def whole_digest(
 
 
 class TensorHash:
-    """Keeps the random weights, one copy a device."""
+    """Hash tensors with random weights, of which each device holds a copy."""
 
     def __init__(self) -> None:
-        # The same on every rank, so made on the CPU, whatever device the rank has.
+        # Identical on every rank, so generated on the CPU, whatever device the rank has.
         generator = torch.Generator().manual_seed(0x9E3779B9)
         low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
         weights = torch.randint(low, high, (_BLOCK,), generator=generator) | 1
@@ -121,8 +121,8 @@ class TensorHash:
 
         Args:
             tensors: of any dtype, on any devices.
-            spread: further ones, of which several ranks have pieces: all of their sums, see
-                `whole_sums`. The digest is that of the whole tensors.
+            spread: additional tensors that are spread over several ranks: the sums of all their
+                blocks, see `whole_sums`. The digest is that of the whole tensors.
         """
         others = spread or {}
         names = sorted({*tensors, *others})
@@ -149,17 +149,17 @@ class TensorHash:
 
     @torch.no_grad()
     def piece(self, tensor: Tensor, piece: Piece) -> PieceSums:
-        """What a piece of a larger tensor adds to this one's sums."""
+        """Contribution of a piece of a larger tensor to the tensor's sums."""
         weights, size = self._on(tensor.device), tensor.element_size()
         number = -(-prod(piece.shape) * size // 4) // _BLOCK + 1
         sums = torch.zeros(number, dtype=torch.int64, device=tensor.device)
         for start, flat in _flat_pieces(tensor, piece):
             first, before = divmod(start * size, 4 * _BLOCK)
-            # A sum is linear in the bits of its words: zeros stand for what others have of a block.
+            # A sum is linear in its words: zeros replace the elements of a block that others hold.
             data = flat.view(torch.uint8)
             data = torch.nn.functional.pad(data, (before, -(before + len(data)) % 4))
             found = torch.cat([*_block_sums(data.view(torch.int32), weights)])
-            # Where it ends with its block, the sum of nothing comes after it.
+            # If the piece ends at a block's end, an extra sum over nothing follows.
             sums[first : first + len(found)] += found[: number - first]
         return PieceSums([*piece.shape], str(tensor.dtype), tensor.device.type, sums.tolist())
 
@@ -171,12 +171,12 @@ class TensorHash:
 
 @dataclass(frozen=True)
 class PieceSums:
-    """The sums of a tensor's blocks, as far as they come from one piece of it; JSON can hold them.
+    """Contribution of one piece of a tensor to the sums of the tensor's blocks; JSON serializable.
 
     Args:
         shape, dtype: of the whole tensor.
-        device: its type.
-        sums: of all blocks, int64 by their bits.
+        device: type of the device.
+        sums: of all blocks; int64 with the bits of the unsigned sums.
     """
 
     shape: list[int]
@@ -186,7 +186,7 @@ class PieceSums:
 
 
 def whole_sums(pieces: Iterable[Mapping[str, PieceSums]]) -> dict[str, PieceSums]:
-    """Those of whole tensors, by name, from what each rank has of them."""
+    """Sums of whole tensors, by name, from each rank's pieces."""
     found: dict[str, PieceSums] = {}
     for of_rank in pieces:
         for name, piece in of_rank.items():
@@ -199,7 +199,7 @@ def whole_sums(pieces: Iterable[Mapping[str, PieceSums]]) -> dict[str, PieceSums
 
 
 def _flat_pieces(tensor: Tensor, piece: Piece) -> Iterator[tuple[int, Tensor]]:
-    """(first element, elements) of flat pieces of the whole; zeros for what lies in between."""
+    """(first element, elements) of flat pieces of the whole; zeros for the elements in between."""
     offsets, inner = piece.offsets, piece.shape[1:]
     width = prod(inner)
     if not offsets or tuple(tensor.shape[1:]) == inner:
@@ -216,7 +216,7 @@ def _flat_pieces(tensor: Tensor, piece: Piece) -> Iterator[tuple[int, Tensor]]:
 
 
 def _block_sums(words: Tensor, weights: Tensor) -> Iterator[Tensor]:
-    """The sums of the blocks of `words` in order, as int64 tensors of any length."""
+    """Sums of the blocks of `words` in order, as int64 tensors of any length."""
     at_once = 1 if words.device.type == "cpu" else _AT_ONCE
     whole = len(words) // _BLOCK * _BLOCK
     for blocks in (*words[:whole].view(-1, _BLOCK).split(at_once), words[None, whole:]):
@@ -224,7 +224,7 @@ def _block_sums(words: Tensor, weights: Tensor) -> Iterator[Tensor]:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bits of a tensor as int32 of shape (n,), the last word filled up with zeros."""
+    """Bits of a tensor as int32 of shape (n,), the last word padded with zeros."""
     data = tensor.contiguous().view(-1)
     if data.element_size() % 4:
         data = data.view(torch.uint8)

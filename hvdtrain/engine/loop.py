@@ -1,23 +1,23 @@
-"""The order of events. Everything that happens in a run happens here, in this order:
+"""The order of events in a run:
 
-    after a failure: the callbacks of the last step, which some rank may not have seen
-    while step < steps and nobody asks to stop:
+    after a failure: the callbacks of the last step, which some ranks may not have run
+    while step < steps and no rank received a stop request:
         the step: micro-batches, exchange, clip, optimizer   (step.py);
-            with parallel.zero each rank updates a part, and all get the parts of all
-            once the step is counted;
-            with exchange.sync_every ranks step on their own, and after every so many steps,
-            after the last, and where they stop or meet others, their states become one
+            with parallel.zero each rank updates a shard, and all ranks receive the other
+            shards after the step is counted;
+            with exchange.sync_every ranks step on their own; their states are averaged every
+            sync_every steps, after the last step, and when they stop or the membership changes
         step += 1
         for each callback, in the order of the list:
             on_step(loop, record)      evaluate adds to the record, log writes it,
-                                       checkpoint saves what the log has
-        too many steps in a row not finite: the end, exit code 3
-        processes join or leave: the end of this generation
+                                       checkpoint saves the state that log recorded
+        too many consecutive non-finite steps: end with exit code 3
+        processes join or leave: end of this generation
     for each callback: close()         always, also after an error; called by the generation
 
-The loop is the same on every rank, and so is every decision in it: it depends on
-the configuration, on numbers that all ranks hold, or on what rode with the exchange.
-Whatever looks at the state (`due`, `synchronised`) does so where all ranks have the same.
+The loop and all its decisions are identical on every rank: a decision depends on
+the configuration, on numbers that all ranks hold, or on sums sent with the exchange.
+Code that reads the state (`due`, `synchronised`) does so only when all ranks hold the same state.
 """
 
 from __future__ import annotations
@@ -47,32 +47,32 @@ Evaluations = list[list[Any]]
 
 
 class MembershipChanged(Exception):
-    """All ranks have agreed, after a step, to let processes in or out."""
+    """All ranks have agreed, after a step, that processes join or leave."""
 
 
 class Callback(Protocol):
-    """One concern that listens to the loop. Every rank has the same callbacks."""
+    """One concern that observes the loop. Every rank has the same callbacks."""
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
-        """After a step. `record` may be added to.
+        """Handle a step; may add to `record`.
 
-        After a failure it is called again for the same step, perhaps in a process that did
-        not see it the first time: what was done already must not be done twice.
+        After a failure it is called again for the same step, perhaps in a process in which it was
+        not called the first time: what was already done must not be done twice.
         """
 
     def close(self) -> None:
-        """After the last step, or after an error: no collectives."""
+        """Called after the last step, or after an error: no collectives."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a run proceeds, the same on every rank.
+    """How a run proceeds, identical on every rank.
 
     Args:
         learning_rate: rate of step s, from 0.
         step_samples: samples of step s, over all ranks together.
         dataset_size: samples of an epoch.
-        sync_every: steps from one in which the ranks' states become one to the next.
+        sync_every: steps from one synchronization of the ranks' states to the next.
     """
 
     train: TrainConfig
@@ -85,11 +85,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Interruptions:
-    """What ends a loop early, as this rank has heard of it; all ranks agree on it in each step.
+    """Events on this rank that end a loop early; the ranks agree on them in each step.
 
     Args:
-        stop: raised when this rank is asked to stop.
-        membership_changed: whether this rank has heard that processes join or leave.
+        stop: raised when this rank receives a stop request.
+        membership_changed: whether this rank was notified that processes join or leave.
     """
 
     stop: StopFlag
@@ -98,19 +98,19 @@ class Interruptions:
 
 @dataclass
 class Progress:
-    """Where a run is; saved with each checkpoint.
+    """Position of a run; saved with each checkpoint.
 
     Args:
-        step: optimizer steps done, skipped ones included
-        samples: samples used, so the position in the order
-        nonfinite: steps skipped because of a gradient that was not finite, which a lower loss scale
-            would not have changed
-        nonfinite_in_a_row: how many of these were the latest steps
-        evaluations: [step, validation loss] from the best evaluation on, the latest last, as early
-            stop and the best checkpoint need them; a loss that is not finite is None and never the
-            best. All ranks hold the same: the losses are all-reduced
+        step: optimizer steps done, including skipped ones
+        samples: samples used, which is the position in the sample order
+        nonfinite: steps skipped because of a non-finite gradient, which a lower loss scale would
+            not have changed
+        nonfinite_in_a_row: number of the latest steps that were skipped for this reason
+        evaluations: [step, validation loss] from the best evaluation to the latest, for early
+            stopping and the best checkpoint; a non-finite loss is None and never the best.
+            Identical on all ranks, because the losses are all-reduced
         preempted: the ranks have agreed to stop here
-        record: of the last step, as the callbacks got it; None where none was done here
+        record: of the last step, as passed to the callbacks; None if this process has done no step
     """
 
     step: int = 0
@@ -122,17 +122,17 @@ class Progress:
     record: StepRecord | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Fields that a checkpoint keeps."""
         kept = asdict(self)
         del kept["preempted"], kept["record"]
         return kept
 
 
 class Loop:
-    """Runs steps and calls the callbacks.
+    """Run steps and call the callbacks.
 
     Args:
-        step: the mathematics.
+        step: runs one step.
         loader: this rank's micro-batches, from `progress.samples` on.
         applied: compared with `progress` before each step.
         callbacks: in the order in which they are called.
@@ -169,70 +169,70 @@ class Loop:
         self._interruptions = interruptions
         self._heartbeat = context.heartbeat
         self._claim = context.claim
-        self._membership_changed = False  # as the ranks agreed on in the last step
+        self._membership_changed = False  # as agreed in the last step
 
     @property
     def deal(self) -> Deal:
-        """Micro-batches of a step on this rank; a callback may change it."""
+        """This rank's micro-batches of a step; a callback may change it."""
         return self._loader.deal
 
     @property
     def step_samples(self) -> int:
-        """Of the last step, over all ranks together."""
+        """Samples of the last step, over all ranks together."""
         return self._step_samples(self.progress.step - 1)
 
     @property
     def preempted(self) -> bool:
-        """The ranks have agreed to stop after this step."""
+        """Whether the ranks have agreed to stop after this step."""
         return self.progress.preempted
 
     @property
     def asked_to_stop_at(self) -> float:
-        """When this rank heard of it, as time.monotonic() has it; now, where it did not."""
+        """time.monotonic() of the stop request to this rank; the current time if there was none."""
         return self._interruptions.stop.raised_at or time.monotonic()
 
     @property
     def ending(self) -> bool:
-        """This step is the run's last, or the last before it stops: early, or as asked."""
+        """Whether this step is the run's last, or the last before an early or requested stop."""
         last = self.progress.step >= self.train.steps
         return self.progress.preempted or last or self.stopped_early
 
     @property
     def generation_ends(self) -> bool:
-        """No rank does another step with these ranks: what is under way has to be completed."""
+        """Whether this is the generation's last step: pending collectives must be completed."""
         return self.ending or self._membership_changed
 
     @property
     def stopped_early(self) -> bool:
-        """The validation loss has not become lower for long enough."""
+        """Whether the validation loss has not improved for `train.patience` evaluations."""
         return 0 < self.train.patience <= since_best(self.progress.evaluations)
 
     @property
     def synchronised(self) -> bool:
-        """All ranks have the same state after this step: it may be saved, compared, evaluated."""
+        """Whether all ranks hold the same state and can save, compare and evaluate it."""
         return self._step.synchronised
 
     def due(self, every: int) -> bool:
-        """Whether what is done with the state every so many steps is due after this step.
+        """Whether an action on the state, taken every `every` steps, is due after this step.
 
-        That is after each step whose number is a multiple of `every`; where ranks step on their
-        own, after the next synchronisation.
+        It is due after each step whose number is a multiple of `every`; with local SGD, after the
+        next synchronization.
         """
         step = self.progress.step
         before = (step - 1) // self._sync_every * self._sync_every
         return self.synchronised and step // every > before // every
 
     def run(self) -> None:
-        """Runs until the last step, or until some rank is asked to stop.
+        """Run until the last step, or until some rank receives a stop request.
 
         Raises:
-            AgreedError: exit code 3, the gradients stayed not finite.
+            AgreedError: exit code 3, the gradients stayed non-finite.
             HorovodInternalError: another rank is gone.
             MembershipChanged: processes join or leave.
         """
         progress = self.progress
         if progress.record is not None:
-            # Some ranks may have evaluated this step, and all do now.
+            # Some ranks may have evaluated this step already; all evaluate it now.
             progress.evaluations = evaluations_before(progress.evaluations, progress.step)
             self._call_back(dict(progress.record))
         while not self.ending:
@@ -242,7 +242,7 @@ class Loop:
                 raise MembershipChanged
 
     def close(self) -> None:
-        """Ends what runs beside it."""
+        """Close the callbacks and the loader."""
         for callback in self._callbacks:
             callback.close()
         self._loader.close()
@@ -279,7 +279,7 @@ class Loop:
         return record
 
     def _advance(self, lr: float, start: float, result: StepResult) -> None:
-        """Counts a step, at the moment in which the parameters change."""
+        """Count a step, at the moment the parameters change."""
         progress = self.progress
         if not result.applied:
             self._applied.skip()
@@ -288,7 +288,7 @@ class Loop:
         nonfinite = not result.applied and not result.overflow
         progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if nonfinite else 0
         progress.nonfinite += nonfinite
-        # Asked to stop in the last step: the run is finished anyway.
+        # A stop request in the last step has no effect: the run is finished anyway.
         progress.preempted = result.stop and progress.step < self.train.steps
         self._membership_changed = result.membership_changed
         progress.record = self._record(result, lr, result.ready_at - start)
@@ -342,10 +342,10 @@ class Loop:
 
 
 def with_evaluation(evaluations: Evaluations, step: int, loss: float) -> Evaluations:
-    """Adds an evaluation.
+    """Add an evaluation.
 
     It replaces an earlier one of the same step: after a failure, ranks that had evaluated this step
-    evaluate again with those that had not, so that all hold the same.
+    evaluate it again with the others, so that all hold the same evaluations.
     """
     before = evaluations_before(evaluations, step)
     if before:
@@ -358,7 +358,7 @@ def evaluations_before(evaluations: Evaluations, step: int) -> Evaluations:
 
 
 def since_best(evaluations: Evaluations) -> int:
-    """Evaluations after the best one."""
+    """Number of evaluations after the best one."""
     return len(evaluations) - 1 - _best(evaluations) if evaluations else 0
 
 
@@ -370,6 +370,6 @@ def is_best(evaluations: Evaluations, step: int) -> bool:
 
 
 def _best(evaluations: Sequence[Sequence[Any]]) -> int:
-    """The index of the first evaluation with the lowest loss."""
+    """Index of the first evaluation with the lowest loss."""
     losses = [math.inf if loss is None else loss for _, loss in evaluations]
     return losses.index(min(losses))

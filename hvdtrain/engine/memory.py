@@ -1,6 +1,6 @@
 """Activation checkpointing, offloading and compilation of a model's blocks, in place.
 
-Names in checkpoints stay what they are.
+Parameter names in checkpoints do not change.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.tasks.blocks import blocks_of
 
 _ATEN = torch.ops.aten
-# Results that `selective` keeps: they take longer to compute again than others. The attentions are
-# private operators. If torch renames one, this import fails; if torch's attention calls another,
-# that is computed again in backward, to the same bits. tests/single/test_torch_private.py notices.
+# Results that `selective` keeps: recomputing them takes longer than recomputing others. Attention
+# operators are private. If torch renames one, this import fails; if torch's attention calls another
+# one, backward recomputes it, bitwise identically. tests/single/test_torch_private.py detects it.
 _KEPT = {
     _ATEN.mm.default,
     _ATEN.addmm.default,
@@ -50,9 +50,9 @@ _KEPT = {
 def arrange_activations(
     config: MemoryConfig, task: Any, model: nn.Module, device: torch.device
 ) -> None:
-    """From now on passes through the blocks keep what the keys of `memory` say.
+    """Modify the blocks' forward passes to keep activations as the `memory` keys specify.
 
-    Gradients have the same bits: what is computed again draws the same random numbers, in the same
+    Gradients are bitwise identical: recomputation draws the same random numbers, in the same
     precision. Source: Chen et al., "Training deep nets with sublinear memory cost",
     arXiv:1604.06174.
 
@@ -101,14 +101,14 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 def compile_blocks(
     config: CompileConfig, task: Any, model: nn.Module, timer: PhaseTimer
 ) -> CompileClock | None:
-    """Each block is compiled in its first pass; where there are none, the whole model is.
+    """Compile each block in its first pass, or the whole model if it has no blocks.
 
-    Regional compilation: blocks of one kind are compiled once, in a fraction of the time that the
+    Regional compilation: identical blocks are compiled once, in a fraction of the time that the
     whole model would take.
     https://docs.pytorch.org/tutorials/recipes/regional_compilation.html
 
     Returns:
-        None where compile.enabled is false: torch's compiler is not even imported then.
+        None if compile.enabled is false: torch's compiler is then not even imported.
 
     Raises:
         UserError: nothing can be compiled on this host.
@@ -123,18 +123,19 @@ def compile_blocks(
 
 
 class CompileClock:
-    """Hears of each compilation of this process, which happens inside of a pass.
+    """Measure each compilation in this process, which happens inside a pass.
 
-    Its time counts as "other", so that a rank that compiles is not taken for a slow one, and the
-    watchdog hears of its begin and its end.
+    Its time counts as "other", so that a rank that compiles does not count as slow, and the
+    watchdog receives a heartbeat at its start and its end.
 
     Attributes:
-        seconds: of all so far.
+        seconds: of all compilations so far.
     """
 
     def __init__(self, timer: PhaseTimer, beats: Heartbeat) -> None:
-        # Private, without a public equivalent. If it goes, compile.enabled fails; if it no longer
-        # calls, a rank that compiles counts as slow. tests/single/test_torch_private.py notices.
+        # Private, without a public equivalent. If torch removes it, compile.enabled fails; if it no
+        # longer calls back, a compiling rank counts as slow. tests/single/test_torch_private.py
+        # detects it.
         from torch._dynamo.callback import callback_handler
 
         self.seconds = 0.0
@@ -156,10 +157,10 @@ class CompileClock:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Compiles one line.
+    """Compile one line.
 
     Raises:
-        UserError: that fails.
+        UserError: it fails.
     """
     needed = "g++ and Python's headers" if device.type == "cpu" else "a C compiler and Triton"
     compiler = os.environ.get("CXX", "g++")

@@ -42,33 +42,33 @@ class _Loaded(NamedTuple):
 
 
 class Pipeline:
-    """The passes of one rank of a pipeline; see Passes.
+    """Passes of one rank of a pipeline; see Passes.
 
-    All ranks of the pipeline get the same micro-batches: each stage lets the task prepare them and
-    leaves its loss() where that has called the model, so that a task knows nothing of stages. The
-    last stage alone computes losses, metrics and rows: the others add nothing to them, so sums
-    over all ranks are right where each rank of a pipeline is counted once. Statistics are those of
-    the buffers of this rank's stages.
+    All ranks of the pipeline receive the same micro-batches. Each stage lets the task prepare them,
+    and leaves its loss() when loss() has called the model, so that tasks need no code for stages.
+    Only the last stage computes losses, metrics and rows; the others add nothing to them, so sums
+    over all ranks are correct if each rank of a pipeline is counted once. Statistics cover the
+    buffers of this rank's stages.
 
-    `before_last` is called after the last backward pass: on the last stage values are complete
-    before it, but on others forwards and backwards of the same micro-batch are far apart, and
-    torch's schedules do not say when the last forward is done.
+    `before_last` is called after the last backward pass: on the last stage the values are complete
+    earlier, but on other stages forward and backward of a micro-batch are far apart, and torch's
+    schedules do not report when the last forward is done.
 
-    A step's micro-batches are of one shape. Random numbers are those that one rank would draw:
-    the state of torch's generators travels with the activations where a stage draws.
+    A step's micro-batches have one shape. Random numbers are those that a single rank would draw:
+    the state of torch's generators is sent with the activations if a stage draws.
 
     Args:
         task: what is trained.
         cut: the stages of this rank.
         schedule: one of SCHEDULES.
-        group: the ranks of the pipeline, in the order of their stages; its timeout bounds each
+        group: the ranks of the pipeline, in the order of their stages; its timeout limits each
             wait.
         micro_batches: in one step, over all replicas together.
         context, exact, precision: as in Accumulate.
 
     Attributes:
-        tied: see CutModel: a norm over the ranks, a number of parameters and a checkpoint count
-            them once.
+        tied: see CutModel: the norm over the ranks, the parameter count and checkpoints count these
+            parameters once.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Pipeline:
         self._own: list[_Loaded] = []
         self._values: dict[int, Values] = {}
         self._names = self.forward.names
-        self._changes: Totals | None = None  # where statistics are added to, in training
+        self._changes: Totals | None = None  # receives the statistics, in training
         self._rows: list[Tensor] | None = None
         self._busy = 0.0
         hooks = Hooks(self._compute, lambda number: self._own[number].draws, self._computing)
@@ -137,9 +137,9 @@ class Pipeline:
         totals: Totals,
         rows: list[Tensor] | None = None,
     ) -> None:
-        """See Passes; on the last stage alone something is added."""
+        """See Passes; only the last stage adds values."""
         self._changes, self._names, self._rows = None, self.forward.evaluation_names, rows
-        most = 4 * self._cut.layout.stages  # a rank waits for a fifth of the time
+        most = 4 * self._cut.layout.stages  # a rank waits a fifth of the time
         loaded = (self._loaded(batch, samples) for samples, batch in batches)
         try:
             for shapes, own in _groups(loaded, most, self._of_shards):
@@ -150,10 +150,10 @@ class Pipeline:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Sums the gradients of tied parameters over the first and the last stage.
+        """Sum the gradients of tied parameters over the first and the last stage.
 
-        After the exchange, which may be under way while backward still computes: each end has
-        the sum over its replicas then, and both add the same two numbers.
+        Runs after the exchange, because the exchange may overlap with backward: then each of the
+        two stages holds the sum over its replicas, and both add the same two numbers.
         """
         if not self.tied:
             return
@@ -173,7 +173,7 @@ class Pipeline:
             local(parameter.grad).add_(theirs)
 
     def _of_shards(self, shapes: Hashable) -> Hashable:
-        """Those of all ranks that gather parameters together: they make the same trial passes."""
+        """Shapes of all ranks that gather parameters together: they make the same trial passes."""
         if self._shards is None:
             return shapes
         found: list[Hashable] = [None] * self._shards.size()
@@ -186,7 +186,7 @@ class Pipeline:
         return _Loaded(to_device(batch, device), generators(device), samples)
 
     def _run(self, own: list[_Loaded], shapes: Hashable, train: bool) -> list[tuple[int, Values]]:
-        """Of each micro-batch, where this rank has the last stage."""
+        """Values of each micro-batch, if this rank holds the last stage."""
         self._own, self._values, self._busy = own, {}, 0.0
         counts = train and self._schedules.has(len(own), shapes, train)
         waiting = self._context.timer.inside(_WAITING if train else "eval")
@@ -201,7 +201,7 @@ class Pipeline:
             self._own, self._values = [], {}
 
     def _count(self, seconds: float, expected: float) -> None:
-        """Of a schedule; one with a trial pass does not count."""
+        """Count the time of a schedule; a schedule with a trial pass is not counted."""
         timer, bubble = self._context.timer, self._context.timer.bubble
         bubble.schedule_seconds += seconds
         bubble.expected += expected
@@ -231,10 +231,12 @@ class Pipeline:
 
     @contextmanager
     def _fresh_buffers(self, keep: bool) -> Iterator[None]:
-        """A forward pass may change saved buffers in place, which others still need for backward.
+        """Replace saved buffers by copies in a forward pass, which may change them in place.
+
+        Backward passes of other micro-batches still need the old values.
 
         Args:
-            keep: the values that they get count.
+            keep: whether the new values are copied to the buffers afterwards.
         """
         places = self.buffers.places
         tensors = [getattr(*place) for place in places]
@@ -265,7 +267,7 @@ class Pipeline:
 def _groups(
     loaded: Iterator[_Loaded], most: int, of_shards: Callable[[Hashable], Hashable]
 ) -> Iterator[tuple[Hashable, list[_Loaded]]]:
-    """Neighbours of one shape, at most so many."""
+    """Consecutive batches of one shape, at most `most` together."""
     group: list[_Loaded] = []
     shapes: Hashable = None
     for one in loaded:
@@ -280,7 +282,7 @@ def _groups(
 
 
 def _shapes(batch: Batch) -> Hashable:
-    """Of the tensors of a batch, however deep."""
+    """Shapes of the tensors of a batch, at any nesting depth."""
     if isinstance(batch, Tensor):
         return (*batch.shape,)
     if isinstance(batch, dict):

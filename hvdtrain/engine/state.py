@@ -1,7 +1,7 @@
-"""What a run is made of while it trains, and how it moves: to a checkpoint, to other ranks.
+"""State of a run during training, and its transfer to checkpoints and to other ranks.
 
-Each part of it is a StatePart; RunState knows only a part's name and scope. ModelState and
-OptimizerState are the parts that every rank holds whole. Snapshot keeps a copy in memory.
+Each part of the state is a StatePart; RunState knows only a part's name and scope. ModelState and
+OptimizerState are the parts that every rank holds completely. Snapshot keeps a copy in memory.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ from hvdtrain.runtime.state_part import Scope, ShardedPart, StatePart
 from hvdtrain.runtime.topology import Topology
 from hvdtrain.untrusted import checked, is_of
 
-# 1 had no files of single ranks, and other names in the GPT; it is still read.
+# Format 1 had no per-rank files, and other names in the GPT; it can still be read.
 FORMAT = 2
 _READABLE = (1, 2)
-PRECISION = "precision.name"  # the name that it has in an identity
-# What checkpoints were made with that do not name it.
+PRECISION = "precision.name"  # its name in an identity
+# Values that apply to checkpoints which do not name them.
 _ONCE = {PRECISION: "float32"}
 
 
 @dataclass
 class RunState:
-    """The model, its optimizer, and where the run is.
+    """The model, its optimizer, and the run's progress.
 
     Args:
-        identity: what the run's curve follows from, by the name that a message gives it: seed,
-            data, global batch, ...; a checkpoint of another identity is refused.
-        further: parts beside the model's and the optimizer's, such as an exchange's own.
-        spanned: the parts of a model that spans ranks and of its optimizer, in place of whole ones.
+        identity: values that determine the run's curve, by the name used in messages: seed, data,
+            global batch, ...; a checkpoint of another identity is refused.
+        further: parts other than model and optimizer, such as the state of an exchange.
+        spanned: the shards of a model that spans ranks and of its optimizer, instead of whole
+            parts.
 
     Attributes:
-        sharded: the optimizer's state, where ranks hold it in pieces.
-        parts: all of them.
+        sharded: the optimizer's state, if ranks hold shards of it.
+        parts: all parts.
         applied: steps that the tensors have been through.
     """
 
@@ -84,22 +85,23 @@ class RunState:
         return self.of_scope("sharded")  # type: ignore[return-value]
 
     def read_pieces(self, folder: Path) -> None:
-        """Takes over from a checkpoint what this rank holds of the sharded parts.
+        """Load this rank's shards of the sharded parts from a checkpoint.
 
         Raises:
-            UserError: a file is damaged, or does not fit.
+            UserError: a file is damaged, or does not match.
         """
         for part in self._in_pieces():
             part.read(folder, self.progress.step)
 
     def compared(self) -> dict[str, Tensor]:
-        """What has the same bits on all ranks that hold the same, unless one was damaged."""
+        """Tensors that are bitwise identical on all ranks that hold them, unless one is damaged."""
         parts = self.of_scope("replicated", "sharded")
         return {f"{p.name}/{key}": t for p in parts for key, t in p.compared().items()}
 
     def saved_pieces(self) -> dict[str, tuple[Tensor, Piece]]:
-        """Of what `compared` gives of a model that spans ranks, what this rank saves, and where
-        that lies: all ranks together each element once.
+        """Tensors of `compared` that this rank saves of a model that spans ranks, and their places.
+
+        All ranks together save each element once.
         """
         found: dict[str, tuple[Tensor, Piece]] = {}
         for part in self.spanned:
@@ -109,12 +111,12 @@ class RunState:
         return found
 
     def capture(self, group: Group = ALONE, folder: str = "") -> Checkpoint:
-        """What this rank saves now; its tensors are the live ones.
+        """Checkpoint contents of this rank; its tensors are the live ones.
 
         Args:
             group: all ranks.
-            folder: where all ranks write, see Shared; only where there are parts that are not
-                replicated.
+            folder: directory to which all ranks write, see Shared; only if there are parts that are
+                not replicated.
         """
         local = self.of_scope("local", "sharded")
         parts = {file_of_rank(part.name, group.rank): part.tensors() for part in local}
@@ -134,7 +136,7 @@ class RunState:
         )
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Takes over what a checkpoint has of the replicated parts; see `load_local` too.
+        """Load the replicated parts from a checkpoint; see `load_local` too.
 
         Raises:
             UserError: it belongs to another model, or another identity.
@@ -172,12 +174,12 @@ class RunState:
         self._advance_to(progress)
 
     def _advance_to(self, progress: Progress) -> None:
-        """The tensors are of this progress; it is copied, as the loop holds the own object."""
+        """Copy the progress that the tensors now have; the loop holds the `progress` object."""
         vars(self.progress).update(vars(progress))
         self.applied.count = progress.step
 
     def _replicated(self, checkpoint: Checkpoint) -> dict[str, dict[str, Tensor]]:
-        """What it has for the replicated parts, whether they were that when it was made or not."""
+        """Tensors for the replicated parts, even if they were sharded when they were saved."""
         sharded = {part.name for part in self.of_scope("sharded")}
         saved = {name: t for name, t in checkpoint.parts.items() if name not in sharded}
         for part in self.of_scope("replicated"):
@@ -188,17 +190,17 @@ class RunState:
         return saved
 
     def load_local(self, folder: Path | None, group: Group) -> None:
-        """Takes over what single ranks have saved in a checkpoint; every rank reads its pieces.
+        """Load the local parts of a checkpoint; every rank reads its own files.
+
+        With another number of ranks than at the time of the save, rank r inherits from those ranks
+        r' for which r' modulo the number of ranks is r: nothing is lost, and nothing counts twice.
 
         Args:
             folder: None: there is no checkpoint, the run begins.
             group: all ranks.
 
-        With another number of ranks than then, rank r inherits from those ranks r' for which
-        r' modulo the number of ranks is r: nothing is lost, and nothing counts twice.
-
         Raises:
-            UserError: a file is damaged, or does not fit.
+            UserError: a file is damaged, or does not match.
         """
         saved: dict[str, dict[str, Tensor]] = {}
         if folder is not None:
@@ -208,26 +210,26 @@ class RunState:
             part.load([t for file, t in saved.items() if part_and_rank(file)[0] == part.name])
 
     def deal(self, topology: Topology, step: int) -> bool:
-        """Deals what is sharded to the ranks of now, see parallel/handover.py.
+        """Assign the sharded state to the current ranks, see parallel/handover.py.
 
         Args:
-            step: of the most advanced of them.
+            step: of the most advanced rank.
 
         Returns:
-            False, on all ranks: a part was lost with the ranks that held it.
+            False, on all ranks: a shard was lost with the ranks that held it.
         """
         return self.sharded is None or self.sharded.hand_over(topology, step)
 
     def drop_local(self) -> None:
-        """Local parts are as at the start of a run."""
+        """Reset the local parts to their state at the start of a run."""
         for part in self.of_scope("local"):
             part.load(())
 
     def start_over(self, model: nn.Module | None) -> None:
-        """Takes over the weights and buffers of a fresh model; nothing else is left.
+        """Load the weights and buffers of a fresh model; reset all other state.
 
         Args:
-            model: another one of the same shapes; None: this one is fresh.
+            model: a fresh model of the same shapes; None: this model is fresh.
         """
         with torch.no_grad():
             pairs = zip(_all_tensors(self.model), _all_tensors(model), strict=True) if model else ()
@@ -239,12 +241,12 @@ class RunState:
         self._advance_to(Progress())
 
     def broadcast(self, root: int = 0) -> None:
-        """Gives the replicated parts of rank `root` to all ranks, as they are.
+        """Copy the replicated parts of rank `root` to all ranks, unchanged.
 
-        After HorovodInternalError the state is neither this nor that.
+        After HorovodInternalError the state is a mixture of old and new values.
 
         Horovod's own broadcast_optimizer_state fills an empty optimizer by a step with zero
-        gradients, whereby weight decay changes the weights; here an empty one stays empty.
+        gradients, in which weight decay changes the weights; here an empty optimizer stays empty.
         """
         parts = self.of_scope("replicated")
         kept: dict[str, Any] = {
@@ -265,7 +267,7 @@ class RunState:
 class ModelState:
     """The replicated part "model": parameters and saved buffers, by name.
 
-    Buffers are not compared: a task may keep some that are a rank's own.
+    Buffers are not compared: a task may keep buffers that differ between ranks.
     """
 
     name = "model"
@@ -312,14 +314,14 @@ class OptimizerState:
 
 
 class Snapshot:
-    """A copy in memory of the replicated parts and the progress.
+    """Copy in memory of the replicated parts and the progress.
 
-    Ranks that step on their own keep their last common state: a failure between two
-    synchronisations leaves them with states of which none counts. A rank that receives a newer
-    state keeps its own one until the newer one is complete.
+    With local SGD, ranks keep their last common state: after a failure between two
+    synchronizations, none of their states is valid. A rank that receives a newer state keeps its
+    own state until the newer one is complete.
 
     Args:
-        device: that holds the copy; default: each tensor's own.
+        device: that holds the copy; default: each tensor's own device.
     """
 
     def __init__(self, state: RunState, device: torch.device | None = None) -> None:
@@ -331,7 +333,7 @@ class Snapshot:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copies the state of now."""
+        """Copy the current state."""
         self._progress = replace(self._state.progress)
         self._applied = self._state.applied.count
         for part in self._state.of_scope("replicated"):
@@ -346,23 +348,23 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Brings back what the last `keep` saw."""
+        """Restore the state of the last `keep`."""
         for part in self._state.of_scope("replicated"):
-            # Copies: an optimizer would go on with the tensors that it is given.
+            # Copies: an optimizer keeps and updates the tensors that it is given.
             part.load([{name: t.clone() for name, t in self._tensors[part.name].items()}])
         vars(self._state.progress).update(vars(self._progress))
         self._state.applied.count = self._applied
 
 
 class KeepSynchronised:
-    """Takes the snapshot to which ranks that step on their own go back after a failure.
+    """Keep the snapshot that is restored after a failure with local SGD.
 
     Comes after all callbacks that may change the state (ReplicaCheck).
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
-        snapshot.keep()  # where the generation begins
+        snapshot.keep()  # state at the start of the generation
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         if loop.synchronised:

@@ -1,8 +1,23 @@
-"""One optimizer step over the global batch: passes, exchange, update, in this order.
+"""One optimizer step over the global batch: forward and backward, gradient exchange, update.
 
-TrainStep defines the order; Update turns the exchanged gradients into the next parameters. The
-forward and backward passes are in accumulate.py and pipeline.py, the numbers that all ranks sum in
-control.py.
+TrainStep runs a step in this order:
+
+1. Save the model's buffers, which forward passes change (buffers.py).
+2. Run forward and backward for each micro-batch of this rank (accumulate.py, or pipeline.py for a
+   pipeline). When a bucket of gradients is complete, the exchange compresses it if configured, and
+   sends it (hvdtrain/exchange/base.py). The control vector (control.py) sums loss, metrics and
+   flags over all ranks.
+3. Wait for the exchanged gradients and the control vector.
+4. Scale the gradients, compute their norm, clip them (Update.prepare).
+5. If ranks hold shards, wait until every rank can take the step (parallel/agreement.py).
+6. Update parameters, optimizer state and progress without communication (TrainStep._commit).
+7. With local SGD, average the ranks' states if it is due; with parallel.zero, gather the
+   parameters that other ranks have updated (TrainStep.complete).
+
+If a rank is lost in 2 to 5, the step raises RankLostError and leaves the state as it was before the
+step (exception: local SGD, see TrainStep). An elastic run then continues in a new generation
+(run/session.py), which repeats the step; any other run ends. If another rank has already taken the
+step after 5, this rank takes it late (Agreement.catch_up).
 """
 
 from __future__ import annotations
@@ -38,18 +53,18 @@ from hvdtrain.runtime.parts import local
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step gave, alike on all ranks.
+    """Result of one step, identical on all ranks.
 
     Args:
         values: float64, "loss" and the task's metrics as means over the global batch
-        grad_norm: norm of the gradient of the global batch, before clipping; of ranks that step on
-            their own the root mean square of those of theirs
-        applied: False where the gradient was not finite and the step was skipped
+        grad_norm: gradient norm of the global batch, before clipping; with local SGD the root mean
+            square of the ranks' gradient norms
+        applied: False if the gradient was not finite and the step was skipped
         loss_scale, overflow: see UpdateResult
-        stop: some rank was asked to stop
-        membership_changed: some rank has heard that processes join or leave
-        used: what the micro-batches of all ranks held
-        ready_at: time.perf_counter() when all but the update was done
+        stop: some rank received a request to stop
+        membership_changed: some rank was notified that processes join or leave
+        used: samples and tokens in the micro-batches of all ranks
+        ready_at: time.perf_counter() when only the update was left to do
     """
 
     values: dict[str, float]
@@ -64,18 +79,18 @@ class StepResult:
 
 
 class TrainStep:
-    """Micro-batches to an update of the model, the same on every rank.
+    """Turn micro-batches into one update of the model, identical on every rank.
 
-    A step that is skipped (its gradient was not finite) or that fails leaves nothing behind:
-    parameters, the optimizer's state and the saved buffers (see SavedBuffers for what these are)
-    have the bits that they had before, on every rank. Where ranks step on their own, one that fails
-    may leave some of it behind; Snapshot has the state to go back to.
+    A step that is skipped (its gradient was not finite) or that fails changes no state: parameters,
+    optimizer state and saved buffers (see SavedBuffers) stay bitwise identical to their values
+    before the step, on every rank. With local SGD, a failed step may change some of the state;
+    Snapshot holds the state to restore.
 
     Args:
-        batch: samples of a step and of a micro-batch.
-        buckets: with batch.max_tokens, what micro-batches hold.
-        sharded: the optimizer, where it updates a part of the parameters.
-        agreement: if a rank must not take a step before all ranks can.
+        batch: sizes of a step and of a micro-batch.
+        buckets: with batch.max_tokens, the contents of the micro-batches.
+        sharded: the optimizer, if each rank updates a shard of the parameters.
+        agreement: set if no rank may take a step before all ranks can.
     """
 
     def __init__(
@@ -105,7 +120,7 @@ class TrainStep:
 
     @property
     def synchronised(self) -> bool:
-        """All ranks hold the same state."""
+        """Whether all ranks hold the same state."""
         return self._exchange.synchronised
 
     def __call__(
@@ -116,21 +131,22 @@ class TrainStep:
         flags: Flags,
         advance: Callable[[StepResult], None] = lambda result: None,
     ) -> StepResult:
-        """Runs one step.
+        """Run one step.
 
         Args:
             batches: this rank's micro-batches, see Passes.
-            deal: how many these are; may be 0.
+            deal: the micro-batches assigned to this rank; may be empty.
             lr: learning rate.
-            flags: sent to the other ranks in the control vector; `step` must be alike on all.
-            advance: advances what else belongs to the state, such as Progress. It is called
-                together with the update of the parameters, even if that happens late.
+            flags: sent to the other ranks in the control vector; `step` must be identical on all
+                ranks.
+            advance: advances other state, such as Progress. It is called together with the
+                parameter update, even if the step is taken late.
 
         Raises:
             RankLostError: another rank is gone.
-            AgreedError: the task's values cannot be averaged, see means, or its loss is a mean
-                over micro-batches of different sizes.
-            RuntimeError: the ranks are at different steps, or lack a part of the global batch.
+            AgreedError: the task's values cannot be averaged, see means, or its loss is a mean over
+                micro-batches of different sizes.
+            RuntimeError: the ranks are at different steps, or part of the global batch is missing.
         """
         timer = self._context.timer
         timer.enter("optimizer")
@@ -169,7 +185,7 @@ class TrainStep:
     def _wait_for_all(
         self, step: int, ready: ReadyUpdate, commit: Callable[[], StepResult]
     ) -> None:
-        """Waits until all ranks can take the step.
+        """Wait until all ranks can take the step.
 
         Raises:
             RankLostError: another rank is gone; `agreement` can take the step late.
@@ -198,7 +214,7 @@ class TrainStep:
         advance: Callable[[StepResult], None],
         ready_at: float,
     ) -> StepResult:
-        """Moves all of this rank's state from before the step to after it; needs no other rank."""
+        """Move all state of this rank from before the step to after it, without communication."""
         updated = self._update.commit(ready)
         if not updated.applied:
             self._buffers.restore()
@@ -220,24 +236,27 @@ class TrainStep:
         return result
 
     def complete(self) -> None:
-        """After a step that counts: every rank gets the parameters that others have updated.
+        """After a counted step, give every rank the parameters that other ranks have updated.
 
         Raises:
-            RankLostError: another rank is gone; this rank's part is that of after the step.
+            RankLostError: another rank is gone; this rank's shard is already updated.
         """
         if self._sharded is not None:
             with self._context.timer.inside(self._exposed):
                 self._sharded.gather()
 
     def _exchanged(self, batches: Iterator[Batch], deal: Deal, flags: Flags) -> Agreed:
-        """The gradients are those to step with then; returns what the ranks agreed on."""
+        """Run the passes and exchange their gradients; return the sums over all ranks.
+
+        Afterwards each parameter has the gradient to step with.
+        """
         timer, heartbeat = self._context.timer, self._context.heartbeat
         self._update.clear()
         self._exchange.begin(len(deal))
         control = ControlVector(flags, self._used(deal, flags.step), self._sizes, self._context)
 
         def send() -> None:
-            # A task freezes parameters in its forward pass; without one, none is known to be.
+            # A task freezes parameters in its forward pass; without a pass, none is known.
             control.send(self._exchange.frozen() if len(deal) else ())
 
         self._passes.train(batches, deal, control, before_last=send)
@@ -253,7 +272,7 @@ class TrainStep:
         return agreed
 
     def _used(self, deal: Deal, step: int) -> Used:
-        """What the micro-batches of this rank hold; nothing where another rank counts them."""
+        """Contents of this rank's micro-batches; zero if another rank counts them."""
         if not self._context.mesh.leads:
             return Used(0)
         if self._buckets is None:
@@ -261,7 +280,7 @@ class TrainStep:
         return self._buckets.used(step * self._batch.micro_batches + j for j in deal)
 
     def _check(self, agreed: Agreed, step: int) -> None:
-        """Raises RuntimeError unless all ranks did the same step, and all of it."""
+        """Raise RuntimeError unless all ranks did the same step, and all of it."""
         ranks, samples = self._context.mesh.world.size, self._batch.global_size
         if self._buckets is not None:
             samples = self._buckets.samples_of(step, self._batch.micro_batches)
@@ -281,11 +300,11 @@ class TrainStep:
 
 @dataclass(frozen=True)
 class ReadyUpdate:
-    """An update of which only this rank's own part is left to do.
+    """Update of which only the local part is left to do.
 
     Args:
         grad_norm, applied: see UpdateResult
-        gradients: of each parameter, clipped
+        gradients: clipped gradient of each parameter
     """
 
     grad_norm: float
@@ -295,13 +314,13 @@ class ReadyUpdate:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What an update did.
+    """Result of an update.
 
     Args:
-        grad_norm: norm of the gradient before clipping, see Exchange.agreed_norm
-        applied: False where it was not finite: parameters and optimizer are what they were
-        loss_scale: with which it was computed, of fp16
-        overflow: it was not finite, and the loss scale could be too high
+        grad_norm: gradient norm before clipping, see Exchange.agreed_norm
+        applied: False if the norm was not finite: parameters and optimizer state are unchanged
+        loss_scale: loss scale of this step's loss, with fp16
+        overflow: the gradient was not finite, and the loss scale may be too high
     """
 
     grad_norm: float
@@ -311,14 +330,15 @@ class UpdateResult:
 
 
 class Update:
-    """Scales the gradients, checks that they are finite, clips them, and steps.
+    """Scale the gradients, check that they are finite, clip them, and step.
 
     Args:
         optimizer: over the parameters of `exchange`.
         exchange: has exchanged the gradients when `prepare` is called.
         clip_norm: gradients are scaled down to this norm; 0 = never.
-        loss_scale: follows from whether gradients are finite.
-        total_norm: of the gradients of parameters; of a model that spans ranks, of all its parts.
+        loss_scale: adjusted after each step according to whether the gradients were finite.
+        total_norm: norm of the gradients of the given parameters; for a model that spans ranks,
+            over all its shards.
     """
 
     def __init__(
@@ -336,26 +356,26 @@ class Update:
         self._total_norm = total_norm or norm_of_gradients
 
     def clear(self) -> None:
-        """Takes away the gradients of the step before."""
+        """Drop the gradients of the previous step."""
         self._optimizer.zero_grad()
 
     def prepare(self, lr: float, gradient_scale: float) -> ReadyUpdate:
-        """Scales, checks and clips the gradients; parameters and optimizer stay as they are.
+        """Scale, check and clip the gradients; parameters and optimizer state stay unchanged.
 
-        Every rank holds the same bits of the gradient, or those of its own and the same bits of a
-        norm over all ranks; so all decide alike.
+        All ranks make the same decision: every rank holds the bitwise identical gradient, or its
+        own gradient and a bitwise identical norm over all ranks.
 
         Args:
-            lr: learning rate, of groups without an lr_scale.
-            gradient_scale: what gradients are multiplied with first.
+            lr: learning rate of groups without an lr_scale.
+            gradient_scale: factor applied to the gradients first.
 
         Raises:
             HorovodInternalError: another rank is gone.
         """
         parameters = self._exchange.parameters
         own = [local(p.grad) for p in parameters if p.grad is not None]
-        # torch._foreach_* are private, but have no public equivalent: one kernel for all gradients.
-        # If they go, each step fails; tests/single/test_torch_private.py notices.
+        # torch._foreach_* (one kernel for all gradients) are private, without a public equivalent.
+        # If torch removes them, each step fails; tests/single/test_torch_private.py detects it.
         if gradient_scale != 1.0:
             torch._foreach_mul_(own, gradient_scale)
         norm = self._total_norm([p for p in parameters if p.grad is not None])
@@ -368,7 +388,7 @@ class Update:
         return ReadyUpdate(float(agreed), applied, [p.grad for p in parameters])
 
     def commit(self, ready: ReadyUpdate) -> UpdateResult:
-        """Updates the parameters, unless the gradient is not finite; needs no other rank."""
+        """Update the parameters, unless the gradient is not finite; needs no communication."""
         if ready.applied:
             self._optimizer.step()
         if self._loss_scale is None:
@@ -377,18 +397,18 @@ class Update:
         return UpdateResult(ready.grad_norm, ready.applied, used, overflow)
 
     def restore_gradients(self, ready: ReadyUpdate) -> None:
-        """Gives the parameters the gradients of an update that is committed late."""
+        """Restore the gradients of an update that is committed late."""
         for parameter, gradient in zip(self._exchange.parameters, ready.gradients, strict=True):
             parameter.grad = gradient
 
 
 def norm_of_gradients(parameters: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of the gradients of a model that this rank has whole."""
+    """Return the 2-norm of the gradients of a model that this rank holds completely."""
     return get_total_norm([_wide(p.grad) for p in parameters if p.grad is not None])
 
 
 def _clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:
-    """torch.nn.utils.clip_grads_with_norm_, for parts of gradients too."""
+    """torch.nn.utils.clip_grads_with_norm_, also for shards of gradients."""
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
@@ -398,15 +418,15 @@ def _clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:
 
 
 def _wide(gradient: Tensor) -> Tensor:
-    """A norm of 16 bits would have two or three digits."""
+    """Convert 16-bit gradients to float32: a 16-bit norm has only two or three digits."""
     return gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
 
 
 class AppliedSteps:
-    """Steps that the tensors of this rank have been through, counted where they change.
+    """Number of steps that this rank's tensors have been through, counted when the tensors change.
 
-    The count is sent with the tensors and `Progress.step` with the progress: if they differ, a step
-    was applied twice or left out.
+    The count is sent with the tensors, and `Progress.step` with the progress: if they differ, a
+    step was applied twice or omitted.
 
     Args:
         optimizer: steps on the tensors.

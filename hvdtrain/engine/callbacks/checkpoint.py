@@ -1,11 +1,13 @@
-"""When a checkpoint is taken: every so many steps or seconds, at the end, and when asked to stop.
+"""When a checkpoint is saved: after a number of steps or seconds, at the end, and on a stop
+request.
 
-Nobody waits for one but the run's end: there all ranks wait in turns for rank 0's writer. While
-one is being written, the next that is due is taken after the first step at which the writer is
-free, with the state of that step; where ranks step on their own, after a synchronisation.
+Ranks wait for a checkpoint only at the end of the run: there all ranks take turns until rank 0's
+writer has finished. If the writer is busy when the next checkpoint is due, that checkpoint is taken
+after the first step at which the writer is free, with the state of that step; with local SGD, after
+a synchronization.
 
-Rank 0 decides. Where ranks have state of their own to save (local and sharded parts), they take it
-after the same step, and write into one folder.
+Rank 0 decides. If ranks have their own state to save (local and sharded parts), they save it after
+the same step, into one directory.
 """
 
 from __future__ import annotations
@@ -30,40 +32,41 @@ from hvdtrain.runtime.collectives import broadcast_json, gather_json, sum_
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.runtime.phases import PhaseTimer
 
-# At the run's end the ranks tell each other so often that rank 0 still saves: a collective that
-# lasts as long as a slow disk would be taken for a rank that takes no part.
+# Interval of the turns while rank 0 saves at the end of the run: a single collective that lasts as
+# long as a slow disk would look like a rank that does not respond.
 _TURN_SECONDS = 1.0
-# For which a step with the lowest validation loss waits for an earlier checkpoint.
+# Maximum wait of a step with the lowest validation loss for an earlier checkpoint.
 _BEST_SECONDS = 10.0
 
 
 class Turn(IntEnum):
-    """What rank 0 tells all ranks in each turn of the last save."""
+    """Rank 0's decision in each turn of the last save."""
 
     DONE = 0  # the save has ended, or rank 0 has given up
     WAIT = 1  # rank 0 still waits for its writer
-    BEGIN = 2  # all ranks take part in a save now
+    BEGIN = 2  # all ranks begin a save now
 
 
 class Votes(NamedTuple):
-    """How many ranks say each of a save between two steps."""
+    """Number of ranks that report each condition about a save between two steps."""
 
-    begin: int  # it is due (only rank 0 says so)
-    busy: int  # the writer still writes an earlier one
-    failed: int  # the writer could not write its files of an earlier one
+    begin: int  # a save is due (reported only by rank 0)
+    busy: int  # the writer is still writing an earlier checkpoint
+    failed: int  # the writer could not write its files of an earlier checkpoint
 
 
 def count_votes(begin: bool, busy: bool, failed: bool) -> Votes:
-    """Sums the answers of all ranks; every rank calls it."""
+    """Sum the votes of all ranks; every rank calls it."""
     own = torch.tensor([begin, busy, failed], dtype=torch.int64)
     return Votes(*sum_(own, "checkpoint.begin").tolist())
 
 
 def agree_on_turn(own: Turn, failed: bool) -> tuple[Turn, bool]:
-    """Exchanges one turn of the last save; every rank calls it.
+    """Exchange one turn of the last save; every rank calls it.
 
     Args:
-        own: rank 0's decision; DONE on all others, so that the sum over the ranks is rank 0's.
+        own: rank 0's decision; DONE on all other ranks, so that the sum over the ranks is rank 0's
+            decision.
         failed: this rank could not write its files.
 
     Returns:
@@ -75,14 +78,14 @@ def agree_on_turn(own: Turn, failed: bool) -> tuple[Turn, bool]:
 
 @dataclass(frozen=True)
 class Saving:
-    """With what a rank takes part in saves.
+    """What a rank needs to participate in saves.
 
     Args:
         state: of the run.
         group: all ranks.
         writer: None on a rank that has nothing to save.
-        before: called before each save, in the background, to bring to disk what the
-            checkpoint relies on.
+        before: called before each save, in the background, to flush to disk what the checkpoint
+            relies on.
     """
 
     state: RunState
@@ -92,16 +95,16 @@ class Saving:
 
     @property
     def shared(self) -> bool:
-        """Every rank has something to save."""
+        """Whether every rank has something to save."""
         return bool(self.state.of_scope("local", "sharded"))
 
 
 class SaveCheckpoints:
-    """Rank 0 saves; the others continue. Two calls for one step save it once.
+    """Save checkpoints on rank 0 while the other ranks continue; a step is saved only once.
 
     Args:
-        grace_seconds: from being asked to stop until being killed; 0 = not known.
-        timer: told of the time that it takes here.
+        grace_seconds: from a stop request until the ranks are killed; 0 = not known.
+        timer: records the time spent here.
     """
 
     def __init__(
@@ -117,8 +120,8 @@ class SaveCheckpoints:
         self._saving = saving
         self._writer = saving.writer
         self._decides = saving.group.rank == 0
-        self._told_of = -1  # the step whose save has failed here
-        self._warned_of = -1  # the step whose save was in the way of the next
+        self._told_of = -1  # the step whose save has failed on this rank
+        self._warned_of = -1  # the step whose save delayed the next one
         self.error: Exception | None = None  # why the run's last state is not saved
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
@@ -136,7 +139,7 @@ class SaveCheckpoints:
         due = self._due(writer, step)
         begin = self._decides and (due or best) and not writer.holds(step)
         if begin and best:
-            # There is no later step with this state.
+            # No later step has this state.
             writer.wait(time.monotonic() + _BEST_SECONDS)
         if self._saving.shared:
             # Each rank's writer must be free.
@@ -164,7 +167,7 @@ class SaveCheckpoints:
             writer.prepare(self._saving.state.capture(self._saving.group))
 
     def _new_failure(self, writer: CheckpointWriter) -> Exception | None:
-        """Why this rank could not write its files for rank 0, unless the ranks know it already."""
+        """Error of this rank's writer on files for rank 0, unless already reported to the ranks."""
         failed = not self._decides and not writer.busy and writer.error is not None
         if not failed or self._told_of == writer.taken_step:
             return None
@@ -172,7 +175,7 @@ class SaveCheckpoints:
         return writer.error
 
     def _tell(self, writer: CheckpointWriter, failure: Exception | None) -> None:
-        """Rank 0 waits no longer for files that another rank cannot write; every rank calls it."""
+        """Make rank 0 stop waiting for files that a rank cannot write; every rank calls it."""
         group = self._saving.group
         own = None if failure is None else f"rank {group.rank}: {failure}"
         writer.fail([theirs for theirs in gather_json(own, "checkpoint.failed") if theirs])
@@ -183,7 +186,7 @@ class SaveCheckpoints:
         return by_steps or (seconds > 0 and time.monotonic() - writer.taken_at >= seconds)
 
     def _begin(self, step: int) -> None:
-        """Begins a save: on rank 0, and where all have something to save on every rank."""
+        """Begin a save on rank 0, or on every rank if all ranks have something to save."""
         folder = ""
         if self._saving.shared:
             folder = broadcast_json(hidden_name(Path(folder_name(step))).name, "checkpoint.folder")
@@ -204,7 +207,7 @@ class SaveCheckpoints:
             )
 
     def _save_last_together(self, loop: Loop) -> None:
-        """Every rank calls it, and none returns before rank 0 has saved or given up."""
+        """Return when rank 0 has saved or given up; every rank calls it."""
         step = loop.progress.step
         if not self._decides:
             while self._take_turn(Turn.DONE, step) != Turn.DONE:
@@ -217,7 +220,7 @@ class SaveCheckpoints:
         self._take_turn(Turn.DONE, step)
 
     def _take_turn(self, own: Turn, step: int) -> Turn:
-        """Returns rank 0's decision, and begins the save if that is BEGIN; every rank calls it.
+        """Return rank 0's decision, and begin the save if it is BEGIN; every rank calls it.
 
         Args:
             own: see `agree_on_turn`.
@@ -232,9 +235,9 @@ class SaveCheckpoints:
         return turn
 
     def _save_last(self, writer: CheckpointWriter, step: int, deadline: float) -> None:
-        """Saves the run's last state if there is time to, and waits until it is on disk.
+        """Save the run's last state if there is time, and wait until it is on disk.
 
-        Rank 0 calls it; all others take turns meanwhile.
+        Rank 0 calls it; the other ranks take turns meanwhile.
         """
         in_time = writer.expected_seconds() <= deadline - time.monotonic()
         if not writer.holds(step) and in_time:
@@ -261,7 +264,7 @@ class SaveCheckpoints:
             )
 
     def _wait(self, writer: CheckpointWriter, step: int, deadline: float) -> None:
-        """Waits for the save in progress, not beyond `deadline`; takes a turn every second."""
+        """Wait for the save in progress until `deadline`; take a turn every second."""
         limit = min(deadline, time.monotonic() + writer.patience())
         while not writer.wait(min(limit, time.monotonic() + _TURN_SECONDS)):
             if time.monotonic() >= limit:

@@ -1,4 +1,4 @@
-"""Validation loss every `eval.every` steps and after the last, and whether the run stops early."""
+"""Validation loss every `eval.every` steps and after the last, and early stopping."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from hvdtrain.runtime.mesh import Group
 
 
 class Evaluate:
-    """Adds "validation_loss" and "validation_NAME" of the task's metrics and measures.
+    """Add "validation_loss" and "validation_NAME" of the task's metrics and measures to the record.
 
-    With averaged weights, "ema_validation_loss" and the like too.
+    With averaged weights, also "ema_validation_loss" and the other "ema_validation_NAME".
 
     Args:
-        ema: None: there are none.
-        emit: called with an early stop, "early_stop" (step, best_step); on rank 0.
+        ema: averaged weights; None: there are none.
+        emit: called on an early stop, "early_stop" (step, best_step); on rank 0.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Evaluate:
             self._emit("early_stop", step=progress.step, best_step=best_step)
 
     def evaluate(self, batch: BatchConfig) -> dict[str, float]:
-        """Means over the first samples of the validation data, and what follows from them.
+        """Means over the first samples of the validation data, and values derived from them.
 
-        They are the same on every rank. They follow from the model and the seed alone: random
-        numbers that the task draws are the same for any number of ranks, and in each evaluation,
-        so that evaluating one model twice gives one value.
+        The values are identical on every rank. They depend only on the model and the seed: random
+        numbers that the task draws are identical for any number of ranks and in each evaluation, so
+        evaluating one model twice gives one value.
         """
         names, context = self._passes.forward.evaluation_names, self._context
         places = self._data.places(self._config.batches, batch)
@@ -92,7 +92,7 @@ class Evaluate:
         zeros = torch.zeros(parts, 3, len(names), dtype=torch.float64, device=context.device)
         totals = Totals(zeros)
         with evaluating(self._passes.model):
-            # Where some ranks have a micro-batch more, collectives of the task are refused.
+            # In the extra micro-batch that only some ranks have, collectives are refused.
             in_common = len(places) // context.mesh.batch.size
             own = comm.OWN.micro_batches(batches, in_common)
             self._passes.evaluate(own, totals, rows)
@@ -110,11 +110,11 @@ class Evaluate:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the whole model is in eval mode; afterwards each module is in the mode it had.
+    """Put the whole model in eval mode inside the context; restore each module's mode afterwards.
 
-    A task may keep parts of its model in eval mode, such as a BatchNorm that is not to be
-    trained; `model.train()` would wake them. Modules that override `train` are told of both
-    changes, as PyTorch would tell them.
+    A task may keep some modules in eval mode, such as a BatchNorm that must not be trained;
+    `model.train()` would change their mode. Modules that override `train` are called for both
+    changes, as PyTorch would call them.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -129,7 +129,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def all_rows(rows: Sequence[Tensor], sizes: Sequence[int], group: Group) -> Tensor:
-    """What the task returned for each validation sample on all ranks, in the order of the data.
+    """Return the task's rows for the validation samples of all ranks, in the order of the data.
 
     Every rank calls it.
 
@@ -138,10 +138,10 @@ def all_rows(rows: Sequence[Tensor], sizes: Sequence[int], group: Group) -> Tens
         sizes: samples of each micro-batch of the evaluation.
 
     Returns:
-        (samples, K), the same for any number of ranks.
+        (samples, K), identical for any number of ranks.
 
     Raises:
-        AgreedError: on every rank, where any has not a row for each sample.
+        AgreedError: on every rank, if any rank does not have one row per sample.
     """
     batches = torch.arange(sum(sizes)).split([*sizes])
     wanted = [*sizes[group.rank :: group.size]]
@@ -149,7 +149,7 @@ def all_rows(rows: Sequence[Tensor], sizes: Sequence[int], group: Group) -> Tens
     flat = [part.reshape(len(part), -1) for part in rows]
     width = flat[0].shape[1] if flat else 0
     if group.size > 1:
-        # A rank without micro-batches does not know it.
+        # A rank without micro-batches does not know the width.
         width = int(reduce(torch.tensor(width), "max", "evaluate.width"))
     own = torch.cat([torch.empty(0, width, dtype=torch.float64), *flat])
     if group.size == 1:

@@ -1,7 +1,7 @@
 """Callbacks that report each step.
 
-LogMetrics writes metrics.jsonl, the sinks, and rank 0's bar or lines. TellMfu adds the model FLOPs
-utilisation to the record. Export updates this rank's Prometheus exporter.
+LogMetrics writes metrics.jsonl, the sinks, and rank 0's progress bar or lines. TellMfu adds the
+model FLOPs utilization to the record. Export updates this rank's Prometheus exporter.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from hvdtrain.runtime.terminal import terminal
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.sinks import BackgroundSink
 
-# Without a terminal: fewer lines than these are for those who read a log from start to end.
+# Without a terminal, lines are at least this far apart, so that a log stays readable.
 _SECONDS_BETWEEN_LINES = 2.0
 
 
 class LogMetrics:
-    """Writes the record of every `train.log_every`-th step; rank 0 only writes and shows.
+    """Write the record of every `train.log_every`-th step; only rank 0 writes and displays.
 
-    On a terminal a bar shows each of them. Elsewhere there is a line at most every 2 seconds, and
-    one for the first step, the last, and each that was evaluated or in which ranks were healed.
+    On a terminal a progress bar shows each record. Without one, a line is logged at most every 2
+    seconds, and for the last step, each evaluated step and each step in which ranks were healed.
 
-    Every rank keeps the last records: what a full disk kept rank 0 from writing until it died, or
-    was set aside, the next rank 0 writes.
+    Every rank keeps the last records: the next rank 0 writes those that the previous rank 0 could
+    not write because of a full disk until it died or was set aside.
 
     Args:
         metrics: None on the other ranks.
-        recent: the last records of this process, from one generation to the next.
-        generation: gives a generation's number by its claim; None: it has no start event.
-        sinks: get what metrics gets.
-        units: name and number of what a sample counts as, such as ("tokens", 128).
+        recent: the last records of this process, kept from one generation to the next.
+        generation: returns a generation's number for its claim; None: it has no start event.
+        sinks: receive the same records as `metrics`.
+        units: name and number of units per sample, such as ("tokens", 128).
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class LogMetrics:
         self._units = units
         self._bar: tqdm | None = None
         self._next_line = 0.0  # time.monotonic()
-        self._seconds: list[float] = []  # of the steps since the last line
-        self._samples = 0  # of these
+        self._seconds: list[float] = []  # of the steps since the last record
+        self._samples = 0  # of these steps
         self.last: StepRecord = {}
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
@@ -111,7 +111,7 @@ class LogMetrics:
                 file=terminal(),
                 dynamic_ncols=True,
             )
-        # With the newest validation loss, which most steps have none of.
+        # Includes the newest validation loss, which most steps do not have.
         self._bar.set_postfix_str(self._figures(self.last), refresh=False)
         self._bar.update(record["step"] - self._bar.n)
 
@@ -136,7 +136,7 @@ class LogMetrics:
 
 
 class TellMfu:
-    """Adds "mfu" to the record: of this step, over all ranks, as if all had this rank's device."""
+    """Add "mfu" to the record: of this step, over all ranks, as if all had this rank's device."""
 
     def __init__(self, flops: ModelFlops) -> None:
         self._flops = flops
@@ -151,13 +151,13 @@ class TellMfu:
 
 
 class Export:
-    """Hands each step's metrics to this rank's Prometheus exporter.
+    """Update this rank's Prometheus exporter with each step's metrics.
 
-    Every rank has one in each generation; the exporter outlives it.
+    Every rank has one Export in each generation; the exporter outlives it.
 
     Args:
-        failed_at: when the failure was that this generation comes after, unix time.
-        step: steps done when the generation begins; those beyond are done again.
+        failed_at: unix time of the failure that this generation follows.
+        step: steps done when the generation begins; later ones are repeated.
     """
 
     def __init__(self, exporter: Exporter, failed_at: float | None, step: int) -> None:
@@ -182,5 +182,5 @@ class Export:
 
 
 def _strict(value: object) -> object:
-    """JSON has no NaN."""
+    """Replace non-finite numbers by None: JSON has no NaN."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""Traces of the steps that `profile.steps` names, and Horovod's timeline of them."""
+"""Traces of the steps in `profile.steps`, and Horovod's timeline of these steps."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ from hvdtrain.telemetry.trace import Trace, warm_up
 
 
 class Profile:
-    """Every rank has one in each generation, the last callback: a step is recorded with all that is
-    done after it. A generation that ends inside the range closes its files.
+    """Record traces of the steps in `profile.steps`.
 
-    Nothing that goes wrong here ends the run.
+    Every rank has one Profile in each generation, as the last callback, so that a step is recorded
+    with everything that is done after it. A generation that ends inside the range closes its files.
+
+    Errors in profiling do not end the run.
 
     Args:
-        folder: RUN/profile; made when it is needed.
+        folder: RUN/profile; created when needed.
         step: steps done when the generation begins.
     """
 
@@ -54,10 +56,10 @@ class Profile:
         named = config.named_ranks
         self._mine = named is None or topology.rank in named
         self._failed = False
-        self._first: int | None = None  # of the steps that are recorded now
+        self._first: int | None = None  # first step of the current recording
         self._trace: Trace | None = None
         self._timeline = False
-        self._ready: int | None = None  # handle of the number that is exchanged for the timeline
+        self._ready: int | None = None  # handle of the all-reduce that marks the timeline
         if step + 1 >= self._steps.stop:
             if topology.rank == 0 and not folder.exists():
                 logger.warning("profile.steps %s: the run is at step %d", config.steps, step)
@@ -66,7 +68,7 @@ class Profile:
         self._reach(step + 1)
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
-        # After a failure the callbacks hear of the last step again: nothing is new then.
+        # After a failure the callbacks are called for the last step again: nothing is new then.
         if loop.progress.step < self._next:
             return
         if self._ready is not None:
@@ -79,7 +81,7 @@ class Profile:
             self._end()
 
     def _reach(self, step: int, ending: bool = False) -> None:
-        """`step` comes next, unless the run is at its end."""
+        """Handle that `step` comes next, unless the run is at its end."""
         self._next = step
         inside = step in self._steps and not ending
         if inside and self._first is None:
@@ -96,9 +98,9 @@ class Profile:
         self._timer.listen(self._enter)
 
     def _enter(self, phase: str) -> None:
-        """Hears of each phase while it is recorded."""
+        """Handle a change of phase during a recording."""
         if phase == "comm_exposed" and self._ready is None:
-            # On every rank alike, whatever failed on this one: the backward pass has ended.
+            # On every rank, whatever failed on this one: the backward pass has ended.
             name = f"{READY}{self._next}"
             self._ready = begin_sum(torch.zeros(1), name)
         if self._trace is not None:
@@ -121,7 +123,7 @@ class Profile:
 
     def _start_timeline(self) -> None:
         if self._topology.world_size == 1:
-            return  # nobody to wait for
+            return  # no other rank to wait for
         if not timeline.can_start():
             logger.warning("profile: HOROVOD_TIMELINE names a file: Horovod's timeline is there")
             return
@@ -153,7 +155,7 @@ class Profile:
             logger.info("profile of steps %d to %d: %s", first, end - 1, path)
 
     def _try(self, part: Callable[[], None]) -> None:
-        """Runs a part; the first failure is told, and nothing is tried after it."""
+        """Run `part`; log the first failure, and run nothing after it."""
         if self._failed:
             return
         try:

@@ -1,8 +1,8 @@
-"""Are the replicas still alike? A hash of each rank's state is compared, and damage healed.
+"""Comparison of the replicas: hash each rank's state, compare the hashes, and heal damage.
 
-All ranks apply the same update to the same bits, so their parameters and optimizer state
-stay the same bits: a rank that differs has been damaged (a flipped bit of memory, a defect
-of a core or a device). Buffers are not compared: a task may keep some that are a rank's own.
+All ranks apply the same update to bitwise identical values, so their parameters and optimizer state
+stay bitwise identical: a rank that differs has been damaged (a bit flip in memory, a defect of a
+core or a device). Buffers are not compared: a task may keep buffers that differ between ranks.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _NOTHING_SAVED = (
 
 
 class ReplicaCheck:
-    """Comes before all callbacks that use the state: what is damaged is not saved.
+    """Compare the replicas before the callbacks that use the state, so that no damage is saved.
 
-    Adds "state_hash" to the record of a step after which it compared, on one rank too: what
-    `hvdtrain audit --same` compares; and "healed" (ranks) where it healed some.
+    Adds "state_hash" to the record of a step after which it compared, even on one rank: `hvdtrain
+    audit --same` compares these hashes. Adds "healed" (ranks) if it healed ranks.
 
     Args:
         every: steps between checks.
-        save_every: steps between checkpoints, 0 = none: what is saved is compared too.
-        state: this rank's.
-        emit: called with what was healed: "healed" (step, ranks); on rank 0.
-        grid: who holds the same part of the model: those are compared, and not healed.
+        save_every: steps between checkpoints, 0 = none: a state to be saved is also compared.
+        state: this rank's state.
+        emit: called when ranks were healed: "healed" (step, ranks); on rank 0.
+        grid: which ranks hold the same shard of the model: these are compared, and not healed.
     """
 
     def __init__(
@@ -53,14 +53,14 @@ class ReplicaCheck:
         self._emit = emit
         self._hash = TensorHash()
         self._parts = PartHash(state.sharded, self._hash) if state.sharded else None
-        self._alike = state.progress.step  # the latest step after which all were alike
+        self._alike = state.progress.step  # the latest step after which all ranks were identical
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
-        """Compares where it is due.
+        """Compare the replicas if it is due.
 
         Raises:
-            AgreedError: no group of ranks is larger than all others: nobody knows who is right. Or
-                those that hold one part of the optimizer's state differ.
+            AgreedError: no group of identical ranks is larger than all others, so the correct state
+                is unknown; or ranks that hold the same shard of the optimizer's state differ.
         """
         if not self._due(loop):
             return
@@ -100,10 +100,10 @@ class ReplicaCheck:
         record["state_hash"] = (whole or digests[majority[0]]).hex()
 
     def _of_all_parts(self, digests: Sequence[bytes], topology: Topology, step: int) -> str:
-        """The hash of the whole state, where all ranks that hold the same part have the same.
+        """Return the hash of the whole state, if the holders of each shard agree.
 
         Raises:
-            AgreedError: one is not.
+            AgreedError: the holders of a shard differ.
         """
         for holders in self._grid.holders:
             of_holders = [digests[rank] for rank in holders]
@@ -121,7 +121,7 @@ class ReplicaCheck:
         return self._hash(self._state.compared())
 
     def _heal(self, root: int, keep_buffers: bool) -> None:
-        """Gives `root`'s state to all. A rank that was well keeps its own buffers."""
+        """Broadcast `root`'s state to all ranks; undamaged ranks keep their own buffers."""
         buffers = list(self._state.model.buffers()) if keep_buffers else []
         kept = [buffer.clone() for buffer in buffers]
         self._state.broadcast(root)
@@ -133,9 +133,9 @@ class ReplicaCheck:
 
 
 def largest_group(digests: Sequence[bytes]) -> list[int] | None:
-    """The ranks whose digest most ranks have, or None where two digests have equally many.
+    """Return the ranks with the most frequent digest, or None if two digests are equally frequent.
 
-    Damage does not hit two ranks alike, so a group may be less than half of the ranks.
+    Two ranks are not damaged in the same way, so a group may be less than half of the ranks.
     """
     groups: dict[bytes, list[int]] = {}
     for rank, digest in enumerate(digests):
@@ -157,7 +157,7 @@ def _no_majority(digests: Sequence[bytes], topology: Topology, step: int, alike:
 def _parts_differ(
     ranks: Sequence[int], topology: Topology, step: int, alike: int, most: Sequence[int] = ()
 ) -> str:
-    """Args: most: of `ranks`, those that hold the same, if they are more than all others."""
+    """Args: most: those of `ranks` that hold identical copies, if more than all others do."""
     differing = [rank for rank in ranks if rank not in most]
     who = (
         f"what {_names(differing, topology)} holds differs from what most others do, "

@@ -1,7 +1,7 @@
-"""The ranks tell each other how long each of them took, and name the slow one.
+"""Detection of slow ranks from the step times that all ranks exchange.
 
-One small all-gather every `telemetry.exchange_every` steps. It is begun after one step and read
-after the next: nobody waits for it.
+One small all-gather every `telemetry.exchange_every` steps. It begins after one step and is read
+after the next, so no rank waits for it.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.straggler import COLUMNS, StragglerWatch, Verdict, column, scores
 
 _PROCESS = psutil.Process()
-# A deal follows from the medians of so many comparisons, none of them of an earlier deal.
+# Number of comparisons whose medians determine an assignment; all were made under the current one.
 _COMPARISONS = 3
-# It must promise steps that are shorter by this: each change costs as much as it is wrong.
+# Minimum relative reduction of the step time for a new assignment: a wrong one costs time.
 _GAIN = 0.05
 
 
 @dataclass(frozen=True)
 class Destinations:
-    """Where this rank's findings go.
+    """Outputs of this rank's findings.
 
     Args:
-        exporter: this rank's.
-        file: RUN/ranks.jsonl, on rank 0: a line for each exchange.
+        exporter: this rank's exporter.
+        file: RUN/ranks.jsonl, on rank 0: one line per exchange.
         emit: called with each verdict ("straggler" or "straggler_ended", fields), on rank 0.
     """
 
@@ -55,13 +55,14 @@ class Destinations:
 
 
 class DetectStragglers:
-    """Every rank has one in each generation; every rank knows all figures and decides alike.
+    """Compare all ranks' times; every rank has the same metrics and makes the same decisions.
 
-    Where micro-batches are dealt by speed it deals them anew, too.
+    Every rank has one in each generation. If micro-batches are assigned by speed, it also reassigns
+    them.
 
     Args:
         step: steps done when the generation begins.
-        deal_by_speed: slow ranks get fewer micro-batches.
+        deal_by_speed: slow ranks receive fewer micro-batches.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class DetectStragglers:
         self._told_step = step
         self._micro_batches = 0
         self._before = self._totals()
-        self._memory.record(self._memory.of_run)  # the first step makes the optimizer's state
+        self._memory.record(self._memory.of_run)  # the first step creates the optimizer's state
         self._handle: int | None = None
         self._line: dict[str, Any] = {}
 
@@ -97,7 +98,7 @@ class DetectStragglers:
         step, micro_batches = loop.progress.step, len(loop.deal)
         if self._handle is not None:
             self._take(loop, completed(self._handle))
-        # After a failure the callbacks hear of the last step again: nothing is new then.
+        # After a failure the callbacks are called for the last step again: nothing is new then.
         if step == self._told_step:
             return
         self._watch_memory(step)
@@ -115,17 +116,17 @@ class DetectStragglers:
             self._take(loop, own)
             return
         self._handle = begin_gather(own, "stragglers")
-        if loop.generation_ends:  # a rank that left before another began it would fail that one
+        if loop.generation_ends:  # if this rank left first, the all-gather would fail on others
             self._take(loop, completed(self._handle))
 
     def _watch_memory(self, step: int) -> None:
-        """Of the steps whose figures are compared, and what is done after them: it has its cost."""
+        """Record memory only around the steps that are compared, because recording has a cost."""
         self._memory.stop(self._memory.of_run)
         if (step + 1) % self._every in (0, 1):
             self._memory.record(self._memory.of_run)
 
     def _totals(self) -> Tensor:
-        """What only grows, in the order of `COLUMNS`."""
+        """Cumulative metrics, in the order of `COLUMNS`."""
         seconds, exchange = self._timer.seconds(), self._exchange
         growing = [*(seconds[phase] for phase in PHASES), time.monotonic()]
         growing += [exchange.inflight_seconds, exchange.bytes, self._micro_batches]
@@ -134,7 +135,7 @@ class DetectStragglers:
         return torch.tensor(growing, dtype=torch.float64)
 
     def _row(self) -> Tensor:
-        """This rank's row of the table (1 x `COLUMNS`); the next one begins here."""
+        """This rank's row of the table (1 x `COLUMNS`); the next row starts here."""
         before, self._before = self._before, self._totals()
         allocated = torch.cuda.memory_allocated() if self._device.type == "cuda" else 0
         memory = [_PROCESS.memory_info().rss, allocated, self._parameter_bytes]
@@ -145,7 +146,7 @@ class DetectStragglers:
         return row.unsqueeze(0)
 
     def _take(self, loop: Loop, table: Tensor) -> None:
-        """Decides on the figures of all ranks, which are on every rank now."""
+        """Evaluate the metrics of all ranks, which every rank now has."""
         self._handle = None
         found = scores(table, self._grid)
         verdicts = self._watch.look(table)
@@ -213,23 +214,23 @@ class DetectStragglers:
 class Speeds:
     """Decides when micro-batches are assigned again, from the times that all ranks report.
 
-    All ranks decide the same, as they have the same times.
+    All ranks make the same decision because they have the same times.
     """
 
     def __init__(self) -> None:
         self._seconds: deque[Tensor] = deque(maxlen=_COMPARISONS)
 
     def look(self, table: Tensor, counts: Sequence[int]) -> list[int] | None:
-        """How many micro-batches each rank shall have from now on; None: as before.
+        """Return how many micro-batches each rank processes from now on; None: no change.
 
         Args:
             table: of straggler.py.
-            counts: of each rank now.
+            counts: current number of each rank.
         """
         of_ranks = column(table, "micro_batches")
         steps = of_ranks.sum() / sum(counts)
         if not of_ranks.all():
-            return None  # fewer micro-batches than ranks: there is nothing to deal
+            return None  # fewer micro-batches than ranks: nothing to reassign
         of_each = sum(column(table, name) for name in ("data", "forward", "backward")) / of_ranks
         fixed = (column(table, "optimizer") + column(table, "checkpoint")) / steps
         self._seconds.append(torch.stack((of_each, fixed)))
@@ -248,7 +249,7 @@ class Speeds:
 
 
 def _columns(table: Tensor) -> dict[str, Any]:
-    """Each figure as a list over the ranks: a tenth of the bytes of a line per rank."""
+    """Each metric as a list over the ranks: a tenth of the bytes of one line per rank."""
     whole = ("bytes", "micro_batches", "host_memory_bytes", "device_memory_bytes")
     return {
         "phases": {phase: _round(column(table, phase), 6) for phase in PHASES},
@@ -262,7 +263,7 @@ def _columns(table: Tensor) -> dict[str, Any]:
 
 
 def _spanned_columns(table: Tensor) -> dict[str, Any]:
-    """What there is of a model that spans ranks."""
+    """Metrics of a model that spans ranks."""
     times = (*(f"{axis}_wait_seconds" for axis in WAITED), "schedule_seconds")
     return {
         **{name: _round(column(table, name), 6) for name in times},
@@ -271,7 +272,7 @@ def _spanned_columns(table: Tensor) -> dict[str, Any]:
 
 
 def _named(verdict: Verdict, hosts: Sequence[str]) -> tuple[str, str]:
-    """(such as "pipeline stage 1 (ranks 2, 3 on node2)", is or are)."""
+    """(such as "pipeline stage 1 (ranks 2, 3 on node2)", "is" or "are")."""
     by_host: dict[str, list[str]] = {}
     for rank in verdict.ranks:
         by_host.setdefault(hosts[rank], []).append(str(rank))
@@ -284,5 +285,5 @@ def _named(verdict: Verdict, hosts: Sequence[str]) -> tuple[str, str]:
 
 
 def _round(values: Tensor, digits: int) -> list[float]:
-    # Not torch.round: what it gives is written with all digits again.
+    # Not torch.round: its results are written with all digits.
     return [round(value, digits) for value in values.tolist()]

@@ -442,8 +442,7 @@ class InterleavedBackward:
 
 
 class _Turns:
-    """Scheduler of the threads; waits need no timeout, as the watchdog detects a turn that never
-    ends.
+    """Scheduler of the threads; waits need no timeout, as the watchdog detects a stuck turn.
 
     Attributes:
         failure: the first error of any thread.

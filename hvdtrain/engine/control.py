@@ -31,7 +31,7 @@ class Flags:
         stop: this rank received a request to stop.
         membership_changed: this rank was notified that processes join or leave.
         step: steps done before this one.
-        synchronise: all ranks synchronise their state after this step, whatever their flags; not
+        synchronise: all ranks synchronize their state after this step, whatever their flags; not
             sent.
     """
 

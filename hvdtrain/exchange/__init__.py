@@ -1,1 +1,1 @@
-"""How the gradients of the data axis become one."""
+"""Gradient synchronization over the data axis."""

@@ -1,4 +1,4 @@
-"""Gradients of two ranks that are alike are averaged, those that have nothing in common are added.
+"""Adasum: similar gradients of two ranks are averaged, orthogonal ones are added.
 
 Maleki et al., "Scaling distributed training with adaptive summation", arXiv:2006.02924.
 """
@@ -17,13 +17,15 @@ from hvdtrain.runtime.collectives import begin_adasum, completed
 
 
 def adasum_exchange(optimizer: Optimizer, model: nn.Module) -> BucketedExchange:
-    """Gradients a and b of a parameter become (1 - ab / 2aa) a + (1 - ab / 2bb) b, then two such
-    pairs do, and so on: Horovod does it over MPI for a power of two of ranks.
+    """Combine the ranks' gradients pairwise with Horovod's Adasum.
 
-    Each rank gives the mean over its own micro-batches, of which all ranks have as many. Gradients
-    are combined, not what each rank's optimizer would make of its own, as
-    hvd.DistributedOptimizer(op=hvd.Adasum) does: moments stay alike on all ranks, so any of them
-    can save and hand over the run. The result depends on the number of ranks by nature.
+    Gradients a and b of a parameter become (1 - ab / 2aa) a + (1 - ab / 2bb) b, then two such
+    results are combined, and so on. Horovod implements this over MPI for a power of two of ranks.
+
+    Each rank contributes the mean over its own micro-batches; all ranks have equally many.
+    Gradients are combined, not optimizer updates as in hvd.DistributedOptimizer(op=hvd.Adasum):
+    optimizer moments stay identical on all ranks, so any rank can save and transfer the state. The
+    result depends on the number of ranks by design.
     """
 
     def make(number: int, parameters: Sequence[nn.Parameter]) -> _Bucket:
@@ -36,7 +38,7 @@ class _Bucket:
     """See bucketed.Bucket.
 
     Args:
-        name: of its all-reduce.
+        name: of the bucket's all-reduce.
     """
 
     def __init__(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
@@ -58,7 +60,7 @@ class _Bucket:
 
     def send(self, several: bool) -> None:
         if several:
-            # It was divided by the micro-batches of all ranks: now by those of this one.
+            # The gradient was divided by the micro-batches of all ranks; make it this rank's mean.
             self._sum.mul_(hvd.size())
             self._handle = begin_adasum(self._vectors, self._name)
 
@@ -70,4 +72,4 @@ class _Bucket:
         return self._sum.nbytes
 
     def commit(self, applied: bool) -> None:
-        """It keeps nothing from step to step."""
+        """Nothing is kept from step to step."""

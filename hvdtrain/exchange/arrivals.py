@@ -1,4 +1,4 @@
-"""Which gradients of a step have come, bucket by bucket, while backward passes run."""
+"""Tracking of the gradients that backward passes have computed in a step, by bucket."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from hvdtrain.errors import UnsupportedTaskError
 from hvdtrain.exchange.parameters import TrainedParameters
 from hvdtrain.optim.supported import SPARSE
 
-# What takes the place of a gradient that autograd is about to add up; None: it stays.
+# Replacement of a gradient that autograd is about to accumulate; None: unchanged.
 Replacement = tuple[Tensor | None, ...] | None
 
 
 class Arrivals:
-    """Counts the gradients of each parameter, up to the number of backward passes of a step.
+    """Count the gradients of each parameter, up to the number of backward passes of a step.
 
     Args:
         groups: the buckets.
-        arrived: called with a parameter and its gradient of one pass, before autograd adds this
-            to `parameter.grad`; the gradient is None where a pass gives none.
-        complete: called with a bucket's number once all of its gradients of the last pass
-            have come.
+        arrived: called with a parameter and its gradient of one pass, before autograd adds the
+            gradient to `parameter.grad`; the gradient is None if a pass gives none.
+        complete: called with a bucket's number when all its gradients of the last pass have
+            arrived.
 
     Attributes:
-        first_complete_at: time.perf_counter() when the step's first bucket was; None before.
+        first_complete_at: time.perf_counter() when the step's first bucket was complete; None
+            before.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Arrivals:
         self._reached: dict[Tensor, int] = {}
         self._passes = 0
         self.first_complete_at: float | None = None
-        # Before hooks of others at the same place; also called where nothing is added up.
+        # Runs before other hooks at the same node, and also if nothing is accumulated.
         self._nodes = [get_gradient_edge(p).node for p in parameters.in_order]
         self._hooks = [
             node.register_prehook(partial(self._count, parameter))
@@ -56,7 +57,7 @@ class Arrivals:
         ]
 
     def begin(self, passes: int) -> None:
-        """A step of so many backward passes begins; at least 1 is counted."""
+        """Begin a step of `passes` backward passes; at least 1 is counted."""
         self._passes = passes
         self._reached.clear()
         self._missing = list(self._bucket_sizes)
@@ -67,15 +68,15 @@ class Arrivals:
         return [p for p in self._parameters.in_order if self._reached.get(p, 0) < self._passes]
 
     def is_last(self, parameter: nn.Parameter) -> bool:
-        """Whether the gradient that has come is that of the step's last pass."""
+        """Whether the gradient that has arrived is from the step's last pass."""
         return self._reached.get(parameter, 0) == self._passes
 
     def incomplete(self) -> list[int]:
-        """Numbers of the buckets that are not complete."""
+        """Numbers of the incomplete buckets."""
         return [number for number, missing in enumerate(self._missing) if missing]
 
     def stop(self) -> None:
-        """Counts no more."""
+        """Remove the hooks and stop counting."""
         while self._hooks:
             self._hooks.pop().remove()
 

@@ -61,8 +61,7 @@ class Exchange(Protocol):
         """
 
     def frozen(self) -> list[bool]:
-        """Whether the task has frozen each of `parameters` on this rank; the same length on all
-        ranks.
+        """Whether the task has frozen each of `parameters` here; same length on all ranks.
 
         For a model whose ranks have different parameters: an entry for every parameter of the
         model, False for parameters that this rank does not hold.

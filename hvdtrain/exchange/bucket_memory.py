@@ -1,6 +1,7 @@
-"""Memory in which the gradients of a bucket lie one behind the other.
+"""Contiguous memory for the gradients of a bucket.
 
-Horovod (patch 0024) sums them there. Elsewhere it copies them into a buffer and out of it again.
+Horovod (patch 0024) sums gradients in place there. Gradients elsewhere are copied into a buffer and
+back.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 
 class BucketMemory:
-    """As many bytes as the gradients; a rank with several passes has them twice in the last one.
+    """Memory of the gradients' size; with several passes, the last one holds gradients twice.
 
     Args:
         groups: the buckets, each of one dtype and on one device.
@@ -24,17 +25,17 @@ class BucketMemory:
             bucket = torch.empty(sum(p.numel() for p in group), dtype=group[0].dtype)
             offset = 0
             for parameter in group:
-                strides = torch.empty_like(parameter).stride()  # without the gaps that some have
+                strides = torch.empty_like(parameter).stride()  # dense, without gaps
                 self._place_of[parameter] = bucket, strides, offset
                 offset += parameter.numel()
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        """The sum of `parameter.grad` and the last pass's gradient, which becomes the new grad.
+        """Return `parameter.grad` plus the last pass's gradient, which becomes the new grad.
 
-        It is rounded as autograd's own sum.
+        It is rounded like autograd's own sum.
         """
         bucket, strides, offset = self._place_of[parameter]
-        # Not kept: autograd makes a tensor that nobody else has the grad, and copies any other.
+        # Not stored: autograd uses a tensor as the grad if it has no other reference, else a copy.
         place = bucket.as_strided(parameter.shape, strides, offset)
         if parameter.grad is None:
             return place.copy_(gradient)

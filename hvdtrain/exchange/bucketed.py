@@ -1,4 +1,4 @@
-"""An exchange whose buckets do the arithmetic: they convert, send and take back gradients."""
+"""Exchange whose buckets do the arithmetic: they convert, send and receive gradients."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from hvdtrain.runtime.state_part import StatePart
 
 
 class Bucket(Protocol):
-    """Gradients that travel together."""
+    """Gradients that are sent together."""
 
     def begin(self) -> None:
-        """A step begins; what an earlier one has left is gone."""
+        """Begin a step; discard data of an earlier step."""
 
     def arrived(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Takes the gradient of one micro-batch; it is not changed."""
+        """Add the gradient of one micro-batch; `gradient` is not changed."""
 
     def send(self, several: bool) -> None:
-        """All gradients of this rank have come; to `several` ranks, or to itself alone."""
+        """Send when all gradients of this rank have arrived; `several`: there are other ranks."""
 
     def receive(self) -> int:
-        """Gives each parameter its gradient of the global batch; returns the bytes sent.
+        """Set each parameter's gradient of the global batch; return the number of bytes sent.
 
         Raises:
             HorovodInternalError: another rank is gone.
@@ -46,20 +46,20 @@ B = TypeVar("B", bound=Bucket)
 
 
 def receive_each(buckets: Sequence[Bucket]) -> int:
-    """Of all buckets, see Bucket.receive."""
+    """Call Bucket.receive of each bucket; return the number of bytes sent."""
     return sum(bucket.receive() for bucket in buckets)
 
 
 class BucketedExchange:
-    """See Exchange. A bucket is sent inside the last backward pass, once its gradients are there.
+    """See Exchange. A bucket is sent in the last backward pass, when its gradients are complete.
 
     Args:
         optimizer: over parameters of `model`.
         model: gives the parameters their names.
-        make: a bucket from its number and its parameters, of one dtype and on one device.
-        parts: what the buckets carry from step to step.
-        widening: bytes that a bucket needs for one of its gradients.
-        receive: what all buckets have sent: as Bucket.receive for each.
+        make: creates a bucket from its number and its parameters, of one dtype and on one device.
+        parts: state that the buckets keep from step to step.
+        widening: bytes that a bucket needs per byte of gradient.
+        receive: receives all buckets; default: Bucket.receive of each.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class BucketedExchange:
         if gradient is None or not parameter.requires_grad:
             return None
         self._bucket_of[parameter].arrived(parameter, gradient)
-        return (None,)  # autograd has nothing to add up any more
+        return (None,)  # autograd has nothing left to accumulate
 
     def _send(self, number: int) -> None:
         self._buckets[number].send(hvd.size() > 1)
@@ -123,23 +123,23 @@ class BucketedExchange:
             bucket.commit(applied)
 
     def synchronise(self) -> None:
-        """All ranks take the same steps."""
+        """Nothing to do: all ranks take the same steps."""
 
     def state_parts(self) -> Sequence[StatePart]:
         return self._parts
 
     def abort(self) -> None:
-        """Call it after Horovod was shut down; the next `begin` clears the rest."""
+        """Drop the gradients after Horovod was shut down; the next `begin` clears the rest."""
         for parameter in self.parameters:
             parameter.grad = None
 
 
 def flat_views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """Of each parameter, in order, a part of `flat` that has its shape and its order in memory."""
+    """For each parameter, in order, a view of `flat` with its shape and memory order."""
     views: dict[nn.Parameter, Tensor] = {}
     offset = 0
     for parameter in parameters:
-        strides = torch.empty_like(parameter).stride()  # without the gaps that some have
+        strides = torch.empty_like(parameter).stride()  # dense, without gaps
         views[parameter] = flat.as_strided(parameter.shape, strides, offset)
         offset += parameter.numel()
     return views

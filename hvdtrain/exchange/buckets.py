@@ -1,9 +1,9 @@
-"""Which parameters' gradients travel together.
+"""Assignment of parameters to the buckets in which their gradients are sent.
 
 Buckets are fixed groups of parameters in the order in which backward reaches them, so
 that Horovod reduces the same buffers in every run: with more than two ranks a ring
 all-reduce adds in an order that depends on the position in the buffer, and buffers
-fused by chance would make the last bit of a run depend on timing.
+fused by timing would make the last bit of a run depend on timing.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from torch import Tensor
 
 T = TypeVar("T", bound=Tensor)
 
-# Large enough that a bucket costs more on the wire than in negotiation.
+# Large enough that transfer takes longer than negotiation.
 BUCKET_BYTES = 8 << 20
 SMALLEST_BUCKET_BYTES = 1 << 20
 
 
 def gradient_buckets(parameters: Sequence[T], widening: int = 1) -> list[list[T]]:
-    """Those in which gradients travel while backward still works on others.
+    """Buckets whose gradients are sent while backward still computes others.
 
-    A small model has several too. The first is small, so that it leaves early: until then the
-    network has nothing to do.
+    A small model also has several buckets. The first one is small, so that it is sent early: until
+    then the network is idle.
 
     Args:
-        widening: bytes that travel for one of a gradient's.
+        widening: bytes sent per byte of gradient.
     """
     total = sum(p.numel() * p.element_size() for p in parameters)
     limit = min(BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, total // 4)) // widening
@@ -37,12 +37,12 @@ def gradient_buckets(parameters: Sequence[T], widening: int = 1) -> list[list[T]
 def buckets(
     parameters: Sequence[T], limit: int = BUCKET_BYTES, first: int | None = None
 ) -> list[list[T]]:
-    """Groups parameters, last first, into buckets of one dtype and at most `limit` bytes.
+    """Group parameters, last first, into buckets of one dtype and at most `limit` bytes.
 
-    A parameter larger than `limit` has a bucket of its own.
+    A parameter larger than `limit` has its own bucket.
 
     Args:
-        first: bytes with which the first bucket is full; None: it is as the others.
+        first: bytes with which the first bucket is full; None: the same limit as the others.
     """
     groups: list[list[T]] = []
     size = 0

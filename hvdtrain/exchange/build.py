@@ -1,4 +1,4 @@
-"""Which exchange the keys of `exchange` mean."""
+"""Selection of the exchange that the `exchange` keys configure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdtrain.runtime.mesh import Mesh
 
 
 def parts_exchange(optimizer: Optimizer, model: nn.Module, mesh: Mesh) -> Exchange:
-    """Of a model that spans ranks."""
+    """Build the exchange of a model that spans ranks."""
     from hvdtrain.exchange.parts import PartsExchange
 
     return PartsExchange(optimizer, model, mesh)
@@ -30,7 +30,7 @@ def build_exchange(
     model: nn.Module,
     elastic: bool,
 ) -> Exchange:
-    """Of the trained parameters of `model`.
+    """Build the exchange of the trained parameters of `model`.
 
     Args:
         micro_batches: in a step, over all ranks together.

@@ -1,4 +1,4 @@
-"""Configuration of the exchange of gradients."""
+"""Configuration of the gradient exchange."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from hvdtrain.errors import require
 
 @dataclass
 class ExchangeConfig:
-    """How the gradients of the ranks become one.
+    """How the gradients of the ranks are combined (gradient synchronization).
 
     Args:
         name: `dense` (hvd.DistributedOptimizer sums in floating point) or `exact` (fixed-point
-            sums: bitwise the same model on any number of ranks; takes `runtime.threads`)
-        hierarchical: ranks sum within their host first, and across hosts each its slice; takes as
-            many ranks on each host. `auto`: over Gloo, but not in elastic runs
-        wire: as what gradients of `dense` travel: `float32`, `float16` with a scale that follows
-            from overflows, or `bfloat16`
-        reduce: `average`, or `adasum` (gradients that have nothing in common are added, not
-            averaged; takes MPI); with it the result depends on the number of ranks
-        compression: `none`, `topk` (only the largest elements travel) or `powersgd` (matrices
-            travel as products of thin ones); with these the result depends on the number of ranks
-        ratio: of the elements that travel with `topk`
+            sums: bitwise the same model on any number of ranks; requires `runtime.threads`)
+        hierarchical: ranks sum within their host first, then each sums its slice across hosts;
+            requires equally many ranks on each host. `auto`: over Gloo, but not in elastic runs
+        wire: wire format of the gradients of `dense`: `float32`, `float16` with a scale that adapts
+            to overflows, or `bfloat16`
+        reduce: `average`, or `adasum` (orthogonal gradients are added, not averaged; requires MPI);
+            with it the result depends on the number of ranks
+        compression: `none`, `topk` (only the largest elements are sent) or `powersgd` (matrices are
+            sent as products of thin ones); with these the result depends on the number of ranks
+        ratio: fraction of the elements that `topk` sends
         rank: of the products of `powersgd`
-        start_step: steps before `powersgd` begins; until then all travels
-        error_feedback: what did not travel is added to the next step's gradient
+        start_step: steps before `powersgd` begins; until then gradients are sent uncompressed
+        error_feedback: elements that were not sent are added to the next step's gradient
         sync_every: steps that each rank takes on its own before parameters and optimizer state are
             averaged; 0 = gradients are exchanged in each step
-        outer: with `sync_every`: parameters become their average (`none`), or what SGD with
-            Nesterov momentum makes of the way there (`nesterov`: DiLoCo)
+        outer: with `sync_every`: parameters become their average (`none`), or the result of SGD
+            with Nesterov momentum on their change (`nesterov`: DiLoCo)
         outer_lr: learning rate of `outer`
         outer_momentum: momentum of `outer`
     """
@@ -112,7 +112,7 @@ class ExchangeConfig:
 
     @property
     def depends_on_ranks(self) -> str:
-        """What makes the curve depend on the number of ranks by nature; "" where nothing does."""
+        """Key that makes the curve depend on the number of ranks by design; "" if there is none."""
         if self.reduce == "adasum":
             return "exchange.reduce adasum"
         if self.sync_every:

@@ -1,4 +1,4 @@
-"""The default exchange: hvd.DistributedOptimizer sums whole gradients, once a step."""
+"""The default exchange: hvd.DistributedOptimizer sums whole gradients, once per step."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from hvdtrain.runtime.state_part import StatePart
 
 
 class DenseExchange:
-    """Sums the gradients of all ranks with hvd.DistributedOptimizer; see Exchange.
+    """Sum the gradients of all ranks with hvd.DistributedOptimizer; see Exchange.
 
-    The exchange of a bucket starts inside the last backward pass, as soon as its gradients are
-    there.
+    The exchange of a bucket starts in the last backward pass, when its gradients are complete.
+    Horovod compresses them (`wire`) before the all-reduce and decompresses the sums in `finish`.
 
     Args:
         optimizer: over parameters of `model`.
         model: gives the parameters their names.
-        elastic: the number of ranks may change from 1 to more; Horovod's optimizer sees from
+        elastic: the number of ranks may change from 1 to more; Horovod's optimizer reads from
             HOROVOD_ELASTIC that it needs its hooks.
-        wire: as what gradients travel, one of wire.WIRES.
+        wire: wire format of the gradients, one of wire.WIRES.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class DenseExchange:
         self.parameters = self._trained.in_order
         groups = gradient_buckets(self.parameters)
         self._wire = WIRES[wire]()
-        # Its gradients' exchange alone is used: the optimizer itself steps. Horovod would make a
-        # copy of it from its parameters alone, which not every optimizer can be made from.
+        # Only used to exchange gradients: `optimizer` itself steps. Horovod would create a copy of
+        # `optimizer` from its parameters alone, which does not work for every optimizer.
         self._horovod = hvd.DistributedOptimizer(
             torch.optim.SGD(self.parameters),
             named_parameters=[(self._trained.names[p], p) for p in self.parameters],
@@ -61,13 +61,13 @@ class DenseExchange:
             self._distributed and wire == "float32" and self.parameters[0].device.type == "cpu"
         )
         self._memory = BucketMemory(groups) if in_place else None
-        # Horovod's own hooks, which come after these, send a bucket that is complete.
+        # Horovod's own hooks, which run after these, send a complete bucket.
         self._arrivals = Arrivals(self._trained, groups, self._arrived, lambda bucket: None)
 
     def _arrived(self, parameter: nn.Parameter, gradient: Tensor | None) -> Replacement:
         if gradient is None or not parameter.requires_grad:
             if self._distributed and parameter.grad is None:
-                # Nothing will be added up, and Horovod's hook wants something to send.
+                # Nothing will be accumulated, but Horovod's hook needs a gradient to send.
                 parameter.grad = torch.zeros_like(parameter)
             return None
         if self._memory is not None and self._arrivals.is_last(parameter):
@@ -75,13 +75,13 @@ class DenseExchange:
         return None
 
     def begin(self, passes: int) -> None:
-        """Announces the number of backward passes of this step on this rank; may be 0."""
+        """Announce the number of backward passes of this step on this rank; may be 0."""
         passes = max(passes, 1)
         self._arrivals.begin(passes)
         self._horovod.set_backward_passes_per_step(passes)
 
     def finish(self) -> None:
-        """Waits until every gradient is the sum over the ranks.
+        """Wait until every gradient is the sum over the ranks.
 
         Raises:
             HorovodInternalError: another rank is gone.
@@ -90,7 +90,7 @@ class DenseExchange:
             for parameter in self.parameters:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            # They looked for models that cannot be trained; a single process needs no other.
+            # The hooks detect untrainable models in the first step; one process needs them no more.
             self._arrivals.stop()
             return
         while missing := self._arrivals.unreached():
@@ -121,15 +121,15 @@ class DenseExchange:
         self._wire.commit(applied)
 
     def synchronise(self) -> None:
-        """All ranks take the same steps."""
+        """Nothing to do: all ranks take the same steps."""
 
     def state_parts(self) -> Sequence[StatePart]:
         return self._wire.state_parts()
 
     def abort(self) -> None:
-        """Clears what an exchange that failed has left: handles, counters, half a gradient.
+        """Clear the state of a failed exchange: handles, counters, incomplete gradients.
 
-        Call it after `hvd.shutdown()`, which ends every exchange that was under way.
+        Call it after `hvd.shutdown()`, which ends every pending exchange.
         """
         self._horovod.abandon_step()
         for parameter in self.parameters:

@@ -1,9 +1,9 @@
-"""Sums that do not depend on their order: one model, bit by bit, on any number of ranks.
+"""Sums that do not depend on their order: a bitwise identical model on any number of ranks.
 
-Floating-point sums are rounded, and how depends on which rank adds what to what. Here the gradient
-of each micro-batch becomes a fixed-point number, a whole multiple of `UNIT` in an int64, as soon
-as backward has it; integers are added without rounding, over micro-batches and over ranks.
-(Reproducible sums by pre-rounding to one unit: Demmel and Nguyen, "Fast reproducible
+Floating-point sums are rounded, and the rounding depends on which rank adds which values. Here the
+gradient of each micro-batch becomes a fixed-point number, an integer multiple of `UNIT` in an
+int64, when backward has computed it; integers are added without rounding, over micro-batches and
+over ranks. (Reproducible sums by pre-rounding to one unit: Demmel and Nguyen, "Fast reproducible
 floating-point summation", ARITH 2013.)
 """
 
@@ -18,19 +18,19 @@ from torch.optim import Optimizer
 from hvdtrain.exchange.bucketed import BucketedExchange, flat_views
 from hvdtrain.runtime.collectives import begin_sum, completed
 
-# Elements of float32 gradients from 1e-6 up are represented without loss, and sums up to 5e5.
+# Represents float32 gradient elements of at least 1e-6 without loss, and sums up to 5e5.
 _UNITS = 2.0**44
 UNIT = 1 / _UNITS
-# Elements that are converted at once: on CPUs what lies between stays in a core's cache.
+# Elements converted at once: on CPUs, intermediate results stay in a core's cache.
 _AT_ONCE = 1 << 15
 
 
 def exact_exchange(optimizer: Optimizer, model: nn.Module, micro_batches: int) -> BucketedExchange:
-    """Sums the gradients of all micro-batches and ranks as fixed-point numbers.
+    """Sum the gradients of all micro-batches and ranks as fixed-point numbers.
 
-    What a gradient has below `UNIT` is cut off. A micro-batch whose gradient is not finite, or so
-    large that the sum might not fit, makes the gradient of the step NaN on all ranks: the step is
-    skipped.
+    Fractions of `UNIT` in a gradient are truncated. If the gradient of a micro-batch is not finite,
+    or so large that the sum might overflow, the gradient of the step becomes NaN on all ranks, and
+    the step is skipped.
 
     Args:
         micro_batches: in one step, over all ranks together.
@@ -46,12 +46,12 @@ def exact_exchange(optimizer: Optimizer, model: nn.Module, micro_batches: int) -
 class _Bucket:
     """See bucketed.Bucket.
 
-    The gradients of a micro-batch are converted together, once all have come: a model has many
-    small ones, for each of which the calls would cost more than the arithmetic.
+    The gradients of a micro-batch are converted together when all have arrived: a model has many
+    small gradients, for which one call each would cost more than the arithmetic.
 
     Args:
-        name: of its all-reduce.
-        largest: element of a micro-batch's gradient.
+        name: of the bucket's all-reduce.
+        largest: largest allowed element of a micro-batch's gradient.
     """
 
     def __init__(self, name: str, parameters: Sequence[nn.Parameter], largest: float) -> None:
@@ -60,7 +60,7 @@ class _Bucket:
         self._largest = largest
         self._sums = torch.zeros(numel + 1, dtype=torch.int64, device=device)
         self._misfits = self._sums[-1:]  # how often gradients were not finite or too large
-        # int64 to float32 is one rounding, to nearest, on CPUs and on GPUs.
+        # int64 to float32 is a single rounding, to nearest, on CPUs and on GPUs.
         wide = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
         self._floats = torch.empty(numel, dtype=wide, device=device)
         self._float_of = flat_views(self._floats, parameters)
@@ -74,7 +74,7 @@ class _Bucket:
         self._handle = None
 
     def arrived(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        if parameter in self._pending:  # the next micro-batch, and this one has not all
+        if parameter in self._pending:  # the next micro-batch has begun; this one is incomplete
             self._add_pending()
         self._pending[parameter] = gradient
         if len(self._pending) == len(self._float_of):
@@ -82,7 +82,7 @@ class _Bucket:
 
     @torch.no_grad()
     def _add_pending(self) -> None:
-        """Adds what has come of one micro-batch."""
+        """Add the gradients of one micro-batch that have arrived."""
         if not self._pending:
             return
         for parameter, view in self._float_of.items():
@@ -91,7 +91,7 @@ class _Bucket:
         torch._foreach_copy_([self._float_of[p] for p in self._pending], [*self._pending.values()])
         self._pending.clear()
         smallest, largest = torch.aminmax(self._floats)
-        fits = (smallest >= -self._largest) & (largest <= self._largest)  # not so for NaN
+        fits = (smallest >= -self._largest) & (largest <= self._largest)  # False for NaN
         self._misfits.add_(~fits)
         parts = self._floats.split(self._at_once), self._sums[:-1].split(self._at_once)
         for part, total in zip(*parts, strict=True):
@@ -114,4 +114,4 @@ class _Bucket:
         return self._sums.nbytes
 
     def commit(self, applied: bool) -> None:
-        """Sums of integers keep nothing from step to step."""
+        """Integer sums keep nothing from step to step."""

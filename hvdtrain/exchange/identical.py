@@ -1,7 +1,7 @@
 """Linear algebra with bitwise identical results on every processor.
 
-Libraries sum in an order, and fuse operations, by the processor that they find; torch's own
-reductions do, too. Here each operation is a separate kernel of one correctly rounded addition,
+The summation order and the fusion of operations in libraries, including torch's own reductions,
+depend on the processor. Here each operation is a separate kernel of one correctly rounded addition,
 product, quotient or root for each element, in a fixed order (IEEE 754).
 """
 
@@ -13,21 +13,21 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-# Noise by which columns become independent: of their largest element, far below its precision in
-# float32; of a column of zeros, absolute.
+# Noise that makes columns independent: relative to their largest element, far below its precision
+# in float32; absolute for a column of zeros.
 _NOISE, _TINY = 1e-12, 1e-30
 _CACHED = 1 << 16  # elements that stay in a processor's cache
 
 
 def orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Orthonormal columns that span those of each (rows, rank) matrix, on one device.
+    """Orthonormal columns that span the columns of each (rows, rank) matrix, on one device.
 
-    Gram-Schmidt in float64, twice. In place of a column that depends on earlier ones there is an
+    Gram-Schmidt in float64, twice. A column that depends on earlier ones is replaced by an
     arbitrary one.
     """
     if not matrices:
         return []
-    # (matrices, rank, rows); zeros below a shorter matrix stay zeros.
+    # (matrices, rank, rows); the zero padding of a shorter matrix stays zero.
     columns = pad_sequence([m.double() for m in matrices], batch_first=True).transpose(1, 2)
     columns = columns.contiguous()
     noise = pad_sequence([_noise(m) for m in matrices], batch_first=True).transpose(1, 2)
@@ -47,9 +47,9 @@ def orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 def product(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Writes left (rows, rank) times right (columns, rank) transposed to `out` (rows, columns)."""
+    """Write left (rows, rank) times right (columns, rank) transposed to `out` (rows, columns)."""
     rows_of_right = right.t().contiguous()
-    # Passes over a GPU's memory cost little, kernels more.
+    # On a GPU, passes over memory cost less than kernel launches.
     size = len(out) if out.is_cuda else max(1, _CACHED // max(1, out.shape[1]))
     for own, target in zip(left.split(size), out.split(size), strict=True):
         torch.mul(own[:, :1], rows_of_right[0], out=target)
@@ -58,14 +58,14 @@ def product(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 def _noise(matrix: Tensor) -> Tensor:
-    # From random bits: normally distributed ones take functions that processors round differently.
+    # Uniform: normal random numbers need functions that processors round differently.
     generator = torch.Generator().manual_seed(0)
     uniform = torch.rand(matrix.shape, generator=generator, dtype=torch.float64)
     return uniform.sub_(0.5).to(matrix.device)
 
 
 def _sum(values: Tensor) -> Tensor:
-    """Over the last dimension: halves are added until one element is left."""
+    """Sum over the last dimension: add halves until one element is left."""
     while (size := values.shape[-1]) > 1:
         half = (size + 1) // 2
         first = values[..., :half].clone()

@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo: ranks step on their own, and every so many steps their states become one.
+"""Local SGD and DiLoCo: ranks step on their own, and their states are averaged periodically.
 
 Stich, "Local SGD converges fast and communicates little", arXiv:1805.09767; Douillard et al.,
 "DiLoCo: distributed low-communication training of language models", arXiv:2311.08105.
@@ -22,7 +22,7 @@ from hvdtrain.optim.supported import SPARSE
 from hvdtrain.runtime.collectives import begin_sum, completed, sum_
 from hvdtrain.runtime.state_part import Scope, StatePart
 
-# Nothing is computed meanwhile, so a bucket is as large as its copy may be.
+# Nothing is computed meanwhile, so only the memory of its copy limits a bucket.
 _BUCKET_BYTES = 64 << 20
 
 
@@ -42,17 +42,19 @@ class Nesterov:
 class LocalSgd:
     """See Exchange. A rank steps with the mean gradient of its own micro-batches.
 
-    `synchronise` replaces parameters by their mean over the ranks, each weighted with the number of
-    its micro-batches since the last time; a step with plain SGD after which ranks synchronise is so
-    the step of `dense`. With an outer optimizer, what this makes of start and mean replaces them.
+    `synchronise` replaces parameters by their mean over the ranks, weighted with the number of each
+    rank's micro-batches since the last synchronization. A step with plain SGD followed by a
+    synchronization therefore equals a step of `dense`. With an outer optimizer, its result from
+    start and mean replaces the parameters.
 
-    The inner optimizer's state (momenta, second moments) is averaged too. Where it stays a rank's
-    own, as in DiLoCo's paper, a rank that joins has none, and a checkpoint would be one of so many
-    ranks; averaged, all ranks are replicas after each synchronisation, as everything else relies
-    on. It is also what convergence is proven for (Local Adam; Iacob et al., arXiv:2505.22549,
-    compare both). It costs bytes: with AdamW three times those of the parameters.
+    The inner optimizer's state (momenta, second moments) is averaged too. If each rank kept its
+    own, as in DiLoCo's paper, a rank that joins would have none, and a checkpoint would fit only
+    one number of ranks. With averaging, all ranks are replicas after each synchronization, which
+    all other code relies on. Convergence is also proven for averaging (Local Adam; Iacob et al.,
+    arXiv:2505.22549, compare both). The cost is bytes: with AdamW three times the bytes of the
+    parameters.
 
-    Buffers are not touched: BatchNorm's statistics are averaged in each step, see BatchStatistics.
+    Buffers are not changed: BatchNorm's statistics are averaged in each step, see BatchStatistics.
 
     Args:
         optimizer: the inner one, over parameters of `model`.
@@ -61,7 +63,7 @@ class LocalSgd:
         outer: None: parameters become their mean.
 
     Attributes:
-        synchronised: no step was begun since the last synchronisation.
+        synchronised: no step was begun since the last synchronization.
     """
 
     def __init__(
@@ -77,14 +79,14 @@ class LocalSgd:
         self._micro_batches = micro_batches
         self._outer = outer
         kept = self.parameters if outer else []
-        self._start = [p.detach().clone() for p in kept]  # as the last synchronisation left them
+        self._start = [p.detach().clone() for p in kept]  # values at the last synchronization
         self._momentum = {p: torch.zeros_like(p, requires_grad=False) for p in kept}
         self.synchronised = True
         self.inflight_seconds = 0.0
         self.bytes = 0
         self._passes = 0  # of this step
         self._rests = [False] * len(self.parameters)
-        # Since the last synchronisation: steps and backward passes, and which parameters moved.
+        # Since the last synchronization: steps, backward passes, and changed parameters.
         self._steps = self._all_passes = 0
         self._moved: set[nn.Parameter] = set()
 
@@ -99,7 +101,7 @@ class LocalSgd:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Makes the gradients, sums divided by the micro-batches of all ranks, this rank's mean."""
+        """Turn gradients, sums divided by all ranks' micro-batches, into this rank's mean."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -117,7 +119,7 @@ class LocalSgd:
         self._trained.rest(frozen)
 
     def agreed_norm(self, own: Tensor) -> Tensor:
-        """The root mean square of all ranks' norms: not finite on all, where it is not on one."""
+        """Root mean square of all ranks' norms: non-finite on all ranks if it is on any."""
         squares = own.detach().double().square()
         return (sum_(squares, "local_sgd.norm") / hvd.size()).sqrt()
 
@@ -131,12 +133,13 @@ class LocalSgd:
 
     @torch.no_grad()
     def synchronise(self) -> None:
-        """Every rank has the same parameters and optimizer state then.
+        """Make parameters and optimizer state identical on every rank.
 
         Raises:
-            HorovodInternalError: another rank is gone; some may be averaged, and others not.
+            HorovodInternalError: another rank is gone; some tensors may be averaged, and others
+                not.
         """
-        moved = [p for p in self.parameters if p in self._moved]  # what rests keeps its bits
+        moved = [p for p in self.parameters if p in self._moved]  # others stay bitwise unchanged
         if hvd.size() > 1 and moved:
             began = time.perf_counter()
             weight = self._all_passes / (self._steps * self._micro_batches)
@@ -149,7 +152,7 @@ class LocalSgd:
         self.synchronised = True
 
     def _state_of(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """The inner optimizer's, but for step counts, which are alike on all ranks."""
+        """State of the inner optimizer, except step counts, which are identical on all ranks."""
         entries = [entry for p in parameters for entry in sorted(self._optimizer.state[p].items())]
         return [value for name, value in entries if name != "step" and isinstance(value, Tensor)]
 
@@ -167,7 +170,7 @@ class LocalSgd:
         return [_Momentum({names[p]: t for p, t in self._momentum.items()})] if self._outer else []
 
     def abort(self) -> None:
-        """The state is that of the last synchronisation again; whoever kept it has seen to that."""
+        """Mark the state as synchronized; the caller has restored the last synchronized state."""
         self.synchronised = True
         for parameter in self.parameters:
             parameter.grad = None
@@ -194,9 +197,10 @@ class _Momentum:
 
 
 def _average(tensors: Sequence[Tensor], weight: float, name: str) -> int:
-    """Replaces each by the sum over the ranks of itself times the rank's weight; returns bytes.
+    """Replace each tensor by its sum over the ranks, weighted per rank; return the bytes sent.
 
-    One after the other: what Horovod fuses by chance would be added in another order.
+    Tensors are sent one bucket after another: buckets that Horovod fuses by timing would be added
+    in another order.
     """
     wide = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     flat = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in tensors]).mul_(weight)

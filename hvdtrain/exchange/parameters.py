@@ -1,4 +1,4 @@
-"""The parameters whose gradients are exchanged, and what a task may do to them in mid-run."""
+"""The parameters whose gradients are exchanged, and how a task may freeze them during a run."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from hvdtrain.optim.optimizer import parameter_names
 
 
 class TrainedParameters:
-    """Those of an optimizer, in the model's order: that is what backward runs through from the end.
+    """Parameters of an optimizer, in the model's order: backward reaches them in reverse order.
 
-    A task may freeze parameters in the middle of a run (`requires_grad_(False)`) and thaw them
-    again. Their gradients travel nevertheless, as zeros, so that no rank waits for another and
-    sums are rounded as before; `rest` then takes them away, and the optimizer passes these
-    parameters over: no momentum, no weight decay.
+    A task may freeze parameters during a run (`requires_grad_(False)`) and unfreeze them again.
+    Their gradients are still sent, as zeros, so that no rank waits for another and sums are rounded
+    as before; then `rest` removes them, and the optimizer skips these parameters: no momentum, no
+    weight decay.
 
     Args:
         optimizer: over parameters of `model`.
         model: gives the parameters their names and their order.
 
     Attributes:
-        names: of each.
+        names: name of each parameter.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
@@ -33,11 +33,11 @@ class TrainedParameters:
         self._unknown = [(n, p) for n, p in model.named_parameters() if p not in self.names]
 
     def frozen(self) -> list[bool]:
-        """Of each, whether the task has frozen it here.
+        """Whether the task has frozen each parameter on this rank.
 
         Raises:
-            UnsupportedTaskError: the task wants to train a parameter that was frozen when it made
-                the model.
+            UnsupportedTaskError: the task unfroze a parameter that was frozen when it created the
+                model.
         """
         for name, parameter in self._unknown:
             if parameter.requires_grad:
@@ -49,7 +49,7 @@ class TrainedParameters:
         return [not parameter.requires_grad for parameter in self.in_order]
 
     def rest(self, frozen: Sequence[bool]) -> None:
-        """Lets parameters rest in this step; every rank names the same."""
+        """Exclude frozen parameters from this step; `frozen` must be identical on every rank."""
         for parameter, rests in zip(self.in_order, frozen, strict=True):
             if rests:
                 parameter.grad = None

@@ -1,4 +1,4 @@
-"""The exchange of a model that spans ranks: each sums its part with those that hold the same."""
+"""Exchange of a model that spans ranks: each rank sums its shard with the shard's replicas."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class PartsExchange:
     """See Exchange. Gradients are summed after the last backward pass.
 
     First over the ranks that split matrices between them, for the parameters that each of these
-    has whole, then over those that split sequences (both torch.distributed), where there are any,
-    then over the replicas (Horovod). Along `shard` FSDP has summed them already, and along
-    `pipeline` each rank has whole gradients of its part.
+    ranks holds completely, then over the ranks that split sequences (both with torch.distributed),
+    if there are any, then over the replicas (Horovod). Along `shard` FSDP has already summed the
+    gradients, and along `pipeline` each rank has complete gradients of its stages.
 
     Args:
-        optimizer: over this rank's part of the parameters.
+        optimizer: over this rank's shard of the parameters.
         model: gives the parameters their names.
         mesh: of the only generation: its ranks do not change.
     """
@@ -104,10 +104,10 @@ class PartsExchange:
         return own
 
     def commit(self, applied: bool) -> None:
-        """It carries nothing from step to step."""
+        """Nothing is kept from step to step."""
 
     def synchronise(self) -> None:
-        """All ranks take the same steps."""
+        """Nothing to do: all ranks take the same steps."""
 
     def state_parts(self) -> Sequence[StatePart]:
         return ()
@@ -118,8 +118,9 @@ class PartsExchange:
 
 
 def complete_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Sums, in one message, the gradients that are spread over the ranks of a model that
-    apply_tensor has split; all these ranks call it.
+    """Sum, in one message, the gradients that are partial sums on the ranks of a split model.
+
+    apply_tensor has split the model; all ranks that hold it call this function.
 
     Args:
         parameters: of one dtype, in the same order on all ranks.
@@ -142,7 +143,7 @@ def _is_spread(gradient: DTensor) -> bool:
 
 
 def _own_gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of it; zeros where no backward pass has reached the parameter."""
+    """Return this rank's shard of the gradient; zeros if no backward pass reached the parameter."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return local(parameter.grad)

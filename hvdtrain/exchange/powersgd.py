@@ -1,8 +1,9 @@
-"""Gradients travel as products of two thin matrices: PowerSGD.
+"""PowerSGD: gradients are sent as products of two thin matrices.
 
 Vogels, Karimireddy and Jaggi, "PowerSGD: practical low-rank gradient compression for distributed
-optimization", arXiv:1905.13727. Here gradients are sums over the ranks, not means, and each rank
-owes what its own part of the product leaves out: so what all owe together is what is missing.
+optimization", arXiv:1905.13727. Here gradients are sums over the ranks, not means, and each rank's
+residual is what its own share of the product omits: so the sum of all residuals is the error of the
+product.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from hvdtrain.runtime.state_part import Scope, StatePart
 def powersgd_exchange(
     optimizer: Optimizer, model: nn.Module, config: ExchangeConfig
 ) -> BucketedExchange:
-    """A gradient of two or more dimensions becomes a matrix, and travels as P times Q transposed.
+    """Send a gradient of two or more dimensions, as a matrix, as P times Q transposed.
 
-    P (rows x rank) is summed over the ranks while backward still works on other layers; then P is
-    made orthonormal, and Q (columns x rank) summed. Q is the start of the next step's power
-    iteration. Vectors, and matrices to which P and Q would be no smaller, travel as they are; in
-    the first `start_step` steps all do. The result depends on the number of ranks by nature.
-    Each rank makes P orthonormal and multiplies by Q itself, with bitwise identical results on
-    unlike processors (identical.py).
+    P (rows x rank) is summed over the ranks while backward still computes other layers; then P is
+    made orthonormal, and Q (columns x rank) is summed. Q is the start of the next step's power
+    iteration. Vectors, and matrices for which P and Q would not be smaller, are sent uncompressed;
+    in the first `start_step` steps all gradients are. The result depends on the number of ranks by
+    design. Each rank makes P orthonormal and multiplies by Q itself, with bitwise identical results
+    on different processors (identical.py).
     """
 
     def make(number: int, parameters: Sequence[nn.Parameter]) -> _Bucket:
@@ -45,14 +46,14 @@ def powersgd_exchange(
 
 
 def _receive(buckets: Sequence[_Bucket]) -> int:
-    """Each bucket's Q leaves once its P is there, and those of later ones may be on their way."""
+    """Send each bucket's Q when its P has arrived, while later buckets may still be in transfer."""
     for bucket in buckets:
         bucket.answer()
     return receive_each(buckets)
 
 
 class _WarmStart:
-    """The replicated part "powersgd": Q of each matrix, and how many steps were done."""
+    """The replicated part "powersgd": Q of each matrix, and the number of steps done."""
 
     name = "powersgd"
     scope: Scope = "replicated"
@@ -71,7 +72,7 @@ class _WarmStart:
         return self.tensors()
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        """Raises UserError where they are of other buckets."""
+        """Raise UserError if the tensors belong to other buckets."""
         if not pieces:
             for bucket in self._buckets:
                 bucket.start_over()
@@ -86,12 +87,12 @@ class _Bucket:
     """See bucketed.Bucket.
 
     Args:
-        name: of its all-reduces.
+        name: of the bucket's all-reduces.
 
     Attributes:
-        qs: (columns, rank) of each matrix, as the last step left it.
-        steps: that were committed.
-        residual: (n,), what is owed; it changes when a step is committed, as these do.
+        qs: (columns, rank) of each matrix, after the last committed step.
+        steps: number of committed steps.
+        residual: (n,), error feedback; like `qs` and `steps` it changes when a step is committed.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class _Bucket:
         return bool(self.steps >= self._config.start_step) and bool(self._matrices)
 
     def start_over(self) -> None:
-        generator = torch.Generator().manual_seed(0)  # alike on all ranks
+        generator = torch.Generator().manual_seed(0)  # identical on all ranks
         for q in self.qs:
             q.copy_(torch.randn(q.shape, generator=generator, dtype=q.dtype))
         self.steps.zero_()
@@ -140,7 +141,7 @@ class _Bucket:
 
     @torch.no_grad()
     def send(self, several: bool) -> None:
-        """All P, and the gradients that travel as they are; the whole sum in the first steps."""
+        """Send all P, and the uncompressed gradients; in the first steps the whole sum."""
         self._several = several
         if self._compresses:
             pairs = zip(self._matrices, self.qs, strict=True)
@@ -153,7 +154,7 @@ class _Bucket:
 
     @torch.no_grad()
     def answer(self) -> None:
-        """All Q, once P is there."""
+        """Send all Q, when P has arrived."""
         if self._handle is not None:
             completed(self._handle)
         self._handle = None
@@ -184,7 +185,7 @@ class _Bucket:
         return sent
 
     def _multiply(self) -> None:
-        """Computes the gradient, P times Q transposed, and this rank's residual in `_sum`."""
+        """Compute the gradient, P times Q transposed, and this rank's residual in `_sum`."""
         self._new_qs = _parted(self._sent_qs, [q.shape for q in self._own_qs])[:-1]
         products = zip(self._matrices, self._ps, self._own_qs, self._new_qs, strict=True)
         for parameter, p, own_q, q in products:
@@ -199,7 +200,7 @@ class _Bucket:
             offset += parameter.numel()
 
     def commit(self, applied: bool) -> None:
-        # A step that was skipped changes nothing.
+        # A skipped step changes nothing.
         if not applied:
             return
         if self._config.error_feedback:
@@ -217,7 +218,7 @@ def _worth_it(parameter: Tensor, rank: int) -> bool:
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    """(first dimension, all others)."""
+    """Reshape to (first dimension, all others)."""
     return tensor.reshape(len(tensor), -1)
 
 
@@ -226,7 +227,7 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _parted(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Matrices of these shapes, and as the last what is left."""
+    """Split into matrices of these shapes, and as the last item the remainder."""
     sizes = [rows * columns for rows, columns in shapes]
     *parts, rest = flat.split([*sizes, flat.numel() - sum(sizes)])
     return [*(part.view(*shape) for part, shape in zip(parts, shapes, strict=True)), rest]

@@ -1,4 +1,4 @@
-"""What a rank owes the others: what a compression left out of its gradients (error feedback)."""
+"""Residuals of compression (error feedback): gradient elements that a rank has not yet sent."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from hvdtrain.runtime.state_part import Scope
 
 
 class Residuals:
-    """The local part "residual": what a rank still owes, of each bucket.
+    """The local part "residual": this rank's residual of each bucket.
 
-    Ranks that inherit from several owe the sum: nothing is lost when there are fewer ranks, and a
-    rank that joins owes nothing. A rank that was killed takes its own with it.
+    A rank that inherits from several ranks holds the sum of their residuals: nothing is lost when
+    there are fewer ranks. A rank that joins starts with zero. The residual of a killed rank is
+    lost.
     """
 
     name = "residual"
@@ -27,14 +28,14 @@ class Residuals:
         return {f"bucket.{number}": tensor for number, tensor in enumerate(self._residuals)}
 
     def norm(self) -> float:
-        """Of all of them, the Euclidean one; another thread may ask in the middle of a step."""
+        """Euclidean norm of all residuals; another thread may call it in the middle of a step."""
         return float(sum(tensor.double().square().sum() for tensor in self._residuals)) ** 0.5
 
     def compared(self) -> dict[str, Tensor]:
         return {}
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        """Raises UserError where they are of other buckets."""
+        """Raise UserError if the residuals belong to other buckets."""
         own = self.tensors()
         for piece in pieces:
             require_same_buckets(own, piece)
@@ -45,10 +46,10 @@ class Residuals:
 
 
 def require_same_buckets(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """What is saved by bucket can be taken over where the buckets are those of now.
+    """Check that state saved by bucket fits the current buckets.
 
     Raises:
-        UserError: they are others.
+        UserError: the buckets differ.
     """
     if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in saved.items()}:
         raise UserError(

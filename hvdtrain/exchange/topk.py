@@ -1,4 +1,4 @@
-"""Only the largest elements of a gradient travel; what did not is owed, and added to the next.
+"""Top-k compression: only a gradient's largest elements are sent; the rest is the residual.
 
 Lin et al., "Deep gradient compression", arXiv:1712.01887 (without its momentum correction), and
 Karimireddy et al., "Error feedback fixes SignSGD and other gradient compression schemes",
@@ -22,15 +22,15 @@ from hvdtrain.runtime.state_part import StatePart
 def topk_exchange(
     optimizer: Optimizer, model: nn.Module, ratio: float, error_feedback: bool
 ) -> BucketedExchange:
-    """Each rank sends, of each bucket, the elements of its own sum that are largest by magnitude.
+    """Send, from each bucket, the elements of this rank's sum that are largest by magnitude.
 
-    They travel as indices and values (8 bytes an element of float32) by an all-gather, and every
-    rank adds up those of all in the order of the ranks, so all get the same bits. The result
-    depends on the number of ranks by nature.
+    They are sent as indices and values (8 bytes per float32 element) by an all-gather, and every
+    rank adds the contributions of all ranks in the order of the ranks, so results are bitwise
+    identical. The result depends on the number of ranks by design.
 
     Args:
-        ratio: of the elements that travel, in (0, 1].
-        error_feedback: what did not travel is added to the next step's sum.
+        ratio: fraction of the elements that are sent, in (0, 1].
+        error_feedback: elements that were not sent are added to the next step's sum.
     """
 
     def make(number: int, parameters: Sequence[nn.Parameter]) -> _Bucket:
@@ -46,10 +46,10 @@ class _Bucket:
     """See bucketed.Bucket.
 
     Args:
-        name: of its all-gather.
+        name: of the bucket's all-gather.
 
     Attributes:
-        residual: float32 or float64 (n,): what is owed; it changes when a step is committed.
+        residual: float32 or float64 (n,): error feedback; it changes when a step is committed.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class _Bucket:
         self._sum_of[parameter].add_(gradient)
 
     def send(self, several: bool) -> None:
-        """Takes what is sent out of the sum: the rest is owed."""
+        """Move the sent elements out of the sum: the remainder is the residual."""
         indices = self._sum.abs().topk(self._count, sorted=False).indices
         values = self._sum[indices]
         self._sum[indices] = 0.0
@@ -89,7 +89,7 @@ class _Bucket:
     def receive(self) -> int:
         table = self._sent if self._handle is None else completed(self._handle)
         self._gradient.zero_()
-        for row in table:  # one after the other: the order of the additions is the same everywhere
+        for row in table:  # sequentially: the order of the additions is identical on all ranks
             indices = row[: 4 * self._count].clone().view(torch.int32).long()
             values = row[4 * self._count :].clone().view(self._gradient.dtype)
             self._gradient[indices] += values
@@ -98,6 +98,6 @@ class _Bucket:
         return self._sent.nbytes
 
     def commit(self, applied: bool) -> None:
-        # A step that was skipped changes nothing: what was owed before it is owed.
+        # A skipped step changes nothing: the residual stays as it was.
         if applied and self._error_feedback:
             self.residual.copy_(self._sum)

@@ -1,4 +1,4 @@
-"""As what a gradient travels: what Horovod calls a compression, of the dense exchange."""
+"""Wire formats for gradients of the dense exchange, which Horovod calls compression."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.runtime.state_part import Scope, StatePart
 
 Layout = tuple[torch.Size, tuple[int, ...]] | None
 
-# Gradients of a global batch are mostly far below 1: float16 has no number between 0 and 6e-8.
+# Gradients of a global batch are mostly far below 1; float16 has no positive number below 6e-8.
 _FIRST_SCALE = 2.0**12
 _LARGEST_SCALE = 2.0**24
 _BACK_OFF = 0.25
@@ -20,9 +20,9 @@ _GROW_AFTER = 500  # steps in a row without overflow
 
 
 class AsItIs:
-    """A gradient travels as it is, as a vector in the order in memory.
+    """Send a gradient unchanged, as a vector in memory order.
 
-    Horovod wants row-major tensors. A gradient lies in memory as its parameter does, on every
+    Horovod requires row-major tensors. A gradient has the memory order of its parameter, on every
     rank, so parameters in another order (channels_last) can be summed too, without a copy.
     """
 
@@ -36,22 +36,23 @@ class AsItIs:
         return summed if layout is None else summed.as_strided(*layout)
 
     def element_size(self, parameter: Tensor) -> int:
-        """Bytes of an element of its gradient on the wire."""
+        """Bytes of an element of the parameter's gradient on the wire."""
         return parameter.element_size()
 
     def commit(self, applied: bool) -> None:
-        """After an update, or where it was skipped; alike on all ranks."""
+        """Complete a step, applied or skipped; identical on all ranks."""
 
     def state_parts(self) -> Sequence[StatePart]:
         return ()
 
 
 class Float16:
-    """A gradient travels as float16, times a scale; in half of the bytes.
+    """Send a gradient as float16, times a scale, which halves the bytes.
 
-    What is too large becomes infinite, and so does the sum, on every rank: the step is skipped, and
-    the scale is divided by 4. After 500 steps without it is doubled. (Loss scaling as in
-    Micikevicius et al., "Mixed precision training", arXiv:1710.03740, but of the gradient alone.)
+    An element that is too large becomes infinite, and so does the sum, on every rank: the step is
+    skipped, and the scale is divided by 4. After 500 steps without overflow it is doubled. (Loss
+    scaling as in Micikevicius et al., "Mixed precision training", arXiv:1710.03740, but of the
+    gradient alone.)
     """
 
     name = "wire"
@@ -99,11 +100,11 @@ class Float16:
 
 
 class BFloat16:
-    """A gradient travels as bfloat16, in half of the bytes.
+    """Send a gradient as bfloat16, which halves the bytes.
 
-    It has the range of a float32, so it needs no scale; of 24 bits of precision 8 are left. Nothing
-    is divided on the way: a gradient was divided by the micro-batches of the global batch as a
-    float32, before.
+    It has the range of float32, so it needs no scale; of 24 bits of precision 8 are left. Nothing
+    is divided on the wire: a gradient was already divided by the micro-batches of the global batch
+    in float32.
     """
 
     def __init__(self) -> None:
@@ -121,7 +122,7 @@ class BFloat16:
         return 2
 
     def commit(self, applied: bool) -> None:
-        """It keeps nothing from step to step."""
+        """Nothing is kept from step to step."""
 
     def state_parts(self) -> Sequence[StatePart]:
         return ()

@@ -1,5 +1,4 @@
-"""When a checkpoint is saved: after a number of steps or seconds, at the end, and on a stop
-request.
+"""When a checkpoint is saved: every N steps or seconds, at the end, and on a stop request.
 
 Ranks wait for a checkpoint only at the end of the run: there all ranks take turns until rank 0's
 writer has finished. If the writer is busy when the next checkpoint is due, that checkpoint is taken

@@ -1,4 +1,4 @@
-"""Collectives for users: in a task, also while it is evaluated, and in a script of one's own.
+"""Collectives for users: in a task, also during evaluation, and in a user's own script.
 
     from hvdtrain import comm
 
@@ -6,22 +6,22 @@
     if comm.is_main_process():
         print(int(seen))
 
-In a script that horovodrun or mpirun starts, or that is started alone (then there is one rank),
-the first call starts Horovod; it ends with the process. In a training run there is nothing to
-start. With one rank nothing travels and nothing is counted.
+In a script that horovodrun or mpirun starts, or that is started alone (then there is one rank), the
+first call starts Horovod; Horovod ends with the process. In a training run it is already started.
+With one rank nothing is sent and nothing is counted.
 
-Every rank calls the same collectives in the same order, from one thread at a time. A rank that
-does not come is an error after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS (900). What can be seen before
-a collective starts is a CollectiveError. All of them raise besides
+Every rank calls the same collectives in the same order, from one thread at a time. If a rank does
+not call a collective, the others fail after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS (900). Errors that
+can be detected before a collective starts raise CollectiveError. In addition, all collectives raise
 
-    CollectiveError    the ranks gave shapes, dtypes, operations or roots that do not fit; on all
-    RankLostError      another rank is gone; a training run handles it, so let it pass
+    CollectiveError    the ranks' shapes, dtypes, operations or roots do not match; on all ranks
+    RankLostError      another rank is gone; a training run handles it, so do not catch it
 
-Tensors are on the CPU or a GPU, dense, and what is returned is a new one on the same device.
-Gradients do not flow through a collective: a tensor that asks for one is refused.
+Tensors are dense, on the CPU or a GPU; the result is a new tensor on the same device. Gradients do
+not flow through a collective: a tensor that requires a gradient is refused.
 
-`name` tells calls apart where ranks might reach different ones (the coordinator then says which
-one is missing); the same on all ranks. Names need not be unique.
+`name` distinguishes calls if ranks might reach different ones (the coordinator then reports which
+one is missing); it must be the same on all ranks. Names need not be unique.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ __all__ = [
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALVES, torch.float32, torch.float64)
 _REDUCED = (*_FLOATS, torch.int32, torch.int64)
-# Horovod carries these itself; others travel as bytes.
+# Dtypes that Horovod supports; others are sent as bytes.
 _CARRIED = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
     torch.float16, torch.bfloat16, torch.float32, torch.float64,
@@ -60,7 +60,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This process among those of its host, 0 <= local_rank < local_size()."""
+    """This process among the ranks on its host, 0 <= local_rank < local_size()."""
     return _place("local_rank").local_rank
 
 
@@ -70,21 +70,21 @@ def local_size() -> int:
 
 
 def is_main_process() -> bool:
-    """Whether this is rank 0: who prints and writes."""
+    """Whether this is rank 0, which prints and writes."""
     return rank() == 0
 
 
 def all_reduce(tensor: Tensor, op: str = "sum", name: str = "") -> Tensor:
-    """Combines the tensors of all ranks, element by element.
+    """Combine the tensors of all ranks, element by element.
 
     Args:
         tensor: any shape; float32, float64, int32 or int64, or float16 or bfloat16, which are
             combined in float32; the same shape and dtype on all ranks.
-        op: "sum", "mean" (not of integers), "min" or "max"; these may lose a NaN that only some
-            ranks have.
+        op: "sum", "mean" (not of integers), "min" or "max"; the last two may lose a NaN that only
+            some ranks have.
 
     Returns:
-        Of the shape and dtype of `tensor`, alike on all ranks.
+        Tensor of the shape and dtype of `tensor`, identical on all ranks.
 
     Raises:
         CollectiveError: `op` or the dtype cannot be used.
@@ -99,14 +99,14 @@ def all_reduce(tensor: Tensor, op: str = "sum", name: str = "") -> Tensor:
 
 
 def all_gather(tensor: Tensor, name: str = "") -> Tensor:
-    """Joins the tensors of all ranks along their first dimension, in the order of the ranks.
+    """Concatenate the tensors of all ranks along their first dimension, in the order of the ranks.
 
     Args:
-        tensor: (N, ...), any dtype; N may differ between ranks, and be 0, the other dimensions
-            and the dtype may not. A scalar counts as (1,).
+        tensor: (N, ...), any dtype; N may differ between ranks, and be 0; the other dimensions and
+            the dtype may not differ. A scalar counts as (1,).
 
     Returns:
-        (sum of all N, ...), alike on all ranks.
+        (sum of all N, ...), identical on all ranks.
     """
     call = "all_gather"
     _check(call, tensor)
@@ -122,7 +122,7 @@ def all_gather(tensor: Tensor, name: str = "") -> Tensor:
 
 
 def broadcast(tensor: Tensor, root: int = 0, name: str = "") -> Tensor:
-    """The tensor of rank `root`.
+    """Send the tensor of rank `root` to all ranks.
 
     Args:
         tensor: any shape and dtype, the same on all ranks; only the root's values count.
@@ -152,15 +152,15 @@ def broadcast(tensor: Tensor, root: int = 0, name: str = "") -> Tensor:
 
 
 def reduce_scatter(tensor: Tensor, op: str = "sum", name: str = "") -> Tensor:
-    """Combines the tensors of all ranks, and gives each rank its part of the first dimension.
+    """Combine the tensors of all ranks, and give each rank its shard of the first dimension.
 
     Args:
         tensor: (N, ...), N >= 0; dtypes as in `all_reduce`; the same shape and dtype on all ranks.
         op: "sum" or "mean" (not of integers).
 
     Returns:
-        (N // size(), ...); where N is no multiple of size(), the first N % size() ranks get a
-        row more.
+        (N // size(), ...); if N is not a multiple of size(), the first N % size() ranks receive one
+        more row.
 
     Raises:
         CollectiveError: `op`, the dtype or a scalar cannot be used.
@@ -180,7 +180,7 @@ def reduce_scatter(tensor: Tensor, op: str = "sum", name: str = "") -> Tensor:
 
 
 def barrier(name: str = "") -> None:
-    """Returns when every rank has called it."""
+    """Return when every rank has called it."""
     if _several("barrier"):
         with OWN.timed("barrier"):
             collectives.sum_(torch.zeros(1), _named("barrier", name))
@@ -192,7 +192,7 @@ def _place(function: str) -> init.Place:
 
 
 def _several(call: str) -> bool:
-    """Whether there is anyone to talk to; raises CollectiveError where they would not answer."""
+    """Whether there are other ranks; raises CollectiveError if they would not respond."""
     several = _place(call).world_size > 1
     if several:
         OWN.check(call)
@@ -200,8 +200,8 @@ def _several(call: str) -> bool:
 
 
 def _named(call: str, name: str) -> str:
-    # The same in each call: nothing that counts calls has to agree on ranks that came at
-    # different times, and Horovod's cache knows the tensor again.
+    # The same name in each call: ranks that joined at different times need not agree on a call
+    # count, and Horovod's cache recognizes the tensor.
     return f"comm.{call}.{name}" if name else f"comm.{call}"
 
 

@@ -1,4 +1,4 @@
-"""What a process knows of users' collectives: their totals, and whether one may begin."""
+"""State of users' collectives in a process: their totals, and whether one may begin."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvdtrain.runtime.init import initialise, is_initialised
 from hvdtrain.runtime.phases import PhaseTimer
 
 OPERATIONS = ("all_reduce", "all_gather", "broadcast", "reduce_scatter", "barrier")
-# What Horovod says on all ranks where their calls do not fit together; nobody is lost then.
+# Horovod's message on all ranks if their calls do not match; no rank is lost in that case.
 _MISTAKES = ("Mismatched", "same name as another tensor")
 
 T = TypeVar("T")
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one operation, between several ranks.
+    """Use of one operation, between several ranks.
 
     Args:
-        calls: that were completed.
-        bytes: of the tensors, as nccl-tests count them: the larger one of input and output.
-        seconds: in the calls; waiting for other ranks is part of it.
+        calls: number of completed calls.
+        bytes: of the tensors, as nccl-tests counts them: the larger of input and output.
+        seconds: in the calls, including the wait for other ranks.
     """
 
     calls: int = 0
@@ -44,9 +44,9 @@ class Process:
     Attributes:
         totals: of each operation, since the process began.
         counts: the fewest and the most micro-batches that a rank has in this training step; None
-            elsewhere.
-        timer: of a training run. What a collective takes counts as "other" there: it is neither
-            this rank's own work, by which slow ranks are found, nor the exchange of gradients.
+            outside a training step.
+        timer: of a training run. Time in a collective counts as "other": it is neither this rank's
+            own work, which identifies slow ranks, nor the gradient exchange.
     """
 
     def __init__(self) -> None:
@@ -58,10 +58,10 @@ class Process:
         self._is_copy = False
 
     def start(self, function: str) -> None:
-        """Starts Horovod, where a training run or an earlier call has not.
+        """Start Horovod, unless a training run or an earlier call has started it.
 
         Raises:
-            CollectiveError: this process is no rank.
+            CollectiveError: this process is not a rank.
             UserError, HorovodInternalError: as runtime.init.initialise.
         """
         if is_initialised():
@@ -78,7 +78,7 @@ class Process:
         initialise()
 
     def check(self, operation: str) -> None:
-        """Raises CollectiveError where the other ranks would not take part in a collective."""
+        """Raise CollectiveError if the other ranks would not participate in a collective."""
         if self._is_copy:
             raise CollectiveError(_no_rank(operation))
         if self._beyond:
@@ -87,11 +87,11 @@ class Process:
     def micro_batches(
         self, batches: Iterator[T], in_common: int, most: int | None = None
     ) -> Iterator[T]:
-        """Passes on this rank's micro-batches of a step or an evaluation.
+        """Yield this rank's micro-batches of a step or an evaluation.
 
         Args:
-            in_common: how many every rank has; beyond them a collective would wait for ever.
-            most: that any rank has, in a training step.
+            in_common: number that every rank has; beyond it a collective would wait forever.
+            most: the most that any rank has, in a training step.
         """
         self.counts = None if most is None else (in_common, most)
         beyond = (
@@ -109,7 +109,7 @@ class Process:
 
     @contextmanager
     def refused(self, why: str) -> Iterator[None]:
-        """Inside, a collective raises CollectiveError, which says why."""
+        """Make collectives inside the context raise CollectiveError with the reason `why`."""
         before, self._beyond = self._beyond, why
         try:
             yield
@@ -118,7 +118,7 @@ class Process:
 
     @contextmanager
     def timed(self, operation: str) -> Iterator[list[int]]:
-        """Around a collective; whoever is inside appends the bytes."""
+        """Time a collective; the caller appends its bytes to the list."""
         sizes: list[int] = []
         began = time.perf_counter()
         try:
@@ -136,15 +136,15 @@ class Process:
         )
 
     def waiting(self, axis: str) -> AbstractContextManager[None]:
-        """Time inside is waited for other ranks of a replica, see PhaseTimer."""
+        """Count time inside as waiting for other ranks of a replica, see PhaseTimer."""
         return self.timer.waiting(axis) if self.timer else nullcontext()
 
     def figure(self, name: str) -> dict[str, float]:
-        """One figure of `Usage`, of each operation."""
+        """One field of `Usage`, for each operation."""
         return {operation: getattr(totals, name) for operation, totals in self.totals.items()}
 
     def take(self) -> dict[str, dict[str, float]]:
-        """The totals of the operations that were used since the last time."""
+        """Totals of the operations that were used since the last call."""
         found = {}
         for operation, now in self.totals.items():
             before, self._taken[operation] = self._taken[operation], now
@@ -160,7 +160,7 @@ class Process:
         return found
 
     def forked(self) -> None:
-        """In a child of a rank: it has Horovod's state, not the thread that does the work."""
+        """Handle a fork: the child has Horovod's state, but not the thread that does the work."""
         self._is_copy = is_initialised()
 
 
@@ -171,6 +171,6 @@ def _no_rank(function: str) -> str:
     )
 
 
-# This process's own: it has one Horovod.
+# A process has one Horovod.
 OWN = Process()
 os.register_at_fork(after_in_child=OWN.forked)

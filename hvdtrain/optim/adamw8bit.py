@@ -1,4 +1,4 @@
-"""AdamW whose moments take 8 bits each (Dettmers et al., arXiv:2110.02861), of bitsandbytes."""
+"""AdamW with 8-bit moments (Dettmers et al., arXiv:2110.02861), from bitsandbytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdtrain.errors import UserError
 def adamw_8bit(
     groups: Sequence[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float
 ) -> Optimizer:
-    """The optimizer, with a state of tensors alone.
+    """Build the optimizer, whose state consists of tensors only.
 
     Raises:
         UserError: bitsandbytes is not installed.
@@ -28,7 +28,7 @@ def adamw_8bit(
         ) from None
 
     class Saveable(AdamW8bit):
-        """Its count of steps is a tensor, as torch's optimizers have it."""
+        """AdamW8bit whose step count is a tensor, as in torch's optimizers."""
 
         def update_step(self, group: Any, p: nn.Parameter, gindex: int, pindex: int) -> None:
             state = self.state[p]

@@ -15,21 +15,21 @@ class OptimConfig:
 
     Args:
         name: `adamw`, `sgd` (with momentum), `adam`, `lion` (arXiv:2302.06675), `adafactor`
-            (arXiv:1804.04235), `adamw8bit` (arXiv:2110.02861), or `muon`, which takes the matrices
-            inside the model and leaves embeddings, output layer and vectors to adamw
+            (arXiv:1804.04235), `adamw8bit` (arXiv:2110.02861), or `muon`, which updates the
+            matrices inside the model and uses adamw for embeddings, output layer and vectors
         lr: learning rate at the end of the warm-up
-        scale_lr: what `optim.lr` is multiplied with where `batch.per_rank_size` is set: the number
-            of ranks (`linear`, arXiv:1706.02677) or its root (`sqrt`)
+        scale_lr: factor applied to `optim.lr` if `batch.per_rank_size` is set: the number of ranks
+            (`linear`, arXiv:1706.02677) or its square root (`sqrt`)
         betas: decay rates of the two moments of adamw and adam; lion's two
-        eps: added to the root of the second moment of adamw and adam
-        fused: adamw and adam in torch's one kernel: a shorter step, and results that are rounded
-            otherwise
+        eps: added to the square root of the second moment of adamw and adam
+        fused: adamw and adam in torch's single fused kernel: faster, but results are rounded
+            differently
         momentum: momentum of sgd and muon
-        weight_decay: of parameters with 2 or more dimensions; of sgd and adam added to the
-            gradient, else decoupled from it
+        weight_decay: of parameters with 2 or more dimensions; added to the gradient by sgd and
+            adam, decoupled from it by the others
         clip_norm: gradients are scaled down to this global norm; 0 = no clipping
-        ema_decay: of an exponential moving average of the weights, such as 0.999; it is evaluated
-            beside them; 0 = none
+        ema_decay: of an exponential moving average of the weights, such as 0.999, which is
+            evaluated in addition to the weights; 0 = none
         freeze: names of parameters that are not trained, with * and ?, such as `embedding.*`
     """
 

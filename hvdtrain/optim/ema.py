@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights, as a part of the run's state."""
+"""Exponential moving average of the weights, as a part of the run's state."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from hvdtrain.runtime.state_part import Scope
 class Ema:
     """The replicated part "ema": an average of each trained parameter, by its name.
 
-    After the first step it is the parameter, after each further one that counts it moves towards it
-    by 1 - decay, as torch.optim.swa_utils.AveragedModel does with get_ema_multi_avg_fn. Averages of
-    half-precision parameters are float32, of their masters where the optimizer has these. Empty
-    before the first step.
+    After the first step the average equals the parameter; each further applied step moves it
+    towards the parameter by 1 - decay, as torch.optim.swa_utils.AveragedModel does with
+    get_ema_multi_avg_fn. Averages of half-precision parameters are float32, computed from the
+    master weights if the optimizer has them. Empty before the first step.
 
-    Of a model that spans ranks it is the average of this rank's parts; who saves them says
-    parallel/spanned_state.py.
+    For a model that spans ranks it averages this rank's shards; parallel/spanned_state.py
+    determines which rank saves them.
 
     Args:
         decay: in (0, 1).
 
     Attributes:
-        parameters: those that it averages, by name.
+        parameters: the averaged parameters, by name.
     """
 
     name = "ema"
@@ -42,12 +42,12 @@ class Ema:
         self.parameters = {n: p for p, n in parameter_names(optimizer, model).items()}
         self._decay = decay
         self._averages: dict[str, Tensor] = {}
-        # A part of the step: a rank has done both, or neither.
+        # Part of the step: a rank has done both updates, or neither.
         optimizer.register_step_post_hook(lambda *_: self.update())
 
     @torch.no_grad()
     def update(self) -> None:
-        """After a step of the optimizer."""
+        """Update the averages after a step of the optimizer."""
         state = self._optimizer.state
         now = {
             name: _wide(local(state.get(p, {}).get("master", p)))
@@ -61,12 +61,12 @@ class Ema:
 
     @property
     def started(self) -> bool:
-        """There was a step."""
+        """Whether a step was done."""
         return bool(self._averages)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model has the averages as its weights meanwhile."""
+        """Use the averages as the model's weights inside the context."""
         kept = {name: local(p).clone() for name, p in self.parameters.items()}
         try:
             self._set(self._averages)
@@ -79,7 +79,7 @@ class Ema:
         for name, parameter in self.parameters.items():
             local(parameter).copy_(values[name])
         for module in self._model.modules():
-            # FSDP's: what it has gathered is of before.
+            # FSDP: parameters that it has gathered are out of date.
             reshard = getattr(module, "reshard", None)
             if reshard is not None:
                 reshard()

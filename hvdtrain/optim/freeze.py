@@ -11,7 +11,7 @@ from hvdtrain.errors import UserError
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Takes parameters out of the training.
+    """Exclude parameters from training.
 
     Args:
         patterns: of their names, with * and ? as in a shell.

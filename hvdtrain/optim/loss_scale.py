@@ -1,7 +1,7 @@
-"""The dynamic loss scale of float16: small gradients stay above zero, and an overflow is noticed.
+"""Dynamic loss scale for float16: small gradients stay above zero, and overflows are detected.
 
 Micikevicius et al., "Mixed precision training", arXiv:1710.03740; growth, back-off and hysteresis
-as in DeepSpeed's and Megatron's scalers.
+as in the scalers of DeepSpeed and Megatron.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ _BACK_OFF, _HYSTERESIS = 0.5, 2
 
 
 class LossScale:
-    """The replicated part "loss_scale": what a loss is multiplied with before backward.
+    """The replicated part "loss_scale": factor applied to a loss before backward.
 
-    A gradient is divided by it as soon as backward has it, before it is added up or exchanged: an
-    exchange sees true gradients, whose range does not change with the scale (fixed point, the scale
-    of a float16 wire, what error feedback owes). What has overflowed is infinite or NaN on the
-    rank where it did, and by the exchange on all: all skip the step, and all call `update` alike.
+    A gradient is divided by the scale when backward has computed it, before it is accumulated or
+    exchanged. An exchange therefore sees true gradients, whose range does not change with the scale
+    (fixed point, the scale of a float16 wire, residuals of error feedback). Elements that
+    overflowed are infinite or NaN on the rank where it happened and, after the exchange, on all
+    ranks: all skip the step, and all call `update` with the same argument.
 
-    Of two overflows since the scale last grew the second one halves it, and so does each
-    further one; 1000 good steps in a row double it.
+    The second overflow since the scale last grew halves the scale, and so does each further one;
+    1000 consecutive good steps double it.
     """
 
     name = "loss_scale"
@@ -44,23 +45,23 @@ class LossScale:
         return self._scale.item()
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """`loss`, a scalar, times the scale, in float32 at least."""
+        """`loss`, a scalar, times the scale, in float32 or wider."""
         wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         return wide * self.value
 
     def unscale_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """From now on each gradient of these is divided by the scale when backward has it."""
+        """Register hooks that divide these parameters' gradients by the scale during backward."""
         for parameter in parameters:
             parameter.register_hook(lambda gradient: gradient * (1 / self.value))
 
     def update(self, applied: bool) -> bool:
-        """After each step, alike on all ranks.
+        """Update the scale after each step, identically on all ranks.
 
         Args:
-            applied: its gradient was finite.
+            applied: the step's gradient was finite.
 
         Returns:
-            True where a gradient that was not finite may be due to the scale: it could be lower.
+            True if the scale may have caused a non-finite gradient: it could be lower.
         """
         if not applied:
             return self._overflow()

@@ -1,4 +1,4 @@
-"""Parameters of 16 bits whose optimizer steps on copies of them in float32."""
+"""16-bit parameters whose optimizer updates float32 copies of them (master weights)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _SHORT = (torch.float16, torch.bfloat16)
 
 
 class MasterWeights(Optimizer):
-    """An optimizer over a model's parameters that lets another one step on float32 copies.
+    """Optimizer over a model's parameters that lets an inner optimizer update float32 copies.
 
-    An update is mostly smaller than what bfloat16 can tell apart, so parameters of 16 bits alone
-    would not move. (Master weights: Micikevicius et al., "Mixed precision training",
-    arXiv:1710.03740.) Each step gives the masters the gradients, steps, and rounds the masters to
-    the parameters. Masters are made from the parameters in the first step that moves them.
+    Most updates are smaller than the resolution of bfloat16, so 16-bit parameters alone would not
+    change. (Master weights: Micikevicius et al., "Mixed precision training", arXiv:1710.03740.)
+    Each step copies the gradients to the masters, steps, and rounds the masters to the parameters.
+    Masters are created from the parameters in the first step that updates them.
 
-    `state[parameter]` is what the inner optimizer keeps, and "master": so it is saved, broadcast
-    and compared as any optimizer's state is.
+    `state[parameter]` is the inner optimizer's state and "master": so it is saved, broadcast and
+    compared like any optimizer's state.
 
     Args:
-        inner: over the model's parameters; gets the masters in the place of those of 16 bits.
+        inner: over the model's parameters; receives masters instead of the 16-bit parameters.
     """
 
     def __init__(self, inner: Optimizer) -> None:
@@ -39,7 +39,7 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Steps; a parameter without a gradient is passed over."""
+        """Step; parameters without a gradient are skipped."""
         moved = []
         for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: value for key, value in own.items() if key != "params"})
@@ -57,7 +57,7 @@ class MasterWeights(Optimizer):
                 self.state[parameter]["master"] = master.data
 
     def _lend(self, parameter: Tensor, master: Tensor) -> None:
-        """Gives the inner optimizer what `state` has; it may have been replaced meanwhile."""
+        """Pass `state` to the inner optimizer; it may have been replaced since the last step."""
         state: dict[str, Any] = {**self.state.get(parameter, {})}
         if master is not parameter and parameter.grad is not None:
             master.data = state.pop("master") if state else parameter.detach().float()

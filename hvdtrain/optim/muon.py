@@ -9,17 +9,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-# The first part of the name of a model's output layer.
+# First component of the name of a model's output layer.
 _HEADS = ("head", "heads", "lm_head", "classifier", "score", "fc", "output")
 USES_MUON = "muon"
 
 
 class MuonAndAdamW(Optimizer):
-    """torch.optim.Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) on groups
-    whose "muon" is True, torch.optim.AdamW on the others.
+    """Muon on groups whose "muon" is True, AdamW on the others.
 
-    Muon's rate is scaled to the size of AdamW's updates (Liu et al., arXiv:2502.16982), so that
-    both take one learning rate and one weight decay. Both keep their state in `state` here.
+    torch.optim.Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) and
+    torch.optim.AdamW. Muon's rate is scaled to the size of AdamW's updates (Liu et al.,
+    arXiv:2502.16982), so that both use one learning rate and one weight decay. Both keep their
+    state in `state` here.
     """
 
     def __init__(
@@ -53,8 +54,8 @@ class MuonAndAdamW(Optimizer):
 def muon_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     """The matrices inside a model: neither embeddings nor its output layer.
 
-    An output layer is a module at the top that is called so (`head`, `lm_head`, `classifier`,
-    `score`, `fc`, `output`), or a matrix with as many rows as an embedding.
+    An output layer is a top-level module with one of these names (`head`, `heads`, `lm_head`,
+    `classifier`, `score`, `fc`, `output`), or a matrix with as many rows as an embedding.
     """
     embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     outside = {id(m.weight) for m in embeddings}

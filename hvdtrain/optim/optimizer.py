@@ -1,4 +1,4 @@
-"""The optimizer, and its state by parameter name: for checkpoints and for broadcasts."""
+"""The optimizer, and its state by parameter name, for checkpoints and broadcasts."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from hvdtrain.optim.lion import Lion
 from hvdtrain.optim.muon import USES_MUON, MuonAndAdamW, muon_parameters
 
 ParamGroup = dict[str, Any]
-# What a task may say of a group beside its parameters.
+# Keys that a task's parameter group may have.
 _KEYS = ("params", "lr_scale", "weight_decay")
 
 
 def build_optimizer(
     config: OptimConfig, model: nn.Module, groups: Sequence[ParamGroup] | None = None
 ) -> Optimizer:
-    """The optimizer of `config.name`.
+    """Build the optimizer `config.name`.
 
     Args:
-        groups: of the parameters, see Task.param_groups; default: matrices decay, vectors
-            (biases, norms) do not.
+        groups: of the parameters, see Task.param_groups; default: matrices decay, vectors (biases,
+            norms) do not.
 
     Raises:
-        UserError: the groups do not have each trainable parameter exactly once, or there is
-            nothing that Muon is for.
+        UserError: the groups do not contain each trainable parameter exactly once, or the model has
+            no matrix for Muon.
     """
     if groups is None:
         groups = _by_dimensions(config, model)
@@ -40,11 +40,11 @@ def build_optimizer(
         groups = [{"weight_decay": config.weight_decay, **group} for group in groups]
         groups = [{**group, "params": list(group.get("params", ()))} for group in groups]
         _check_groups(groups, model)
-    # Those that the task froze are not trained, whatever group they are in.
+    # Parameters that the task froze are not trained, whatever group they are in.
     groups = [{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in groups]
     groups = [group for group in groups if group["params"]]
     lr, betas, eps = config.lr, config.betas, config.eps
-    fused = config.fused or None  # as torch's own default
+    fused = config.fused or None  # None is torch's default
     if config.name == "sgd":
         return torch.optim.SGD(groups, lr=lr, momentum=config.momentum)
     if config.name == "adam":
@@ -103,7 +103,7 @@ def _check_groups(groups: Sequence[ParamGroup], model: nn.Module) -> None:
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
-    """Of each group: `lr`, times the group's lr_scale where it has one."""
+    """Set each group's rate: `lr`, times the group's lr_scale if it has one."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
@@ -117,10 +117,10 @@ def parameter_names(optimizer: Optimizer, model: nn.Module) -> dict[nn.Parameter
 def state_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """The optimizer's own tensors (not copies), as "parameter name/entry".
 
-    Empty before the first step: nothing is made up to fill it.
+    Empty before the first step: no placeholder state is created.
 
     Raises:
-        TypeError: the optimizer keeps something that is not a tensor.
+        TypeError: the optimizer's state has a value that is not a tensor.
     """
     tensors = {}
     for parameter, name in parameter_names(optimizer, model).items():
@@ -134,14 +134,14 @@ def state_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, Tensor]:
 
 
 def set_state_tensors(optimizer: Optimizer, model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Replaces the optimizer's state.
+    """Replace the optimizer's state.
 
-    Not through `Optimizer.load_state_dict`, which casts and may share memory with its
-    argument; here every tensor keeps its dtype.
+    Does not use `Optimizer.load_state_dict`, which casts and may share memory with its argument;
+    here every tensor keeps its dtype.
 
     Args:
-        tensors: as `state_tensors` gives them; moved to their parameter's device, but for step
-            counts, which torch's optimizers keep on the CPU where they are not fused.
+        tensors: as returned by `state_tensors`; moved to their parameter's device, except step
+            counts, which torch's optimizers keep on the CPU unless they are fused.
     """
     fused = any(group.get("fused") for group in optimizer.param_groups)
     by_name = {name: p for p, name in parameter_names(optimizer, model).items()}

@@ -1,4 +1,4 @@
-"""The numbers that a model is computed with: chosen once, for training and for evaluation."""
+"""Numeric precision of a model's computation: chosen once, for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Precision:
 
     Args:
         name: never `auto`.
-        loss_scale: of fp16; None of all others.
+        loss_scale: for fp16; None for all others.
     """
 
     name: str = "float32"
     loss_scale: LossScale | None = None
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """What a forward pass is done in; backward is done outside of it.
+        """Context for a forward pass; backward runs outside of it.
 
-        With `bf16-params` too: a batch is float32 where the task makes it so, and what has to be
-        summed in float32 (losses, norms) is as torch decides it for each operation.
+        Also for `bf16-params`: a batch is float32 if the task makes it so, and torch decides for
+        each operation whether it needs float32 (losses, norms).
         """
         if self.name not in _DTYPES:
             return nullcontext()
         return torch.autocast(device.type, _DTYPES[self.name])
 
     def dtype(self, model: nn.Module) -> torch.dtype:
-        """In which the model multiplies matrices."""
+        """Dtype in which the model multiplies matrices."""
         return _DTYPES.get(self.name, next(model.parameters()).dtype)
 
 
@@ -49,7 +49,7 @@ FLOAT32 = Precision()
 
 
 def build_precision(config: PrecisionConfig, device: torch.device) -> Precision:
-    """What the keys of `precision` mean on a device; sets what CUDA is to do in float32."""
+    """Precision that the `precision` keys configure for a device; sets CUDA's float32 mode."""
     if device.type == "cuda":
         set_cuda_kernels(config.tf32, config.cudnn_benchmark)
     name = _of_device(device) if config.name == "auto" else config.name
@@ -63,7 +63,7 @@ def _of_device(device: torch.device) -> str:
 
 
 def check_parameters(precision: str, model: nn.Module) -> None:
-    """Whether the model's parameters can be trained so.
+    """Check that the model's parameters can be trained in this precision.
 
     Args:
         precision: the configured name.
@@ -80,10 +80,10 @@ def check_parameters(precision: str, model: nn.Module) -> None:
 
 
 def to_bfloat16(model: nn.Module) -> None:
-    """Makes the float32 parameters bfloat16.
+    """Convert the float32 parameters to bfloat16.
 
-    Buffers stay, as BatchNorm's statistics must, and so do its parameters: its kernels want both
-    in one dtype.
+    Buffers stay float32, as BatchNorm's statistics require, and so do BatchNorm's parameters: its
+    kernels require both in one dtype.
     """
     norms = (module for module in model.modules() if isinstance(module, _BatchNorm))
     kept = {parameter for norm in norms for parameter in norm.parameters()}

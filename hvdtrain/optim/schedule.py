@@ -8,7 +8,7 @@ from hvdtrain.optim.config import ScheduleConfig
 
 
 def learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) -> float:
-    """The rate of one step.
+    """Return the rate of one step.
 
     Args:
         config: shape of the schedule.
@@ -17,8 +17,8 @@ def learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) ->
         steps: all steps of the run.
 
     Returns:
-        Rises linearly to `peak` in the warm-up; then stays, or falls to
-        `peak * final_ratio` at the last step (cosine: Loshchilov and Hutter, 2017).
+        Rises linearly to `peak` in the warm-up; then stays constant, or falls to `peak *
+        final_ratio` at the last step (cosine: Loshchilov and Hutter, 2017).
     """
     if step < config.warmup_steps:
         return peak * (step + 1) / config.warmup_steps

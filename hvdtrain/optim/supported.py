@@ -1,5 +1,8 @@
-"""Which models can be trained: what Horovod or the optimizers would refuse in the first step
-is one sentence before any work is done, on one process as on many."""
+"""Checks whether a model can be trained.
+
+Models that Horovod or the optimizers would refuse in the first step raise one sentence before any
+work is done, on one process as on many.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from hvdtrain.errors import UserError
 
-# What Horovod adds up and torch's optimizers step on.
+# Dtypes that Horovod sums and torch's optimizers support.
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -17,11 +20,11 @@ SPARSE = "gets sparse gradients, which cannot be summed over ranks: use sparse=F
 
 
 def check_model(model: nn.Module) -> None:
-    """Goes through a model that is to be trained.
+    """Check a model that is to be trained.
 
     Raises:
-        UserError: it has nothing to train, a parameter without shape or content, one to be
-            trained of another dtype than `DTYPES`, or an embedding with sparse gradients.
+        UserError: it has no parameter to train, a parameter without shape or content, a trainable
+            parameter of a dtype not in `DTYPES`, or an embedding with sparse gradients.
     """
     for name, parameter in model.named_parameters():
         problem = _problem(parameter)
@@ -46,10 +49,10 @@ def _problem(parameter: Tensor) -> str:
 
 
 def check_device(model: nn.Module, device: torch.device) -> None:
-    """Whether the model is where it was moved to.
+    """Check that the model is on its device.
 
     Raises:
-        UserError: a parameter is elsewhere, such as on a second GPU.
+        UserError: a parameter is on another device, such as a second GPU.
     """
     for name, parameter in model.named_parameters():
         if parameter.device != device:

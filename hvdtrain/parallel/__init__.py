@@ -1,1 +1,1 @@
-"""How one model spans ranks, and how its optimizer's state is spread over replicas."""
+"""Layouts in which a model spans ranks, and sharding of its optimizer's state over replicas."""

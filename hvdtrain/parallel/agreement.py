@@ -1,4 +1,4 @@
-"""All ranks take a step, or none does, if each holds a shard of the model or of its optimizer."""
+"""Agreement of ranks that hold shards: all ranks take a step, or none does."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from hvdtrain.runtime.collectives import sum_
 
 
 class Agreement:
-    """Waits before a step until every rank has the gradients of it.
+    """Wait before a step until every rank has the gradients of the step.
 
-    Then no rank can be a step ahead of another that could not follow: a rank that was not notified
-    that all are ready keeps its gradients, and takes the step when it meets a rank that took it.
+    After that, no rank can be a step ahead of a rank that cannot follow: a rank that was not
+    notified that all ranks are ready keeps its gradients, and takes the step when it meets a rank
+    that took it.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,7 @@ class Agreement:
         Args:
             step: its number.
             take: takes this step later, after this call has failed: it changes all of this rank's
-                state and needs no other rank.
+                state without communication.
 
         Raises:
             RankLostError: another rank is gone. Some rank may have taken the step.

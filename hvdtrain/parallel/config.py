@@ -7,31 +7,31 @@ from typing import Literal
 
 from hvdtrain.errors import require
 
-# Axes of one replica; neighbours on the first talk most.
+# Axes of one replica; neighbors on the first axis communicate most.
 AXES = ("tensor", "context", "shard", "pipeline")
 
 
 @dataclass
 class ParallelConfig:
-    """How one model spans ranks; what is left of the ranks is the data axis.
+    """Axes along which one model spans ranks; the remaining factor of the ranks is the data axis.
 
     Args:
         tensor: ranks that split each matrix of a block between them
-        pipeline: stages that the blocks are divided into, each on ranks of its own
+        pipeline: stages that the blocks are divided into, each on separate ranks
         context: ranks that split a sequence between them
-        shard: ranks that hold a part of each parameter, its gradient and its optimizer state
-            (ZeRO-3, arXiv:1910.02054), and train on micro-batches of their own
-        reshard_after_forward: with `shard`, whether a block's parameters are gathered once more for
-            its backward pass; false: they stay whole in between (ZeRO-2)
-        offload: `cpu`: with `shard`, on GPUs, parameters, gradients and optimizer state lie in the
-            host's memory, and the optimizer steps there
-        schedule: in which order a stage computes forwards and backwards: `gpipe`, `1f1b` (less
-            memory), or with two stages a rank `interleaved1f1b` or `zero-bubble` (less waiting)
-        place: these axes in the order in which they are kept inside of a host
-        zero: 1: each rank updates a part of the parameters, and holds the optimizer's state of that
-            part alone (ZeRO-1, arXiv:1910.02054); 0: of all of them
-        zero_copies: ranks that hold each part of it, on different hosts where there are several:
-            with 2 no failure of one rank or host loses one
+        shard: ranks that hold a shard of each parameter, its gradient and its optimizer state
+            (ZeRO-3, arXiv:1910.02054), and train on their own micro-batches
+        reshard_after_forward: with `shard`, whether a block's parameters are gathered again for its
+            backward pass; false: they stay whole in between (ZeRO-2)
+        offload: `cpu`: with `shard`, on GPUs, parameters, gradients and optimizer state are kept in
+            host memory, and the optimizer steps there
+        schedule: order of a stage's forward and backward passes: `gpipe`, `1f1b` (less memory), or
+            with two stages per rank `interleaved1f1b` or `zero-bubble` (less waiting)
+        place: these axes in the order in which they are kept within a host
+        zero: 1: each rank updates a shard of the parameters, and holds only that shard of the
+            optimizer state (ZeRO-1, arXiv:1910.02054); 0: each rank updates all parameters
+        zero_copies: ranks that hold each shard of `zero`, on different hosts if there are several:
+            with 2, no failure of one rank or host loses a shard
     """
 
     tensor: int = 1
@@ -66,10 +66,10 @@ class ParallelConfig:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Of each axis of a replica."""
+        """Number of ranks along each axis of a replica."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     @property
     def spans_ranks(self) -> bool:
-        """A replica of the model needs more than one rank."""
+        """Whether a replica of the model needs more than one rank."""
         return any(degree > 1 for degree in self.degrees.values())

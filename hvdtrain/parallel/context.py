@@ -1,4 +1,4 @@
-"""Context parallel: ranks share each sequence, and attend to what the others hold of it."""
+"""Context parallelism: ranks split each sequence, and attend to tokens of the other ranks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from hvdtrain.parallel.shared_patterns import Contiguous, SharedBlockSparse, Sha
 
 @dataclass(frozen=True)
 class Shared:
-    """An attention whose sequences ranks share.
+    """Attention over sequences that are split between ranks.
 
     Args:
         alone: the attention on one rank.
-        across: of q, k and v of the tokens that this rank holds, and `documents` of all.
+        across: called with q, k and v of this rank's tokens, and `documents` of all tokens.
     """
 
     alone: Attend
@@ -38,25 +38,25 @@ class Shared:
 
 
 def apply_context(model: GPT, group: dist.ProcessGroup) -> None:
-    """Lets the ranks of `group` share each sequence that the model is given.
+    """Split each of the model's input sequences between the ranks of `group`.
 
-    Each is given the whole batch, computes its own tokens of it (`model.local`), and returns their
-    logits; `model.loss` is its part of the mean. So the losses of the group add up to the loss, and
-    a parameter's gradients on them to its gradient. Called by all ranks of the group; again with
-    another group, when one was formed anew.
+    Each rank receives the whole batch, computes its own tokens (`model.local`), and returns their
+    logits; `model.loss` is its share of the mean. So the losses of the group sum to the loss, and
+    their gradients of a parameter sum to its gradient. Called by all ranks of the group; again when
+    a new group was formed.
 
     Args:
-        group: gloo for a model on CPUs, NCCL on GPUs; its timeout bounds every wait.
+        group: gloo for a model on CPUs, NCCL on GPUs; its timeout limits every wait.
 
     Raises:
-        UserError: the model's sequences cannot be divided so, see `check_context`.
+        UserError: the model's sequences cannot be split this way, see `check_context`.
     """
     try:
         check_context(model.config, group.size())
     except ValueError as error:
         raise UserError(str(error)) from None
     if group.size() > 1:
-        # NCCL wants all ranks in the first call on a group; later only some of them talk.
+        # NCCL requires all ranks in a group's first call; later only some of them communicate.
         dist.all_reduce(torch.zeros(1, device=model.embedding.weight.device), group=group)
     for attention in _attentions(model):
         attention.attend = shared(attention.attend, group)
@@ -65,7 +65,7 @@ def apply_context(model: GPT, group: dist.ProcessGroup) -> None:
 
 
 def shared(attend: Attend, group: dist.ProcessGroup) -> Attend:
-    """`attend` for q, k and v of the tokens that this rank holds, and `documents` of all."""
+    """Return `attend` for q, k and v of this rank's tokens, and `documents` of all tokens."""
     attend = alone(attend)
     if group.size() == 1:
         return attend
@@ -77,13 +77,13 @@ def shared(attend: Attend, group: dist.ProcessGroup) -> Attend:
 
 
 def alone(attend: Attend) -> Attend:
-    """What `shared` was given."""
+    """Return the attention that was passed to `shared`."""
     return attend.alone if isinstance(attend, Shared) else attend
 
 
 @contextmanager
 def undivided(model: GPT) -> Iterator[None]:
-    """Inside, the model computes whole sequences, of any length, on this rank alone."""
+    """Compute whole sequences, of any length, on this rank alone inside the context."""
     split, kept = model.split, [(each, each.attend) for each in _attentions(model)]
     model.split = None
     for attention, attend in kept:

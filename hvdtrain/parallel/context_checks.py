@@ -1,4 +1,4 @@
-"""Which sequences ranks can share, known without torch."""
+"""Checks of which sequences ranks can split, without importing torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hvdtrain.models.gpt_config import GPTConfig
 
 
 def check_context(model: GPTConfig, ranks: int) -> None:
-    """Whether `ranks` ranks (`parallel.context`) can share each sequence of a model.
+    """Check that `ranks` ranks (`parallel.context`) can split each sequence of a model.
 
     Raises:
         ValueError: with a message for the user.
@@ -46,7 +46,7 @@ def check_context(model: GPTConfig, ranks: int) -> None:
 
 
 def check_length(tokens: int, chunks: int, ranks: int) -> None:
-    """Raises UserError: a sequence of so many tokens cannot be cut into equal chunks."""
+    """Raise UserError if a sequence of `tokens` tokens cannot be split into equal chunks."""
     if tokens % chunks:
         raise UserError(
             f"a sequence of {tokens} tokens cannot be shared by the {ranks} ranks of "

@@ -1,4 +1,4 @@
-"""A model cut into the stages of a pipeline; a rank keeps those of its own."""
+"""Splitting a model into the stages of a pipeline; a rank keeps its own stages."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ T = TypeVar("T")
 
 
 class Cuttable(Protocol):
-    """What a model offers so that a pipeline can cut it.
+    """Interface that a model needs to be split into pipeline stages.
 
-    It is called as ever, `model(*inputs)`, and that is `embed(*inputs)`, `apply_block` for each of
-    its blocks (see Task.blocks), and `output`. What goes from one to the next is one tensor, whose
-    shape follows from those of the inputs. Each of its parameters belongs to a block, to
-    `first_stage` or to `last_stage`; one that belongs to both is tied.
+    It is called as usual, `model(*inputs)`, which must equal `embed(*inputs)`, `apply_block` for
+    each of its blocks (see Task.blocks), and `output`. One tensor is passed from each to the next;
+    its shape follows from the shapes of the inputs. Each parameter belongs to a block, to
+    `first_stage` or to `last_stage`; a parameter that belongs to both stages is tied.
 
     Attributes:
-        first_stage, last_stage: names of the modules and parameters, right below the model, that
-            `embed` and `output` use; what is not there, or None, may be named too.
+        first_stage, last_stage: names of the modules and parameters, direct children of the model,
+            that `embed` and `output` use; names that do not exist or are None are allowed.
     """
 
     first_stage: Sequence[str]
     last_stage: Sequence[str]
 
     def embed(self, *inputs: Any) -> Tensor:
-        """What the first block gets."""
+        """Return the input of the first block."""
         ...
 
     def apply_block(self, block: nn.Module, x: Tensor, *inputs: Any) -> Tensor:
-        """What a block makes of `x`."""
+        """Return the output of a block for `x`."""
         ...
 
     def output(self, x: Tensor, *inputs: Any) -> Any:
-        """What a call of the model returns, of what the last block gave."""
+        """Return the result of a call of the model from the output `x` of the last block."""
         ...
 
 
@@ -50,9 +50,9 @@ class _Left(BaseException):
     """Ends the task's loss() from inside its model, because this stage has its result.
 
     Only loss() knows the arguments of its model, so a stage cannot run the modules without it, and
-    what loss() does after that call needs scores, which only the last stage can compute. A stand-in
-    for the scores either fails there (a stage's own output has another shape) or lets the task act
-    on made-up values (a tensor that accepts every operation), and costs each stage the time and the
+    the code after that call needs scores, which only the last stage can compute. A stand-in for the
+    scores either fails there (a stage's own output has another shape) or lets the task act on
+    made-up values (a tensor that accepts every operation), and costs each stage the time and the
     memory of a loss. The exception skips that code but runs its `finally` blocks and context
     managers, and as a BaseException it also passes a task's `except Exception`.
     """
@@ -64,9 +64,9 @@ class _Left(BaseException):
 class CutModel:
     """The stages of one rank.
 
-    The rest of the model is dropped from memory: its parameters and buffers become None in their
-    modules, so those that are left keep their names. A call of the model becomes a call of one of
-    its stages, in whatever context the task calls it; only `run` can do so.
+    The rest of the model is freed: its parameters and buffers become None in their modules, so the
+    remaining ones keep their names. A call of the model becomes a call of one of its stages, in
+    whatever context the task calls it; only `run` enables such a call.
 
     Args:
         task, model: the whole model, which is changed.
@@ -76,12 +76,12 @@ class CutModel:
     Attributes:
         model, layout, rank: as given.
         spans: the blocks of each stage, of all ranks.
-        tied: names and parameters that the first and the last stage both hold, on other ranks;
-            of the model's order. Empty on all other ranks. FSDP makes others of the parameters, so
-            they are to be asked for when all was done to the model.
+        tied: names and parameters that the first and the last stage both hold, on different ranks;
+            in the model's order. Empty on all other ranks. FSDP replaces parameters, so read this
+            after all changes to the model.
 
     Raises:
-        UserError: the model cannot be cut so.
+        UserError: the model cannot be split this way.
     """
 
     def __init__(self, task: Any, model: nn.Module, layout: Layout, rank: int) -> None:
@@ -120,30 +120,30 @@ class CutModel:
         return [*first, *(self._blocks[block] for block in self.spans[stage]), *last]
 
     def leave_after_hooks(self) -> None:
-        """From now on a pass leaves the model when the hooks that it has now have seen its end.
+        """Make passes leave the model only after its current forward hooks have run.
 
-        FSDP's have to, for backward.
+        FSDP's hooks must run, for backward.
         """
         self._leaves_by_hook = True
         self.model.register_forward_hook(self._leave)
 
     def _ends(self) -> tuple[list[nn.Module | nn.Parameter], list[nn.Module | nn.Parameter]]:
-        """What the first and the last stage use beside blocks."""
+        """Modules and parameters that the first and the last stage use in addition to blocks."""
         first, last = (_names(self.model, end) for end in ("first_stage", "last_stage"))
         return _named(self.model, first), _named(self.model, last)
 
     def run(
         self, stage: int, x: Tensor | None, draws: Tensor | None, compute: Callable[[], T]
     ) -> T | Tensor:
-        """Calls `compute`, in which the task calls its model once.
+        """Call `compute`, in which the task calls its model once.
 
         Args:
             stage: of this rank.
-            x: what the stage before gave; None: this is the first one.
-            draws: the state of torch's generators, set when the model is called; None: as it is.
+            x: output of the previous stage; None: this is the first one.
+            draws: state of torch's generators to set when the model is called; None: unchanged.
 
         Returns:
-            What `compute` does, of the last stage; of others what the next one gets.
+            Result of `compute` on the last stage; on others the input of the next stage.
 
         Raises:
             UnsupportedTaskError: the task did not call its model.
@@ -177,7 +177,7 @@ class CutModel:
             x = model.apply_block(self._blocks[block], x, *args, **kwargs)
         if stage == self.last:
             return model.output(x, *args, **kwargs)
-        left = _Left(whole(x))  # ranks of a tensor axis may hold parts of it
+        left = _Left(whole(x))  # ranks of a tensor axis may hold shards of it
         if not self._leaves_by_hook:
             raise left
         self._left = left
@@ -189,7 +189,7 @@ class CutModel:
             raise left
 
     def _drop(self) -> None:
-        """What no stage of this rank has."""
+        """Drop everything that no stage of this rank uses."""
         kept = [part for stage in self.layout.of_rank(self.rank) for part in self.parts(stage)]
         parameters, modules = _parameters(kept), _modules(kept)
         first, last = self._ends()
@@ -216,7 +216,7 @@ def _check(model: nn.Module) -> None:
 def _check_parameters(
     model: nn.Module, of_ends: set[nn.Parameter], blocks: Sequence[nn.Module]
 ) -> None:
-    """Each is in one block, or at one end or both."""
+    """Check that each parameter is in one block, or at one end or both."""
     holders = Counter(p for block in blocks for p in _parameters([block]))
     holders.update(of_ends)
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""Random numbers of a pass that several ranks compute one after the other."""
+"""Random numbers of a pass that several ranks compute one after another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def generators(device: torch.device) -> Tensor:
-    """The state of torch's generators, the CPU's and the device's: bytes, on the CPU."""
+    """Return the state of torch's generators, the CPU's and the device's: bytes, on the CPU."""
     state = torch.get_rng_state()
     if device.type != "cuda":
         return state
@@ -15,7 +15,7 @@ def generators(device: torch.device) -> Tensor:
 
 
 def set_generators(state: Tensor, device: torch.device) -> None:
-    """What is drawn from now on is what was drawn after `generators` gave this."""
+    """Restore the state that `generators` returned: the same numbers are drawn again."""
     state = state.cpu()
     size = torch.get_rng_state().numel()
     torch.set_rng_state(state[:size])

@@ -1,4 +1,4 @@
-"""Keys and values that a rank needs of others, and the way back of their gradients."""
+"""Exchange of keys and values between ranks, and of their gradients in backward."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from hvdtrain import comm
 
-# For each rank the ranges of positions, in the sequence of all ranks, that it needs.
+# For each rank, the ranges of positions that it needs, in the sequence of all ranks.
 Needs = Sequence[Sequence[range]]
 
 
 def gather_positions(x: Tensor, needs: Needs, group: dist.ProcessGroup) -> Tensor:
-    """The positions that this rank needs; differentiable. Nothing else is sent.
+    """Return the positions that this rank needs; differentiable. Nothing else is sent.
 
     Called by all ranks of `group`, with the same `needs`.
 
@@ -61,7 +61,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Wanted:
-    """What is wanted of one owner: where it lies there, and where among all that is wanted."""
+    """Positions needed from one owner: places at the owner, and among all needed positions."""
 
     def __init__(self, needs: Sequence[range], owner: int, positions: int) -> None:
         self._pairs: list[tuple[slice, slice]] = []
@@ -75,7 +75,7 @@ class _Wanted:
             place += len(need)
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
-        """Of the message, for x with other positions."""
+        """Shape of the message, for x with other positions."""
         positions = sum(here.stop - here.start for _, here in self._pairs)
         return (*x.shape[:-2], positions, x.shape[-1])
 
@@ -103,7 +103,7 @@ def _swap(
     send: dict[int, Tensor], shapes: dict[int, tuple[int, ...]], like: Tensor,
     group: dist.ProcessGroup,
 ) -> dict[int, Tensor]:  # fmt: skip
-    """Sends each rank its tensor, and returns what the others sent here; empty ones stay."""
+    """Send each rank its tensor, and return the tensors received; empty ones are not sent."""
     rank = group.rank()
     received = {rank: send[rank]}
     operations = []

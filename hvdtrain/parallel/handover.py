@@ -1,8 +1,8 @@
-"""The state of a sharded optimizer on its way to the ranks of the next generation.
+"""State transfer of a sharded optimizer to the ranks of the next generation.
 
-Ranks have died, or come and go. Whoever still holds a part as of the most advanced step gives it to
-those that are to hold it now; every rank makes the same calls in the same order, as all follow from
-what the ranks told each other at the beginning.
+Ranks have died, joined or left. A rank that holds a shard as of the most advanced step sends it to
+the ranks that are to hold it next. Every rank makes the same calls in the same order, because all
+calls follow from the facts that the ranks exchange first.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from hvdtrain.parallel.zero import Entries, ShardedOptimizer
 from hvdtrain.runtime.collectives import broadcast_tensors, gather_json
 from hvdtrain.runtime.topology import Topology
 
-# What travels at once, in elements of each entry; as much memory is used beside the state.
+# Elements of each entry sent at once; as much memory is used in addition to the state.
 _AT_ONCE = 8 << 20
 
 
 class PartLostError(Exception):
-    """Nobody holds some part any more; every rank raises it."""
+    """No rank holds some shard any more; every rank raises it."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """Elements that a rank gives to others, which all receive them.
+    """Elements that one rank sends to all others.
 
     Args:
         source: the lowest rank that holds them.
@@ -42,14 +42,14 @@ class Move:
 
 
 def hand_over(optimizer: ShardedOptimizer, topology: Topology, step: int) -> None:
-    """Every rank holds its part among the ranks of now, and all parameters are complete.
+    """Transfer every rank's shard of the new assignment to it, and complete all parameters.
 
-    Ranks that could take the step of the most advanced of them have taken it. If a rank dies
-    meanwhile, what a rank held it still holds.
+    Ranks that could take the step of the most advanced rank have taken it. If a rank dies during
+    the transfer, each rank still holds what it held before.
 
     Args:
-        topology: the ranks of now; some may be new, and have no parameters yet.
-        step: of the most advanced of them.
+        topology: the current ranks; some may be new, and have no parameters yet.
+        step: of the most advanced rank.
 
     Raises:
         PartLostError: on all ranks.
@@ -65,7 +65,7 @@ def hand_over(optimizer: ShardedOptimizer, topology: Topology, step: int) -> Non
     facts = [_Facts.of(theirs) for theirs in gather_json(told, "zero.held")]
     dealing = optimizer.deal(topology)
     wanted = [dealing.held(rank) for rank in range(topology.world_size)]
-    # Before the first step there is nothing that could be lost.
+    # Before the first step there is no state that could be lost.
     exists = any(of for f in facts for of in f.entries.values())
     moves = plan([f.held for f in facts], wanted) if exists else []
     if not all(f.complete for f in facts):
@@ -76,7 +76,7 @@ def hand_over(optimizer: ShardedOptimizer, topology: Topology, step: int) -> Non
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a rank tells of itself: as of the most advanced step."""
+    """What a rank holds, as of the most advanced step."""
 
     held: list[Slice]
     entries: dict[int, dict[str, tuple[str, float | None]]]
@@ -89,7 +89,7 @@ class _Facts:
 
 
 def _described(entries: Mapping[Slice, Entries]) -> list[Any]:
-    """Of each parameter: entry -> its dtype, and its value where it has no dimension."""
+    """For each parameter: entry -> its dtype, and its value if it has no dimension."""
     found = {
         s.number: {
             name: [str(t.dtype).removeprefix("torch."), None if t.dim() else t.item()]
@@ -113,7 +113,7 @@ def plan(held: Sequence[Sequence[Slice]], wanted: Sequence[Sequence[Slice]]) -> 
         ranks.
 
     Raises:
-        PartLostError: no rank holds something that is wanted.
+        PartLostError: no rank holds some wanted elements.
     """
     held_by_parameter, wanted_by_parameter = _by_parameter(held), _by_parameter(wanted)
     moves: list[Move] = []
@@ -148,7 +148,7 @@ def _by_parameter(slices: Sequence[Sequence[Slice]]) -> dict[int, list[_Range]]:
 
 
 def _edges(ranges: Sequence[_Range]) -> list[int]:
-    """Where ranges begin or end: between two neighbors, no rank's answer changes."""
+    """Positions at which ranges begin or end: between two neighbors, the holders do not change."""
     return sorted({r.start for r in ranges} | {r.stop for r in ranges})
 
 
@@ -164,7 +164,7 @@ def _pieces(s: Slice) -> list[Slice]:
 
 
 def _complete(optimizer: ShardedOptimizer, facts: Sequence[_Facts]) -> None:
-    """Gives every rank the parameters as those have them who stepped with them."""
+    """Give every rank the parameters of the ranks that updated them."""
     whole = [Slice(n, 0, p.numel()) for n, p in enumerate(optimizer.parameters)]
     moves = plan([f.held for f in facts], [whole] * len(facts))
 
@@ -183,7 +183,7 @@ def _move(
     wanted: Sequence[Slice],
     optimizer: ShardedOptimizer,
 ) -> dict[Slice, Entries]:
-    """The entries of each slice that this rank wants, from what it held and from others."""
+    """Entries of each slice that this rank wants, from its old entries and from other ranks."""
     known = {number: of for f in reversed(facts) for number, of in f.entries.items()}
     new = {s: _empty(s, known.get(s.number, {}), optimizer) for s in wanted}
     for s, entries in old.items():
@@ -219,7 +219,7 @@ def _empty(
 
 
 def _take(new: Mapping[Slice, Entries], given: Slice, entries: Entries) -> None:
-    """Copies into each slice what lies in it of another one."""
+    """Copy the overlap of `given` with each slice into that slice."""
     for s, own in new.items():
         start, stop = max(s.start, given.start), min(s.stop, given.stop)
         if s.number != given.number or start >= stop:
@@ -234,10 +234,10 @@ def _take(new: Mapping[Slice, Entries], given: Slice, entries: Entries) -> None:
 def _broadcast(
     moves: Sequence[Move], rows: Callable[[Move], dict[str, Tensor]], name: str
 ) -> Iterator[tuple[Move, dict[str, Tensor]]]:
-    """Each move with what was given, a few at a time.
+    """Yield each move with its received tensors, a few moves at a time.
 
     Args:
-        rows: the tensors of a move: on its source what it gives, elsewhere room for it.
+        rows: the tensors of a move: on its source the data, on other ranks memory to receive it.
     """
     for source, of_source in groupby(moves, key=lambda move: move.source):
         for number, batch in enumerate(_batches(of_source)):

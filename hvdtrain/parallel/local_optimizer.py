@@ -1,4 +1,4 @@
-"""An optimizer over split parameters that steps on what this rank holds of them."""
+"""Optimizer over split parameters that updates this rank's shards."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from hvdtrain.runtime.parts import local
 
 
 class LocalOptimizer(Optimizer):
-    """An optimizer over a model's parameters that lets another one step on this rank's parts.
+    """Optimizer over a model's parameters that lets an inner optimizer step on this rank's shards.
 
-    Each operation on a DTensor asks how its result is split, which takes longer than the operation
-    itself where tensors are small; and an optimizer has a dozen of them a parameter. One that is
-    elementwise does to a part what it does to the whole tensor, with the same bits.
+    Each operation on a DTensor determines how its result is split, which takes longer than the
+    operation itself if tensors are small, and an optimizer has a dozen operations per parameter. An
+    elementwise optimizer does to a shard what it does to the whole tensor, bitwise identically.
 
-    `state[parameter]` is what the inner optimizer keeps: plain tensors of the shape of the part,
-    and counts.
+    `state[parameter]` is the inner optimizer's state: plain tensors of the shard's shape, and
+    counts.
 
     Args:
-        inner: over the model's parameters, which may be DTensors; elementwise. It gets the parts in
-            their place: plain tensors in the same memory.
+        inner: elementwise; over the model's parameters, which may be DTensors. They are replaced in
+            it by the shards: plain tensors in the same memory.
     """
 
     def __init__(self, inner: Optimizer) -> None:
         for group in inner.param_groups:
             if "foreach" in group and not group.get("fused"):
-                group["foreach"] = True  # the same bits; on CPUs it is not torch's own choice
+                group["foreach"] = True  # bitwise identical; not torch's default on CPUs
         super().__init__([{**group} for group in inner.param_groups], defaults={})
         self._inner = inner
         for group in inner.param_groups:
@@ -37,7 +37,7 @@ class LocalOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Steps; a parameter without a gradient is passed over."""
+        """Step; parameters without a gradient are skipped."""
         self._inner.state.clear()
         for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: value for key, value in own.items() if key != "params"})

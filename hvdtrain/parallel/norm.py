@@ -1,4 +1,4 @@
-"""The norm of a gradient of which each rank holds parts."""
+"""Norm of a gradient of which each rank holds shards."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def total_norm(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Tensor:
-    """The 2-norm of all gradients of a model that is spread over ranks.
+    """Return the 2-norm of all gradients of a model that is spread over ranks.
 
-    All ranks of `group` have to call it, and get the same bits.
+    All ranks of `group` must call it, and receive a bitwise identical result.
 
     Args:
         parameters: this rank's, with gradients: DTensors or plain tensors; there may be none.
-        holders: how many ranks of `group` hold the part of a parameter that this rank holds, with
-            the same bits; such as `pieces.holders` with the replica's mesh.
+        holders: number of ranks of `group` that hold the same shard of a parameter, bitwise
+            identical; such as `pieces.holders` with the replica's mesh.
         group: the ranks of one replica; None: torch's default group.
         device: this rank computes on it; with CPU offload gradients are on another.
 
@@ -35,7 +35,7 @@ def total_norm(
     parts = [local(p.grad) for p in parameters if p.grad is not None]
     squares = torch.zeros((), dtype=torch.float64, device=device)
     if parts:
-        # In 16 bits a norm has two or three digits.
+        # A 16-bit norm would have only two or three digits.
         norms = torch.stack([torch.linalg.vector_norm(p, dtype=_wide(p.dtype)) for p in parts])
         counts = torch.tensor([holders(p) for p in parameters], dtype=torch.float64)
         squares = (norms.to(device).double().square() / counts.to(device)).sum()

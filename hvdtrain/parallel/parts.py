@@ -1,7 +1,7 @@
-"""Which rank holds which part of an optimizer's state: a pure function of sizes and hosts.
+"""Assignment of an optimizer's state to ranks, in shards: a pure function of sizes and hosts.
 
-The trained parameters, one after the other and flat, are cut into as many equal parts as there are
-ranks; each part is held by several of them (ZeRO-1, arXiv:1910.02054, with copies).
+The trained parameters, flattened and concatenated, are cut into as many equal shards as there are
+ranks; each shard is held by several ranks (ZeRO-1, arXiv:1910.02054, with copies).
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class Dealing:
-    """The parts, and who holds them.
+    """The shards, and the ranks that hold them.
 
     Args:
-        parts: the slices of each part, in the order of the parameters.
-        holders: the ranks that hold each part; the first one gives it to others.
+        parts: the slices of each shard, in the order of the parameters.
+        holders: the ranks that hold each shard; the first one sends it to others.
     """
 
     parts: tuple[tuple[Slice, ...], ...]
     holders: tuple[tuple[int, ...], ...]
 
     def held(self, rank: int) -> list[Slice]:
-        """What a rank holds, part by part."""
+        """The slices that a rank holds, shard by shard."""
         return [s for number in self.parts_of(rank) for s in self.parts[number]]
 
     def parts_of(self, rank: int) -> list[int]:
-        """The numbers of the parts that a rank holds; that of which it is the first comes first."""
+        """Numbers of the shards that a rank holds; the shard that it holds first comes first."""
         return [
             number
             for first in (True, False)
@@ -53,12 +53,12 @@ class Dealing:
 
 
 def deal(sizes: Sequence[int], hosts: Sequence[str], copies: int) -> Dealing:
-    """Parts of equal size, to within an element.
+    """Assign shards of equal size, to within one element.
 
     Args:
         sizes: elements of each parameter.
         hosts: host of each rank.
-        copies: ranks that hold each part; all of them where there are fewer.
+        copies: ranks that hold each shard; all ranks if there are fewer.
     """
     ring = _ring(hosts, copies)
     ranks = len(hosts)
@@ -66,13 +66,13 @@ def deal(sizes: Sequence[int], hosts: Sequence[str], copies: int) -> Dealing:
         tuple(ring[(number + copy) % ranks] for copy in range(min(copies, ranks)))
         for number in range(ranks)
     ]
-    # The part that a rank gives has its number: gathered in the order of the ranks, they are whole.
+    # Rank r sends shard r: gathered in the order of the ranks, the shards are the whole.
     by_first = sorted(holders)
     return Dealing(tuple(cut(sizes, ranks)), tuple(by_first))
 
 
 def cut(sizes: Sequence[int], parts: int) -> list[tuple[Slice, ...]]:
-    """Cuts parameters that lie one after the other into equal parts.
+    """Cut concatenated parameters into equal shards.
 
     Args:
         sizes: elements of each.
@@ -92,10 +92,10 @@ def cut(sizes: Sequence[int], parts: int) -> list[tuple[Slice, ...]]:
 
 
 def _ring(hosts: Sequence[str], copies: int) -> list[int]:
-    """The ranks in an order in which `copies` neighbours are on different hosts, if that can be.
+    """Order the ranks so that `copies` neighbors are on different hosts, if possible.
 
-    Ranks of one host are put `copies` places apart, those of the host with the most first; it can
-    be where no host has more than one in `copies` of the ranks.
+    Ranks of one host are placed `copies` places apart, starting with the host that has the most
+    ranks; it is possible if no host has more than one in `copies` of the ranks.
     """
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -110,6 +110,6 @@ def _ring(hosts: Sequence[str], copies: int) -> list[int]:
 
 
 def hosts_that_hold_alone(dealing: Dealing, hosts: Sequence[str]) -> list[str]:
-    """The hosts with whose loss a part would be lost."""
+    """The hosts whose loss would lose a shard."""
     only = ({hosts[rank] for rank in ranks} for ranks in dealing.holders)
     return sorted({host for those in only if len(those) == 1 for host in those})

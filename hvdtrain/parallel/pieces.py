@@ -1,8 +1,8 @@
-"""Which piece of a whole tensor a rank holds.
+"""Piece of a whole tensor that a rank holds.
 
 A tensor that is split is a DTensor: each dimension of its mesh shards one of its dimensions or
-replicates it. Shard gives each rank what `torch.chunk` gives: pieces of ceil(size / ranks), the
-last ones smaller or empty.
+replicates it. Shard divides as `torch.chunk` does: pieces of ceil(size / ranks), the last ones
+smaller or empty.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from hvdtrain.runtime.pieces import Piece
 
 
 def piece(tensor: Tensor) -> tuple[Piece, Tensor]:
-    """What this rank holds of `tensor`, where it lies in it and itself, in the same memory.
+    """Return the place of this rank's piece of `tensor`, and the piece, in the same memory.
 
-    A plain tensor is a whole.
+    A plain tensor is one piece.
 
     Args:
-        tensor: a parameter, buffer, gradient or entry of an optimizer's state; if a DTensor, then
-            with placements Shard, FSDP2's strided Shard, and Replicate.
+        tensor: a parameter, buffer, gradient or entry of an optimizer's state; if a DTensor, with
+            placements Shard, FSDP2's strided Shard, and Replicate.
 
     Raises:
-        ValueError: this rank is not in its mesh, or it is yet to be summed over ranks.
+        ValueError: this rank is not in the tensor's mesh, or the tensor is still to be summed over
+            ranks.
     """
     part = local(tensor)
     if not isinstance(tensor, DTensor):
@@ -54,7 +55,7 @@ def extent(
         mesh: sizes of its dimensions, each with one of `placements`.
 
     Raises:
-        ValueError: a placement does not say which part of the tensor it is.
+        ValueError: a placement does not determine a piece of the tensor.
     """
     offsets, lengths = [0] * len(shape), list(shape)
     for dim, placement in _in_order(list(placements)):
@@ -69,8 +70,10 @@ def extent(
 
 
 def _in_order(placements: list[Placement]) -> list[tuple[int, Placement]]:
-    """(dimension of the mesh, placement) as the tensor was split: strided shards of FSDP2, which
-    splits what tensor parallelism has split, after those that follow them.
+    """(dimension of the mesh, placement) in the order in which the tensor was split.
+
+    Strided shards of FSDP2, which splits what tensor parallelism has split, come after the shards
+    that follow them.
     """
     numbered = list(enumerate(placements))
     strided = [pair for pair in numbered if hasattr(pair[1], "split_factor")]
@@ -84,10 +87,10 @@ def _sharded_dimension(placement: Placement) -> int | None:
 
 
 def holders(tensor: Tensor, mesh: DeviceMesh) -> int:
-    """How many ranks hold the same piece of `tensor` as this rank, itself counted.
+    """Number of ranks that hold the same piece of `tensor` as this rank, including this one.
 
     Args:
-        mesh: of the ranks that hold the tensor or pieces of it (those of one pipeline stage of
+        mesh: of the ranks that hold the tensor or pieces of it (the ranks of one pipeline stage of
             one replica), with named dimensions; a DTensor's mesh is this or a part of it.
     """
     number = 1
@@ -97,14 +100,14 @@ def holders(tensor: Tensor, mesh: DeviceMesh) -> int:
 
 
 def holders_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
-    """That of the ranks of a replica that hold the same layers as this one; None: it is alone."""
+    """Mesh of the replica's ranks that hold the same layers; None: only this rank."""
     assert mesh.mesh_dim_names is not None
     names = tuple(name for name in mesh.mesh_dim_names if name != "pipeline")
     return mesh[names] if names else None
 
 
 def is_first_holder(tensor: Tensor, mesh: DeviceMesh) -> bool:
-    """Whether this rank is the first of those that hold the same piece, see `holders`."""
+    """Whether this rank is the first of the ranks that hold the same piece, see `holders`."""
     return all(mesh.get_local_rank(name) == 0 for name in _sizes_of_copies(tensor, mesh))
 
 

@@ -1,4 +1,4 @@
-"""The shards of a model that spans ranks, on their way to the replicas of the next generation."""
+"""Transfer of the shards of a model that spans ranks to the next generation's replicas."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hvdtrain.runtime.process_sets import ProcessSet, passing_set
 
 @dataclass(frozen=True)
 class HeldShard:
-    """One version of what a rank holds of a run whose model spans ranks; it moves as a unit.
+    """One version of a rank's shard in a run whose model spans ranks; it moves as a unit.
 
     Args:
-        number: of the part of the model, see Grid.part.
-        progress: where the run is, the fields of a Progress.
+        number: of the shard of the model, see Grid.part.
+        progress: progress of the run, the fields of a Progress.
         applied: see AppliedSteps.
-        tensors: this rank's pieces by "model/name", "optimizer/name/entry" and the like, and what
-            all ranks hold alike ("loss_scale/scale").
+        tensors: this rank's pieces by "model/name", "optimizer/name/entry" and similar names, and
+            replicated tensors ("loss_scale/scale").
     """
 
     number: int
@@ -39,7 +39,7 @@ class HeldShard:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A part on its way from a rank to others."""
+    """Shard that one rank sends to others."""
 
     part: int
     source: int
@@ -47,14 +47,14 @@ class Transfer:
 
 
 class PartLostError(Exception):
-    """No rank holds some part any more; all ranks know it."""
+    """No rank holds some shard any more; raised on all ranks."""
 
 
 def plan(held: Sequence[int | None], grid: Grid) -> list[Transfer]:
-    """What has to travel so that every rank holds its part.
+    """Plan the transfers that give every rank its shard.
 
     Args:
-        held: the part that each rank holds as of the most advanced step, or None.
+        held: the shard that each rank holds as of the most advanced step, or None.
 
     Raises:
         PartLostError: see there.
@@ -71,11 +71,13 @@ def plan(held: Sequence[int | None], grid: Grid) -> list[Transfer]:
 
 
 def transfer(transfers: Sequence[Transfer], rank: int, own: HeldShard | None) -> HeldShard | None:
-    """Every rank calls it; returns what this one receives, None: nothing.
+    """Run the transfers and return the shard that this rank receives, or None.
+
+    Every rank calls it.
 
     Args:
         rank: this one.
-        own: the shard that it holds; left as it is.
+        own: the shard that it holds; not changed.
     """
     received = None
     for each in transfers:

@@ -1,9 +1,10 @@
-"""Full causal attention of a sequence that ranks share (Liu et al., arXiv:2310.01889).
+"""Full causal attention over a sequence split between ranks (Liu et al., arXiv:2310.01889).
 
-A sequence is cut into 2N chunks, of which rank r of N holds the r-th and the r-th last: so all have
-equally much to compute under a causal mask. Keys and values travel round the ranks, and each rank
-merges what its queries get of those that are there. Backward they travel once more, together with
-the sum of their gradients, which after N passes is back at the rank that they belong to.
+A sequence is cut into 2N chunks; rank r of N holds the r-th and the r-th last, so all ranks have
+the same amount of computation under a causal mask. Keys and values are sent around the ring of
+ranks, and each rank merges the attention of its queries to the keys it has received. In backward
+they are sent around once more, together with the sum of their gradients, which after N passes is
+back at its owner.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from hvdtrain.parallel.context_checks import check_length
 
 @dataclass(frozen=True)
 class ZigZag:
-    """Which tokens a rank holds: of 2 * `ranks` chunks the `rank`-th and the `rank`-th last."""
+    """Tokens of a rank: of 2 * `ranks` chunks the `rank`-th and the `rank`-th last."""
 
     rank: int
     ranks: int
 
     def __call__(self, x: Tensor, dim: int) -> Tensor:
-        """The tokens of this rank; dimension `dim` of x are those of a sequence.
+        """Return the tokens of this rank; dimension `dim` of x is the sequence.
 
         Raises:
-            UserError: they cannot be divided so.
+            UserError: the sequence cannot be split this way.
         """
         check_length(x.shape[dim], 2 * self.ranks, self.ranks)
         chunks = x.chunk(2 * self.ranks, dim)
@@ -41,7 +42,7 @@ class ZigZag:
 
 @dataclass(frozen=True)
 class RingAttention:
-    """Full attention for q, k and v of the tokens of this rank, and `documents` of all."""
+    """Full attention for q, k and v of this rank's tokens, and `documents` of all tokens."""
 
     group: dist.ProcessGroup
 
@@ -52,7 +53,7 @@ class RingAttention:
 
 @dataclass(frozen=True)
 class _Piece:
-    """What the queries of a rank attend to among the keys of another: slices of their tokens."""
+    """Slices of a rank's queries, and of another rank's keys to which they attend."""
 
     queries: slice
     keys: slice
@@ -62,8 +63,8 @@ class _Piece:
 def _piece(rank: int, other: int, time: int) -> _Piece:
     """Chunks `rank` and -1 - rank of queries, `other` and -1 - other of keys.
 
-    An earlier rank's first chunk is before both of ours, its second after both. A later rank's are
-    both between ours.
+    An earlier rank's first chunk is before both of this rank's chunks, its second after both. Both
+    chunks of a later rank are between this rank's chunks.
     """
     if other == rank:
         return _Piece(slice(0, time), slice(0, time), causal=True)
@@ -83,7 +84,7 @@ class _Ring(torch.autograd.Function):
         held = torch.stack((k, v))
         for turn in range(ranks):
             last = turn == ranks - 1
-            pending = None if last else _Pending(held, group)  # travels while we compute
+            pending = None if last else _Pending(held, group)  # overlaps with the computation
             other = (rank - turn) % ranks
             piece = _piece(rank, other, time)
             seen = _seen(documents, piece, rank, other, ranks)
@@ -117,7 +118,7 @@ class _Ring(torch.autograd.Function):
             place = sums[:, :, :, piece.keys]
             place[0] += found[1]
             place[1] += found[2]
-            # These follow the keys, one pass behind, and make the last pass home alone.
+            # The sums follow the keys, one pass behind; only the sums are sent in the last pass.
             sums = _Pending(sums, group).wait()
             if pending is not None:
                 held = pending.wait()
@@ -135,7 +136,7 @@ def _seen(
 
 
 class _Pending:
-    """A tensor on its way to the next rank, and the previous rank's on its way here."""
+    """Pending send of a tensor to the next rank, and receive from the previous rank."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         rank, ranks = group.rank(), group.size()

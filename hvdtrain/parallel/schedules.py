@@ -31,21 +31,21 @@ _KEPT = 8  # schedules; each has a buffer for every activation that it receives
 
 
 def virtual_stages(schedule: str) -> int:
-    """Stages of a rank, of a schedule's name."""
+    """Number of stages per rank of a schedule."""
     return 2 if schedule in _SEVERAL_STAGES else 1
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Of one micro-batch through one stage.
+    """Pass of one micro-batch through one stage.
 
     Args:
         stage: its number.
-        micro_batch: its number among those of the schedule.
-        x: what the stage before gave; None: this is the first.
-        draws: the state of torch's generators where the stage before left the model; None: it is as
-            `Hooks.draws` has it.
-        trial: torch asks for the shape of what comes out; it counts for nothing.
+        micro_batch: its number among the micro-batches of the schedule.
+        x: output of the previous stage; None: this is the first stage.
+        draws: state of torch's generators when the previous stage left the model; None: use
+            `Hooks.draws`.
+        trial: torch determines the output's shape; the result is discarded.
     """
 
     stage: int
@@ -57,13 +57,13 @@ class Pass:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a schedule calls on this rank.
+    """Functions that a schedule calls on this rank.
 
     Args:
-        compute: a pass to what the next stage gets; of the last stage to the loss, which is
+        compute: maps a pass to the input of the next stage; on the last stage to the loss, which is
             differentiated.
-        draws: of each micro-batch, the state of torch's generators before the task's loss().
-        computing: around each forward ("forward") and backward ("backward").
+        draws: for each micro-batch, the state of torch's generators before the task's loss().
+        computing: context around each forward ("forward") and backward ("backward").
     """
 
     compute: Callable[[Pass], Tensor]
@@ -72,10 +72,10 @@ class Hooks:
 
 
 class _Module(nn.Module):
-    """What torch calls a stage's module.
+    """Stage module that torch's PipelineStage calls.
 
-    Random numbers: the state of the generators goes from stage to stage with the activations if a
-    stage has drawn, so each draws what it would if one rank had them all.
+    Random numbers: the state of the generators is sent from stage to stage with the activations if
+    a stage has drawn, so each stage draws what it would draw if one rank held all stages.
     """
 
     def __init__(
@@ -83,21 +83,21 @@ class _Module(nn.Module):
         device: torch.device,
     ) -> None:  # fmt: skip
         super().__init__()
-        # The parameters whose gradients torch computes apart, with zero bubble.
+        # Parameters whose gradients torch computes separately, with zero bubble.
         self.parts = nn.ModuleList(part for part in parts if isinstance(part, nn.Module))
         self.rest = nn.ParameterList(part for part in parts if not isinstance(part, nn.Module))
         self._number, self._last, self._hooks, self._device = number, last, hooks, device
         self._trial, self._draws = True, False
 
     def forward(self, *received: Tensor, micro_batch: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Args: received: what the stage before returned, nothing of the first."""
+        """Args: received: output of the previous stage; empty on the first."""
         index, trial = int(micro_batch), self._trial
         x, *state = received or (None,)
         if trial and x is not None:
             with torch.no_grad():
-                x.zero_()  # torch gives memory that nobody has written
+                x.zero_()  # torch passes uninitialized memory
         if x is not None and x.requires_grad:
-            x = x.view_as(x)  # the buffer itself is used again, and would keep the hook
+            x = x.view_as(x)  # the buffer itself is reused, and would keep the hook
             x.register_hook(lambda gradient: gradient.contiguous())  # to be sent
         before = self._hooks.draws(index)
         set_generators(before, self._device)
@@ -112,7 +112,7 @@ class _Module(nn.Module):
 
 
 class _Stage(PipelineStage):
-    """torch's stage, which says when it computes, and raises what the task has raised."""
+    """torch's stage, which also reports when it computes, and raises the task's own errors."""
 
     def __init__(
         self, module: nn.Module, number: int, layout: Layout, device: torch.device,
@@ -138,20 +138,20 @@ class _Stage(PipelineStage):
 
 
 class Schedules:
-    """Runs micro-batches through the stages of a pipeline; every rank calls the same.
+    """Run micro-batches through the stages of a pipeline; every rank makes the same calls.
 
-    A schedule is made, and the shapes of activations are found by a trial pass, for each number of
-    micro-batches and each shape of them; the last few are kept.
+    For each number and each shape of micro-batches, a schedule is created, and a trial pass
+    determines the shapes of activations; the last few schedules are kept.
 
     Args:
-        name: one of SCHEDULES. A number of micro-batches that it cannot do goes as in GPipe:
-            fewer than ranks with 1f1b; with several stages a rank, a number that makes no rounds
-            of equal size.
+        name: one of SCHEDULES. GPipe's order is used for a number of micro-batches that the
+            schedule does not support: fewer than ranks with 1f1b; with several stages per rank, a
+            number that cannot be divided into rounds of equal size.
         layout: stages and ranks.
         group: the ranks of the pipeline.
         parts: of each stage of this rank.
         device: of the activations.
-        hooks: what it calls.
+        hooks: functions that the schedule calls.
     """
 
     def __init__(
@@ -163,17 +163,17 @@ class Schedules:
         self._made: dict[Hashable, Any] = {}
 
     def has(self, micro_batches: int, shapes: Hashable, train: bool) -> bool:
-        """No trial pass is needed."""
+        """Whether the schedule exists, so that no trial pass is needed."""
         return (micro_batches, shapes, train) in self._made
 
     def run(self, micro_batches: int, shapes: Hashable, train: bool) -> None:
-        """Forward, and in training backward, of so many micro-batches, at least one.
+        """Run forward, and in training backward, for `micro_batches` (at least one).
 
         Args:
-            shapes: of each of them, the same.
+            shapes: of each micro-batch, all equal.
 
         Raises:
-            RuntimeError: another rank is gone, or did not answer within the group's timeout.
+            RuntimeError: another rank is gone, or did not respond within the group's timeout.
         """
         key = (micro_batches, shapes, train)
         schedule = self._made.pop(key, None) or self._make(micro_batches, train)
@@ -201,7 +201,7 @@ class Schedules:
 
 
 def schedule_class(name: str, layout: Layout, micro_batches: int) -> Any:
-    """torch's class; GPipe's order where the schedule cannot do such a number of micro-batches."""
+    """Return torch's class; GPipe's order if the schedule does not support `micro_batches`."""
     if name in _SEVERAL_STAGES:
         rounds = max(1, micro_batches // layout.ranks)
         possible = micro_batches > 0 and micro_batches % rounds == 0
@@ -210,5 +210,5 @@ def schedule_class(name: str, layout: Layout, micro_batches: int) -> Any:
 
 
 def _loss(output: Tensor, target: Tensor) -> Tensor:
-    """The last stage gives the loss itself."""
+    """Return the output: the last stage returns the loss itself."""
     return output

@@ -1,6 +1,6 @@
 """Sharded parameters, gradients and optimizer state inside a replica: torch's FSDP2.
 
-ZeRO-3 (arXiv:1910.02054), or ZeRO-2 where parameters stay whole from forward to backward.
+ZeRO-3 (arXiv:1910.02054), or ZeRO-2 if parameters stay whole from forward to backward.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch.distributed.fsdp import (
 )
 
 # Private: FSDPModule.set_custom_all_gather is public, the defaults that it replaces are not. If
-# they move, `parallel.shard` fails at import; if FSDP calls them otherwise, waits along `shard` are
-# not counted. tests/single/test_torch_private_ranks.py notices.
+# they move, `parallel.shard` fails at import; if FSDP calls them differently, waits along `shard`
+# are not counted. tests/single/test_torch_private_ranks.py detects it.
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -40,10 +40,10 @@ class Sharding:
     Args:
         reshard_after_forward: a block's parameters are gathered again for its backward pass
             (ZeRO-3); False: they stay whole in between (ZeRO-2)
-        precision: dtypes of what is computed and of what is summed
+        precision: dtypes of computation and of reduction
         offload: whether parameters, gradients and optimizer state stay on the CPU
-        in_order: a forward pass uses all blocks, one after the other: on CPUs the next one is
-            gathered while one computes, into one buffer (on GPUs torch does so anyway)
+        in_order: a forward pass uses all blocks, one after another: on CPUs the next block is
+            gathered while the current one computes, into one buffer (on GPUs torch does so anyway)
     """
 
     reshard_after_forward: bool = True
@@ -55,18 +55,18 @@ class Sharding:
 def apply_shard(
     model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh, sharding: Sharding
 ) -> None:
-    """Shards `model` in place over the ranks of `mesh`, block by block.
+    """Shard `model` in place over the ranks of `mesh`, block by block.
 
-    Nothing is exchanged: each rank keeps its parts of the model that stands with the same bits on
-    all of them. Parameters and gradients become DTensors, sharded along their first dimension; a
-    model that `apply_tensor` has split is sharded further, of which the two meshes are dimensions
-    of one. Gradients are summed over the ranks, not averaged, and over backward passes. Every rank
-    has to make as many forward and as many backward passes as the others, in the same order. A
-    forward pass is a call of `model`, not of another of its methods; after one without gradients
-    nothing stays whole.
+    Nothing is exchanged: each rank keeps its shards of the model, which must be bitwise identical
+    on all ranks. Parameters and gradients become DTensors, sharded along their first dimension. A
+    model that `apply_tensor` has split is sharded further; the two meshes must be dimensions of one
+    mesh. Gradients are summed over the ranks, not averaged, and over backward passes. Every rank
+    must make the same number of forward and backward passes as the others, in the same order. A
+    forward pass is a call of `model`, not of another of its methods; after a forward pass without
+    gradients no parameters stay whole.
 
     Args:
-        blocks: modules of `model` that are gathered one at a time; what lies in none of them is
+        blocks: modules of `model` that are gathered one at a time; parameters outside of them are
             gathered with the model itself.
         mesh: of one dimension.
     """
@@ -83,13 +83,13 @@ def apply_shard(
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo knows no scaled sum
-        if mesh.device_type == "cpu":  # a GPU waits by itself
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+        if mesh.device_type == "cpu":  # a GPU waits asynchronously
             module.set_custom_all_gather(_TimedAllGather())
             module.set_custom_reduce_scatter(_TimedReduceScatter())
     if mesh.device_type == "cpu":
         # Private, without a public equivalent: the gather of the next block overlaps with the
-        # current one. If it goes, `parallel.shard` fails on CPUs.
+        # current one. If torch removes it, `parallel.shard` fails on CPUs.
         model._set_unshard_async_op(True)  # type: ignore[operator]
         for block, following in pairwise(blocks if sharding.in_order else ()):
             block.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
@@ -97,7 +97,7 @@ def apply_shard(
 
 
 def _reshard_without_backward(model: nn.Module, inputs: Any, output: Any) -> None:
-    """What stays whole from forward to backward would stay so, where there is no backward."""
+    """Reshard parameters that would stay whole until backward, if there is no backward."""
     if torch.is_grad_enabled():
         return
     for module in model.modules():
@@ -106,7 +106,7 @@ def _reshard_without_backward(model: nn.Module, inputs: Any, output: Any) -> Non
 
 
 class _TimedAllGather(DefaultAllGather):
-    """What is waited for it counts as waited along `shard`."""
+    """All-gather whose wait counts as waiting along `shard`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
         with comm.OWN.waiting("shard"):
@@ -125,7 +125,7 @@ class _TimedWork(dist.Work):
 
 
 class _TimedReduceScatter(DefaultReduceScatter):
-    """As above."""
+    """Reduce-scatter whose wait counts as waiting along `shard`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Work; or None, from torch 2.14
         with comm.OWN.waiting("shard"):

@@ -1,6 +1,6 @@
-"""Dilated and block-sparse attention of a sequence that ranks share, neighbouring tokens each.
+"""Dilated and block-sparse attention over a sequence that ranks split into contiguous chunks.
 
-A rank is sent the keys and values that the pattern lets its queries see, and no others.
+A rank receives only the keys and values to which its queries attend under the pattern.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from hvdtrain.parallel.exchange_keys import gather_positions
 
 @dataclass(frozen=True)
 class Contiguous:
-    """Which tokens of a sequence a rank holds: the `rank`-th of `ranks` equal chunks."""
+    """Tokens of a rank: the `rank`-th of `ranks` equal chunks of a sequence."""
 
     rank: int
     ranks: int
 
     def __call__(self, x: Tensor, dim: int) -> Tensor:
-        """The tokens of this rank; dimension `dim` of x are those of a sequence.
+        """Return the tokens of this rank; dimension `dim` of x is the sequence.
 
         Raises:
-            UserError: they cannot be divided so.
+            UserError: the sequence cannot be split this way.
         """
         check_length(x.shape[dim], self.ranks, self.ranks)
         return x.chunk(self.ranks, dim)[self.rank]
@@ -36,8 +36,10 @@ class Contiguous:
 
 @dataclass(frozen=True)
 class SharedDilated:
-    """Segments inside of a rank need nothing of others; of longer ones it is sent what their
-    patterns have before its own tokens.
+    """Dilated attention over a sequence that ranks share.
+
+    Segments within a rank need no data of other ranks; of longer segments a rank receives the
+    positions in the pattern that precede its own tokens.
 
     Args:
         alone: the pattern on one rank.
@@ -69,25 +71,25 @@ class SharedDilated:
         return attend_parts(q, k, v, parts, seen)
 
     def _picked(self, x: Tensor, rate: int) -> Tensor:
-        """The positions of each head that a pattern has, of x (batch, heads, time, channels)."""
+        """Positions in a pattern for each head, of x (batch, heads, time, channels)."""
         first = self.alone.first_head
         heads = [x[:, head, (first + head) % rate :: rate] for head in range(x.shape[1])]
         return torch.stack(heads, dim=1)
 
 
 def _earlier(rank: int, time: int, length: int, rate: int) -> range:
-    """What a segment of a pattern has before the tokens of a rank, in picked positions."""
+    """Positions of a pattern's segment that precede a rank's tokens, in picked positions."""
     begin = rank * time
     return range(begin // length * length // rate, begin // rate)
 
 
 def _all_of(strip: Strip, start: int, count: int) -> Strip:
-    """All of the keys that were gathered for the pattern of `strip`, for its heads."""
+    """All keys that were gathered for the pattern of `strip`, for its heads."""
     return Strip(start, 1, count, first_head=strip.first_head, head_stride=strip.head_stride)
 
 
 def _by_head(documents: Tensor | None, heads: int) -> Tensor:
-    """(batch, heads, time, 1); nothing where there are no documents."""
+    """(batch, heads, time, 1); empty if there are no documents."""
     if documents is None:
         return torch.empty(0, heads, 0, 1, dtype=torch.int64)
     return documents[:, None, :, None].expand(-1, heads, -1, -1)
@@ -95,7 +97,7 @@ def _by_head(documents: Tensor | None, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SharedBlockSparse:
-    """A rank is sent the blocks just before its own ones, and the first ones.
+    """Block-sparse attention: a rank receives the blocks just before its own, and the first ones.
 
     Args:
         alone: the pattern on one rank.
@@ -123,7 +125,7 @@ class SharedBlockSparse:
         return attend_parts(q, k, v, parts, seen)
 
     def _needs(self, rank: int, time: int) -> list[range]:
-        """Positions just before the tokens of a rank, and of the first blocks that are further."""
+        """Positions just before a rank's tokens, and positions of the first blocks farther away."""
         size, local = self.alone.size, self.alone.local
         begin, blocks = rank * time, (rank + 1) * time // size
         first = min(self.alone.first, max(0, blocks - local))

@@ -1,4 +1,4 @@
-"""The state of a model that spans ranks: each saves its pieces, any layout reads them."""
+"""State of a model that spans ranks: each rank saves its pieces, any layout can read them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hvdtrain.runtime.state_part import Scope
 
 
 class Saves:
-    """Which pieces this rank saves: in one replica, and of equal ones the first.
+    """Which pieces this rank saves: in the first replica, as first holder of the piece.
 
     Args:
         mesh: of the run.
@@ -35,7 +35,7 @@ class Saves:
         self._elsewhere = elsewhere
 
     def has(self, name: str, tensor: Tensor) -> bool:
-        """This rank saves its part of a tensor, or of another one that is split as it is.
+        """Whether this rank saves its piece of a tensor, or of one that is split in the same way.
 
         Args:
             name: of the parameter or buffer that it belongs to.
@@ -56,11 +56,11 @@ class SpannedModel:
         self._saves = saves
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those pieces of which this rank is the first holder."""
+        """Pieces that this rank saves."""
         return {name: part for name, (_, part) in self._own().items()}
 
     def pieces(self) -> dict[str, Piece]:
-        """Where each of `tensors` lies in the whole one."""
+        """Place of each of `tensors` in its whole tensor."""
         return {name: where for name, (where, _) in self._own().items()}
 
     def _own(self) -> dict[str, tuple[Piece, Tensor]]:
@@ -68,7 +68,7 @@ class SpannedModel:
         return {name: piece(t) for name, t in tensors if self._saves.has(name, t)}
 
     def compared(self) -> dict[str, Tensor]:
-        """Buffers are not: a task may keep some that are a rank's own."""
+        """Parameters only: a task may keep buffers that differ between ranks."""
         return {name: local(p) for name, p in self._model.named_parameters()}
 
     def held(self) -> dict[str, Tensor]:
@@ -77,20 +77,20 @@ class SpannedModel:
 
     @torch.no_grad()
     def take(self, held: Mapping[str, Tensor]) -> None:
-        """Takes over what `held` gave on a rank of the same part."""
+        """Copy the result of `held` of a rank with the same shard."""
         for name, own in self.held().items():
             own.copy_(held[name])
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        """Files go through `read`; a start over gives the weights itself."""
+        """Do nothing: files are loaded by `read`, and `start_over` sets the weights itself."""
         assert not pieces
 
     @torch.no_grad()
     def read(self, folder: Path, version: int) -> None:
-        """Takes over from a checkpoint what this rank holds, whoever has saved it.
+        """Load this rank's pieces from a checkpoint, whichever rank saved them.
 
         Raises:
-            UserError: it does not fit, or is damaged.
+            UserError: it does not match, or is damaged.
         """
         saved, live = _opened(folder, self.name, self._model), model_tensors(self._model)
         for name, tensor in live.items():
@@ -105,10 +105,10 @@ class SpannedModel:
 
 @torch.no_grad()
 def take_over(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
-    """Copies into a model of which this rank holds parts what it holds of whole tensors.
+    """Copy from whole tensors into a model of which this rank holds shards.
 
     Args:
-        whole: parameters and saved buffers by name; those of the other ranks' parts too.
+        whole: parameters and saved buffers by name, including those of other ranks' shards.
     """
     for name, tensor in model_tensors(model).items():
         where, part = piece(tensor)
@@ -118,8 +118,8 @@ def take_over(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
 class SpannedOptimizer:
     """The sharded part "optimizer": "parameter name/entry"; empty before the first step.
 
-    An entry is a count, or it is split as its parameter is: the optimizer steps on plain tensors,
-    see LocalOptimizer, which do not say it themselves.
+    An entry is a count, or it is split like its parameter: the optimizer steps on plain tensors,
+    see LocalOptimizer, which do not record how they are split.
     """
 
     name = "optimizer"
@@ -131,15 +131,15 @@ class SpannedOptimizer:
         self._saves = saves
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those pieces of which this rank is the first holder."""
+        """Pieces that this rank saves."""
         return {key: entry for key, (_, entry) in self._own().items()}
 
     def pieces(self) -> dict[str, Piece]:
-        """Where each of `tensors` lies in the whole one."""
+        """Place of each of `tensors` in its whole tensor."""
         return {key: piece(split)[0] for key, (split, _) in self._own().items()}
 
     def _own(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """(what is split as the entry is, the entry)."""
+        """(tensor that is split like the entry, the entry)."""
         found, parameters = {}, self._parameters()
         for key, entry in state_tensors(self._optimizer, self._model).items():
             name = key.rpartition("/")[0]
@@ -159,7 +159,7 @@ class SpannedOptimizer:
         return state_tensors(self._optimizer, self._model)
 
     def take(self, held: Mapping[str, Tensor]) -> None:
-        """As SpannedModel.take; the tensors are this optimizer's own then."""
+        """As SpannedModel.take; this optimizer then owns the tensors."""
         set_state_tensors(self._optimizer, self._model, {**held})
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
@@ -173,7 +173,7 @@ class SpannedOptimizer:
         parameters = self._parameters()
         for key in saved.names():
             parameter = parameters.get(key.rpartition("/")[0])
-            if parameter is not None:  # else it is of another rank's part
+            if parameter is not None:  # else it belongs to another rank's shard
                 tensors[key] = _like(parameter, saved.whole(key))
         set_state_tensors(self._optimizer, self._model, tensors)
 
@@ -188,11 +188,11 @@ class SpannedEma:
         self._ema, self._model, self._saves = ema, model, saves
 
     def tensors(self) -> dict[str, Tensor]:
-        """Those pieces of which this rank is the first holder."""
+        """Pieces that this rank saves."""
         return {n: t for n, t in self._ema.tensors().items() if self._saved(n)}
 
     def pieces(self) -> dict[str, Piece]:
-        """Where each of `tensors` lies in the whole one."""
+        """Place of each of `tensors` in its whole tensor."""
         parameters = self._ema.parameters
         return {n: piece(parameters[n])[0] for n in self._ema.tensors() if self._saved(n)}
 
@@ -207,7 +207,7 @@ class SpannedEma:
         return self._ema.tensors()
 
     def take(self, held: Mapping[str, Tensor]) -> None:
-        """As SpannedModel.take; the tensors are this average's own then."""
+        """As SpannedModel.take; this average then owns the tensors."""
         self._ema.load([held] if held else [])
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
@@ -232,7 +232,7 @@ def _opened(folder: Path, part: str, model: nn.Module) -> SpreadPart:
 
 
 def _like(parameter: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of an optimizer's entry; one of another shape is no part of anything."""
+    """Return this rank's piece of an optimizer's entry; the whole entry if its shape differs."""
     if whole.shape != parameter.shape:
         return whole.clone()
     where, part = piece(parameter)

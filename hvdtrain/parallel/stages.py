@@ -1,4 +1,4 @@
-"""Which blocks of a model each stage of a pipeline holds: arithmetic, without torch."""
+"""Assignment of a model's blocks to pipeline stages: arithmetic, without torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvdtrain.errors import UserError
 class Layout:
     """Stages and the ranks that hold them.
 
-    Stage s is on rank s % ranks, so with several stages a rank the data goes round the ranks
+    Stage s is on rank s % ranks, so with several stages per rank the data passes around the ranks
     (Narayanan et al., arXiv:2104.04473, section 2.2).
 
     Args:
@@ -25,7 +25,7 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """Of all ranks."""
+        """Number of stages on all ranks."""
         return self.ranks * self.virtual
 
     def of_rank(self, rank: int) -> range:
@@ -33,7 +33,7 @@ class Layout:
         return range(rank, self.stages, self.ranks)
 
     def bubble(self, micro_batches: int) -> float:
-        """Fraction of a step that a rank waits where all stages are as fast, of GPipe and 1F1B.
+        """Fraction of a step that a rank waits with GPipe and 1F1B if all stages are equally fast.
 
         Narayanan et al., arXiv:2104.04473, sections 2.1 and 2.2.
         """
@@ -43,12 +43,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Costs:
-    """What each part of a model costs, in any unit.
+    """Cost of each part of a model, in any unit.
 
     Args:
-        first: what comes before the blocks.
-        blocks: each of them.
-        last: what comes after the blocks.
+        first: modules before the blocks.
+        blocks: each block.
+        last: modules after the blocks.
     """
 
     first: float
@@ -57,9 +57,10 @@ class Costs:
 
 
 def divide(costs: Costs, stages: int) -> list[range]:
-    """The blocks of each stage, at least one: neighbours, so that the dearest stage costs least.
+    """The blocks of each stage: at least one, contiguous, minimizing the most expensive stage.
 
-    Of such divisions, one whose sum of squared costs is least, so that the others are even too.
+    Among such divisions, one with the least sum of squared costs, so that the other stages are
+    balanced too.
 
     Raises:
         UserError: there are fewer blocks than stages.
@@ -76,16 +77,16 @@ def divide(costs: Costs, stages: int) -> list[range]:
 
 
 def _best(costs: Costs, stages: int, bound: float, dearest: bool) -> tuple[float, tuple[int, ...]]:
-    """(how good, where each stage ends) of the best division with no stage above `bound`.
+    """(value, end of each stage) of the best division with no stage above `bound`.
 
     Args:
-        dearest: the best has the least cost of the dearest stage; else the least sum of squares.
+        dearest: minimize the cost of the most expensive stage; else the sum of squares.
     """
     sums = [0.0]
     for cost in costs.blocks:
         sums.append(sums[-1] + cost)
     blocks = len(costs.blocks)
-    # Of the first `end` blocks in as many stages as there were turns.
+    # Best division of the first `end` blocks into the stages so far.
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage in range(stages):
         ends = [blocks] if stage == stages - 1 else range(stage + 1, blocks - stages + stage + 2)
@@ -95,7 +96,7 @@ def _best(costs: Costs, stages: int, bound: float, dearest: bool) -> tuple[float
             for begin, (so_far, places) in best.items():
                 cost = sums[end] - sums[begin]
                 cost += costs.first * (stage == 0) + costs.last * (stage == stages - 1)
-                # Sums differ in their last bits from those that the bound was found with.
+                # Sums differ in their last bits from the sums that determined the bound.
                 if begin < end and cost <= bound * (1 + 1e-9):
                     value = max(so_far, cost) if dearest else so_far + cost * cost
                     options.append((value, (*places, end)))

@@ -1,28 +1,29 @@
-"""Tensor parallelism: ranks split the matrices of a model between them, by torch's DTensor.
+"""Tensor parallelism: ranks split the matrices of a model between them, with torch's DTensor.
 
 The split is Megatron's (Shoeybi et al., arXiv:1909.08053), with its sequence-parallel norms
-(Korthikanti et al., arXiv:2205.05198). A model says itself how it is split: its method
-`tensor_plan()` gives patterns of module names and for each the name of a style:
+(Korthikanti et al., arXiv:2205.05198). A model specifies how it is split: its method
+`tensor_plan()` returns patterns of module names and the name of a style for each:
 
 | style | module | its input | its output |
 | --- | --- | --- | --- |
-| `column` | nn.Linear | whole | this rank's part of the features |
-| `row` | nn.Linear | this rank's part of the features | whole |
-| `row_to_sequence` | nn.Linear | this rank's part of the features | split by sequence |
+| `column` | nn.Linear | whole | this rank's shard of the features |
+| `row` | nn.Linear | this rank's shard of the features | whole |
+| `row_to_sequence` | nn.Linear | this rank's shard of the features | split by sequence |
 | `vocabulary` | nn.Embedding or nn.Linear (a head) | whole | whole |
 | `vocabulary_to_sequence` | nn.Embedding | whole | split by sequence |
-| `replicated` | computed alike on all ranks, such as a norm | whole | whole |
+| `replicated` | computed identically on all ranks, such as a norm | whole | whole |
 | `into_sequence` | any, such as a block | the first one is whole, is split by sequence | as is |
 | `sequence` | nn.LayerNorm, nn.RMSNorm, nn.Dropout | split by sequence | whole |
 
-"Whole" is a plain tensor of the same bits on every rank, "this rank's part" a plain tensor whose
-last dimension is smaller, "split by sequence" a DTensor with Shard(1), of (batch, time, ...). What
-`replicated` and `sequence` return is a DTensor with Replicate, so that the gradients of all modules
-that it feeds are summed in one exchange. A module that no pattern names stays a plain one: it is
-computed alike by all ranks. A module that divides features into heads takes their number from what
-it is given.
+"Whole" is a plain tensor, bitwise identical on every rank, "this rank's shard" a plain tensor whose
+last dimension is smaller, "split by sequence" a DTensor with Shard(1), of (batch, time, ...). The
+outputs of `replicated` and `sequence` are DTensors with Replicate, so that the gradients of all
+modules that use such an output are summed in one exchange. A module that matches no pattern stays a
+plain module, computed identically by all ranks. A module that divides features into heads infers
+the number of heads from its input.
 
-A module with a method `set_tensor_part(rank, size)` is told which of `size` parts this rank has.
+A module with a method `set_tensor_part(rank, size)` receives this rank's number among `size`
+shards.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ from hvdtrain.errors import UserError
 
 
 class _IntoSequence(ParallelStyle):
-    """The first argument of a module's forward is split by sequence, unless it is already."""
+    """Split the first argument of a module's forward by sequence, unless it already is."""
 
     # Private, but torch's way to write a style. If it is renamed, torch raises NotImplementedError;
-    # tests/single/test_torch_private.py notices.
+    # tests/single/test_torch_private.py detects it.
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def split(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             first, *others = inputs
@@ -77,7 +78,7 @@ def _vocabulary(module: nn.Module) -> ParallelStyle:
     return ColwiseParallel(output_layouts=Replicate())
 
 
-# Torch's styles for a module, applied in this order.
+# torch's styles for a module, applied in this order.
 STYLES: dict[str, Callable[[nn.Module], Sequence[ParallelStyle]]] = {
     "column": lambda _: [ColwiseParallel()],
     "row": lambda _: [RowwiseParallel()],
@@ -101,23 +102,23 @@ SPLIT_MATRICES: dict[str, tuple[type[nn.Module], ...]] = {
 
 
 def apply_tensor(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) -> None:
-    """Splits `model` in place over the ranks of `mesh`.
+    """Split `model` in place over the ranks of `mesh`.
 
-    Nothing is exchanged: each rank takes its parts of the model that stands whole, with the same
-    bits, on all of them. The gradient of a parameter, once backward is through, is a DTensor with
-    the parameter's placements, or for a plain parameter a plain tensor that is the same on all
-    ranks; but of a parameter that all ranks have whole, such as a norm's, it may be a sum that is
-    spread over them (PartsExchange adds it up). Parameters that are not to be trained must be
-    frozen before.
+    Nothing is exchanged: each rank keeps its shards of the model, which must be whole and bitwise
+    identical on all ranks. After backward, the gradient of a split parameter is a DTensor with the
+    parameter's placements; the gradient of a plain parameter is a plain tensor, identical on all
+    ranks. The gradient of a parameter that all ranks hold completely, such as a norm's, may be a
+    partial sum on each rank (PartsExchange sums it). Parameters that are not trained must already
+    be frozen.
 
     Args:
         mesh: of one dimension.
-        plan: pattern of module names (`*` stands for any part of a name) -> style. A module is
-            split by the first pattern that it matches. Names are those of `named_modules`.
+        plan: pattern of module names (`*` matches any part of a name) -> style. A module is split
+            by the first pattern that it matches. Names are those of `named_modules`.
 
     Raises:
-        UserError: the plan has a style that there is not, names no module, or asks for what a
-            module cannot do.
+        UserError: the plan has an unknown style, matches no module, or requires what a module does
+            not support.
     """
     tied = _names_by_parameter(model)
     for name, style in _matched(model, plan):
@@ -168,7 +169,7 @@ def _apply(module: nn.Module, name: str, style: str, mesh: DeviceMesh) -> None:
 
 
 def _check_even(module: nn.Module, name: str, style: str, ranks: int) -> None:
-    """Parts that a model sees as plain tensors have to be of one size."""
+    """Check that shards that a model sees as plain tensors are of one size."""
     if style.startswith("vocabulary"):
         return
     assert isinstance(module, nn.Linear)
@@ -189,7 +190,7 @@ def _names_by_parameter(model: nn.Module) -> list[list[str]]:
 
 
 def _tie(model: nn.Module, tied: list[list[str]]) -> None:
-    """Makes one parameter of those that were one before each module was split."""
+    """Tie parameters that were tied before each module was split."""
     for first, *others in tied:
         parameter = model.get_parameter(first)
         for name in others:
@@ -207,10 +208,11 @@ def _placements(parameter: Tensor) -> object:
 
 
 def _split_as(parameter: DTensor) -> Callable[[Tensor], Tensor]:
-    """A gradient may arrive split otherwise, or as a sum that is spread over ranks.
+    """Return a hook that converts a gradient to the placements of its parameter.
 
-    Such a sum over the whole of a parameter is left as it is: adding up is cheap, and a message for
-    each pass and each norm of a model is not.
+    A gradient may have other placements, or be a partial sum. A partial sum of a parameter that is
+    replicated is left unchanged: accumulating it is cheap, and a message for each pass and each
+    norm of a model is not.
     """
     placements = parameter.placements
     spread = (Partial(),), (Replicate(),)
@@ -225,7 +227,7 @@ def _split_as(parameter: DTensor) -> Callable[[Tensor], Tensor]:
 
 
 class _TimedWait:
-    """Time inside counts as waited along `tensor`."""
+    """Time inside counts as waiting along `tensor`."""
 
     def __init__(self, wait: Callable[[Tensor], Tensor]) -> None:
         self._wait = wait
@@ -238,11 +240,12 @@ class _TimedWait:
 
 
 def _time_waits() -> None:
-    """Of DTensor's collectives, for good: torch has no hook, but one function that all go through.
+    """Time the waits of DTensor's collectives, permanently.
 
-    A GPU waits by itself, and so does compiled code: nothing is measured there. The function is
-    private: if DTensor waits by another one, waits along `tensor` count as computing, and
-    tests/single/test_torch_private_ranks.py fails.
+    torch has no hook, but one function that all waits use. A GPU waits asynchronously, and so does
+    compiled code: nothing is measured there. The function is private: if DTensor waits with another
+    one, waits along `tensor` count as computation, and tests/single/test_torch_private_ranks.py
+    fails.
     """
     if not isinstance(functional.wait_tensor, _TimedWait):
         functional.wait_tensor = _TimedWait(functional.wait_tensor)

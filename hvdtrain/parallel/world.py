@@ -1,4 +1,4 @@
-"""A torch.distributed world of some of the ranks: those of one replica of the model."""
+"""A torch.distributed world of the ranks of one replica of the model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from hvdtrain.runtime.network import LOOPBACK, address_towards, addresses_by_int
 from hvdtrain.runtime.topology import Topology
 
 _INTERFACE = "HOROVOD_GLOO_IFACE"
-# For which a rank waits for another: to join, and in each collective.
+# Maximum wait for another rank: to join, and in each collective.
 LIMIT = timedelta(minutes=5)
-# In which ranks that heard of a failure leave their world by themselves.
+# Time in which ranks that were notified of a failure leave their world on their own.
 _GRACE_SECONDS = 0.3
 
 
 def join(ranks: Sequence[int], topology: Topology, device: torch.device) -> None:
-    """Makes a world of `ranks`, in this order, torch's default group.
+    """Create a world of `ranks`, in this order, as torch's default group.
 
-    Every rank of the job calls it, each with those that it is one of.
+    Every rank of the job calls it, each with the ranks of its own world.
     """
     address, interface = _own_address(topology)
     os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -46,9 +46,10 @@ def join(ranks: Sequence[int], topology: Topology, device: torch.device) -> None
 
 
 def leave() -> None:
-    """Together with the others: gloo aborts a rank that still talks when its peer leaves.
+    """Leave the world together with the other ranks.
 
-    A process that is in no world, such as a spare one, does nothing.
+    Gloo aborts a rank that still communicates when its peer leaves. A process that is in no world,
+    such as a spare, does nothing.
     """
     if not dist.is_initialized():
         return
@@ -58,31 +59,31 @@ def leave() -> None:
 
 
 def abandon() -> None:
-    """Without the others, some of whom may be gone."""
+    """Leave the world without the other ranks, some of which may be gone."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 class Connections:
-    """The connections of this process's world, and how it gets out of it.
+    """Connections of this process's world, with which a failed world is left.
 
-    Gloo has no call that fails what is under way: connections are shut down under it. It forgets
-    who waits for a write that fails, so that no write, here or there, may fail before its reader
-    has come to the connection's end.
+    Gloo has no call that cancels pending operations: their connections are shut down instead. When
+    a write fails, gloo forgets who waits for it, so no write on either side may fail before its
+    reader has reached the connection's end.
     """
 
     def __init__(self) -> None:
-        self._before = set[int]()  # sockets of this process that were there before the world
+        self._before = set[int]()  # sockets of this process from before the world
         self._servers = set[int]()  # ports on which this process listened before
-        self._own: set[int] | None = set()  # the world's; None: it is just being formed
+        self._own: set[int] | None = set()  # sockets of the world; None: it is being formed
         self._left = threading.Event()
 
     @contextmanager
     def opened(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Around what forms the world, and all groups within it; every rank calls it.
+        """Record the connections that are opened inside the context; every rank calls it.
 
-        Sockets that other threads open meanwhile do not belong to the world: both ends of its
-        connections are in its processes.
+        The context forms the world, and all groups within it. Sockets that other threads open
+        meanwhile do not belong to the world: both ends of its connections are in its processes.
 
         Args:
             ranks: of the world.
@@ -98,9 +99,9 @@ class Connections:
         self._own = {inode for inode, ends in ends.items() if ends in others}
 
     def leave(self) -> None:
-        """Ends them, when this process is in no collective: the others' ones fail.
+        """End the connections, when this process is in no collective: the others' collectives fail.
 
-        They hear of the end, and are still read from until they have ended them too.
+        The others detect the end; this process still reads from them until they end their side too.
         """
         self._left.set()
         with ExitStack() as stack:
@@ -115,8 +116,10 @@ class Connections:
         _abort_nccl()
 
     def abort(self) -> None:
-        """Fails the collectives that are under way in this process, unless it leaves them at once
-        by itself; any thread may call it."""
+        """Fail the collectives in progress in this process; any thread may call it.
+
+        Does nothing if the process leaves them promptly on its own.
+        """
         if self._left.wait(_GRACE_SECONDS):
             return
         with ExitStack() as stack:
@@ -124,9 +127,10 @@ class Connections:
         _abort_nccl()
 
     def _connections(self) -> Iterator[socket.socket]:
-        """Of the world, each by a descriptor of its own; none that listens.
+        """Connections of the world, each with a new descriptor; no listening sockets.
 
-        While it is being formed: those opened since then that no earlier server has accepted.
+        While the world is being formed: connections opened since then that no earlier server has
+        accepted.
         """
         for descriptor, inode in _sockets().items():
             if inode in self._before or (self._own is not None and inode not in self._own):
@@ -144,7 +148,7 @@ _End = tuple[str, int]  # address, port
 
 
 def _ends(connection: socket.socket) -> tuple[_End, _End] | None:
-    """The own end and the peer's; None: it is not a TCP connection, or it listens."""
+    """This process's end and the peer's; None: not a TCP connection, or a listening socket."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     try:
@@ -168,7 +172,7 @@ def _connected() -> dict[int, tuple[_End, _End]]:
 
 
 def _listens_on(descriptor: int) -> int | None:
-    """The port on which a socket listens; None: it does not."""
+    """The port on which a socket listens; None: it does not listen."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
         inet = found.family in (socket.AF_INET, socket.AF_INET6)
         if inet and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -177,7 +181,7 @@ def _listens_on(descriptor: int) -> int | None:
 
 
 def _has_ended(connection: socket.socket) -> bool:
-    """Whether the other side will write no more, and all that it wrote was read."""
+    """Whether the peer will write no more, and everything it wrote was read."""
     try:
         return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -187,7 +191,7 @@ def _has_ended(connection: socket.socket) -> bool:
 
 
 def _stop_reading(connections: Sequence[socket.socket]) -> None:
-    """Gloo reads the end then, and closes them."""
+    """Shut down reading: gloo then reads the end, and closes the connections."""
     for connection in connections:
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RD)
@@ -200,7 +204,7 @@ def _abort_nccl() -> None:
 
 @contextmanager
 def lost_peers() -> Iterator[None]:
-    """What torch says of a rank of this world that is gone becomes RankLostError.
+    """Convert torch's errors about a lost rank of this world to RankLostError.
 
     Raises:
         RankLostError: as above.
@@ -228,7 +232,7 @@ def _sockets() -> dict[int, int]:
 
 
 def _own_address(topology: Topology) -> tuple[str, str]:
-    """This host's address for the other hosts, and its interface; Horovod's, where it has one."""
+    """This host's address for the other hosts, and its interface; Horovod's interface, if set."""
     interfaces = addresses_by_interface()
     said = os.environ.get(_INTERFACE, "")
     if said in interfaces:

@@ -1,9 +1,9 @@
-"""An optimizer of which each rank updates a part, and holds the state of that part alone.
+"""Optimizer of which each rank updates a shard, and holds only that shard of the state.
 
 Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
-arXiv:1910.02054, stage 1, with each part on several ranks. Gradients are summed as without it, by
-whichever exchange, and are whole on every rank: so the bits are those of the whole optimizer, and
-so is the norm by which they are clipped.
+arXiv:1910.02054, stage 1, with each shard on several ranks. Gradients are summed as without it, by
+any exchange, and are whole on every rank: so the results are bitwise identical to those of the
+whole optimizer, and so is the norm for clipping.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from hvdtrain.parallel.parts import Dealing, Slice, deal
 from hvdtrain.runtime.collectives import gather_rows
 from hvdtrain.runtime.topology import Topology
 
-# What one all-gather of new parameters gives each rank, in elements.
+# Elements that each rank receives in one all-gather of new parameters.
 _GATHERED = 8 << 20
 
 Entries = dict[str, Tensor]
 
 
 class ShardedOptimizer(Optimizer):
-    """An optimizer over a model's parameters that lets another one step on a part of them.
+    """Optimizer over a model's parameters that lets an inner optimizer step on a shard of them.
 
     A step is `step` or `skip`, and `gather`. In an elastic run the ranks agree before it (see
-    agreement.py), so that a rank that could not step any more finds its part on others one step
+    agreement.py). A rank that could not take the step then finds its shard on other ranks one step
     further, and a rank that was not notified can follow them.
 
-    Its `state` is empty: what this rank holds is in `entries`.
+    Its `state` is empty: `entries` returns the state that this rank holds.
 
     Args:
         inner: over the model's parameters; elementwise, so that it does to a slice of a parameter
-            what it does to all of it.
-        copies: ranks that hold each part.
-        wrap: makes of the inner optimizer over slices the one that steps, such as MasterWeights.
+            what it does to the whole.
+        copies: ranks that hold each shard.
+        wrap: returns the optimizer that steps, such as MasterWeights, for the inner one over
+            slices.
 
     Attributes:
         parameters: in the optimizer's order.
-        dealing: who holds what.
+        dealing: which ranks hold which shards.
         rank: this one, in `dealing`.
-        version: the step to which this rank's part belongs; None where it holds none.
-        complete: all parameters on this rank are of that step.
+        version: the step to which this rank's shard belongs; None if it holds none.
+        complete: all parameters on this rank belong to that step.
 
     Raises:
         UserError: a parameter is not contiguous.
@@ -74,21 +75,21 @@ class ShardedOptimizer(Optimizer):
         self.version: int | None = None
         self.complete = True
 
-    # --- who holds what -------------------------------------------------------
+    # --- assignment of shards -------------------------------------------------
 
     def deal(self, topology: Topology) -> Dealing:
-        """Who holds what, with these ranks; nothing is changed."""
+        """Assignment of shards to the ranks of `topology`; nothing is changed."""
         return deal([p.numel() for p in self.parameters], topology.hosts, self._copies)
 
     def install(
         self, dealing: Dealing, rank: int, version: int, entries: dict[Slice, Entries] | None = None
     ) -> None:
-        """From now on this rank holds what `dealing` says; its parameters are `complete`.
+        """Hold the shards that `dealing` assigns to this rank; its parameters are `complete`.
 
         Args:
             version: the step to which it belongs.
-            entries: the inner optimizer's, of each slice that this rank holds; those that have none
-                (before the first step) may be left out.
+            entries: the inner optimizer's state for each slice that this rank holds; slices without
+                state (before the first step) may be omitted.
         """
         self.dealing, self.rank, self.version = dealing, rank, version
         self.complete = True
@@ -109,14 +110,14 @@ class ShardedOptimizer(Optimizer):
                 self._inner.state[self._slices[piece]] = given
 
     def flat(self, number: int) -> Tensor:
-        """A parameter as one row that shares its memory."""
+        """A parameter as a vector that shares its memory."""
         return self.parameters[number].detach().view(-1)
 
     def entries(self) -> dict[Slice, Entries]:
-        """The inner optimizer's live tensors of each slice that this rank holds.
+        """The inner optimizer's live tensors for each slice that this rank holds.
 
-        They have the shape of the slice, but for those of no dimension, such as step counts, which
-        are the same on all slices of a parameter.
+        They have the shape of the slice, except tensors without dimension, such as step counts,
+        which are identical on all slices of a parameter.
         """
         return {
             s: {k: t for k, t in self._inner.state.get(p, {}).items() if isinstance(t, Tensor)}
@@ -124,14 +125,14 @@ class ShardedOptimizer(Optimizer):
         }
 
     def own_slices(self) -> list[Slice]:
-        """Those that this rank gives to others and saves: of the part of which it is the first."""
+        """Slices of the shard that this rank holds first, sends to others, and saves."""
         return [*self.dealing.parts[self.rank]] if self.dealing.parts else []
 
     # --- a step ---------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Steps on what this rank holds; a parameter without a gradient is passed over."""
+        """Step on this rank's shards; parameters without a gradient are skipped."""
         for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: value for key, value in own.items() if key != "params"})
         for s, parameter in self._slices.items():
@@ -144,16 +145,16 @@ class ShardedOptimizer(Optimizer):
         self.skip()
 
     def skip(self) -> None:
-        """A step after which this rank's part is what it was."""
+        """Count a step that leaves this rank's shard unchanged."""
         assert self.version is not None
         self.version += 1
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Gives every rank the parameters that others have updated, in pieces of bounded size.
+        """Give every rank the parameters that others have updated, in pieces of bounded size.
 
         Raises:
-            RankLostError: another rank is gone. What this rank holds is up to date.
+            RankLostError: another rank is gone. This rank's shards are up to date.
         """
         if self.complete:
             return
@@ -173,11 +174,11 @@ class ShardedOptimizer(Optimizer):
         self.complete = True
 
     def differs(self, part: int) -> bool:
-        """The first holder of a part that this rank holds too has made other bits of it."""
+        """Whether the first holder's update of a shard that this rank also holds differed."""
         return bool(self._differs[part])
 
     def _chunks(self, part: Sequence[Slice]) -> Iterator[list[Slice]]:
-        """A part in pieces that are gathered together with those of the other parts."""
+        """A shard in pieces, each of which is gathered together with pieces of the other shards."""
         most = max(1, _GATHERED // len(self.dealing.parts))
         chunk, room = list[Slice](), most
         for number, start, stop in part:
@@ -193,5 +194,5 @@ class ShardedOptimizer(Optimizer):
             yield chunk
 
     def _bytes(self, s: Slice) -> Tensor:
-        # Horovod knows fewer dtypes than torch.
+        # Horovod supports fewer dtypes than torch.
         return self.flat(s.number)[s.start : s.stop].view(torch.uint8)

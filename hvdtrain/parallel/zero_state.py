@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer, as a part of the run's."""
+"""State of a sharded optimizer, as a part of the run's state."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hvdtrain.runtime.pieces import Piece
 from hvdtrain.runtime.state_part import Scope
 from hvdtrain.runtime.topology import Topology
 
-_SCALAR = "step"  # the entry that all slices of a parameter have alike
+_SCALAR = "step"  # the entry that is identical in all slices of a parameter
 
 
 class ShardedOptimizerState:
-    """The sharded part "optimizer": "parameter name/entry", as of an optimizer that is whole.
+    """The sharded part "optimizer": "parameter name/entry", with the names of a whole optimizer.
 
     A rank saves the pieces of which it is the first holder.
     """
@@ -44,7 +44,7 @@ class ShardedOptimizerState:
         }
 
     def pieces(self) -> dict[str, Piece]:
-        """Where each of `tensors` lies in the whole one."""
+        """Place of each of `tensors` in its whole tensor."""
         shapes = [(*p.shape,) for p in self.optimizer.parameters]
         return {
             f"{self._names[s.number]}/{entry}": Piece(shapes[s.number], s.start)
@@ -61,7 +61,7 @@ class ShardedOptimizerState:
         return {}
 
     def held(self) -> dict[int, dict[str, Tensor]]:
-        """What this rank holds of each part, by its number; all that hold one have the same."""
+        """This rank's state of each shard, by the shard's number; identical on all its holders."""
         entries, dealing = self.optimizer.entries(), self.optimizer.dealing
         return {
             number: {
@@ -73,17 +73,17 @@ class ShardedOptimizerState:
         }
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        """What ranks give each other goes through handover.py, and files through `read`."""
+        """Reset the state; handover.py transfers it between ranks, and `read` loads files."""
         assert not pieces
         self.optimizer.install(self.optimizer.dealing, self.optimizer.rank, version=0)
 
     def begin(self, topology: Topology) -> None:
-        """Deals anew what nobody holds yet: the state is as at the start of a run."""
+        """Assign shards that no rank holds yet: the state is as at the start of a run."""
         self.optimizer.install(self.optimizer.deal(topology), topology.rank, version=0)
         self._warn(topology)
 
     def hand_over(self, topology: Topology, step: int) -> bool:
-        """See handover.py; False, on all ranks: nobody holds some part any more."""
+        """See handover.py; False, on all ranks: no rank holds some shard any more."""
         try:
             hand_over(self.optimizer, topology, step)
         except PartLostError:
@@ -92,7 +92,7 @@ class ShardedOptimizerState:
         return True
 
     def _warn(self, topology: Topology) -> None:
-        """Says where a host holds all copies of a part; with one copy every host does."""
+        """Warn if a host holds all copies of a shard; with one copy every host does."""
         dealing, several = self.optimizer.dealing, len(topology.ranks_by_host()) > 1
         alone = hosts_that_hold_alone(dealing, topology.hosts)
         if topology.rank == 0 and several and len(dealing.holders[0]) > 1 and alone:
@@ -104,13 +104,13 @@ class ShardedOptimizerState:
             )
 
     def read(self, folder: Path, version: int) -> None:
-        """Takes over from a checkpoint what this rank holds, whoever has saved it.
+        """Load this rank's shards from a checkpoint, whichever rank saved them.
 
         Args:
             version: the step that it was saved after.
 
         Raises:
-            UserError: it does not fit, or is damaged.
+            UserError: it does not match, or is damaged.
         """
         saved = open_part(folder, self.name, self._model)
         if saved is None:

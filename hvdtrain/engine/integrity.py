@@ -155,7 +155,7 @@ class TensorHash:
         sums = torch.zeros(number, dtype=torch.int64, device=tensor.device)
         for start, flat in _flat_pieces(tensor, piece):
             first, before = divmod(start * size, 4 * _BLOCK)
-            # A sum is linear in its words: zeros replace the elements of a block that others hold.
+            # A sum is linear in the bits of its words: zeros replace what others hold of a block.
             data = flat.view(torch.uint8)
             data = torch.nn.functional.pad(data, (before, -(before + len(data)) % 4))
             found = torch.cat([*_block_sums(data.view(torch.int32), weights)])

@@ -26,7 +26,7 @@ class ExchangeConfig:
         ratio: fraction of the elements that `topk` sends
         rank: of the products of `powersgd`
         start_step: steps before `powersgd` begins; until then gradients are sent uncompressed
-        error_feedback: elements that were not sent are added to the next step's gradient
+        error_feedback: what compression omits is added to the next step's gradient
         sync_every: steps that each rank takes on its own before parameters and optimizer state are
             averaged; 0 = gradients are exchanged in each step
         outer: with `sync_every`: parameters become their average (`none`), or the result of SGD

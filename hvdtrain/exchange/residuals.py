@@ -1,4 +1,4 @@
-"""Residuals of compression (error feedback): gradient elements that a rank has not yet sent."""
+"""Residuals (error feedback): what compression has omitted from a rank's gradients so far."""
 
 from __future__ import annotations
 

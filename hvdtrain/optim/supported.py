@@ -1,4 +1,4 @@
-"""Checks whether a model can be trained.
+"""Checks that a model can be trained.
 
 Models that Horovod or the optimizers would refuse in the first step raise one sentence before any
 work is done, on one process as on many.

@@ -47,7 +47,7 @@ class Cuttable(Protocol):
 
 
 class _Left(BaseException):
-    """Ends the task's loss() from inside its model, because this stage has its result.
+    """Exception that ends the task's loss() from inside its model: this stage has its result.
 
     Only loss() knows the arguments of its model, so a stage cannot run the modules without it, and
     the code after that call needs scores, which only the last stage can compute. A stand-in for the

@@ -212,7 +212,7 @@ class DetectStragglers:
 
 
 class Speeds:
-    """Decides when micro-batches are assigned again, from the times that all ranks report.
+    """Decision when to reassign micro-batches, from the times that all ranks report.
 
     All ranks make the same decision because they have the same times.
     """

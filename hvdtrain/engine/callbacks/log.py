@@ -29,7 +29,8 @@ class LogMetrics:
     """Write the record of every `train.log_every`-th step; only rank 0 writes and displays.
 
     On a terminal a progress bar shows each record. Without one, a line is logged at most every 2
-    seconds, and for the last step, each evaluated step and each step in which ranks were healed.
+    seconds, and for the first step, the last step, each evaluated step and each step in which ranks
+    were healed.
 
     Every rank keeps the last records: the next rank 0 writes those that the previous rank 0 could
     not write because of a full disk until it died or was set aside.

@@ -45,9 +45,8 @@ def _scrape(settings: Settings, _: int, rounds: int, folder: Path) -> dict[str, 
 
 def _telemetry(settings: Settings, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
     """Seconds a step with telemetry and without it, in blocks of one job that take turns."""
-    from hvdtrain.engine.callbacks.log import Export
-
     from hvdtrain.bench.app import AppLoop
+    from hvdtrain.engine.callbacks.log import Export
     from hvdtrain.engine.callbacks.stragglers import DetectStragglers
 
     settings.config.train.steps = WARM_UP_STEPS + 2 * rounds * steps + 1  # it never ends

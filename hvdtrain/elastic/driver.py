@@ -1,23 +1,31 @@
-"""The elastic driver inside horovodrun: which processes run, and in which generation.
+"""Elastic driver inside horovodrun: decides which processes run and in which generation.
 
-Horovod's launcher finds it by the entry point horovod.elastic_driver and lets it serve
-hvdtrain's commands. A process is started in a slot of a host and goes through
+Horovod's launcher loads the driver through the entry point horovod.elastic_driver and uses it for
+hvdtrain's commands. The driver starts a process in a slot of a host. The states of a process:
 
     starting -> waiting -> running -> waiting -> running ... -> gone
-                  |  asks for its rank: POST /join/NUMBER
+                  |  requests its rank: POST /join/NUMBER
                   v
-    a generation: all that wait get their ranks, once nobody runs in the last one any more
+    a generation: all waiting processes get ranks once no process runs in the previous generation
 
-    removed: told that it takes no part (its host was taken away, or it does not fit the run)
-    spare:   waits, as a newcomer does, until there are enough for another replica of the model
-             (replicas.py); of one that has taken part it is a new beginning
-    lost:    nobody waits for it any more, and its slot is not used while it is there
+    removed: excluded from the run (its host was taken away, or the process does not fit the run)
+    spare:   waits, like a newcomer, until the processes suffice for another replica of the model
+             (replicas.py); a spare that has taken part before rejoins as a newcomer
+    lost:    no rank waits for it any more, and its slot is not used while the process exists
 
-After a failure the survivors form the next generation at once. A process for the free slot is
-started meanwhile; when it is ready to train it waits, rank 0 hears of it (GET /news/NUMBER), and
-all form another generation at the next step boundary. So nobody ever waits for a process to
-start. A slot whose process died is used again after a pause that grows while it keeps dying; its
-host stays in use. What failures have in common, and what then is to be done, says failures.py.
+When a rank is lost:
+
+1. The driver detects the loss: the process exits, its heartbeats stop (failure_detector.py), its
+   watchdog cannot kill it (POST /stuck/NUMBER), or the other ranks have waited too long for it.
+2. The driver ends the generation: it clears the rendezvous and notifies the remaining ranks
+   (OVER, see beats.py), which abort their collectives.
+3. The survivors request ranks and form the next generation at once.
+4. Meanwhile the driver starts a process in the free slot. When that process is ready to train, it
+   waits, rank 0 learns of it (GET /news/NUMBER), and all ranks form another generation at the
+   next step boundary. No rank ever waits for a process to start.
+
+A slot whose process died is used again after a pause, which grows while its processes keep dying
+(slots.py); its host stays in use. failures.py decides when repeated failures end the job.
 """
 
 from __future__ import annotations
@@ -52,48 +60,49 @@ from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_US
 from hvdtrain.runtime.signals import handle
 from hvdtrain.untrusted import printable_lines
 
-# Seconds between discoveries: while ranks are missing, and while all are there. Most of what a
-# script costs is its start.
+# Seconds between discoveries: while ranks are missing, and while none is missing. Starting the
+# script is most of its cost.
 _DISCOVERY_SECONDS = (1.0, 5.0)
-_LOOK_SECONDS = 0.25  # the driver is woken besides whenever a process asks or ends
-# New processes wait this long for each other, so that one meeting takes in all of them.
+_LOOK_SECONDS = 0.25  # the driver also wakes when a process sends a request or ends
+# New processes wait this long for each other, so that one rendezvous admits all of them.
 _GATHER_SECONDS = 2.0
-# A process that is to leave, while others wait for it; one that outlives the end of the others.
+# Limits for a process that must leave while others wait for it, and for a process that is still
+# there after the others have ended.
 _LEAVE_SECONDS = 30.0
 _END_SECONDS = 30.0
-# How long the others wait for a process that still runs in a failed generation: longer than its
-# watchdog takes to judge it, so this is for one that has lost its watchdog or its host.
+# How long the others wait for a process that still runs in a failed generation. This is longer
+# than a watchdog needs for its verdict, so it applies if the watchdog or the host is lost.
 _LAST_RESORT_SECONDS = 900.0
-# A newcomer with which so many generations failed is refused: the others train on.
+# A newcomer is refused after this many failed state transfers; the others continue to train.
 _HAND_OVERS = 2
-_JOIN_SECONDS = 15.0  # for the threads of processes that are gone, at the very end
-_END_OF_START_SECONDS = 1.0  # the same, where no generation was formed: they wait to be ended
-_PATIENCE_SECONDS = 3.0  # before people are told that there are too few slots
+_JOIN_SECONDS = 15.0  # for the threads of ended processes, at the end of the job
+_END_OF_START_SECONDS = 1.0  # replaces _END_SECONDS if no generation was formed
+_PATIENCE_SECONDS = 3.0  # before the user is told that there are too few slots
 _DEFAULT_TIMEOUT = 600
 _NO_GENERATION = -1
-_FINAL = (0, EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)  # the ranks agreed on these
+_FINAL = (0, EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)  # exit codes that the ranks agree on
 
 CreateWorker = Callable[[SlotInfo, list[threading.Event]], tuple[int, float]]
 
 
 class Results(NamedTuple):
-    """What horovodrun reads at the end."""
+    """Results that horovodrun reads at the end."""
 
     error_message: str | None
     worker_results: dict[str, tuple[int, float]]
 
 
 class ElasticDriver:
-    """See the top of this file. The arguments are those of Horovod's driver.
+    """Elastic driver of one job, see the top of this file. Horovod's driver has the same arguments.
 
     Args:
-        rendezvous: the HTTP server through which ranks of a generation find each other.
+        rendezvous: HTTP server through which the ranks of a generation find each other.
         discovery: find_available_hosts_and_slots() -> {host: slots}.
         min_num_proc, max_num_proc: the fewest and the most processes of a generation.
-        timeout: seconds for which fewer than `min_num_proc` may be waited with.
+        timeout: seconds to wait for hosts while fewer than `min_num_proc` processes are left.
         reset_limit: generations after failures before the job ends.
-        cooldown_range: seconds before a slot is used again: after a first failure, at most.
-        verbose: 1 = say in the end how late signs of life were.
+        cooldown_range: (first, longest) pause in seconds before a slot is used again.
+        verbose: 1 = print the longest heartbeat delay at the end.
     """
 
     def __init__(
@@ -115,7 +124,7 @@ class ElasticDriver:
         self._reset_limit = reset_limit
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
-        # For those that wait for their ranks: a thousand of them must not wake at each change.
+        # For threads that wait for ranks: a thousand of them must not wake at each change.
         self._formed = threading.Condition(lock)
         self._hosts = HostList(discovery)
         self._slots = Slots(cooldown_range)
@@ -123,23 +132,24 @@ class ElasticDriver:
         self._threads: list[threading.Thread] = []
         self._create: CreateWorker | None = None
         self._next_number = 0
-        self._plan: list[SlotInfo] = []  # of this generation
-        self._newcomers: list[Process] = []  # in it, where others hold the state of the run
-        self._rounds = 0
-        self._judged = 0  # generations whose failure was looked at
+        self._plan: list[SlotInfo] = []  # of the current generation
+        # Processes of the current generation that need the run's state from others.
+        self._newcomers: list[Process] = []
+        self._rounds = 0  # generations formed
+        self._judged = 0  # generations whose failure has been examined
         self._failures = Failures()
-        self._identity: tuple[Identity, str] | None = None  # of the run, and on which host
-        self._job = secrets.randbits(62)  # no other job's
+        self._identity: tuple[Identity, str] | None = None  # of the run, and its host
+        self._job = secrets.randbits(62)  # unique to this job
         self._failed = False  # a process died since the last generation was formed
         self._failed_rounds = 0
-        self._most_ranks = 0  # that ran at once so far
-        self._short_since: float | None = None  # fewer than min_num_proc since then
+        self._most_ranks = 0  # most ranks that have run at once so far
+        self._short_since: float | None = None  # since when too few processes have been left
         self._stop_requested = False
         self._signalled = False
-        self._ending: float | None = None  # since the ranks ended as agreed
+        self._ending: float | None = None  # since when the ranks have been ending by agreement
         self._told_to_end: float | None = None
         self._beats: Beats | None = None
-        self._silent: list[str] = []  # what ended the last generation without a death
+        self._silent: list[str] = []  # processes whose silence ended the last generation
         self._exit_code = 0
         self._results: dict[str, tuple[int, float]] = {}
         self._shutdown = threading.Event()
@@ -151,9 +161,9 @@ class ElasticDriver:
 
     @classmethod
     def serves(cls, command: Sequence[str]) -> bool:
-        """Whether a command is one of hvdtrain's: only its processes ask for their ranks.
+        """Whether a command is hvdtrain's: only hvdtrain's processes request their ranks.
 
-        HVDTRAIN_ELASTIC=1 says so of a script that starts it.
+        HVDTRAIN_ELASTIC=1 marks a script that starts hvdtrain.
         """
         return starts_training(command) or os.environ.get("HVDTRAIN_ELASTIC") == "1"
 
@@ -161,12 +171,12 @@ class ElasticDriver:
         return make_handler(self)
 
     def wait_for_available_slots(self, min_num_proc: int, min_hosts: int = 1) -> HostList:
-        """Waits until discovery has found so many slots; ends the launcher where it does not."""
+        """Wait until discovery finds `min_num_proc` slots; exit the launcher on a timeout."""
         began, said = time.monotonic(), ""
         with self._changed:
             while (count := self._hosts.count()) < max(1, min_num_proc):
                 if self._shutdown.is_set():
-                    sys.exit(EXIT_USER)  # it said why
+                    sys.exit(EXIT_USER)  # discovery has printed the reason
                 state = f"discovery finds {count} slots, and -np is {min_num_proc}"
                 if time.monotonic() - began > self._timeout:
                     _say(f"error: after {self._timeout} s {state}")
@@ -180,18 +190,22 @@ class ElasticDriver:
     def choose_interfaces(
         self, said: Sequence[str] | None, env: Mapping[str, str]
     ) -> tuple[dict[str, str], str]:
-        """The environment of ranks and this host's address; as `interfaces.for_launcher`."""
+        """Return the ranks' environment and this host's address, see `interfaces.for_launcher`."""
         with self._changed:
             return interfaces.for_launcher(said, env, list(self._hosts.slots))
 
     def register_shutdown_event(self) -> threading.Event:
-        """SIGTERM and SIGUSR1: the ranks write a checkpoint and end; again, or SIGINT: at once."""
+        """Handle signals.
+
+        On SIGTERM or SIGUSR1 the ranks write a checkpoint and end. A second signal, or SIGINT,
+        ends them at once.
+        """
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             handle(number, self._on_signal)
         return self._shutdown
 
     def start(self, num_proc: int, create_worker: CreateWorker) -> None:
-        """Starts `num_proc` processes and lets the driver do its work."""
+        """Start `num_proc` processes and the driver's thread."""
         with self._changed:
             self._create = create_worker
             self._listen()
@@ -199,7 +213,7 @@ class ElasticDriver:
         threading.Thread(target=self._direct, daemon=True).start()
 
     def _listen(self) -> None:
-        """To signs of life; where the port is taken, timeouts do without."""
+        """Listen for heartbeats; if the port is taken, timeouts alone detect failures."""
         try:
             secret = getattr(self._rendezvous, "secret", None) or ""
             self._beats = Beats(self._rendezvous._httpd.server_address[1], secret.encode())
@@ -209,7 +223,7 @@ class ElasticDriver:
         self._beats.listen(self)
 
     def get_results(self) -> Results:
-        """Waits for the end of the job."""
+        """Wait for the end of the job."""
         while not self._finished.wait(0.2):
             pass
         deadline = time.monotonic() + _JOIN_SECONDS
@@ -221,19 +235,20 @@ class ElasticDriver:
         self._shutdown.set()
         self._rendezvous.stop()
 
-    # --- what processes ask, through rendezvous.py -------------------------
+    # --- requests of processes, through rendezvous.py ----------------------
 
     def join(self, number: int, seconds: float, status: dict[str, Any]) -> dict[str, Any] | None:
-        """A process asks for its ranks in the next generation; None: not yet, ask again.
+        """Return the ranks of a process in the next generation; None: not yet, ask again.
 
         Args:
             status: the fields of a ProcessStatus.
 
         Returns:
-            rank, size, local_rank, local_size, cross_rank, cross_size, job (no other job's
-            number), generation and silent (who fell silent in the
-            last one). A rank of -1: it does not take part any more; "reason" says why, where
-            that is its own. "spare": it waits for a later generation, and is to ask again.
+            rank, size, local_rank, local_size, cross_rank, cross_size, job (a number unique to
+            this job), generation and silent (the processes that fell silent in the last
+            generation). With a rank of -1 the process does not take part any more; "reason" is
+            present if the process itself is the cause. With "spare" the process waits for a
+            later generation and must ask again.
         """
         deadline = time.monotonic() + seconds
         with self._changed:
@@ -248,30 +263,33 @@ class ElasticDriver:
             while not process.assignment and (left := deadline - time.monotonic()) > 0:
                 self._formed.wait(left)
             assignment = process.assignment
-            if process.state != "removed":  # where the answer is lost, it will ask again
+            if process.state != "removed":  # the process asks again if the answer is lost
                 process.assignment = {}
             return assignment or None
 
     def news(self, number: int) -> dict[str, bool]:
-        """What the running ranks have to know at their next step."""
+        """Return what the running ranks must know at their next step boundary.
+
+        "stop": write a checkpoint and end. "hosts": processes wait to join or must leave.
+        """
         with self._changed:
             self._heard_of(number)
             return {"stop": self._stop_requested, "hosts": self._others_come_or_go()}
 
     def alive(self, number: int) -> None:
-        """A process is alive, although its heartbeats are not acknowledged."""
+        """Record that a process is alive, although its heartbeats are not acknowledged."""
         with self._changed:
             self._heard_of(number)
 
     def failed(self, number: int, message: str, step: int | None) -> None:
-        """A process is about to end, and says why; `step` where it raised an error in one."""
+        """Record why a process is about to end; `step`: the step in which it raised an error."""
         with self._changed:
             process = self._heard_of(number)
             if process is not None:
                 process.failure, process.failed_step = message, step
 
     def replace(self, number: int, message: str) -> None:
-        """A healthy process ends, and a new one is to take its place: no failure of its slot."""
+        """Replace a healthy process, which ends, by a new one; its slot has not failed."""
         with self._changed:
             process = self._heard_of(number)
             if process is not None and process.state == "running":
@@ -281,15 +299,18 @@ class ElasticDriver:
                 self._changed.notify_all()
 
     def leave(self, number: int, message: str) -> None:
-        """A process's host is about to be taken away: it leaves as one does that discovery has
-        lost. Where no other has the state of the run, all ranks stop with a checkpoint."""
+        """Retire the host of a process before it is taken away.
+
+        Its processes leave, as if discovery no longer found the host. If no process on another
+        host has the state of the run, all ranks write a checkpoint and stop.
+        """
         with self._changed:
             process = self._heard_of(number)
             if process is None or process.leaving or self._stop_requested:
                 return
             alive = self._alive()
             able = [p for p in alive if p.state != "removed"]
-            # Before the first generation nobody has a state to lose.
+            # Before the first generation no process has a state to lose.
             holders = [p for p in able if p.first_round is not None] or able
             if any(p.host != process.host and not p.leaving for p in holders):
                 _say(f"{process.host} leaves: {message}")
@@ -302,11 +323,11 @@ class ElasticDriver:
             self._changed.notify_all()
 
     def stuck(self, number: int, message: str) -> None:
-        """A process hangs, and its watchdog cannot end it."""
+        """Give up a process that hangs and that its watchdog cannot end."""
         with self._changed:
             process = next((p for p in self._processes if p.number == number), None)
             if process is not None and process.state == "lost":
-                _say(f"{process} is still there: {message}")  # it fell silent before that
+                _say(f"{process} is still there: {message}")  # it fell silent earlier
             elif process is not None and process.state != "gone":
                 self._lose(process, message)
                 self._changed.notify_all()
@@ -321,7 +342,7 @@ class ElasticDriver:
         return process
 
     def ranks_of(self, host: str, local_rank: int) -> str | None:
-        """What Horovod asks for when it starts: the ranks of this generation, in its own form."""
+        """Return a slot's ranks in this generation in Horovod's own format, for its start."""
         with self._changed:
             for slot in self._plan:
                 if (slot.hostname, slot.local_rank) == (host, local_rank):
@@ -372,7 +393,7 @@ class ElasticDriver:
             with self._changed:
                 try:
                     self._consider()
-                except Exception:  # a defect of ours must not leave the job without a driver
+                except Exception:  # a bug in the driver must not leave the job without one
                     _say(f"error in the elastic driver:\n{traceback.format_exc()}")
                     self._exit_code = self._exit_code or EXIT_CRASH
                     self._shutdown.set()
@@ -380,17 +401,17 @@ class ElasticDriver:
                 self._changed.wait(_LOOK_SECONDS)
 
     def _consider(self) -> None:
-        """One look at all processes: ends, begins and forms what has to be."""
+        """Check all processes once: end overdue ones, start missing ones, form a generation."""
         alive = self._alive()
         if not alive:
-            # Where none has ended as agreed, the last ones went with their hosts.
+            # If no process ended by agreement, the last ones were lost with their hosts.
             lost = self._ending is None and self._exit_code == 0
             self._finish(EXIT_CRASH if lost else self._exit_code)
             return
         if self._shutdown.is_set():
             self._told_to_end = self._told_to_end or time.monotonic()
             if time.monotonic() - self._told_to_end > _END_SECONDS:
-                self._finish(self._exit_code or EXIT_CRASH)  # killed, and still there
+                self._finish(self._exit_code or EXIT_CRASH)  # still there although killed
             return
         if self._ending is not None:
             limit = _END_SECONDS if self._rounds else _END_OF_START_SECONDS
@@ -413,7 +434,7 @@ class ElasticDriver:
         still_starting = any(p.lasted() < self._timeout for p in starting)
         patient = all(p.lasted() < self._timeout for p in waiting)
         if still_starting and patient and not survivors:
-            return  # a first start, or everybody died: nobody loses time by waiting for all
+            return  # a first start, or all ranks died: waiting for all delays no training
         if self._judged < self._rounds:
             self._judged = self._rounds
             self._judge(waiting)
@@ -439,12 +460,12 @@ class ElasticDriver:
             self._begin_round(taking_part)
 
     def _set_aside(self, spares: Sequence[Process]) -> None:
-        """They wait until they, or others that come, are enough for another replica."""
+        """Make processes spares: they wait until the spares suffice for another replica."""
         for process in spares:
             if process.first_round is not None:
                 process.first_round = None
                 if process.status is not None:
-                    # It forgets its pending step, and its last generation's failure was counted.
+                    # It drops its pending step, and its generation's failure is already counted.
                     step = process.status.step
                     process.status = replace(process.status, failed=None, reaches=step)
                 process.assignment = {"rank": -1, "spare": True}
@@ -454,7 +475,7 @@ class ElasticDriver:
             _say(f"spare until there are {size} for a replica of the model: {names}")
 
     def _judge(self, waiting: list[Process]) -> None:
-        """Once after each generation: its ranks say whether it failed, and in which phase."""
+        """Classify the end of a generation, once, by its ranks' reports of a failed phase."""
         said = [p.status for p in waiting if p.status is not None and p.status.failed]
         if not said:
             return
@@ -462,14 +483,14 @@ class ElasticDriver:
         if self._newcomers and TRAINING not in phases:
             if not self._failed:
                 self._blame(self._newcomers)
-        elif phases != {RENDEZVOUS}:  # the ranks bound by themselves how often a rendezvous fails
+        elif phases != {RENDEZVOUS}:  # the ranks themselves limit failed rendezvous
             most_advanced = max(said, key=lambda status: status.step)
             reason = self._failures.generation(most_advanced.step, most_advanced.message)
             if reason:
                 self._give_up(reason)
 
     def _blame(self, newcomers: list[Process]) -> None:
-        """Those who train continue without newcomers to whom their state does not get through."""
+        """Count a failed state transfer; refuse newcomers that repeatedly do not get the state."""
         for process in newcomers:
             process.hand_overs_failed += 1
             if process.state == "waiting" and process.hand_overs_failed >= _HAND_OVERS:
@@ -477,7 +498,7 @@ class ElasticDriver:
                 self._refuse(process, f"the state of the run did not reach it {times} times", False)
 
     def _refused_as_other(self, process: Process) -> bool:
-        """Whether it would train something else, or on something else, than the run does."""
+        """Refuse a newcomer whose configuration, data or device differs from the run's."""
         if process.first_round is not None or self._identity is None or process.status is None:
             return False
         identity, host = self._identity
@@ -495,7 +516,7 @@ class ElasticDriver:
         self._formed.notify_all()
 
     def _lose(self, process: Process, reason: str) -> None:
-        """Nobody waits for a process any more that is still there."""
+        """Give up a process that still exists: no rank waits for it any more."""
         was_running = process.state == "running"
         process.become("lost")
         failure = f"{process.failure}; " if process.failure else ""
@@ -508,9 +529,9 @@ class ElasticDriver:
             self._end_round()
 
     def _end_overdue(self, alive: list[Process]) -> None:
-        """The last resort: each process that others wait for has a bound.
+        """End processes that others have waited for too long: the last resort.
 
-        None that is ended takes part again: SIGTERM makes a rank ask all others to stop.
+        An ended process never takes part again: SIGTERM makes a rank ask all others to stop.
         """
         survivors = [p for p in alive if p.state == "waiting" and p.first_round is not None]
         waited = max((p.lasted() for p in survivors), default=0.0)
@@ -587,7 +608,7 @@ class ElasticDriver:
         self._shutdown.set()
 
     def _start_processes(self, most: int) -> None:
-        """Starts a process in each free slot that may be used, up to `most` in all."""
+        """Start a process in each usable free slot, up to `most` processes in all."""
         taken = {(p.host, p.slot) for p in self._processes if p.state != "gone"}
         count = len(self._alive())
         for host, slots in self._hosts.slots.items():
@@ -600,7 +621,7 @@ class ElasticDriver:
 
     def _start_process(self, process: Process, count: int) -> None:
         self._processes.append(process)
-        # Ranks are given out later; these figures are its name (see Process).
+        # Ranks are assigned later; these numbers only identify the process (see Process).
         slots = self._hosts.slots[process.host]
         slot_info = SlotInfo(process.host, process.number, process.slot, 0, count, slots, 1)
 
@@ -644,9 +665,12 @@ class ElasticDriver:
                 self._give_up(reason)
 
     def on_silence(self, silence: Silence) -> bool:
-        """A process was not heard for too long: the others continue without it, at once.
+        """Give up a process that was silent for too long; the others continue at once.
 
-        It is ended, too, as soon as it can be reached: nobody knows what it still does.
+        The process is also ended as soon as it can be reached, because its state is unknown.
+
+        Returns:
+            Whether the process is given up.
         """
         with self._changed:
             process = self._process(silence)
@@ -659,21 +683,21 @@ class ElasticDriver:
                 f"{silence.bound:.2f} s, phi {silence.phi:.0f})"
             )
             self._silent.append(f"{process} {what}")
-            # The others learn it first: SIGTERM to a rank that is alive must not stop all of them.
+            # First notify the others: SIGTERM to a rank that is alive must not stop all of them.
             self._lose(process, what)
             process.end.set()
             self._changed.notify_all()
             return True
 
     def on_return(self, silence: Silence) -> None:
-        """A process that counts as gone is heard again."""
+        """Report that heartbeats of a process that was given up arrive again."""
         with self._changed:
             process = self._process(silence)
             if process is not None and process.state == "lost":
                 _say(f"{process} is heard again after {silence.seconds:.2f} s; it is replaced")
 
     def on_unheard(self, silence: Silence) -> None:
-        """A process answers over TCP alone."""
+        """Report that a process responds only over TCP."""
         with self._changed:
             process = self._process(silence)
             if process is not None and process.state in ("running", "waiting"):
@@ -684,7 +708,7 @@ class ElasticDriver:
                 )
 
     def on_deaf(self, seconds: float) -> None:
-        """Processes fell silent all at once; 0 seconds: this is over."""
+        """Report that processes fell silent all at once; 0 seconds: they no longer are."""
         with self._changed:
             if self._ending is not None or self._shutdown.is_set():
                 return
@@ -700,8 +724,8 @@ class ElasticDriver:
         return next((p for p in self._processes if p.number == silence.number), None)
 
     def _end_round(self) -> None:
-        """One of the generation is gone: the others must not find out by a timeout."""
-        # Those in the rendezvous would wait for its addresses: they give up at once.
+        """End the generation after the loss of a rank, so that no rank waits for a timeout."""
+        # Ranks in the rendezvous would wait for the lost rank's addresses: they give up at once.
         self._rendezvous.init([], _NO_GENERATION)
         if self._beats is not None:
             left = [p.number for p in self._processes if p.state == "running"]

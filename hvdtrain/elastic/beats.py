@@ -1,19 +1,19 @@
-"""Heartbeats of the processes, and the driver's word that a generation is over: UDP datagrams.
+"""Heartbeats of processes and the driver's end-of-generation message, as UDP datagrams.
 
     watchdog -> driver   BEAT number, its clock in ns, the rank's port; four times a second
     watchdog -> driver   UNACKNOWLEDGED, in place of BEAT and with the same content: no
-                         acknowledgements arrive, and the driver was told so over TCP
-    driver   -> watchdog ACK number, the same clock: the beat has arrived
-    either   -> driver   MUTE number, its clock in ns, the rank's port; no beats will come, because
-                         the rank has ended, or because its watchdog has
-    driver   -> rank     OVER number, generation; again in answer to each beat
+                         acknowledgements arrive, and the driver was notified over TCP
+    driver   -> watchdog ACK number, the same clock: the heartbeat has arrived
+    either   -> driver   MUTE number, its clock in ns, the rank's port; no more heartbeats follow,
+                         because the rank or its watchdog has ended
+    driver   -> rank     OVER number, generation; again in response to each heartbeat
 
-The driver listens on the port, in UDP, that its HTTP server has in TCP. A datagram ends with
-16 bytes of HMAC-SHA256 keyed with the job's secret, and counts only where its clock is later
-than the last one's. All of it only makes faster what happens without it too: where datagrams
-do not get through, ssh ends over the dead link and Gloo's timeout passes. A watchdog whose beats
-are not acknowledged tells the driver over TCP that its rank is alive, again and again until they
-are. Beats of such a watchdog may stop arriving at any time, so their end is no evidence.
+The driver listens on the UDP port with the same number as the TCP port of its HTTP server. A
+datagram ends with 16 bytes of HMAC-SHA256 keyed with the job's secret. The driver accepts it only
+if its clock is later than the clock of the last one. Heartbeats only speed up the detection of
+failures: without them, ssh ends over the dead link and Gloo's timeout passes. A watchdog whose
+heartbeats are not acknowledged notifies the driver over TCP that its rank is alive, repeatedly
+until they are. Heartbeats of such a watchdog may stop at any time, so silence is not evidence.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from hvdtrain.runtime.network import source_towards
 
 _LOOK_SECONDS = 0.05
 _UNACKNOWLEDGED_BEATS = 2  # in a row: datagrams get lost one by one, too
-# From the end of one message over TCP to the next. A beat may arrive just before the first one,
-# which then proves nothing: the second must arrive before the driver gives the rank up (1 s).
-# Later ones may be rare: on a network without UDP all of a thousand ranks send them for ever.
+# Seconds from the end of one TCP message to the next. If a heartbeat arrives just before the first
+# message, that message proves nothing: the second must arrive before the driver gives the rank up
+# (1 s). Later messages may be rare: without UDP a thousand ranks send them until they end.
 _TELL_SECONDS, _LONGEST_TELL_SECONDS = 0.5, 4.0
 _SECRET = "HOROVOD_RENDEZVOUS_SECRET"
 _BUFFER_BYTES = 4 << 20
@@ -58,7 +58,10 @@ class Kind(IntEnum):
 
 
 class Message(NamedTuple):
-    """`figure`: a sender's clock in ns, or a generation; `port`: where a rank listens, or 0."""
+    """A datagram's content.
+
+    `figure`: the sender's clock in ns, or a generation; `port`: where the rank listens, or 0.
+    """
 
     kind: Kind
     number: int
@@ -72,7 +75,7 @@ def encode(message: Message, secret: bytes) -> bytes:
 
 
 def decode(data: bytes, secret: bytes) -> Message | None:
-    """None: it is none of ours."""
+    """Return the message; None if the datagram is not from this job."""
     body, digest = data[: _BODY.size], data[_BODY.size :]
     right = hmac.digest(secret, body, "sha256")[:_DIGEST_BYTES]
     if len(body) < _BODY.size or not hmac.compare_digest(digest, right):
@@ -85,18 +88,18 @@ def decode(data: bytes, secret: bytes) -> Message | None:
 
 
 class Line:
-    """A process's end: its watchdog sends from one socket, the rank itself listens on another.
+    """A process's end of the heartbeats: its watchdog sends, the rank listens on another socket.
 
     Args:
         address, port: of the driver.
-        number: the process's.
-        rank_port: where the rank listens; None: on this very socket.
+        number: of the process.
+        rank_port: where the rank listens; None: on this socket.
 
     Attributes:
         port: where the rank listens.
 
     Raises:
-        OSError: `address` is none.
+        OSError: `address` is not an address.
     """
 
     def __init__(self, address: str, port: int, number: int, rank_port: int | None = None) -> None:
@@ -111,16 +114,16 @@ class Line:
         self.port: int = rank_port or self._socket.getsockname()[1]
         self._generation = -1
         self._lock = threading.Lock()
-        self._told = False  # over TCP, since the last beat that was acknowledged
+        self._told = False  # driver notified over TCP since the last acknowledged heartbeat
         self._tell_at, self._pause = 0.0, _TELL_SECONDS
 
     def beat_for_ever(self, tell: Callable[[], object]) -> None:
-        """Beats; in the watchdog.
+        """Send heartbeats; runs in the watchdog.
 
         Args:
-            tell: tells the driver over TCP that the rank is alive; called in a thread of its own,
-                every few seconds as long as beats are not acknowledged. Raises OSError: it was
-                not told.
+            tell: notifies the driver over TCP that the rank is alive; called in a thread of its
+                own, every few seconds while heartbeats are not acknowledged. Raises OSError if
+                the driver could not be notified.
         """
         unacknowledged, telling = 0, threading.Thread()
         while True:
@@ -136,7 +139,7 @@ class Line:
                 telling.start()
 
     def _acknowledged(self, deadline: float) -> bool:
-        """Reads until the deadline; whether a beat was acknowledged meanwhile."""
+        """Read until the deadline; return whether a heartbeat was acknowledged meanwhile."""
         acknowledged = False
         while (left := deadline - time.monotonic()) > 0:
             self._socket.settimeout(left)
@@ -154,16 +157,16 @@ class Line:
         self._tell_at = time.monotonic() + pause
 
     def join(self, generation: int) -> None:
-        """This process is in this generation now; it ignores what is said of others."""
+        """Enter a generation; OVER messages for other generations are ignored."""
         with self._lock:
             self._generation = generation
 
     def listen(self, on_over: Callable[[], None]) -> None:
-        """Starts a thread that calls `on_over` when this process's generation is over, in it."""
+        """Start a thread that calls `on_over` when this process's generation is over."""
         threading.Thread(target=self._listen, args=(on_over,), daemon=True).start()
 
     def mute_after(self, watchdog: int) -> None:
-        """Starts a thread that tells the driver when the watchdog of this pid ends."""
+        """Start a thread that sends MUTE when the watchdog with this pid ends."""
         descriptor = os.pidfd_open(watchdog)
         threading.Thread(target=self._mute_after, args=(descriptor,), daemon=True).start()
 
@@ -175,7 +178,7 @@ class Line:
         self.mute()
 
     def mute(self) -> None:
-        """No beats will come: what became of this process is seen by other means."""
+        """Announce that no more heartbeats follow: other means detect this process's failure."""
         for _ in range(_MUTE_TIMES):
             self._send(Kind.MUTE)
             time.sleep(_MUTE_SECONDS)
@@ -196,31 +199,31 @@ class Line:
 
 
 class Listener(Protocol):
-    """What the driver does with what `Beats` finds out; called from a thread of its own."""
+    """The driver's callbacks for the verdicts of `Beats`, called from a thread of its own."""
 
     def on_silence(self, silence: Silence) -> bool:
-        """A process fell silent; whether it is given up. Otherwise it is reported again."""
+        """Handle a silent process; return whether to give it up. If not, it is reported again."""
 
     def on_return(self, silence: Silence) -> None:
-        """A process that was given up is heard again."""
+        """Handle the return of a process that was given up."""
 
     def on_unheard(self, silence: Silence) -> None:
-        """A process is alive, but its datagrams do not arrive: beats say nothing about it."""
+        """Handle a process that is alive but whose datagrams do not arrive."""
 
     def on_deaf(self, seconds: float) -> None:
-        """Processes fell silent all at once and are not given up; 0: this is over."""
+        """Handle a silence of all processes, which are not given up; 0: it has ended."""
 
 
 class Beats:
-    """The driver's end: hears all processes, says which of them fell silent.
+    """The driver's end of the heartbeats: receives them and reports silent processes.
 
     Args:
-        port: where it listens; 0 = any.
-        secret: the job's.
+        port: UDP port to listen on; 0 = any.
+        secret: of the job.
 
     Attributes:
-        port: where it listens.
-        detector: its view of the processes.
+        port: UDP port that it listens on.
+        detector: classifies the processes.
 
     Raises:
         OSError: the port is taken.
@@ -237,31 +240,31 @@ class Beats:
         self._clocks: dict[int, int] = {}
         self._addresses: dict[int, tuple[str, int]] = {}  # where each rank listens
         self._hosts: dict[str, str] = {}  # address -> the same, or THIS_HOST
-        self._over: dict[int, int] = {}  # process: its generation, which is over
+        self._over: dict[int, int] = {}  # process -> its generation, which is over
         self._deaf = False
 
     def listen(self, listener: Listener) -> None:
-        """Starts a thread that calls the listener."""
+        """Start a thread that calls the listener."""
         threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
 
     def tell(self, numbers: Iterable[int], generation: int) -> None:
-        """Tells processes that their generation is over, at each of their beats until `begin`."""
+        """Send OVER to processes now, and in response to each heartbeat until `begin`."""
         for number in numbers:
             self._over[number] = generation
             if (rank := self._addresses.get(number)) is not None:
                 self._send(Message(Kind.OVER, number, generation), rank)
 
     def begin(self, ranks: Collection[int]) -> None:
-        """A generation of these processes begins."""
+        """Begin a generation of these processes."""
         self._over = {}
         self.detector.begin(ranks, environment.answer_seconds(len(ranks)))
 
     def answered(self, number: int) -> None:
-        """A process has sent a request over TCP."""
+        """Record a request of a process over TCP."""
         self.detector.answered(number, time.monotonic())
 
     def drop(self, number: int) -> None:
-        """A process has ended."""
+        """Forget a process that has ended."""
         self.detector.drop(number)
         self._clocks.pop(number, None)
         self._addresses.pop(number, None)
@@ -283,7 +286,7 @@ class Beats:
                 self._look(listener, now)
 
     def _take(self, message: Message, address: tuple[str, int], now: float) -> Silence | None:
-        """Returns how long a process was silent that had been given up and is heard again."""
+        """Process a datagram; return the silence of a process that was given up and is back."""
         kind, number, clock, port = message
         if kind not in (Kind.BEAT, Kind.UNACKNOWLEDGED, Kind.MUTE) or clock <= self._clocks.get(
             number, -1

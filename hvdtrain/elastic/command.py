@@ -1,4 +1,4 @@
-"""Whether a command that a launcher is given starts training: from its words alone."""
+"""Recognition of launcher commands that start training, from their words alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import NamedTuple
 
 _PYTHON = re.compile(r"pythonw?[\d.]*")
-# Options of the interpreter that take a value, where it is not joined to them.
+# Interpreter options followed by a value, unless it is joined to them.
 _VALUED = ("W", "X")
 _VALUED_LONG = ("--check-hash-based-pycs",)
 
@@ -17,8 +17,8 @@ class TrainingCommand(NamedTuple):
     """A command that starts training.
 
     Args:
-        program: which of its words is the interpreter, or `hvdtrain` itself.
-        flags: the words that training gets.
+        program: index of the word that is the interpreter, or `hvdtrain` itself.
+        flags: the words passed to training.
     """
 
     program: int
@@ -26,15 +26,15 @@ class TrainingCommand(NamedTuple):
 
 
 def starts_training(command: Sequence[str]) -> bool:
-    """Whether it is `hvdtrain train`, or Python with hvdtrain's module, console script or file."""
+    """Whether a command is `hvdtrain train`, or Python with its module, console script or file."""
     return training_command(command) is not None
 
 
 def training_command(command: Sequence[str]) -> TrainingCommand | None:
-    """The parts of a command that starts training; None of any other.
+    """Split a command that starts training; return None for any other command.
 
-    What stands before Python (numactl, env NAME=VALUE, a profiler) is passed over; words that
-    another program gets as its arguments say nothing.
+    Words before Python (numactl, env NAME=VALUE, a profiler) are skipped; arguments of another
+    program are ignored.
     """
     words = list(command)
     for i, word in enumerate(words):
@@ -46,7 +46,7 @@ def training_command(command: Sequence[str]) -> TrainingCommand | None:
 
 
 def _flags_of_python(arguments: list[str]) -> list[str] | None:
-    """Of the interpreter's arguments: options, then a module, code or a script."""
+    """Flags of training in the interpreter's arguments: options, then a module, code or script."""
     rest = list(arguments)
     while rest:
         word = rest.pop(0)
@@ -57,7 +57,7 @@ def _flags_of_python(arguments: list[str]) -> list[str] | None:
         if word.startswith("--"):
             del rest[: word in _VALUED_LONG]
             continue
-        # Letters may be joined, and a value to the last of them: -um hvdtrain.train, -Wignore.
+        # Letters may be joined, the last one also with its value: -um hvdtrain.train, -Wignore.
         at = next((at for at, letter in enumerate(word) if letter in "cmWX"), 0)
         option, value = word[at], word[at + 1 :]
         if option == "c":

@@ -1,4 +1,4 @@
-"""Configuration of what happens when ranks die, hang or come back."""
+"""Configuration of the response to ranks that die, hang or rejoin."""
 
 from __future__ import annotations
 

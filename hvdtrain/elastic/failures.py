@@ -1,12 +1,14 @@
-"""What is to be done when steps fail again and again, counted over all processes of a job.
+"""Decision to end a job whose steps fail repeatedly, counted over all its processes.
 
-A process that dies says what for, if it can; those that are left say when they ask for their
-next ranks in which phase their generation failed. Three things can be the cause:
+A process that dies reports the reason if it can. The surviving processes report the phase in
+which their generation failed when they request their next ranks. There are three possible causes:
 
-    an error that a process raises itself       the step's data or code: others will raise it, too
-    a generation with newcomers that fails before    the newcomers, or the way to them
-    its first step, and nobody died
-    anything else, step after step              the network, or the machines
+    observation                                      cause
+    an error that a process raises itself            the step's data or code: other processes will
+                                                     raise it, too
+    a generation with newcomers that fails before    the newcomers, or the connection to them
+    its first step, although no process died
+    any other repeated failure of a step             the network, or the machines
 """
 
 from __future__ import annotations
@@ -24,18 +26,19 @@ RENDEZVOUS, HAND_OVER, TRAINING = "meeting", "hand-over", "training"
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """Where a process stands when it asks for its next ranks.
+    """Status of a process when it requests its next ranks.
 
     Args:
         identity: what it would train.
         trained: it holds the state of the run; a new process does not.
         step: optimizer steps done.
-        patience: seconds for which the others may have to wait for its watchdog's verdict.
+        patience: seconds for which other processes may have to wait for a watchdog's verdict.
         failed: the phase in which its last generation failed, or None.
-        message: why that failed.
+        message: the reason of that failure.
         replica_size: ranks that hold one model together.
-        part: the part of the model that it holds, of 0 to replica_size - 1; None: none.
-        reaches: the step as of which it can have it, should another process have done that one.
+        part: index of the model's shard that it holds, 0 to replica_size - 1; None: no shard.
+        reaches: the latest step as of which it can provide that shard: `step`, or one more if a
+            pending step can still be applied because another process has done it.
     """
 
     identity: Identity
@@ -50,19 +53,23 @@ class ProcessStatus:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> ProcessStatus:
-        """From what dataclasses.asdict made of one."""
+        """Build a status from the output of dataclasses.asdict."""
         return cls(**fields | {"identity": Identity(**fields["identity"])})
 
 
 class Failures:
-    """Counts what goes wrong at each step."""
+    """Counts failures of each step."""
 
     def __init__(self) -> None:
         self._errors: Counter[int] = Counter()
         self._step, self._times = -1, 0
 
     def error(self, step: int, message: str) -> str | None:
-        """A process raised an error of its own in this step; why the job has to end, or None."""
+        """Count an error that a process raised in this step.
+
+        Returns:
+            Why the job has to end, or None.
+        """
         self._errors[step] += 1
         times = self._errors[step]
         if times < _ERRORS_OF_A_STEP:
@@ -70,7 +77,7 @@ class Failures:
         return f"step {step} failed in {times} processes by an error of their own: {message}"
 
     def generation(self, step: int, message: str) -> str | None:
-        """A generation failed when its most advanced rank had done so many steps; as `error`."""
+        """Count a failed generation whose most advanced rank had done `step` steps; as `error`."""
         self._times = self._times + 1 if step == self._step else 1
         self._step = step
         if self._times < _FAILURES_OF_A_STEP:

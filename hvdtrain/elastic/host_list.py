@@ -1,20 +1,20 @@
-"""The hosts of an elastic job, as discovery finds them again and again."""
+"""Hosts of an elastic job, as repeated discovery finds them."""
 
 from __future__ import annotations
 
 import subprocess
 from typing import Any
 
-# A host that is missing from so many discoveries in a row is taken away.
+# A host is removed after it is missing from this many discoveries in a row.
 _MISSING_DISCOVERIES = 2
 _SCRIPT_SECONDS = 30.0
 
 
 class HostList:
-    """Host -> slots, in the order in which they were found first.
+    """Host -> slots, in the order of first discovery.
 
     Args:
-        discovery: one of Horovod's: find_available_hosts_and_slots() -> {host: slots}.
+        discovery: Horovod's object: find_available_hosts_and_slots() -> {host: slots}.
     """
 
     def __init__(self, discovery: Any) -> None:
@@ -25,20 +25,20 @@ class HostList:
 
     @property
     def host_assignment_order(self) -> list[str]:
-        """The hosts, under the name by which horovodrun asks for them."""
+        """The hosts; horovodrun reads this attribute."""
         return list(self.slots)
 
     def count(self) -> int:
-        """All slots."""
+        """Number of slots on all hosts."""
         return sum(self.slots.values())
 
     def find(self) -> dict[str, int]:
-        """Asks the discovery; nothing is changed yet.
+        """Run the discovery without changing the list.
 
-        A script is run here: Horovod would start a new Python for each call of it.
+        A script is run directly: Horovod would start a new Python for each call.
 
         Raises:
-            Exception: whatever the discovery raises; the script failed, or took too long.
+            Exception: the discovery failed; for example its script failed or timed out.
         """
         script = getattr(self._discovery, "_discovery_script", None)
         if script is None:
@@ -55,12 +55,12 @@ class HostList:
         return hosts
 
     def retire(self, host: str) -> None:
-        """Takes a host away, until discovery has not found it for once: it is another one then."""
+        """Remove a host until a discovery misses it: after that the name means another host."""
         self.slots.pop(host, None)
         self._retired.add(host)
 
     def take_over(self, found: dict[str, int]) -> list[str]:
-        """Makes it the list; returns for people what has changed."""
+        """Adopt the result of a discovery; return messages about changes."""
         self._retired &= found.keys()
         found = {host: slots for host, slots in found.items() if host not in self._retired}
         changes = []

@@ -1,4 +1,4 @@
-"""What a watchdog does with a rank that hangs: it tells the launcher, writes down where, kills."""
+"""Handling of a hung rank by its watchdog: report to the launcher, write stacks, kill."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import psutil
 from hvdtrain.elastic.rendezvous import ask
 
 _DUMP_SECONDS = 5.0
-_WRITE_SECONDS = 1.0  # a disk that hangs the rank hangs this, too
+_WRITE_SECONDS = 1.0  # a disk that blocks the rank may block this write, too
 _REPORT_SECONDS = 8.0
-_KILL_SECONDS = 2.0  # the kernel needs less, where it can end a process at all
+_KILL_SECONDS = 2.0  # the kernel needs less if it can end the process at all
 _TELL_SECONDS = 20.0
 
 
 class Launcher:
-    """Whom an elastic rank's watchdog tells; nobody where `address` is ""."""
+    """Client of the elastic launcher in a watchdog; does nothing if `address` is ""."""
 
     def __init__(self, address: str, number: int) -> None:
         self._host, _, port = address.rpartition(":")
@@ -32,7 +32,7 @@ class Launcher:
         self._number = number
 
     def tell(self, what: str, message: str, seconds: float) -> None:
-        """Tries for so long."""
+        """Send a message; retry for `seconds`."""
         deadline = time.monotonic() + seconds
         while self._port:
             try:
@@ -45,7 +45,7 @@ class Launcher:
 
 
 def end(process: psutil.Process, reason: str, stacks: Path | None, launcher: Launcher) -> None:
-    """Writes down where the rank hangs, as far as it can be seen, and kills it."""
+    """Write to `stacks` where the rank hangs, as far as that is visible, and kill the rank."""
     launcher.tell("failed", f"killed by its watchdog: {reason}", 0.0)
     if stacks is not None:
         begun = threading.Event()
@@ -65,7 +65,7 @@ def end(process: psutil.Process, reason: str, stacks: Path | None, launcher: Lau
 
 
 def _lives(pid: int) -> bool:
-    """Whether any of its threads does: the process may be a zombie while one waits for a disk."""
+    """Whether any thread is alive: the process may be a zombie while a thread waits for a disk."""
     try:
         states = [
             (thread / "stat").read_text().rpartition(")")[2].split()[0]
@@ -86,7 +86,7 @@ def _report(process: psutil.Process, reason: str, stacks: Path, begun: threading
 
 
 def _where(process: psutil.Process) -> str:
-    """Where in the kernel each thread is."""
+    """Position of each thread in the kernel."""
     threads = []
     for thread in sorted(Path(f"/proc/{process.pid}/task").iterdir()):
         where = []
@@ -100,7 +100,7 @@ def _where(process: psutil.Process) -> str:
 
 
 def _dump(process: psutil.Process, stacks: Path) -> None:
-    """The Python stack of every thread: py-spy's where it is installed, else the rank's own."""
+    """Write all Python stacks, by py-spy if it is installed, else by the rank's faulthandler."""
     tool = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if tool:
         with open(stacks, "a") as file:
@@ -110,5 +110,5 @@ def _dump(process: psutil.Process, stacks: Path) -> None:
             return
     # A stopped process would have to continue for this, and might write what it must not.
     if process.status() != psutil.STATUS_STOPPED:
-        process.send_signal(signal.SIGQUIT)  # faulthandler's; see kept_watchdog.py
+        process.send_signal(signal.SIGQUIT)  # handled by faulthandler, see kept_watchdog.py
         time.sleep(1)

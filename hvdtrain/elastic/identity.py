@@ -1,4 +1,4 @@
-"""What all processes of a run must have in common: a copy of one rank's step is another's then."""
+"""Properties that all processes of a run must share, so that replicas stay bitwise identical."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Identity:
-    """What a process trains, and on what.
+    """Configuration, data and device of a process.
 
     Args:
-        device: the type, such as "cuda".
-        configuration: a digest of it.
+        device: device type, such as "cuda".
+        configuration: digest of the configuration.
         samples, fingerprint: of the training data.
         precision: in which the model is computed.
-        rounding: how this processor rounds an optimizer's step, see `runtime.device.rounding`.
+        rounding: how this processor rounds an optimizer step, see `runtime.device.rounding`.
     """
 
     device: str
@@ -25,7 +25,7 @@ class Identity:
     rounding: str = ""
 
     def differs_from(self, other: Identity, host: str) -> str:
-        """What keeps this process from the run of `other`, a rank on `host`; "": nothing does."""
+        """Why this process cannot join the run of `other`, a rank on `host`; "": it can."""
         if self.device != other.device:
             return (
                 f"the device here is {self.device}, and that of the ranks on {host} {other.device}"

@@ -1,8 +1,8 @@
-"""Which network interface of a host the ranks of an elastic job use, and the launcher's address.
+"""Choice of the ranks' network interface on each host of an elastic job, and launcher address.
 
-What the user said comes first: `horovodrun --network-interfaces`, then HOROVOD_GLOO_IFACE. Both
-may name several, as hosts may call theirs differently: the first that a host has counts. Where
-nothing was said each host takes the interface that leads to the launcher.
+The user's choice has priority: `horovodrun --network-interfaces`, then HOROVOD_GLOO_IFACE. Both
+may list several names, because names differ between hosts: each host uses the first name that it
+has. Without a choice, each host uses the interface that leads to the launcher.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _SAID_BY = f"--network-interfaces or {_VARIABLE}"
 def for_launcher(
     said: Sequence[str] | None, env: Mapping[str, str], hosts: Iterable[str]
 ) -> tuple[dict[str, str], str]:
-    """The environment of ranks, and this host's address that they are told.
+    """Return the ranks' environment, and the address of this host that ranks connect to.
 
     Args:
-        said: names of --network-interfaces.
-        env: the launcher's, which ranks get.
-        hosts: those that are known to take part.
+        said: names from --network-interfaces.
+        env: the launcher's environment, which ranks inherit.
+        hosts: the hosts known so far.
     """
     names = list(said or _names(env))
     address = next((a[0] for name in names if (a := addresses_by_interface().get(name))), None)
@@ -35,14 +35,14 @@ def for_launcher(
 
 
 def for_rank(launcher: str, env: MutableMapping[str, str] = os.environ) -> None:
-    """Tells Gloo, and NCCL where nobody did, which of this host's interfaces to use.
+    """Set the interface of this host for Gloo, and for NCCL unless it is already set.
 
     Args:
-        launcher: its address.
+        launcher: address of the launcher.
         env: changed in place.
 
     Raises:
-        UserError: this host has none of those that the user named.
+        UserError: this host has none of the interfaces that the user named.
     """
     addresses, names = addresses_by_interface(), _names(env)
     if names:
@@ -53,7 +53,7 @@ def for_rank(launcher: str, env: MutableMapping[str, str] = os.environ) -> None:
                 f"({_SAID_BY}) with an IPv4 address; it has {', '.join(sorted(addresses))}"
             )
     else:
-        # Of the launcher's own host its address is there; the way to it is the loopback.
+        # The launcher's host has the address itself, but would reach it over the loopback.
         ours = any(launcher in all_ for all_ in addresses.values())
         source = launcher if ours else source_towards(launcher)
         name = next((n for n, all_ in addresses.items() if source in all_), "lo")

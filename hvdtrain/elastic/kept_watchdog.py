@@ -1,4 +1,4 @@
-"""A rank's watchdog, from the rank's side."""
+"""A rank's handle of its watchdog."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 
 from hvdtrain.log import logger
 
-_RESTART_SECONDS = (0.5, 60.0)  # after a watchdog's first death, at most
+_RESTART_SECONDS = (0.5, 60.0)  # after a watchdog's first end; longest pause
 
 
 class KeptWatchdog:
-    """One that dies is started again, and it is said once.
+    """A watchdog that is restarted whenever it ends, with a warning the first time.
 
     Args:
-        start: starts one.
+        start: starts a watchdog.
     """
 
     def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
@@ -34,9 +34,9 @@ class KeptWatchdog:
         threading.Thread(target=self._keep, name="watchdog", daemon=True).start()
 
     def write_to(self, stacks: Path) -> None:
-        """Tells it, and the rank's own fault handler, where stacks are to be written.
+        """Set the file for stacks in the watchdog and in the rank's own fault handler.
 
-        Where that cannot be written, training does without.
+        If the file cannot be written, training continues without stacks.
         """
         with self._lock:
             self._stacks = stacks
@@ -47,7 +47,7 @@ class KeptWatchdog:
 
     def _send_path(self) -> None:
         assert self._process.stdin is not None
-        with suppress(OSError):  # it has died: the next one will be told
+        with suppress(OSError):  # it has died: its successor receives the path
             self._process.stdin.write(f"{self._stacks}\n".encode())
             self._process.stdin.flush()
 
@@ -61,7 +61,7 @@ class KeptWatchdog:
                 logger.warning("this rank's watchdog ended (%s); it is started again", code)
             time.sleep(pause)
             pause = min(2 * pause, _RESTART_SECONDS[1])
-            with self._lock, suppress(OSError):  # no memory for it now
+            with self._lock, suppress(OSError):  # currently no memory for it
                 self._process = self._start()
                 if self._stacks is not None:
                     self._send_path()

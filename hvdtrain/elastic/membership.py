@@ -1,4 +1,4 @@
-"""This process's place in an elastic job: it asks the driver in horovodrun for it (driver.py)."""
+"""Client of the elastic driver in horovodrun (driver.py): requests this process's ranks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class RemovedError(Exception):
 
 
 class RefusedError(Exception):
-    """The job continues without this process, which does not fit it; the message says why."""
+    """The job continues without this process, which does not fit the job; see the message."""
 
 
 class ReplacedError(Exception):
-    """This process takes part again only as a new process; the message says why."""
+    """This process must end and be replaced by a new process; the message gives the reason."""
 
 
 class LostError(Exception):
@@ -42,18 +42,18 @@ class LostError(Exception):
 
 
 class Membership:
-    """Joins generations, and hears what the driver has to say between them.
+    """Joins generations and polls the driver during them.
 
     Args:
         address, port: of the launcher's HTTP server.
-        number: this process's, as the driver knows it.
+        number: the driver's number of this process.
         stop: raised when the driver asks the ranks to stop.
 
     Attributes:
-        job, generation: the launcher's number, unlike any other's, and that of this generation.
-        hosts_changed: processes wait to join, or are to leave: another rendezvous is due.
-        line: on which this process gives signs of life.
-        silent: what the driver says of those that fell silent in the last generation.
+        job, generation: unique number of the job, and number of this generation.
+        hosts_changed: processes wait to join or must leave: another rendezvous is due.
+        line: sends this process's heartbeats.
+        silent: the driver's messages about processes that fell silent in the last generation.
     """
 
     def __init__(self, address: str, port: int, number: int, stop: StopFlag) -> None:
@@ -69,13 +69,13 @@ class Membership:
 
     @classmethod
     def of_this_process(cls, stop: StopFlag) -> Membership | None:
-        """None where the launcher is not elastic.
+        """Return this process's membership; None if the launcher is not elastic.
 
-        Takes the launcher's other variables out of the environment: until it joins a generation,
-        this process is a world of its own for Horovod.
+        Removes the launcher's other variables from the environment: until the process joins a
+        generation, Horovod runs it as a world of one rank.
 
         Raises:
-            UserError: this host has no network interface of those that the user named.
+            UserError: this host has none of the network interfaces that the user named.
         """
         if not environment.elastic():
             return None
@@ -87,10 +87,10 @@ class Membership:
         return cls(address, port, number, stop)
 
     def served(self) -> bool:
-        """Whether the launcher is one that answers: not Horovod's own elastic driver.
+        """Whether the launcher is this driver; Horovod's own elastic driver does not answer.
 
         Raises:
-            LostError: it does not answer at all.
+            LostError: the launcher does not respond at all.
         """
         try:
             return ask(self.address, self.port, "news", self._number) is not None
@@ -100,20 +100,22 @@ class Membership:
     def join(
         self, status: Callable[[], ProcessStatus], set_aside: Callable[[], None]
     ) -> dict[str, Any]:
-        """Waits until the next generation is formed, and tells Horovod this process's ranks in it.
+        """Wait until the next generation is formed, and set this process's ranks for Horovod.
 
         Args:
-            status: the launcher decides by it who takes part, and what has failed; evaluated for
-                each request, as `set_aside` changes it.
-            set_aside: called where one is formed without this process, which waits for another.
+            status: status of this process, from which the launcher decides which processes take
+                part and what has failed; evaluated for each request, because `set_aside` changes
+                it.
+            set_aside: called if a generation is formed without this process, which then waits
+                for another one as a spare.
 
         Returns:
             As ElasticDriver.join.
 
         Raises:
-            RemovedError: this process is not in it.
-            RefusedError: it is not, and that is due to itself.
-            LostError: the launcher did not answer for 20 s.
+            RemovedError: the generation excludes this process.
+            RefusedError: the generation excludes this process because it does not fit the run.
+            LostError: the launcher did not respond for 20 s.
         """
         heard = time.monotonic()
         while True:
@@ -142,32 +144,32 @@ class Membership:
         self.silent = assignment.get("silent", [])
         self.line.join(assignment["generation"])
         if assignment["rank"] == 0 and not self._listening:
-            self._listening = True  # rank 0 stays rank 0 as long as it lives
+            self._listening = True  # rank 0 stays rank 0 until it ends
             threading.Thread(target=self._listen, daemon=True).start()
         return assignment
 
     def report(self, message: str, step: int | None) -> None:
-        """Tells the launcher why this process is about to end, if it hears it.
+        """Report to the launcher, if it can be reached, why this process is about to end.
 
         Args:
-            step: in which it raised an error.
+            step: the step in which it raised an error.
         """
         with suppress(OSError):
             ask(self.address, self.port, "failed", self._number, {"message": message, "step": step})
 
     def replace(self, message: str) -> None:
-        """Asks the launcher for a new process in place of this one, which is about to end.
+        """Request a new process in place of this one, which is about to end.
 
         Raises:
-            OSError: it does not answer.
+            OSError: the launcher does not respond.
         """
         ask(self.address, self.port, "replace", self._number, {"message": message})
 
     def leave(self, message: str) -> None:
-        """Tells the launcher that this host is about to be taken away: its ranks leave.
+        """Report to the launcher that this host is about to be taken away: its ranks leave.
 
         Raises:
-            OSError: it does not hear it now.
+            OSError: the launcher cannot be reached now.
         """
         ask(self.address, self.port, "leave", self._number, {"message": message})
 
@@ -177,7 +179,7 @@ class Membership:
             try:
                 news = ask(self.address, self.port, "news", self._number)
             except OSError:
-                continue  # where the launcher is gone, whoever ends its processes ends this one
+                continue  # if the launcher is gone, the watchdog ends this process (watchdog.py)
             if news is not None:
                 self.hosts_changed = news["hosts"]
                 if news["stop"]:

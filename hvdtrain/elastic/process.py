@@ -1,4 +1,4 @@
-"""The processes of an elastic job as its driver knows them, and their ranks in a generation."""
+"""The driver's record of the processes of an elastic job, and their ranks in a generation."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ class Process:
     """One process of the job.
 
     Args:
-        number: unlike any other's in this job; HOROVOD_RANK in its environment at its start.
+        number: unique in this job; HOROVOD_RANK in its environment at its start.
         slot: its place on the host, HOROVOD_LOCAL_RANK at its start.
-        state: starting, waiting, running, removed (told that it takes no part), lost (nobody
-            waits for it any more, and it is still there) or gone.
-        since: when it came into this state.
-        first_round: the number of the first one that it was in; None for a newcomer.
-        assignment: its ranks in the newest generation, until it has heard of them.
-        status: as it said when it last asked for its ranks.
-        heard: it has asked the driver something: its watchdog runs.
+        state: starting, waiting, running, removed (excluded from the run), lost (given up, but
+            still there) or gone; see driver.py.
+        since: when it entered this state, time.monotonic().
+        first_round: number of its first generation; None for a newcomer.
+        assignment: its ranks in the newest generation, until it has received them.
+        status: its status when it last requested ranks.
+        heard: it has sent a request to the driver: its watchdog runs.
         hand_overs_failed: generations with it that failed before it had the state of the run.
-        failure: why it ends, as it or its watchdog said.
+        failure: why it ends, as reported by itself or its watchdog.
         failed_step: the step in which it raised an error of its own.
-        leaving_since: when its host was taken away, time.monotonic(); None: it was not.
+        leaving_since: when it had to leave, time.monotonic(); None: it stays.
         replaced: it ends, and a new process starts in its slot at once.
         end: set to end it.
     """
@@ -58,11 +58,11 @@ class Process:
 
     @property
     def leaving(self) -> bool:
-        """Whether its host was taken away."""
+        """Whether it must leave because its host or slot was taken away."""
         return self.leaving_since is not None
 
     def leave(self, leaves: bool) -> None:
-        """Its host was taken away, or is back."""
+        """Record that its host or slot was taken away, or is back."""
         if leaves != self.leaving:
             self.leaving_since = time.monotonic() if leaves else None
 
@@ -75,10 +75,10 @@ class Process:
 
 
 def in_order(processes: Sequence[Process]) -> list[Process]:
-    """Processes in the order of their ranks: host by host, the oldest process and its host first.
+    """Sort processes in the order of their ranks: host by host, the oldest process and host first.
 
-    The oldest is the one that took part first, not the one that was started first: so rank 0,
-    which holds the run's folder, stays where it is as long as it lives.
+    The oldest process is the one that took part first, not the one that was started first. Rank 0,
+    which holds the run directory, therefore keeps its rank until it ends.
     """
     oldest: dict[str, tuple[float, int]] = {}
     for process in sorted(processes, key=_age):
@@ -92,7 +92,7 @@ def _age(process: Process) -> tuple[float, int]:
 
 
 def assign(processes: Sequence[Process]) -> list[SlotInfo]:
-    """The ranks of a generation, in the order of `in_order`."""
+    """Assign the ranks of a generation, in the order of `in_order`."""
     ordered = in_order(processes)
     hosts = list(dict.fromkeys(p.host for p in ordered))
     local = {host: [p for p in ordered if p.host == host] for host in hosts}
@@ -115,7 +115,7 @@ def assign(processes: Sequence[Process]) -> list[SlotInfo]:
 
 
 def describe(code: int) -> str:
-    """Such as "signal 9 (Killed)" or "exit code 1"."""
+    """Describe an exit code, such as "signal 9 (Killed)" or "exit code 1"."""
     number = code - 128 if code > 128 else -code
     if number in signal.valid_signals():
         return f"signal {number} ({signal.strsignal(number)})"

@@ -1,23 +1,23 @@
-"""Between the elastic driver and the processes: HTTP beside Horovod's own key-value store.
+"""HTTP protocol between the elastic driver and processes, on Horovod's key-value store server.
 
 GET /news/NUMBER     {"stop": bool, "hosts": bool}
-POST /join/NUMBER    a process asks for its ranks: a JSON object of them, or 404: not yet.
-                     Its body says where the process stands (membership.py)
-POST /alive/NUMBER   {}: by its watchdog, whose heartbeats are not acknowledged
-POST /failed/NUMBER  {"message": str, "step": int or null}: the process is about to end for this
-POST /replace/NUMBER {"message": str}: a new process is to take the place of this one, which ends
-POST /leave/NUMBER   {"message": str}: its host is about to be taken away
-POST /stuck/NUMBER   {"message": str}: its watchdog cannot end it; it is not to be waited for
+POST /join/NUMBER    requests the process's ranks. Body: the process's status (failures.py).
+                     Response: a JSON object of ranks, or 404: not yet
+POST /alive/NUMBER   {}: sent by a watchdog whose heartbeats are not acknowledged
+POST /failed/NUMBER  {"message": str, "step": int or null}: why the process is about to end
+POST /replace/NUMBER {"message": str}: the process ends; a new process must take its place
+POST /leave/NUMBER   {"message": str}: the process's host is about to be taken away
+POST /stuck/NUMBER   {"message": str}: the watchdog cannot end the process; do not wait for it
 GET /rank_and_size/HOST:LOCAL_RANK
-                   asked by Horovod itself, for what the process has got by /join
+                     sent by Horovod itself: the ranks that the process received by /join
 
 POST /SCOPE/RANK/SIZE/GENERATION
-                   by Horovod itself: the addresses of a context's ranks (patch 0008)
+                     sent by Horovod itself: the addresses of a context's ranks (patch 0008)
 
-Every request is signed with the job's secret, which ranks have from the launcher in their
-environment; the server refuses others (patch 0009). Nothing is unpickled. Horovod's elastic
-launcher unpickles what anybody sends it (CVE-2024-10190); with this driver its handler of such
-requests is not there.
+Every request is signed with the job's secret, which the launcher passes to ranks in their
+environment; the server rejects other requests (patch 0009). Nothing is unpickled. Horovod's
+elastic launcher unpickles data from any sender (CVE-2024-10190); this driver does not install
+the handler of such requests.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from typing import Any, Protocol
 from horovod.runner.common.util import secret
 from horovod.runner.http.http_server import RendezvousHandler
 
-# How long the server keeps a request that it has no answer for.
+# How long the server holds a request that it cannot answer yet.
 _HOLD_SECONDS = 1.0
 _REPLY_SECONDS = 5.0
 
 
 class Driver(Protocol):
-    """What a handler asks."""
+    """The driver's methods that the request handler calls."""
 
     def join(
         self, number: int, seconds: float, standing: dict[str, Any]
@@ -59,7 +59,7 @@ class Driver(Protocol):
 
 
 def make_handler(driver: Driver) -> type:
-    """The request handler of the launcher's HTTP server."""
+    """Return the request handler class of the launcher's HTTP server."""
 
     class Handler(RendezvousHandler):
         def _get_value(self, scope: str, key: str) -> bytes | None:
@@ -106,13 +106,13 @@ def _told(driver: Driver, what: str, number: int, body: dict[str, Any]) -> dict[
 def ask(
     address: str, port: int, what: str, number: int, body: dict[str, Any] | None = None
 ) -> dict[str, Any] | None:
-    """Asks the driver; None: it has no answer yet.
+    """Send a request to the driver; return its answer, or None if it has none yet.
 
     Args:
-        body: what it is told with the question.
+        body: JSON body of a POST; None: send a GET.
 
     Raises:
-        OSError: it does not answer at all.
+        OSError: the driver does not respond at all.
     """
     connection = http.client.HTTPConnection(address, port, timeout=_REPLY_SECONDS)
     try:

@@ -1,4 +1,4 @@
-"""Which processes form whole replicas of a model that spans several of them."""
+"""Selection of processes that form whole replicas of a model that spans several processes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from hvdtrain.elastic.process import Process
 
 
 def replica_size(processes: Sequence[Process]) -> int:
-    """Processes that hold one model together, as they say; 1 where none has said anything."""
+    """Number of processes that hold one model together, as they report; 1 before any report."""
     return max((p.status.replica_size for p in processes if p.status is not None), default=1)
 
 
 def choose(waiting: Sequence[Process], most: int) -> list[Process]:
-    """As many of `waiting` as form whole replicas, in their order; the others are spares.
+    """Select as many of `waiting` as form whole replicas, in order; the others are spares.
 
-    Left out are first those of hosts that have too few for a replica of their own; among these
-    who holds nothing, or what many others hold. The last holder of a part stays.
+    Processes on hosts whose number of processes is not a multiple of the replica size are omitted
+    first; among these, first those that hold no shard, or a shard with many copies. The last
+    holder of a shard stays.
 
     Args:
-        most: processes.
+        most: limit of the number of processes.
     """
     size = replica_size(waiting)
     chosen = [*waiting]
@@ -45,7 +46,7 @@ def _least_useful(chosen: Sequence[Process], size: int) -> Process:
 
 
 def _held(processes: Sequence[Process]) -> dict[int, int]:
-    """Process number -> its part, of those that have one as of the most advanced step."""
+    """Process number -> its shard, for processes that can provide it as of the newest step."""
     known = {p.number: p.status for p in processes if p.status and p.status.part is not None}
     top = max((status.step for status in known.values()), default=0)
     return {n: s.part for n, s in known.items() if s.part is not None and s.reaches >= top}

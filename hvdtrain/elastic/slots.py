@@ -1,4 +1,4 @@
-"""When a slot may be used again whose process has died or was refused: after a pause that grows."""
+"""Growing pause before a slot is used again after its process has died or was refused."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from hvdtrain.elastic.process import Process
 
-_PAUSES = (1.0, 60.0)  # after a first failure, at most
-_START_PAUSE = 10.0  # at most, where a process did not get as far as to ask for its ranks
-_WELL_SECONDS = 60.0  # a process that trained so long had a good slot
-# Each hand-over that fails costs those who train seconds.
+_PAUSES = (1.0, 60.0)  # seconds after a first failure; longest pause
+_START_PAUSE = 10.0  # longest pause if a process ended before it requested its ranks
+_WELL_SECONDS = 60.0  # a process that trained this long proves its slot good
+# Each failed state transfer costs the training ranks seconds.
 _REFUSED_PAUSES = (60.0, 3600.0)
 
 
@@ -27,7 +27,7 @@ class Slots:
     """The slots of all hosts.
 
     Args:
-        pauses: seconds after a first failure, and at most; default: 1 and 60.
+        pauses: (first, longest) pause after failures in seconds; default: 1 and 60.
     """
 
     def __init__(self, pauses: Sequence[float] | None) -> None:
@@ -39,7 +39,11 @@ class Slots:
         return slot is None or time.monotonic() >= slot.not_before
 
     def failed(self, process: Process) -> float:
-        """Its process has died, in the state that it still has; returns the pause in seconds."""
+        """Record that a slot's process has died; return the pause in seconds.
+
+        Args:
+            process: still in the state in which it died.
+        """
         slot = self._slots.setdefault((process.host, process.slot), _Slot())
         well = process.state == "running" and process.lasted() > _WELL_SECONDS
         slot.failures = 1 if well else slot.failures + 1
@@ -49,10 +53,10 @@ class Slots:
         return pause
 
     def refused(self, process: Process, for_good: bool) -> float:
-        """Its process must not take part; returns the pause in seconds.
+        """Record that a slot's process was refused; return the pause in seconds.
 
         Args:
-            for_good: until `forgive`.
+            for_good: the slot is not used until `forgive`.
         """
         slot = self._slots.setdefault((process.host, process.slot), _Slot())
         first, most = _REFUSED_PAUSES
@@ -62,5 +66,5 @@ class Slots:
         return pause
 
     def forgive(self) -> None:
-        """The hosts have changed: those that were refused may fit now."""
+        """Release slots of refused processes: after a change of hosts a new process may fit."""
         self._slots = {place: slot for place, slot in self._slots.items() if not slot.refusals}

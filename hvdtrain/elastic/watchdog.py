@@ -1,21 +1,21 @@
-"""A process beside each rank that ends it when it hangs: a hung rank cannot do so itself.
+"""Watchdog process of each rank: kills the rank if it hangs, which a hung rank cannot do itself.
 
-The rank is killed, after what it was doing is written to RUN/logs, when
+The watchdog writes the rank's stacks to RUN/logs and kills the rank when
 
-- it is stopped (SIGSTOP, a frozen terminal) for a second;
-- it does something on its own, but finishes nothing, and neither its threads (Horovod's apart)
-  nor a process that it started use processor or disk for `hang_seconds` (2 % of a core or 8 kB/s
-  are as good as nothing: a thread that samples or exports metrics); if they do, only after 10
-  times as long: a slow rank lives. Before it takes part no rank waits for it: it may be idle
-  for 10 times as long, and busy without a bound;
-- it has no launcher any more: the process that started it is gone, or, while it waits for
-  the launcher to say who takes part, the launcher cannot be reached.
+- the rank is stopped (SIGSTOP, a frozen terminal) for a second;
+- the rank works without waiting for others, completes nothing, and neither its threads (except
+  Horovod's) nor its child processes use CPU or disk for `hang_seconds`. Up to 2 % of a core or
+  8 kB/s counts as idle: a thread that samples or exports metrics uses that much. A busy rank,
+  which may only be slow, is killed after 10 times as long. Before a rank takes part, no rank waits
+  for it: it may be idle for 10 times as long, and busy without a limit;
+- its launcher is gone: the process that started the rank has ended, or the launcher cannot be
+  reached while the rank waits for its next generation.
 
-An elastic launcher is told why, and also where a killed rank stays: the kernel ends no process
-that waits for a dead disk. What follows is the launcher's business, and that of those who see the
-rank die: an elastic job continues without it, any other ends.
+The watchdog reports the reason to an elastic launcher, and also if SIGKILL does not end the rank:
+the kernel cannot end a process that waits for a dead disk. An elastic job then continues without
+the rank; any other job ends.
 
-Time is the watchdog's own, in looks: while the job is suspended, it stands still.
+Durations are measured on the watchdog's own clock, which stops while the job is suspended.
 """
 
 from __future__ import annotations
@@ -40,43 +40,43 @@ from hvdtrain.runtime.thread_names import threads_named
 from hvdtrain.runtime.work import IDLE_TICKS, WATCHDOG, work
 
 _LOOK_SECONDS = 0.25
-_LONGEST_LOOK_SECONDS = 0.5  # a look that took longer was suspended meanwhile
+_LONGEST_LOOK_SECONDS = 0.5  # a longer interval means that the job was suspended
 _STOPPED_SECONDS = 1.0
 _UNREACHABLE_SECONDS = 6.0
 _ORPHAN_SECONDS = 2.0
 _BUSY_FACTOR = 10
 _LOADING_FACTOR = 10
 _IDLE_TICKS = IDLE_TICKS * _LOOK_SECONDS
-# More than that in a look, but this at most on average: threads that sample or export metrics go
-# on while the rank hangs.
-_SIDE_TICKS = 2  # a second
-# What a rank does on its own -> how many hang_seconds it may be idle.
+# Work above _IDLE_TICKS in one look still counts as idle up to this average: threads that sample
+# or export metrics continue while the rank hangs.
+_SIDE_TICKS = 2  # per second
+# Activities in which a rank does not wait for others -> hang_seconds for which it may be idle.
 _IDLE_FACTORS = {
     Activity.LOADING: _LOADING_FACTOR,
     Activity.PREPARING: 1,
     Activity.WORKING: 1,
     Activity.ENDING: 1,
 }
-_ENDING_SECONDS = 60.0  # at least: a rank bounds its own end (process_end.py)
+_ENDING_SECONDS = 60.0  # at least: a rank limits its own end (process_end.py)
 
 
 def start(
     heartbeat: Heartbeat, hang_seconds: float, launcher: str, number: int, line: Line | None
 ) -> subprocess.Popen[bytes]:
-    """Starts the watchdog of this process; it ends with it.
+    """Start the watchdog of this process; it ends with the process.
 
     Args:
         hang_seconds: as elastic.hang_seconds.
         launcher: "address:port" of an elastic launcher, or "".
-        number: this process's, as that launcher knows it.
-        line: on which it tells that launcher that this process lives.
+        number: the launcher's number of this process.
+        line: sends this process's heartbeats to the launcher.
     """
     command = [sys.executable, "-m", "hvdtrain.elastic.watchdog"]
     arguments = [os.getpid(), os.getppid(), heartbeat.descriptor, hang_seconds, launcher, number]
     arguments += [line.port] if line else []
     process = subprocess.Popen(
         [*command, *map(str, arguments)],
-        stdin=subprocess.PIPE,  # closed with this process; takes the log's path before that
+        stdin=subprocess.PIPE,  # receives the path for stacks; closed when this process ends
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         pass_fds=[heartbeat.descriptor],
@@ -87,7 +87,7 @@ def start(
 
 
 class Clock:
-    """Seconds of looks, of which each counts for `_LONGEST_LOOK_SECONDS` at most."""
+    """Clock that advances at each look, by at most `_LONGEST_LOOK_SECONDS`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -100,14 +100,14 @@ class Clock:
 
 
 class Timer:
-    """How long something has been so."""
+    """Measures how long a condition has been true."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._since: float | None = None
 
     def seconds(self, so: bool) -> float:
-        """Seconds since `so` became true; 0 where it is not."""
+        """Return the seconds since `so` became true; 0 if it is false."""
         if not so:
             self._since = None
             return 0.0
@@ -117,11 +117,11 @@ class Timer:
 
 
 class HangDetector:
-    """Decides whether a rank hangs, from what is seen of it from outside.
+    """Decides from outside a rank whether it hangs.
 
     Args:
-        hang_seconds: 0 = a rank that does something is never taken for hung.
-        reachable: whether the launcher answers; None where there is none to ask.
+        hang_seconds: 0 = a rank that is not stopped is never classified as hung.
+        reachable: whether the launcher responds; None without an elastic launcher.
     """
 
     def __init__(self, hang_seconds: float, reachable: Callable[[], bool] | None) -> None:
@@ -136,11 +136,11 @@ class HangDetector:
     def verdict(
         self, beats: int, activity: Activity, work: int, stopped: bool, orphan: bool
     ) -> str | None:
-        """Why the rank has to be ended, or None.
+        """Return why the rank has to be ended, or None.
 
         Args:
             beats, activity: of its heartbeat.
-            work: what it has used of processor and disk, in ticks (see work.py).
+            work: CPU and disk use so far, in ticks (see work.py).
             stopped: its state is "stopped".
             orphan: the process that started it is gone.
         """
@@ -173,7 +173,7 @@ class HangDetector:
 
 
 def main(arguments: list[str]) -> int:
-    """Watches until the rank is gone, or ends it."""
+    """Watch the rank until it is gone or has to be ended."""
     with threads_named(WATCHDOG):
         return _main(arguments)
 
@@ -209,7 +209,7 @@ def _watch(arguments: list[str]) -> int:
                 stacks = Path(text.decode().splitlines()[-1])
             process = psutil.Process(rank)
             beats, activity = heartbeat.read()
-            # One that is stopped and continued by turns (cpulimit) uses processor in between.
+            # A process that is stopped and continued by turns (cpulimit) uses CPU in between.
             before, ticks = ticks, sum(process.cpu_times()[:2])
             reason = detector.verdict(
                 beats,
@@ -226,7 +226,7 @@ def _watch(arguments: list[str]) -> int:
 
 
 def _read_without_waiting() -> bytes | None:
-    """What the rank has written since; b"" where it is gone, None where it wrote nothing."""
+    """Read new input from the rank; b"" if the rank is gone, None if it wrote nothing."""
     try:
         return os.read(0, 4096)
     except BlockingIOError:

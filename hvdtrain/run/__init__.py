@@ -1,7 +1,7 @@
-"""The life of one training process: assembled, through its generations, to its exit code.
+"""One training process from its assembly through its generations to its exit code.
 
-This package has the name of the function `hvdtrain.run`, and Python binds it to that name as soon
-as one of its files is imported. So it can be called, and is that function.
+This package shares its name with the function `hvdtrain.run`, and Python binds the package to that
+name as soon as one of its modules is imported. The package is therefore callable as that function.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _CallablePackage(ModuleType):
         config: Mapping[str, Any] | None = None,
         max_restarts: int = 0,
     ) -> Any:
-        """Starts a run and waits for its end: see hvdtrain.api.start.run and docs/python.md."""
+        """Start a run and wait for its end: see hvdtrain.api.start.run and docs/python.md."""
         start = importlib.import_module("hvdtrain.api.start")
         return start.run(task, np, hosts, config, max_restarts)
 

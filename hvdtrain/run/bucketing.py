@@ -1,4 +1,4 @@
-"""Micro-batches by length, where `batch.max_tokens` asks for them."""
+"""Micro-batches by sample length, with `batch.max_tokens`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from hvdtrain.tasks import Datasets
 
 
 class RunBuckets(NamedTuple):
-    """Of the training and the validation data; None without `batch.max_tokens`."""
+    """Buckets of the training and validation data; None without `batch.max_tokens`."""
 
     train: SampleBuckets | None = None
     validation: SampleBuckets | None = None
 
 
 def build_buckets(config: Config, datasets: Datasets) -> RunBuckets:
-    """Sorts the samples by their lengths.
+    """Sort the samples by length.
 
     Raises:
-        UserError: there are no lengths, or one is larger than the budget.
+        UserError: the samples have no lengths, or a length exceeds the budget.
     """
     if not config.batch.max_tokens:
         return RunBuckets()

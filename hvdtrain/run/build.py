@@ -1,4 +1,4 @@
-"""Where configuration becomes objects; see also exporting.py, model.py and exchange/build.py."""
+"""Construction of a run's objects; see also exporting.py, model.py and exchange/build.py."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunComponents:
-    """What trains: made once in a process, of a model that spans ranks once in a generation.
+    """Objects that train: built once per process, or per generation if the model spans ranks.
 
     Args:
-        prepared: what was made before.
-        config: all of it, with what follows from the ranks and the data, see length.py.
-        snapshot: where ranks step on their own and a failure does not end the run.
+        prepared: objects built before the rank knew other ranks.
+        config: the configuration, with values derived from the ranks and the data, see length.py.
+        snapshot: last common state; in an elastic run whose ranks step independently.
         older: this rank's own state, complete and a step behind, while it receives a newer one.
-        flops: None where they or the device's peak are not known.
+        flops: None if the model's FLOPs or the device's peak are unknown.
         mesh: of a model that spans ranks.
         cut: with parallel.pipeline, this rank's stages.
-        agreement: if ranks that come and go hold shards of the model or of its optimizer.
+        agreement: in an elastic run whose ranks hold shards of the model or its optimizer.
         interleaved: with batch.interleave.
     """
 
@@ -101,20 +101,22 @@ class RunComponents:
         return self.prepared.buckets
 
     def context(self, topology: Topology, claim: str = "") -> RankContext:
-        """For a generation with these ranks."""
+        """Context of a generation with these ranks."""
         mesh = self.mesh or Mesh.replicated(topology)
         prepared = self.prepared
         timer, memory = prepared.timer, prepared.memory
         return RankContext(mesh, self.device, self.heartbeat, timer, memory, claim)
 
     def loading(self) -> Loading:
-        """Of batches, in training and evaluation."""
+        """How batches are loaded in training and evaluation."""
         pin_memory = self.device.type == "cuda"
         return Loading(self.config.loader, pin_memory, collate_of(self.task))
 
     def go_back(self) -> bool:
-        """After a failure: to the state that all ranks last had in common, or to the own older one
-        if a newer one was received only in part. No collective may be under way.
+        """Restore a consistent state after a failure; no collective may be in progress.
+
+        Ranks that step independently return to their last common state. A rank that has received
+        a newer state only in part returns to its own older state.
 
         Returns:
             Whether this rank holds its own older state again.
@@ -133,13 +135,14 @@ class RunComponents:
 def build_components(
     prepared: Prepared, topology: Topology, form: Callable[[], Mesh] | None = None
 ) -> RunComponents:
-    """What trains; each part on all ranks, or on none.
+    """Build the objects that train; each on all ranks, or on no rank.
 
     Args:
-        form: which rank holds which part of the model; default: as the ranks stand.
+        form: returns the mesh, which assigns shards of the model to ranks; default: in the order
+            of the ranks.
 
     Raises:
-        AgreedError: some rank cannot.
+        AgreedError: a rank cannot build one.
     """
     config, task, device = prepared.config, prepared.task, prepared.device
     datasets, precision, timer = prepared.datasets, prepared.precision, prepared.timer
@@ -148,7 +151,7 @@ def build_components(
     model = on_all_ranks("model", lambda: build_model(task, config, device))
     flops = build_flops(config, task, datasets, model, precision.dtype(model))
     cut = on_all_ranks("parallel", lambda: split_model(config, task, model, mesh, elastic))
-    # After the FLOPs were counted: what is computed again is none of the model's.
+    # After counting FLOPs: recomputed activations are not FLOPs of the model.
     on_all_ranks("memory", lambda: arrange_activations(config.memory, task, model, device))
     config = with_micro_size(config, Trial(task, model, datasets, precision, config.seed), topology)
     compiled = on_all_ranks("compile", lambda: compile_blocks(config.compile, task, model, timer))
@@ -207,7 +210,7 @@ def build_loop(
     interruptions: Interruptions,
     context: RankContext,
 ) -> Loop:
-    """The loop of one generation."""
+    """Build the loop of one generation."""
     state, exchange = components.state, components.exchange
     batch, buckets = config.batch, components.buckets.train
     passes = build_passes(config, components, context)
@@ -255,7 +258,7 @@ def build_loop(
 
 
 def build_passes(config: Config, components: RunComponents, context: RankContext) -> Passes:
-    """Forward and backward of one generation, for training and for evaluation."""
+    """Build the forward and backward passes of one generation, for training and evaluation."""
     task, cut = components.task, components.cut
     micro_batches, exact = config.batch.micro_batches, config.exchange.exact
     precision = components.precision

@@ -1,4 +1,4 @@
-"""The callbacks of a generation, in the order in which the loop calls them."""
+"""Callbacks of a generation, in the order in which the loop calls them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hvdtrain.tasks import optional
 
 @dataclass
 class Callbacks:
-    """See the top of this file; None: not configured."""
+    """Callbacks in call order; None: not configured."""
 
     mfu: TellMfu | None
     replicas: ReplicaCheck | None
@@ -40,20 +40,20 @@ class Callbacks:
     profile: Profile | None
 
     def as_list(self) -> list[Callback]:
-        """Those that there are."""
+        """Return the configured callbacks."""
         every = (getattr(self, field.name) for field in fields(self))
         return [callback for callback in every if callback is not None]
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where a generation writes.
+    """Destinations of a generation's output.
 
     Args:
-        folder: RUN.
-        recorder: rank 0's.
-        failed_at: when the failure was that this generation comes after, unix time.
-        recent: the last records of this process, see LogMetrics.
+        folder: run directory.
+        recorder: on rank 0.
+        failed_at: unix time of the failure before this generation, if any.
+        recent: last records of this process, see LogMetrics.
     """
 
     folder: RunFolder
@@ -65,7 +65,7 @@ class Outputs:
 def build_callbacks(
     config: Config, components: RunComponents, outputs: Outputs, context: RankContext
 ) -> Callbacks:
-    """The callbacks of one generation."""
+    """Build the callbacks of one generation."""
     state, exporter, recorder = components.state, components.exporter, outputs.recorder
     emit = recorder.events.write if recorder else _nothing
     return Callbacks(
@@ -110,7 +110,7 @@ def build_callbacks(
             outputs.recent,
             recorder.generation if recorder else _nothing,
             recorder.sinks if recorder else (),
-            # Samples with lengths count their tokens themselves.
+            # With batch.max_tokens, the samples themselves count their tokens.
             None if config.batch.max_tokens else optional(components.task, "units"),
         ),
         checkpoint=SaveCheckpoints(
@@ -133,9 +133,9 @@ def build_callbacks(
 
 
 def build_saving(components: RunComponents, outputs: Outputs, context: RankContext) -> Saving:
-    """With what this rank takes part in saves."""
+    """Build the objects with which this rank takes part in saves."""
     state, recorder, group = components.state, outputs.recorder, context.mesh.world
-    if recorder is not None and group.rank == 0:  # who was rank 0 once has one, too
+    if recorder is not None and group.rank == 0:  # a former rank 0 also has a recorder
         return Saving(state, group, recorder.writer, recorder.bring_to_disk)
     writer = None
     if state.of_scope("local", "sharded"):

@@ -1,4 +1,4 @@
-"""What the curve of a run follows from."""
+"""Properties that determine the loss curve of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdtrain.tasks import Datasets
 def build_identity(
     config: Config, datasets: Datasets, buckets: SampleBuckets | None
 ) -> dict[str, Any]:
-    """What the run's curve follows from, see RunState.
+    """Return the properties that determine the run's loss curve, see RunState.
 
     Args:
         buckets: of the training data, with batch.max_tokens.

@@ -1,4 +1,4 @@
-"""The task of a run, and its data."""
+"""Task of a run and its data."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from hvdtrain.tasks import Datasets, Task
 
 
 def build_data(settings: Settings) -> tuple[Task, Datasets]:
-    """The task and its data.
+    """Build the task and its data.
 
     Raises:
-        UserError: no samples.
+        UserError: as build_datasets.
     """
     task = build_task(settings)
     return task, build_datasets(task, settings.config)
 
 
 def build_task(settings: Settings) -> Task:
-    """The task, its own configuration given to its constructor if it has one."""
+    """Build the task; its constructor gets the task's configuration if it has one."""
     own = settings.task_config
     return settings.task_class() if own is None else settings.task_class(own)
 
 
 def build_datasets(task: Task, config: Config) -> Datasets:
-    """The task's data.
+    """Build the task's data.
 
     Raises:
-        UserError: no samples, or nobody knows how many.
+        UserError: a dataset has no samples or no length, or loader.workers does not fit.
     """
     datasets = task.datasets()
     for name, dataset in (("training", datasets.train), ("validation", datasets.validation)):

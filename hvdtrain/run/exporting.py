@@ -1,4 +1,4 @@
-"""What a rank's exporter asks for whenever Prometheus does; the loop tells it the rest."""
+"""Metrics that a rank's exporter reads at each scrape; the loop pushes all other metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvdtrain.telemetry.nvml import GAUGES, readings
 
 @dataclass
 class Exported:
-    """What an exporter asks; the exchange may be another one in a later generation."""
+    """Sources of an exporter's metrics; a later generation may replace the exchange."""
 
     exchange: Exchange
     timer: PhaseTimer
@@ -31,7 +31,7 @@ class Exported:
     compiled: CompileClock | None = None
 
     def follow(self, exchange: Exchange) -> None:
-        """From now on it is asked of this exchange, which counts on from the last one."""
+        """Replace the exchange; its counters continue from the last one."""
         exchange.inflight_seconds += self.exchange.inflight_seconds
         exchange.bytes += self.exchange.bytes
         self.exchange = exchange
@@ -40,10 +40,10 @@ class Exported:
 def build_exporter(
     config: Config, local_rank: int, device: torch.device, of: Exported
 ) -> Exporter | None:
-    """This rank's exporter, which serves from now on; None where telemetry is off.
+    """Start this rank's exporter; return None if telemetry is off.
 
     Raises:
-        UserError: its address cannot be listened on, or a file of it cannot be used.
+        UserError: the exporter cannot listen on its address, or a file of it cannot be used.
     """
     if config.telemetry.port == 0:
         return None

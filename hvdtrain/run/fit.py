@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits into memory, found before training: `memory.fit`."""
+"""Search for the largest micro-batch that fits into memory, before training: `memory.fit`."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task
 from hvdtrain.tasks.batch import first_batch
 
-# Of what is free: allocators leave gaps, and a host runs other programs.
+# Usable share of free memory: allocators leave gaps, and a host runs other programs.
 _SHARE = 0.85
-# What comes with the first step, as values for each parameter: two moments of an optimizer such as
-# AdamW, and the buckets in which gradients travel.
+# Memory allocated in the first step, in values per parameter: two moments of an optimizer such as
+# AdamW, and the buckets in which gradients are sent.
 _LATER = 3
-# A line through small sizes tells little of large ones.
+# A line through small sizes does not predict sizes larger than this many times the best one.
 _FARTHEST = 4
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Forward and backward of a micro-batch, as training does them.
+    """Forward and backward pass of a micro-batch, as in training.
 
     Args:
-        seed: the run's; what a pass draws is drawn anew in training.
+        seed: of the run; training draws its random numbers again.
     """
 
     task: Task
@@ -50,7 +50,7 @@ class Trial:
     seed: int
 
     def run(self, samples: int) -> None:
-        """Leaves nothing behind: no gradient, and the buffers as they were.
+        """Run the passes; then remove the gradients and restore the buffers.
 
         Raises:
             UserError: the forward pass calls collectives.
@@ -77,12 +77,12 @@ class Trial:
 
 
 def with_micro_size(config: Config, trial: Trial, topology: Topology) -> Config:
-    """The configuration with the largest `batch.micro_size` that fits, where `memory.fit` asks.
+    """Return the configuration; with `memory.fit`, with the largest `batch.micro_size` that fits.
 
-    It divides the global batch and leaves every rank a micro-batch. All ranks agree on it.
+    The size divides the global batch and leaves every rank a micro-batch. All ranks agree on it.
 
     Raises:
-        AgreedError: not even one sample fits, or it cannot be tried.
+        AgreedError: not even one sample fits, or sizes cannot be tried.
     """
     if not config.memory.fit:
         return config
@@ -106,14 +106,15 @@ def with_micro_size(config: Config, trial: Trial, topology: Topology) -> Config:
 def largest_that_fits(
     sizes: Sequence[int], at_least: float, share: Callable[[int], float]
 ) -> int | None:
-    """The largest of some sizes whose share of the memory there is, is 1 at most; None: none is.
+    """Return the largest size whose share of the available memory is at most 1; None: no size fits.
 
-    Memory grows about as a line with the size, so that few are tried.
+    Memory grows about linearly with the size, so few sizes are tried.
 
     Args:
         sizes: ascending.
         at_least: the share of size 0.
-        share: of a size; it is tried, infinite where it could not be done.
+        share: runs a trial of a size and returns its share; infinite if the trial ran out of
+            memory.
     """
     left, best = list(sizes), 0
     before, slope, size = (0, at_least), 0.0, left[0]
@@ -136,16 +137,16 @@ def largest_that_fits(
 
 
 class _Need:
-    """What passes need of the memory that this rank may take.
+    """Memory that passes need, as a share of the memory available to this rank.
 
     Args:
-        neighbours: ranks of this host, which share its memory.
+        neighbours: number of ranks on this host, which share its memory.
 
     Attributes:
-        at_least: the share that gradients and the optimizer's state take.
+        at_least: the share of gradients and optimizer state.
 
     Raises:
-        UserError: it cannot be known.
+        UserError: the training data is an IterableDataset, which cannot be read in advance.
     """
 
     def __init__(self, trial: Trial, neighbours: int) -> None:
@@ -169,10 +170,10 @@ class _Need:
         self.at_least = (self._later + sum(p.nbytes for p in parameters)) / self._room
 
     def share(self, samples: int) -> float:
-        """Of a micro-batch; infinite where an allocator has not enough for it.
+        """Return the share of a micro-batch; infinite if an allocator runs out of memory.
 
         Raises:
-            UserError: this kernel does not tell, or the model calls collectives.
+            UserError: this kernel does not report peak memory, or the model calls collectives.
         """
         marks = HighWater(self._device)
         try:

@@ -1,6 +1,6 @@
-"""One generation of a run: the ranks agree whose state counts, take it over, and train.
+"""One generation of a run: the ranks agree on a source rank, receive its state, and train.
 
-In a run that is not elastic it is the only one.
+A run that is not elastic has exactly one generation.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Launched:
     """How this process was started.
 
     Args:
-        digest: of the configuration, to be compared with other ranks'.
-        local_rank: its number on its host, as its launcher had it first.
+        digest: of the configuration, for the comparison with other ranks.
+        local_rank: its local rank at its start; local ranks change in an elastic run.
         stop: raised when this process is asked to stop.
         membership: in an elastic run.
     """
@@ -59,8 +59,8 @@ class Cause:
     """Why a generation begins.
 
     Args:
-        name: launch, failure, or hosts (processes came or went).
-        since: when that was, unix time.
+        name: launch, failure, or hosts (processes joined or left).
+        since: unix time of the cause.
     """
 
     name: str
@@ -68,10 +68,10 @@ class Cause:
 
 
 class Generation:
-    """See the top of this file.
+    """One generation, see the top of this file.
 
     Args:
-        held: the run on disk as this process has it; brought up to date.
+        held: what this process keeps between generations; updated in place.
         topology: the ranks of this generation.
     """
 
@@ -91,14 +91,14 @@ class Generation:
         self._cause = cause
         self._context = components.context(topology, str(self._claim() or held.claim))
         self._statuses: list[RankStatus] = []
-        self._lost_step: int | None = None  # whose state was lost with the ranks that held it
+        self._lost_step: int | None = None  # step whose state all its holders lost
 
     def run(self) -> int:
-        """Trains to the run's end; returns the exit code.
+        """Train to the run's end; return the exit code.
 
         Raises:
             MembershipChanged, RankLostError: another generation follows.
-            AgreedError: some rank cannot begin, or the run must end.
+            AgreedError: a rank cannot begin, or the run must end.
         """
         self._context.heartbeat.beat(Activity.PREPARING)
         check_hierarchical(self._config, self._topology)
@@ -111,10 +111,14 @@ class Generation:
         self._emit_start(source)
         return self._train()
 
-    # --- whose state counts ---------------------------------------------------
+    # --- state transfer -------------------------------------------------------
 
     def _compare_ranks(self) -> tuple[int | None, list[Target]]:
-        """Learns the status of all ranks: (the rank whose state counts or None, exporters)."""
+        """Gather the status of all ranks.
+
+        Returns:
+            The rank whose state all ranks receive, or None if no rank has one; all exporters.
+        """
         topology, components, held = self._topology, self._components, self._held
         step, agreement = components.state.progress.step, components.agreement
         status = RankStatus(held.trained, step, agreement.reaches(step) if agreement else step)
@@ -139,17 +143,17 @@ class Generation:
         held.newest = max([*known, newest]) if known or newest >= 0 else None
         source = most_advanced(self._statuses)
         theirs = facts[source or 0]
-        if source is None:  # else the launcher has seen to it
+        if source is None:  # otherwise the launcher has compared identities
             problem = own.differs_from(Identity(**theirs["identity"]), topology.hosts[0])
             on_all_ranks("same run", lambda: _refuse(problem))
         held.take_run_id(theirs["run"])
         return source, [Target(*fact["target"]) for fact in facts]
 
     def _take_over(self, source: int | None) -> int | None:
-        """Every rank holds the state that counts then; all decide alike, by their statuses.
+        """Bring every rank to the same state; all ranks decide identically from the statuses.
 
         Returns:
-            `source`; None where no rank could give it.
+            `source`; None if no rank could provide the state: it is from a checkpoint or new.
         """
         held, state = self._held, self._components.state
         if source is None or not self._receive(source):
@@ -160,7 +164,7 @@ class Generation:
         step = state.progress.step
         self._lost_step = held.newest if (held.newest or 0) > step else None
         held.newest = None
-        # Otherwise `resume` has said so.
+        # Otherwise `resume` has logged the loss.
         if source is not None and self._lost_step is not None and self._topology.rank == 0:
             logger.warning(
                 "the state of step %d is lost with the ranks that held it: the run continues from "
@@ -171,17 +175,17 @@ class Generation:
         return source
 
     def _receive(self, source: int) -> bool:
-        """Every rank holds the state of rank `source` then.
+        """Send the state of rank `source` to every rank that does not hold it.
 
-        If a rank dies meanwhile, each rank holds its own state or the new one (see
-        RunComponents.go_back), or, if it came without a state, none.
+        If a rank dies meanwhile, each other rank holds its own state or the new one (see
+        RunComponents.go_back), or no state if it joined without one.
 
         Returns:
-            False, on all ranks: a part was lost with the ranks that held it.
+            False, on all ranks: a shard was lost with the ranks that held it.
         """
         held, components, topology = self._held, self._components, self._topology
         state, own, newest = components.state, self._statuses[topology.rank], self._statuses[source]
-        # Shards have no older version: ranks that hold some are never a step apart.
+        # Shards have no older version: ranks that hold shards are never a step apart.
         if own.trained and own != newest and state.sharded is None:
             components.older = Snapshot(state, torch.device("cpu"))
             components.older.keep()
@@ -192,7 +196,7 @@ class Generation:
             held.initial = False
             state.broadcast(root=source)
         if own != newest:
-            # What it owes is from before a step that it may have taken part in.
+            # This rank's residuals predate a step in which it may have taken part.
             state.drop_local()
         components.older = None
         return True
@@ -208,12 +212,15 @@ class Generation:
         held.open_folder(self._topology, self._claim(), self._someone_trained(), begun)
 
     def _claim(self) -> Claim | None:
-        """Of this generation, in an elastic run."""
+        """Claim of this generation to the run directory; None if the run is not elastic."""
         membership = self._launched.membership
         return Claim(membership.job, membership.generation) if membership else None
 
     def _open_recorder(self, targets: list[Target]) -> None:
-        """Rank 0 writes what says how the run was started; nothing is changed before this."""
+        """Open the run directory and write config and manifest on rank 0.
+
+        No file of the run changes before this.
+        """
         self._open_folder()
         recorder = self._held.recorder
         if recorder is None:
@@ -260,7 +267,10 @@ class Generation:
         folder.list_targets()
 
     def _emit_start(self, source: int | None) -> None:
-        """On every rank: if rank 0 dies before it has written this, another one does."""
+        """Record this generation's start on every rank, because rank 0 may die before it writes it.
+
+        Rank 0 writes all starts that are missing in events.jsonl.
+        """
         state, membership = self._components.state, self._launched.membership
         hashed = source is not None and self._config.train.replica_check_every > 0
         origin = "memory" if source is not None else "checkpoint" if state.progress.step else "new"
@@ -282,7 +292,7 @@ class Generation:
             self._held.recorder.emit_starts(self._held.generations)
 
     def _residuals_lost(self, source: int | None) -> int:
-        """Of how many ranks of the last generation nobody has what they owed (error feedback)."""
+        """Number of ranks of the last generation whose residuals (error feedback) are lost."""
         before, state = self._held.generations, self._components.state
         if source is None or not before or not state.of_scope("local"):
             return 0
@@ -317,7 +327,7 @@ class Generation:
         return self._finish(held.recorder, EXIT_PREEMPTED if loop.preempted else 0)
 
     def _finish(self, recorder: RunRecorder | None, code: int) -> int:
-        """Waits for those who want to see the end; returns the exit code."""
+        """Wait for scrapes, sinks and the other ranks; return the exit code."""
         heartbeat, exporter = self._context.heartbeat, self._components.exporter
         if exporter is not None and code == 0:
             with heartbeat.waiting():
@@ -326,9 +336,9 @@ class Generation:
         if recorder is not None:
             with heartbeat.waiting():
                 recorder.end_sinks(code)
-            self._held.folder.remove_targets()  # a crash leaves them: Prometheus shows the loss
+            self._held.folder.remove_targets()  # a crash keeps them: Prometheus shows the loss
             recorder.emit_end(self._components.state.progress.step, code)
-        gather_json(None, "done")  # the launcher takes the first end of a rank for the end of all
+        gather_json(None, "done")  # the launcher treats a rank's end as the end of all ranks
         return code
 
 

@@ -1,4 +1,4 @@
-"""What a process keeps from one generation to the next, beside its components."""
+"""State that a process keeps between generations, in addition to its components."""
 
 from __future__ import annotations
 
@@ -19,29 +19,30 @@ from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.runtime.terminal import terminal
 from hvdtrain.runtime.topology import Topology
 
-# For a save in progress where the ranks end by an error; it is lost if it takes longer.
+# Wait for a save in progress when the ranks end by an error; the save is lost if it takes longer.
 _LAST_SAVE_SECONDS = 10.0
 _RECENT = 1000  # records of steps
 
 
 class Held:
-    """The run on disk as far as this process holds it, and whether it holds the run's state.
+    """Open files of the run in this process, and whether the process holds the run's state.
 
     Args:
-        watchdog: of this process; it hears where to write.
-        local_rank: as the launcher had it first, for the name of that file.
+        watchdog: of this process; receives the path of its log.
+        local_rank: the local rank at the start, for the name of that log.
 
     Attributes:
-        run_id, folder: of the run; rank 0's count.
-        claim: of this process to the folder.
+        run_id: of the run; rank 0 decides it.
+        folder: run directory; rank 0 decides it.
+        claim: of this process to the run directory.
         recorder: on the rank that is, or was, rank 0.
-        generations: facts of each that this process took part in, as the ledger has them.
+        generations: start event of each generation in which this process took part.
         recent: records of the last logged steps, which rank 0 may not have written yet.
         trained: this process holds the state of the run.
-        initial: its state is still what the seed gives.
+        initial: its state is still the initial one from the seed.
         newest: the newest step whose state a rank held in memory, as far as this process knows;
-            None once the run continues, or begins. If no rank holds a state, that one is lost.
-        phase: of failures.py.
+            None once the run continues or begins. If no rank holds a state, this one is lost.
+        phase: phase of the generation, see failures.py.
     """
 
     def __init__(self, config: Config, watchdog: KeptWatchdog | None, local_rank: int) -> None:
@@ -50,7 +51,7 @@ class Held:
         self._local_rank = local_rank
         self.run_id = config.run.id or default_id(config.task)
         self.folder = RunFolder(Path(config.run.root) / self.run_id)
-        self.folder.ownership.look()  # while all else is prepared, its owner may show life
+        self.folder.ownership.look()  # first of two reads of the owner's counter
         self.claim = Claim.of_this_process()
         self.recorder: RunRecorder | None = None
         self.generations: list[dict[str, Any]] = []
@@ -62,7 +63,7 @@ class Held:
         self._log_of: Topology | None = None  # the generation whose log is open
 
     def take_run_id(self, run_id: str) -> None:
-        """From rank 0: without run.id each process made up its own."""
+        """Adopt rank 0's run ID: without run.id each process has made its own."""
         self.run_id = run_id
         if self.folder.path.name != run_id:
             self.folder = RunFolder(Path(self._config.run.root) / run_id)
@@ -70,15 +71,17 @@ class Held:
     def open_folder(
         self, topology: Topology, claim: Claim | None, tolerate_errors: bool, begun: bool = False
     ) -> None:
-        """Opens this rank's log, and on rank 0 the folder; a second call in a generation is empty.
+        """Open this rank's log and, on rank 0, the run directory.
+
+        A second call in the same generation does nothing.
 
         Args:
-            claim: of this generation; None: that of the process.
-            tolerate_errors: others hold a state that would be lost.
-            begun: this job has trained, whether a rank still holds its state or not.
+            claim: of this generation; None: the claim of the process.
+            tolerate_errors: other ranks hold a state that would be lost.
+            begun: this job has trained, whether or not a rank still holds its state.
 
         Raises:
-            UserError: the folder cannot be written, or belongs to another process.
+            UserError: the directory cannot be written, or belongs to another process.
         """
         if self._log_of == topology:
             return
@@ -107,11 +110,11 @@ class Held:
             logger.error("%s: cannot be written (%s); training continues", logs, error.strerror)
 
     def has_stuck_thread(self) -> bool:
-        """Whether this process would not end by itself."""
+        """Whether a hanging thread would keep this process from ending."""
         return self.recorder is not None and self.recorder.sink_stuck
 
     def set_aside(self) -> None:
-        """Others train on without this process: one of them is rank 0."""
+        """Close the run's files: the other ranks continue without this process."""
         if self.recorder is not None:
             self.close()
             self.release()
@@ -120,13 +123,13 @@ class Held:
         self._log_of = None
 
     def close(self) -> None:
-        """Closes the run's files."""
+        """Close the run's files."""
         if self.recorder is not None:
             self.recorder.close()
 
     def release(self) -> None:
-        """The run is free for the next start; a crash does not say so."""
+        """Release the run directory for the next start; a crashed process does not release it."""
         if self.recorder is not None and self.recorder.writer is not None:
-            # Where the ranks end by an error they agreed on, nobody has waited for it yet.
+            # If the ranks end by an agreed error, the save may still be in progress.
             self.recorder.writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
         self.folder.ownership.release()

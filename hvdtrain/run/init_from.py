@@ -1,4 +1,4 @@
-"""`run.init_from`: a new run begins with weights that were trained elsewhere."""
+"""`run.init_from`: start of a new run from weights that were trained elsewhere."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from hvdtrain.models.gpt import GPT
 from hvdtrain.models.huggingface import from_huggingface
 from hvdtrain.runtime.parts import model_tensors
 
-# So many names stand in a message.
+# Names listed in a message.
 _NAMED = 8
 
 
 @torch.no_grad()
 def load_initial_weights(model: nn.Module, path: str, strict: bool) -> None:
-    """Copies weights into a model, by name; on one rank, whose state the others get.
+    """Copy weights into a model by name, on one rank, whose state the other ranks receive.
 
     Args:
-        path: as checkpoint.weights.read_weights has it.
-        strict: names and shapes must be the model's; else those that are not stay what the seed
-            gives, and are named.
+        path: as in checkpoint.weights.read_weights.
+        strict: names and shapes must match the model. If False, tensors without a match keep their
+            initial values from the seed, and a warning lists them.
 
     Raises:
-        UserError: there are no weights, or they do not fit.
+        UserError: there are no weights, or they do not match the model.
     """
     try:
         found = read_weights(Path(path))

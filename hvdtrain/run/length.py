@@ -1,4 +1,4 @@
-"""How large the steps of a run are, and how long it is in steps and in passes over its data."""
+"""Global batch size of a run, and its length in steps and epochs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hvdtrain.tasks import Datasets
 
 
 def dataset_size(datasets: Datasets) -> int:
-    """Samples of an epoch."""
+    """Number of samples in an epoch."""
     return len(datasets.train)  # type: ignore[arg-type]
 
 
 def with_global_batch(config: Config, world_size: int) -> Config:
-    """The configuration with the global batch, and the rate for it, that follow from the ranks.
+    """Return the configuration with global batch and learning rate derived from the world size.
 
-    Where `batch.per_rank_size` is set; the rates are those of Goyal et al., arXiv:1706.02677, whose
-    reference is the batch of one rank.
+    Applies only if `batch.per_rank_size` is set. The learning rate is scaled as in Goyal et al.,
+    arXiv:1706.02677, with the batch of one rank as the reference.
     """
     if not config.batch.per_rank_size:
         return config
@@ -32,20 +32,20 @@ def with_global_batch(config: Config, world_size: int) -> Config:
 
 
 def with_steps(config: Config, datasets: Datasets, buckets: SampleBuckets | None = None) -> Config:
-    """The configuration with the number of steps that `train.epochs` takes, where that counts.
+    """Return the configuration with the number of steps in `train.epochs`, if that is set.
 
     Args:
         buckets: of the training data, with batch.max_tokens.
 
     Raises:
-        UserError: a key names a step that there is not then, or needs validation data.
+        UserError: a key refers to a step beyond the last one, or requires validation data.
     """
     if datasets.validation is None and (config.train.patience or config.checkpoint.keep_best):
         key = "train.patience" if config.train.patience else "checkpoint.keep_best"
         raise UserError(f"{key} needs validation data, and the task {config.task} has none")
     if not config.train.epochs:
         return config
-    # As it was written: 0.1 is a tenth, and no float of binary digits.
+    # As written in the configuration: 0.1 is exactly a tenth, not a binary float.
     epochs = Fraction(repr(config.train.epochs))
     if buckets is None:
         steps = ceil(epochs * dataset_size(datasets) / config.batch.global_size)
@@ -58,10 +58,10 @@ def with_steps(config: Config, datasets: Datasets, buckets: SampleBuckets | None
 
 
 def describe(config: Config, size: int, buckets: SampleBuckets | None = None) -> str:
-    """One line: how many steps, epochs and samples, and what becomes of the last ones.
+    """Describe steps, epochs and samples in one line, and how the last samples are used.
 
     Args:
-        config: of `with_steps`.
+        config: result of `with_steps`.
         size: samples of an epoch.
         buckets: of the training data, with batch.max_tokens.
     """

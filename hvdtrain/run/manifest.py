@@ -1,4 +1,4 @@
-"""What a run says of how it was started: manifest.json, events.jsonl, hvdtrain_run_info."""
+"""Records of how a run was started: manifest.json, events.jsonl, hvdtrain_run_info."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hvdtrain.runtime.topology import Topology
 
 
 def run_facts(config: Config) -> dict[str, str]:
-    """The labels of hvdtrain_run_info."""
+    """Return the labels of hvdtrain_run_info."""
     return {
         "task": config.task,
         "hvdtrain": hvdtrain.__version__,
@@ -40,11 +40,11 @@ def build_manifest(
     starts: list[dict[str, Any]],
     grid: Grid,
 ) -> dict[str, Any]:
-    """What RUN/manifest.json says: what ran, where, on which data.
+    """Return the content of RUN/manifest.json: versions, ranks, hosts, data and starts.
 
     Args:
         starts: one entry for each start of the run so far, this one last.
-        grid: which rank holds which part of the model.
+        grid: assigns shards of the model to ranks.
     """
     versions = {"hvdtrain": hvdtrain.__version__, "python": platform.python_version()}
     versions |= {name: metadata.version(name) for name in ("torch", "horovod", "numpy")}
@@ -66,7 +66,7 @@ def build_manifest(
 
 
 def _layout(topology: Topology, grid: Grid) -> dict[str, Any]:
-    """As text, and the place of each rank."""
+    """Layout of the ranks as text, and the coordinates of each rank."""
     return {
         "layout": grid.describe(topology.hosts).splitlines(),
         "coordinates": [grid.coordinates(rank) for rank in range(topology.world_size)],
@@ -74,7 +74,7 @@ def _layout(topology: Topology, grid: Grid) -> dict[str, Any]:
 
 
 def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]:
-    """What RUN/events.jsonl says of a generation: where it starts, with which ranks and data."""
+    """Return the start event of a generation in RUN/events.jsonl: first step, ranks and data."""
     config, state, datasets = components.config, components.state, components.datasets
     buckets, former = components.buckets.train, former_of(datasets.fingerprint)
     return {
@@ -101,7 +101,7 @@ def start_facts(components: RunComponents, topology: Topology) -> dict[str, Any]
 
 @cache
 def _git_commit() -> str | None:
-    """The commit of the working folder, so of the user's own code; None outside a repository."""
+    """Commit of the working directory (the user's own code); None outside a repository."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, cwd=Path.cwd()

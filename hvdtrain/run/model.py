@@ -1,4 +1,4 @@
-"""The model of a run, and what it computes."""
+"""Construction of a run's model, and its FLOPs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hvdtrain.telemetry.peaks import peak_of
 
 
 def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
-    """The task's model, freshly initialised from the seed.
+    """Build the task's model, initialised from the seed.
 
     Raises:
-        UserError: it cannot be trained, or has nothing of the name that is to be frozen.
+        UserError: the model cannot be trained, or a name in optim.freeze matches nothing in it.
     """
     seed_all(config.seed)
     model: nn.Module = task.model()
@@ -36,10 +36,10 @@ def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
 def build_flops(
     config: Config, task: Task, datasets: Datasets, model: nn.Module, dtype: torch.dtype
 ) -> ModelFlops | None:
-    """The model's FLOPs and the device's, where both are known.
+    """Return the FLOPs of the model and the device; None unless both are known.
 
     Args:
-        dtype: that matrices are multiplied in.
+        dtype: of matrix products.
     """
     device = next(model.parameters()).device
     if config.batch.max_tokens:

@@ -1,4 +1,4 @@
-"""The optimizer that a run steps with: by name, on masters, and in parts."""
+"""Construction of a run's optimizer: by name, with master weights, sharded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hvdtrain.tasks import Task, optional
 def build_run_optimizer(
     config: Config, task: Task, model: nn.Module, precision: Precision
 ) -> Optimizer:
-    """Over the trained parameters of `model`.
+    """Build the optimizer of the trained parameters of `model`.
 
     Raises:
-        UserError: it does not fit the model.
+        UserError: the optimizer does not fit the model.
     """
     groups = optional(task, "param_groups")
     optimizer = build_optimizer(config.optim, model, groups(model) if groups else None)

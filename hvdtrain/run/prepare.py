@@ -1,4 +1,4 @@
-"""What a process makes before it knows the other ranks, and keeps to its end."""
+"""Objects that a process builds before it knows the other ranks, and keeps until its end."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Start:
     """How this process was started.
 
     Args:
-        clock: time.perf_counter() when it began.
-        local_rank: its number on its host, as its launcher had it first.
+        clock: time.perf_counter() at its start.
+        local_rank: its local rank at its start; local ranks change in an elastic run.
         elastic: processes may join and leave.
     """
 
@@ -45,11 +45,11 @@ class Start:
 
 @dataclass
 class Prepared:
-    """See the top of this file.
+    """Objects of this process for all generations.
 
     Args:
-        config: with the steps that follow from the data.
-        progress: where the run is; it has no other.
+        config: the configuration, with the number of steps derived from the data.
+        progress: the only record of the run's progress.
     """
 
     config: Config
@@ -66,7 +66,7 @@ class Prepared:
     _exported: Exported | None = field(init=False, default=None)
 
     def identity(self, digest: str) -> Identity:
-        """What this process would train; those of a run have the same.
+        """Return the identity of this process, which must be equal on all processes of a run.
 
         Args:
             digest: of the configuration.
@@ -79,7 +79,7 @@ class Prepared:
     def export(
         self, config: Config, exchange: Exchange, compiled: CompileClock | None
     ) -> Exporter | None:
-        """The exporter of this process, which tells of `exchange` from now on.
+        """Return the exporter of this process, which from now on exports metrics of `exchange`.
 
         Raises:
             UserError: as build_exporter.
@@ -96,7 +96,7 @@ class Prepared:
 
 
 def prepare_environment(config: Config) -> None:
-    """Before Horovod starts: what it and MPI read then, as this configuration needs it."""
+    """Set the environment that Horovod and MPI read when they start, as configured."""
     choose_kernels()
     environment.prepare(
         timeout_seconds=config.elastic.timeout_seconds,
@@ -112,18 +112,18 @@ def prepare(
     start: Start,
     data: tuple[Task, Datasets] | None = None,
 ) -> Prepared:
-    """Each part on all ranks, or on none.
+    """Prepare device, precision, data and timers; each on all ranks, or on no rank.
 
     Args:
-        data: the task and its data sets, where the caller has them already.
+        data: the task and its datasets, if the caller has them already.
 
     Raises:
-        AgreedError: some rank cannot.
+        AgreedError: a rank cannot build one.
     """
     given = with_global_batch(settings.config, topology.world_size)
     if given.exchange.exact:
         use_deterministic_kernels()
-    # In an elastic run local ranks change, and GPUs do not.
+    # In an elastic run local ranks change, but a process keeps its GPU.
     device_index = start.local_rank if start.elastic else None
     device = on_all_ranks("device", lambda: choose_device(topology, device_index))
     precision = on_all_ranks("precision", lambda: build_precision(given.precision, device))
@@ -136,7 +136,7 @@ def prepare(
 
 
 def _build_timer(began: float, device: torch.device) -> PhaseTimer:
-    """Args: began: time.perf_counter() at the process's start."""
+    """Build the phase timer; `began`: time.perf_counter() at the process's start."""
     timer = PhaseTimer(began)
     if device.type == "cuda":
         timer.use_events(cuda_event)

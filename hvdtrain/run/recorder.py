@@ -1,4 +1,4 @@
-"""What rank 0 keeps of a run on disk, from the first generation on in which it is rank 0."""
+"""Files of a run that rank 0 writes, from the first generation in which a process is rank 0."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.sinks import BackgroundSink
 from hvdtrain.telemetry.trackers import build_sinks
 
-# For the sinks at the end; less where somebody waits for the process to be gone.
+# Wait for the sinks at the end; the short one if another process waits for this one to end.
 _PATIENCE_S = 10.0
 _SHORT_PATIENCE_S = 2.0
-_CONFIRM_S = 5.0  # for a look at whose run it is
+_CONFIRM_S = 5.0  # to confirm that this process still owns the run
 
 
 class RunRecorder:
-    """The run's folder, its figures, its checkpoints and its ledger.
+    """Run directory with its metrics, checkpoints and events.
 
     Args:
-        folder: held by this process.
-        config: which checkpoints stay.
-        sinks: get the figures too, from `open` to `end_sinks`.
+        folder: run directory, owned by this process.
+        config: which checkpoints are kept.
+        sinks: also receive the metrics, from `open` to `end_sinks`.
 
     Attributes:
         metrics, ranks, writer: None before `open`; `ranks` is RUN/ranks.jsonl.
@@ -67,29 +67,29 @@ class RunRecorder:
         self.starts = folder.starts()
         self._small = LateFiles(partial(folder.ownership.confirm, _CONFIRM_S))
         self._sinks_ended = False
-        self._numbers: dict[str, int] = {}  # of generations, by their claims
+        self._numbers: dict[str, int] = {}  # claim -> number of the generation
         self._restarts = 0
         self._lost_steps = 0
 
     def describe(self, path: Path, write: Callable[[], None], tolerate_errors: bool) -> None:
-        """Writes one of the small files that say how the run was started.
+        """Write one of the small files that record how the run was started.
 
         Args:
-            tolerate_errors: others hold a state that would be lost: a file that cannot be written
-                now is logged, and tried again before each checkpoint.
+            tolerate_errors: other ranks hold a state that would be lost. A failure is then only
+                logged, and the file is tried again before each checkpoint.
 
         Raises:
-            OSError: it cannot be written; only where not `tolerate_errors`.
+            OSError: the file cannot be written; only without `tolerate_errors`.
         """
         self._small.write(path, write, tolerate_errors)
 
     def open(self, step: int, exporter: Exporter | None, tolerate_errors: bool = False) -> None:
-        """Opens the figures for a run that resumes from `step`, and puts aside what lies beyond.
+        """Open the metrics files of a run that resumes from `step`; set aside later steps.
 
-        Where they are open, it does so where the run goes back (exchange.sync_every).
+        If the files are already open, only set aside later steps (exchange.sync_every).
 
         Raises:
-            OSError: they cannot be written; only where not `tolerate_errors`, see `describe`.
+            OSError: the files cannot be written; only without `tolerate_errors`, see `describe`.
         """
         if self.metrics is not None and self.ranks is not None:
             self.metrics.take_back(step)
@@ -111,24 +111,24 @@ class RunRecorder:
             self._export_history(exporter)
 
     def bring_to_disk(self) -> None:
-        """What a checkpoint relies on, before it is written.
+        """Write the files that a checkpoint relies on, before the checkpoint is written.
 
         Raises:
-            OSError: the lines of metrics.jsonl cannot be.
+            OSError: the lines of metrics.jsonl cannot be written.
         """
         self._small.again()
         if self.metrics is not None:
             self.metrics.sync()
 
     def choose(self, resume: str, begun: bool = False) -> Checkpoint | None:
-        """The checkpoint from which the run continues; None: from the start.
+        """Return the checkpoint from which the run continues; None: from the start.
 
         Args:
             resume: as run.resume.
-            begun: this job has trained: its own newest checkpoint counts, if it has one.
+            begun: this job has trained: it continues from its own newest checkpoint, if any.
 
         Raises:
-            UserError: there is no such checkpoint, or none that is whole.
+            UserError: there is no such checkpoint, or no complete one.
         """
         if resume == "never" and not begun:
             return None
@@ -141,31 +141,32 @@ class RunRecorder:
             )
         of_this_run = path.resolve().parent == self.manager.root.resolve()
         if named(self.manager.root) and (begun or not of_this_run):
-            # A checkpoint of another run is where this one began; it has continued since, also
-            # where its own checkpoints were damaged.
+            # This run began from a checkpoint of another run and has continued since, even if its
+            # own checkpoints were damaged.
             return self.manager.newest()
         return read(path)
 
     def emit_starts(self, generations: Sequence[dict[str, Any]]) -> None:
-        """Writes the ledger's line of a generation, before its first step.
+        """Write the start event of a generation, before its first step.
 
         Args:
-            generations: that this process took part in, the present one last. Others before it
-                may be missing too: their rank 0 died while the disk was full.
+            generations: the generations in which this process took part, the current one last.
+                Events of earlier ones may also be missing, if their rank 0 died while the disk
+                was full.
         """
         past = self.events.lines()
         saved = {event.get("step") for event in past if event.get("event") == "checkpoint"}
         starts = [event for event in past if event.get("event") == "start"]
         known = {event.get("claim") for event in starts}
-        # What lies before a generation that is known did no step with its rank 0.
+        # Generations before a recorded one did no step with its rank 0.
         newest_first = takewhile(lambda facts: facts["claim"] not in known, reversed(generations))
         missing = [*newest_first][::-1]
         lost = self.metrics.superseded_steps if self.metrics is not None else 0
         self._lost_steps = sum(event.get("lost_steps", 0) for event in starts) + lost
         for number, facts in enumerate(missing, start=len(starts)):
             if facts["source"] == "checkpoint" and facts["step"] not in saved:
-                # Whoever wrote it was killed before it could say so: by how much it held up the
-                # steps is not known.
+                # Its writer was killed before it could write the event: how long the save held up
+                # the steps is unknown.
                 self.events.write("checkpoint", step=facts["step"], seconds=0.0)
                 saved.add(facts["step"])
             steps = lost if facts is generations[-1] else 0
@@ -175,18 +176,18 @@ class RunRecorder:
         self._numbers = {event.get("claim", ""): event["generation"] for event in events}
 
     def generation(self, claim: str) -> int | None:
-        """Number in the run of the generation with this claim; None: it has no start event."""
+        """Return the number of the generation with this claim; None: it has no start event."""
         return self._numbers.get(claim)
 
     def emit_end(self, step: int, exit_code: int) -> None:
-        """Writes the ledger's line of an end that the ranks agreed on."""
+        """Write the event of an end on which the ranks agreed."""
         self.events.write("end", step=step, exit_code=exit_code)
 
     def end_sinks(self, exit_code: int) -> None:
-        """Waits until the sinks have everything, a while; a second time it does nothing.
+        """Close the sinks and wait a limited time for them; a second call does nothing.
 
         Args:
-            exit_code: with which this process ends.
+            exit_code: of this process.
         """
         if self._sinks_ended:
             return
@@ -199,7 +200,7 @@ class RunRecorder:
 
     @property
     def sink_stuck(self) -> bool:
-        """A sink hangs, and would keep this process from ending."""
+        """Whether a sink hangs and would keep this process from ending."""
         return any(sink.stuck for sink in self.sinks)
 
     def close(self) -> None:
@@ -230,36 +231,36 @@ class RunRecorder:
 
 
 def build_recorder(config: Config, folder: RunFolder) -> RunRecorder:
-    """Rank 0's, for a folder that it holds."""
+    """Build rank 0's recorder for a run directory that it owns."""
     sinks = build_sinks(config.telemetry, folder.path)
     return RunRecorder(folder, config.checkpoint, [BackgroundSink(sink) for sink in sinks])
 
 
 class LateFiles:
-    """Small files that are each written whole, now or, where the disk is full, later.
+    """Small files, each written whole: now or, if the disk is full, later.
 
     Args:
-        confirm: raises OSError where this process may not write.
+        confirm: raises OSError if this process may not write.
 
     Attributes:
-        failures: how often one could not be written.
+        failures: number of failed writes.
     """
 
     def __init__(self, confirm: Callable[[], None]) -> None:
         self._confirm = confirm
         self._waiting: dict[Path, Callable[[], None]] = {}
         self._said: set[Path] = set()
-        self._lock = Lock()  # saves try again from their own thread
+        self._lock = Lock()  # saves retry from their own thread
         self.failures = 0
 
     def write(self, path: Path, write: Callable[[], None], tolerate_errors: bool) -> None:
-        """Writes one, as RunRecorder.describe says."""
+        """Write a file, see RunRecorder.describe."""
         with self._lock:
             self._waiting[path] = write
             self._try(path, tolerate_errors)
 
     def again(self) -> None:
-        """Tries those that wait."""
+        """Retry the files that could not be written."""
         with self._lock:
             for path in list(self._waiting):
                 self._try(path, tolerate_errors=True)

@@ -1,4 +1,4 @@
-"""From one generation of an elastic run to the next: a process gives up its ranks for others."""
+"""Transition of a process from one generation of an elastic run to the next."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ if TYPE_CHECKING:
 
 _MAX_FAILED_RENDEZVOUS = 20
 _LONGEST_MESSAGE = 1000
-# Beyond the 10 times elastic.hang_seconds of a watchdog: others wait for this one's verdict.
+# Factor of elastic.hang_seconds, as in watchdog.py, and further seconds: the other ranks wait this
+# long for the verdict of this process's watchdog.
 _PATIENCE = (10, 60.0)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How the last generation of an elastic run failed; None: it did not.
+    """Failure of the last generation of an elastic run.
 
     Args:
-        phase: of failures.py.
+        phase: the phase in which it failed, see failures.py; None: it did not fail.
     """
 
     phase: str | None = None
@@ -44,10 +45,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Rejoin:
-    """See the top of this file.
+    """Callable that moves this process to the next generation.
 
     Args:
-        replicas: of a model that spans ranks.
+        replicas: if the model spans ranks.
     """
 
     membership: Membership
@@ -57,15 +58,15 @@ class Rejoin:
     replicas: Replicas | None
 
     def __call__(self, failure: Failure, components: RunComponents | None) -> Topology:
-        """Leaves the last generation, and is one of the next one's ranks then.
+        """Leave the last generation, join the next one, and return its topology.
 
         Args:
             failure: of the last generation.
-            components: what trained in it.
+            components: of the last generation.
 
         Raises:
             RemovedError, RefusedError, LostError: as Membership.join.
-            UserError: one rendezvous after the other fails.
+            UserError: the rendezvous fails _MAX_FAILED_RENDEZVOUS times in a row.
         """
         for _ in range(_MAX_FAILED_RENDEZVOUS):
             with heartbeat.OWN.waiting():
@@ -76,7 +77,7 @@ class Rejoin:
                 components.exchange.abort()
             heartbeat.OWN.beat(Activity.RENDEZVOUS)
             self.membership.join(partial(self._status, failure), self._set_aside)
-            # Only now: until then the listener may still report the end of the last generation.
+            # Not earlier: the listener may still report the end of the last generation until here.
             heartbeat.OWN.generation_over = False
             self.held.phase = RENDEZVOUS
             try:
@@ -91,7 +92,7 @@ class Rejoin:
         )
 
     def _set_aside(self) -> None:
-        """The other ranks train without this process, which is a spare."""
+        """Become a spare: the other ranks train without this process."""
         self.held.set_aside()
         if self.replicas is not None:
             self.replicas.forget_pending_step()

@@ -1,10 +1,10 @@
-"""A model that spans ranks in an elastic run: each generation forms its replicas again.
+"""Replicas of a model that spans ranks in an elastic run, formed again in each generation.
 
-each rank reports which shard it holds, as of which step
-a rank that may have missed the last step takes it, if another rank has     (see Agreement)
-the ranks are arranged so that many keep the shard that they hold           (Grid.of)
-a rank that holds a shard sends it to those that are to hold it and do not  (parallel/regroup.py)
-the ranks of a replica form a torch.distributed world, and build their shards of the model
+1. Each rank reports which shard it holds, as of which step.
+2. A rank that may have missed the last step takes it, if another rank has taken it (Agreement).
+3. The ranks are arranged so that many of them keep their shards (Grid.of).
+4. A holder of a shard sends it to the ranks that need it and do not hold it (parallel/regroup.py).
+5. The ranks of a replica form a torch.distributed world, and build their shards of the model.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class PartStatus(NamedTuple):
     """The status of a rank in a rendezvous.
 
     Args:
-        part: whose shard it holds, or None.
-        step: optimizer steps done; -1: it holds nothing.
+        part: index of the shard that it holds, or None.
+        step: optimizer steps done; -1: it holds no shard.
         reaches: the step that it can reach by itself: this or the next one, see Agreement.
-        before: the part that this process had last, whether it holds anything of it or not.
+        before: index of this process's last shard, whether or not it still holds it.
     """
 
     part: int | None = None
@@ -48,7 +48,7 @@ class PartStatus(NamedTuple):
     before: int | None = None
 
     def holds(self, newest: int) -> int | None:
-        """The part whose shard it holds, or can make, as of step `newest`; None: none."""
+        """Return the index of the shard that it holds or can make as of step `newest`, or None."""
         return self.part if newest in (self.step, self.reaches) else None
 
 
@@ -56,23 +56,23 @@ class Replicas:
     """This process's shard of the model, from one generation to the next.
 
     Args:
-        held: says whether this process holds the state of the run; brought up to date.
+        held: whether this process holds the state of the run; updated in place.
     """
 
     def __init__(self, prepared: Prepared, held: Held) -> None:
         self._prepared = prepared
         self._held = held
-        # Of the last generation if it trained; they hold this rank's shard as long as `_shard` is
-        # None.
+        # Components of the last generation that trained; they hold this rank's shard while
+        # `_shard` is None.
         self._components: RunComponents | None = None
         self._shard: HeldShard | None = None
-        # torch caches what DTensors do by the mesh, and not by this process's place in it: so a
-        # process keeps its part.
+        # torch caches operations on DTensors by mesh, not by this process's position in the mesh.
+        # A process therefore keeps the index of its shard.
         self._before: int | None = None
         self.connections = Connections()
 
     def status(self) -> PartStatus:
-        """What this process holds."""
+        """Return the status of this process."""
         if self._shard is not None:
             step = self._shard.step
             return PartStatus(self._shard.number, step, step, self._before)
@@ -86,30 +86,30 @@ class Replicas:
     def forget_pending_step(self) -> None:
         """Drop the pending step: the other ranks redo it without this process.
 
-        They divide its micro-batches differently, so the bits of the result may differ.
+        They divide its micro-batches differently, so the result may not be bitwise identical.
         """
         if self._components is not None and self._components.agreement is not None:
             self._components.agreement.forget()
 
     def leave_world(self) -> None:
-        """After a generation; those that wait for this rank in a collective get an error."""
+        """Leave a generation; ranks that wait for this rank in a collective get an error."""
         self.connections.leave()
         abandon()
 
     def lost_peers(self) -> AbstractContextManager[None]:
-        """See world.py."""
+        """Context that reports lost peers, see world.py."""
         return lost_peers()
 
     def regroup(self, topology: Topology) -> RunComponents:
-        """What trains in this generation; every rank holds its shard, if any rank held one.
+        """Build the components of this generation and transfer shards to the ranks that need them.
 
-        If a part was lost, `held.newest` says so, and all is as at the start of a run.
+        If a shard was lost, `held.newest` is set, and the components are as at the start of a run.
 
         Raises:
-            RankLostError: another rank is gone; this process still holds what it held, or the
-                newer shard that it has received.
-            ReplacedError: this process would have another part than before.
-            MembershipChanged: that is so on another rank.
+            RankLostError: another rank is gone; this process still holds its shard, or the newer
+                shard that it has received.
+            ReplacedError: the index of this process's shard would change.
+            MembershipChanged: the index of another rank's shard would change.
         """
         own = self.status()
         statuses = [PartStatus(*theirs) for theirs in gather_json([*own], "parts")]
@@ -151,7 +151,7 @@ class Replicas:
     def _hand_over(
         self, grid: Grid, statuses: Sequence[PartStatus], newest: int, rank: int
     ) -> None:
-        """Every rank holds its shard as of step `newest`, or none does if one was lost."""
+        """Give every rank its shard as of step `newest`; if one was lost, drop all shards."""
         held = [status.holds(newest) for status in statuses]
         try:
             transfers = plan(held, grid)
@@ -185,7 +185,7 @@ def arrange(
     degrees: dict[str, int],
     place: Sequence[str],
 ) -> tuple[Grid, list[int]]:
-    """Return which rank holds which part, and the ranks for which it is another than before."""
+    """Return the assignment of shards to ranks, and the ranks whose shard index changes."""
     before = [status.before for status in statuses]
     holders = [rank for rank, status in enumerate(statuses) if status.holds(newest) is not None]
     grid = Grid.of(hosts, degrees, place, before, holders)

@@ -1,4 +1,4 @@
-"""Where a run continues that no rank holds in memory: at a checkpoint, or at its beginning."""
+"""Resumption of a run that no rank holds in memory: from a checkpoint, or from its start."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from hvdtrain.runtime.mesh import Group, Mesh
 from hvdtrain.runtime.parts import model_tensors
 from hvdtrain.runtime.topology import Topology
 
-_LAST_SAVE_SECONDS = 10.0  # for a save that is under way
+_LAST_SAVE_SECONDS = 10.0  # wait for a save in progress
 
 
 def resume(config: Config, components: RunComponents, held: Held, topology: Topology) -> None:
-    """Gives all ranks the state of the checkpoint that `run.resume` means, or the initial one.
+    """Give all ranks the state of the checkpoint that `run.resume` selects, or the initial state.
 
     Args:
-        held: its folder is open; rank 0's recorder has the checkpoints. If the ranks have trained
-            (`newest`), the run continues from its own newest checkpoint.
+        held: with an open run directory; rank 0's recorder has the checkpoints. If the ranks have
+            trained (`newest`), the run continues from its own newest checkpoint.
 
     Raises:
         AgreedError: there is no such checkpoint, or it does not fit.
@@ -49,7 +49,7 @@ def resume(config: Config, components: RunComponents, held: Held, topology: Topo
 
 
 def _load_own(config: Config, components: RunComponents, folder: Path | None, group: Group) -> None:
-    """On every rank: what is not replicated."""
+    """Load state that is not replicated, on every rank."""
     state = components.state
     state.load_local(folder, group)
     if folder is not None:
@@ -57,17 +57,17 @@ def _load_own(config: Config, components: RunComponents, folder: Path | None, gr
     elif state.spanned and config.run.init_from is not None:
         from hvdtrain.parallel.spanned_state import take_over
 
-        # Whole for a moment, as the model was before ranks took their parts of it.
+        # The whole model for a moment, as before the ranks took their shards.
         whole = build_model(components.task, config, components.device)
         load_initial_weights(whole, config.run.init_from, config.run.init_strict)
         take_over(state.model, model_tensors(whole))
 
 
 def _load(config: Config, components: RunComponents, held: Held, group: Group) -> Path | None:
-    """On rank 0: loads the replicated parts; returns the checkpoint's folder, if there is one."""
+    """Load the replicated state on rank 0; return the checkpoint's directory, if there is one."""
     lost = held.newest is not None
     writer = held.recorder.writer if held.recorder else None
-    if lost and writer is not None:  # it may just be writing one
+    if lost and writer is not None:  # it may be writing one now
         with heartbeat.OWN.waiting():
             writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
     checkpoint = held.recorder.choose(config.run.resume, lost) if held.recorder else None
@@ -76,12 +76,12 @@ def _load(config: Config, components: RunComponents, held: Held, group: Group) -
     if checkpoint is not None:
         components.state.load(checkpoint)
         logger.info("resumed from the checkpoint of step %d", components.state.progress.step)
-        if writer is not None:  # what it took beyond that counts no more
+        if writer is not None:  # later saves no longer count
             writer.taken_step = min(writer.taken_step, components.state.progress.step)
         return checkpoint.folder
     if (lost or not held.initial) and group.rank == 0:
-        # Half of a state whose source died, or of one that was left behind. One that spans ranks
-        # was built anew for these.
+        # The model holds part of a state whose source died, or an abandoned state. A model that
+        # spans ranks has just been rebuilt for the current ranks.
         spans = components.mesh is not None
         model = None if spans else build_model(components.task, config, components.device)
         components.state.start_over(model)

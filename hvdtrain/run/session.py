@@ -1,14 +1,27 @@
 """One run from start to end in this process.
 
-    prepare: device, data (prepare.py)                      once in a process
-    build: model, optimizer, exporter (build.py)            once; of a model that spans ranks of an
-                                                            elastic run for each generation
-    a generation (generation.py)                            once; in an elastic run again whenever
-                                                            ranks have died, or join or leave
+    prepare: device, data (prepare.py)                 once per process
+    build: model, optimizer, exporter (build.py)       once per process; once per generation if the
+                                                       model spans ranks of an elastic run
+    run a generation (generation.py)                   once; in an elastic run again whenever ranks
+                                                       have died, join or leave
 
-Whatever may fail on one rank and not on the others (reading data, making folders, loading a
-checkpoint) runs inside `on_all_ranks`: all ranks end alike, and one says why. In an elastic run a
-process prepares on its own, as a world of one rank, before it joins the others: these train on.
+Operations that may fail on some ranks only (reading data, creating directories, loading a
+checkpoint) run inside `on_all_ranks`: all ranks end together, and one reports the reason. In an
+elastic run a process prepares alone, as a world of one rank, before it joins the other ranks, which
+continue to train.
+
+If a rank is lost, every other rank gets a RankLostError from its current collective. Without
+elastic training this ends the run (`run`). In an elastic run the driver (elastic/driver.py) also
+notifies the ranks, which abort their collectives at once (`_abort`). Each surviving rank then
+
+1. shuts Horovod down, so that no collective writes into its state any more,
+2. restores a complete state if necessary (RunComponents.go_back), at most one step behind,
+3. requests its ranks in the next generation from the driver (rejoin.py),
+4. agrees with the other ranks on a source rank, receives its state if it is newer, and continues
+   to train (generation.py). New processes receive the state in the same way.
+
+If no rank holds a complete state, the run continues from its newest checkpoint (resume.py).
 """
 
 from __future__ import annotations
@@ -66,11 +79,11 @@ _LONGEST_MESSAGE = 1000
 
 
 def run(settings: Settings, stop: StopFlag, began: float) -> int:
-    """Trains as configured.
+    """Train as configured.
 
     Args:
         stop: raised when this process is asked to stop.
-        began: when the program was started, unix time.
+        began: unix time of the program's start.
 
     Returns:
         The exit code, the same on every rank. A crash does not return: it ends the process.
@@ -99,11 +112,11 @@ def run(settings: Settings, stop: StopFlag, began: float) -> int:
 
 
 class Session:
-    """See the top of this file.
+    """One run in this process, see the top of this file.
 
     Attributes:
         topology: the ranks of this generation.
-        held: what this process keeps of the run on disk.
+        held: what this process keeps between generations.
     """
 
     def __init__(self, settings: Settings, stop: StopFlag, began: float) -> None:
@@ -124,7 +137,7 @@ class Session:
             self._membership,
         )
         self.held = Held(settings.config, self._start_watchdog(settings), self._local_rank)
-        # Of a model that spans ranks in an elastic run; a process alone cannot build its part.
+        # If the model spans ranks of an elastic run: a single process cannot build its shard.
         self._replicas: Replicas | None = None
         self._components: RunComponents | None = None
         self._threads = settings.config.runtime.threads
@@ -144,7 +157,7 @@ class Session:
         return kept
 
     def _on_notice(self, message: str) -> None:
-        """From another thread: this host is about to be taken away."""
+        """Handle the notice that this host is about to be taken away; runs in another thread."""
         logger.warning("%s", message)
         if self._membership is None:
             self._stop.raise_before_signals()
@@ -152,14 +165,19 @@ class Session:
             self._membership.leave(message)
 
     def _abort(self) -> None:
-        """From another thread: this generation is over."""
+        """Abort collectives because this generation is over; runs in another thread."""
         heartbeat.OWN.generation_over = True
         abort_collectives()
         if self._replicas is not None:
             self._replicas.connections.abort()
 
     def run(self) -> int:
-        """Returns the exit code; raises as the function `run` says, and RankLostError."""
+        """Train and return the exit code.
+
+        Raises:
+            RankLostError: a rank was lost in a run that is not elastic.
+            BaseException: any other error, see the function `run`.
+        """
         self._prepare()
         try:
             if self._membership is None:
@@ -176,29 +194,29 @@ class Session:
         return code
 
     def end_by_agreement(self, error: AgreedError) -> int:
-        """Ends with an error that all ranks of this generation know; returns the exit code."""
+        """End with an error that all ranks of this generation share; return the exit code."""
         if error.rank == self.topology.rank and self._should_report_error():
             where = "" if error.rank == 0 else f"rank {error.rank} on {self.topology.host}: "
             said = printable_lines(f"{where}{error}")
             print(f"hvdtrain: error: {said}", file=sys.stderr, flush=True)
         with suppress(RankLostError):
-            gather_json(None, "reported")  # nobody ends before the message is out
+            gather_json(None, "reported")  # no rank ends before the message is printed
         if self.held.recorder is not None:
             self.held.recorder.emit_end(self._prepared.progress.step, error.exit_code)
         self.held.release()
         return error.exit_code
 
     def _should_report_error(self) -> bool:
-        """Whether an error that the ranks of this generation share is this process's to report.
+        """Whether this process reports an error that the ranks of this generation share.
 
-        Processes that prepare alone may all find the same mistake: the first of them reports it,
-        whereupon the launcher ends the others.
+        Processes that prepare alone may all find the same error: the first process reports it,
+        and the launcher then ends the others.
         """
         alone = self._membership is not None and self.topology.world_size == 1
         return not (alone and self._number > 0 and self._stop.raised_by_launcher())
 
     def report(self, error: BaseException) -> None:
-        """Tells an elastic launcher of an error of this process's own, which is about to end it."""
+        """Report an error of this process, which is about to end it, to an elastic launcher."""
         if self._membership is None or isinstance(error, (RankLostError, KeyboardInterrupt)):
             return
         trains = self.held.phase == TRAINING
@@ -249,7 +267,7 @@ class Session:
             return generation.run()
 
     def _let_replace(self, membership: Membership, reason: ReplacedError) -> int:
-        """Ends this healthy process for a new one; returns the exit code."""
+        """End this healthy process so that a new one replaces it; return the exit code."""
         logger.warning("this process ends, and a new one takes its place: %s", reason)
         try:
             membership.replace(str(reason))
@@ -260,7 +278,7 @@ class Session:
         return 0
 
     def _generations(self, membership: Membership) -> int:
-        """Generation after generation, until the run's end."""
+        """Join generations and train in them until the run's end; return the exit code."""
         rejoin = Rejoin(membership, self._launched, self._prepared, self.held, self._replicas)
         failed_at, failure = -1, Failure()
         cause = Cause("launch", self._began)
@@ -280,13 +298,13 @@ class Session:
                 return self._let_replace(membership, error)
             except MembershipChanged:
                 failure = Failure()
-                if self.held.phase == TRAINING:  # else this generation's cause is the next one's
+                if self.held.phase == TRAINING:  # otherwise keep the cause
                     cause = Cause("hosts", time.time())
             except RankLostError as error:
                 failed = self._prepared.progress.step + 1
                 failure = Failure(self.held.phase, str(error))
                 with heartbeat.OWN.waiting():
-                    shut_down()  # no collective writes into the state any more
+                    shut_down()  # from here on no collective writes into the state
                 if self._components is not None and self._components.go_back():
                     self.held.trained = True
                 step = self._prepared.progress.step

@@ -1,9 +1,9 @@
-"""Which rank's state all ranks resume from after a rendezvous.
+"""Selection of the rank whose state all ranks resume from after a rendezvous.
 
-A state is one value: tensors, progress and whatever else a step changes. On a rank a step changes
-all of it, or nothing. After a failure some ranks may have taken one step more than others; the
-state of any of the most advanced ranks is what an undisturbed run has after that step. A rank keeps
-its own state, even if it is a step behind, until it has received a newer one completely.
+A state is one unit: tensors, progress and whatever else a step changes. On each rank a step changes
+all of it or nothing. After a failure some ranks may have taken one step more than others. The most
+advanced ranks all have the state that an undisturbed run has after that step. A rank keeps its own
+state, even if it is a step behind, until it has received a newer one completely.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class RankStatus:
     reaches: int | None = None
 
     def caught_up(self, newest: int) -> RankStatus:
-        """Return the status after the rank took its pending step if another one had taken it."""
+        """Return the status after taking the pending step if another rank has taken that step."""
         step = newest if self.trained and self.reaches == newest else self.step
         return replace(self, step=step, reaches=None)
 
 
 def most_advanced(statuses: Sequence[RankStatus]) -> int | None:
-    """The lowest rank of the most advanced ranks; None where no rank has trained."""
+    """Return the lowest of the most advanced ranks; None if no rank has trained."""
     steps = [s.step if s.trained else -1 for s in statuses]
     return None if max(steps) < 0 else steps.index(max(steps))
 
 
 def all_equal(statuses: Sequence[RankStatus]) -> bool:
-    """Whether all ranks hold the same state already."""
+    """Whether all ranks already hold the same state."""
     return all(s == statuses[0] and s.trained for s in statuses)

@@ -1,4 +1,4 @@
-"""A model that spans ranks: what it asks of a configuration, and the ranks of its replicas."""
+"""Models that span ranks: configuration checks, the mesh of replicas, and sharding."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def form_mesh(
     device: torch.device,
     grid: Grid | None = None,
 ) -> Mesh:
-    """Which rank holds which part of the model; every rank calls it.
+    """Assign shards of the model to ranks; every rank calls it.
 
-    The ranks of a replica have a torch.distributed world of their own then.
+    The ranks of each replica form a torch.distributed world of their own.
 
     Args:
-        grid: default: as the ranks stand.
+        grid: assignment of shards to ranks; default: in the order of the ranks.
 
     Raises:
-        UserError: the ranks are not a whole number of replicas.
+        UserError: the ranks do not form a whole number of replicas.
     """
     grid = grid or Grid.of(topology.hosts, config.degrees, config.place)
     if not config.spans_ranks:
@@ -57,22 +57,22 @@ def form_mesh(
 
 
 def leave_mesh() -> None:
-    """After the last step, on every rank."""
+    """Leave the torch.distributed world after the last step, on every rank."""
     from hvdtrain.parallel.world import leave
 
     leave()
 
 
 def check_spanning(config: Config, topology: Topology, elastic: bool) -> None:
-    """What a model that spans ranks cannot be combined with.
+    """Check that the configuration and the ranks fit a model that spans ranks.
 
     Raises:
-        UserError: the configuration or the launcher asks for it.
+        UserError: they do not fit.
     """
     parallel = config.parallel
     if not parallel.spans_ranks:
         return
-    if not elastic:  # else the launcher takes whole replicas
+    if not elastic:  # the elastic driver forms whole replicas
         Grid.of(topology.hosts, parallel.degrees, parallel.place)
     if config.batch.micro_batches % parallel.shard:
         raise UserError(
@@ -85,7 +85,7 @@ def check_spanning(config: Config, topology: Topology, elastic: bool) -> None:
 def split_model(
     config: Config, task: Task, model: nn.Module, mesh: Mesh, elastic: bool
 ) -> CutModel | None:
-    """Leaves this rank its part of each matrix, and its stages; before its blocks are compiled.
+    """Reduce the model to this rank's shard of each matrix and its stages, before compilation.
 
     Args:
         elastic: processes may join and leave.
@@ -94,7 +94,8 @@ def split_model(
         The stages; None: the rank has all of them.
 
     Raises:
-        UserError: the model does not say how it is split, or its sizes do not divide.
+        UserError: the model does not define its split, its sizes are not divisible, or it cannot
+            span ranks.
     """
     if mesh.model is None:
         return None
@@ -147,10 +148,10 @@ def split_model(
 def shard_model(
     config: Config, task: Task, model: nn.Module, mesh: Mesh, cut: CutModel | None
 ) -> None:
-    """Leaves this rank its part of each parameter; after all else was done to the model.
+    """Shard each parameter over ranks, after all other changes to the model.
 
     Args:
-        cut: its stages; of blocks of others nothing is left to shard.
+        cut: this rank's stages; blocks of other stages are no longer in the model.
 
     Raises:
         UserError: the model has no blocks, or there is no device to offload from.
@@ -185,7 +186,7 @@ def shard_model(
 def build_norm(
     mesh: Mesh, device: torch.device, cut: CutModel | None
 ) -> Callable[[Sequence[Tensor]], Tensor]:
-    """Of the gradients of parameters, over all parts of the model."""
+    """Build the function that computes the gradient norm over all shards of the model."""
     if mesh.model is None:
         return norm_of_gradients
     from hvdtrain.parallel.norm import total_norm
@@ -205,7 +206,7 @@ def build_norm(
 def spanned_parts(
     mesh: Mesh, model: nn.Module, optimizer: Optimizer, cut: CutModel | None, ema: Ema | None
 ) -> Sequence[ShardedPart]:
-    """The state of a model that spans ranks, and what comes with it; of another model nothing."""
+    """Return the state parts of a model that spans ranks: model, optimizer, EMA; else nothing."""
     if mesh.model is None:
         return ()
     from hvdtrain.parallel.spanned_state import Saves, SpannedEma, SpannedModel, SpannedOptimizer

@@ -1,4 +1,4 @@
-"""What must be right before ranks train with each other."""
+"""Checks before ranks train together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from hvdtrain.runtime.topology import Topology
 
 
 def check_elastic(membership: Membership) -> None:
-    """Elastic runs need what the patches of hvdtrain's Horovod bring, and its own driver."""
+    """Check that an elastic run has hvdtrain's patched Horovod and its own driver.
+
+    Raises:
+        UserError: it does not, or the launcher does not respond.
+    """
     if not recipe.is_ours():
         raise UserError(
             "this Horovod was not built by hvdtrain, and an elastic run needs its patches: "
@@ -32,27 +36,27 @@ def check_elastic(membership: Membership) -> None:
 
 
 def crash(message: str) -> UserError:
-    """An error that is reported like a user's mistake, but is none: trying again may help."""
+    """Return an error that is reported like a user error, but for which a retry may help."""
     error = UserError(message)
     error.exit_code = EXIT_CRASH
     return error
 
 
 def check_same_configuration(digest: str, topology: Topology) -> None:
-    """A host with another YAML file or task would run another loop.
+    """Check that this rank has rank 0's configuration; hosts may have different YAML files.
 
     Args:
         digest: of this rank's configuration.
 
     Raises:
-        UserError: it is not that of rank 0.
+        UserError: the digest differs from rank 0's.
     """
     if digest != broadcast_json(digest, "configuration"):
         raise UserError(other_configuration(topology.hosts[0]))
 
 
 def check_hierarchical(config: Config, topology: Topology) -> None:
-    """Says where `exchange.hierarchical` changes nothing though asked for; on rank 0."""
+    """Warn on rank 0 if `exchange.hierarchical` is set but has no effect."""
     of_hosts = {len(ranks) for ranks in topology.ranks_by_host().values()}
     possible = len(of_hosts) == 1 and of_hosts != {1} and len(topology.ranks_by_host()) > 1
     if config.exchange.hierarchical is True and not possible and topology.rank == 0:
@@ -63,13 +67,13 @@ def check_hierarchical(config: Config, topology: Topology) -> None:
 
 
 def check_exchange(config: Config, world_size: int, elastic: bool) -> None:
-    """What an exchange asks of Horovod, its controller and the ranks.
+    """Check what the exchange requires of Horovod, its controller and the ranks.
 
     Args:
-        elastic: processes prepare alone, each a world of its own.
+        elastic: processes prepare alone, each a world of one rank.
 
     Raises:
-        UserError: it is not there.
+        UserError: a requirement is not met.
     """
     sends_bfloat16 = {
         "exchange.wire bfloat16": config.exchange.wire == "bfloat16",
@@ -102,7 +106,7 @@ def check_exchange(config: Config, world_size: int, elastic: bool) -> None:
 
 
 def check_zero(config: Config, world_size: int, elastic: bool) -> None:
-    """Copies that there are no ranks for; an elastic run may have them later.
+    """Check that there are enough ranks for all copies; an elastic run may get more ranks later.
 
     Raises:
         UserError: parallel.zero_copies is too large.
@@ -116,10 +120,10 @@ def check_zero(config: Config, world_size: int, elastic: bool) -> None:
 
 
 def check_batch(config: Config, elastic: bool) -> None:
-    """A batch that follows from the ranks, and ranks that come and go.
+    """Check that in an elastic run no batch size depends on the ranks.
 
     Raises:
-        UserError: both.
+        UserError: the run is elastic, and batch.per_rank_size or memory.fit is set.
     """
     if config.memory.fit and elastic:
         raise UserError(
@@ -134,10 +138,10 @@ def check_batch(config: Config, elastic: bool) -> None:
 
 
 def check_profiled_ranks(config: Config, world_size: int) -> None:
-    """An elastic run may get the rank later, or lose it; any other never will.
+    """Check that the profiled ranks exist; only in an elastic run may a rank join later.
 
     Raises:
-        UserError: profile.ranks names one that there is not.
+        UserError: profile.ranks names a rank that does not exist.
     """
     missing = sorted(rank for rank in config.profile.named_ranks or () if rank >= world_size)
     if missing:

@@ -1,4 +1,4 @@
-"""Rank 0's last lines: what the model learnt, and where everything is."""
+"""Final log lines of rank 0: metrics, a sample and the run directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.runtime.terminal import terminal
 from hvdtrain.tasks import optional
 
-# For a launcher to show what it is given, before what is written to its terminal directly.
+# Time for a launcher to forward this output before output written directly to its terminal.
 _FORWARD_SECONDS = 0.3
 _FINAL = {
     "final train loss": "loss",
@@ -36,7 +36,7 @@ def log_summary(
     components: RunComponents,
     folder: RunFolder,
 ) -> None:
-    """Rank 0's last lines: what the model learnt, and where everything is."""
+    """Log the final metrics, show a sample, and log the run directory; on rank 0."""
     if loop.preempted:
         logger.info("asked to stop after step %d; %s", loop.progress.step, writer.newest())
     if writer.failures:
@@ -60,7 +60,7 @@ def log_summary(
 
 
 def _show_sample(sample: Callable[[nn.Module], Any], model: nn.Module) -> None:
-    """Prints what the trained model does. The run is finished, whatever goes wrong here."""
+    """Print a sample of the trained model; no failure here fails the finished run."""
     try:
         with evaluating(model), torch.no_grad():
             text = str(sample(model))

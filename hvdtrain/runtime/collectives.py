@@ -1,4 +1,4 @@
-"""The few collectives beside the exchange of gradients. Every rank calls each, or none does."""
+"""Collectives other than gradient synchronization. All ranks must call each, or no rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hvdtrain.runtime.work import IDLE_TICKS, work
 # Another rank is gone, or cannot be reached: no rank starts a collective in this generation.
 RankLostError = HorovodInternalError
 
-# What Horovod says with a ValueError when it was shut down: of itself, and of a process set.
+# Texts of Horovod's ValueError after a shutdown: about itself, and about a process set.
 _GONE = ("has not been initialized", "has not been registered", "is shutting down")
 
 _OPS = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max}
@@ -36,9 +36,9 @@ _OPS = {"sum": hvd.Sum, "mean": hvd.Average, "min": hvd.Min, "max": hvd.Max}
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# The slowest network on which the state of a run is handed over in time: 100 Mbit/s a host.
-_LOWEST_BANDWIDTH = 12.5e6  # bytes a second
-_GLOO_TIMEOUT_S = 30.0  # Horovod's, where the environment names none
+# The slowest supported network for the state transfer: 100 Mbit/s per host.
+_LOWEST_BANDWIDTH = 12.5e6  # bytes per second
+_GLOO_TIMEOUT_S = 30.0  # Horovod's default
 _LARGEST_PIECE = 64 << 20
 _SMALLEST_PIECE = 64 << 10
 _LONGEST_TURN_S = 30.0
@@ -48,7 +48,7 @@ _LEAVE_SECONDS = 2.0
 
 @contextmanager
 def lost_ranks() -> Iterator[None]:
-    """Around what uses process sets, which are gone as soon as Horovod has lost a rank.
+    """Context for the use of process sets, which are gone once Horovod has lost a rank.
 
     Raises:
         RankLostError: Horovod was shut down.
@@ -62,7 +62,7 @@ def lost_ranks() -> Iterator[None]:
 
 
 def _waits(collective: Callable[P, R]) -> Callable[P, R]:
-    """This rank's watchdog is told that it waits for the others."""
+    """Decorator that marks this rank as waiting for other ranks, for its watchdog."""
 
     @wraps(collective)
     def waiting(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -76,7 +76,7 @@ def _waits(collective: Callable[P, R]) -> Callable[P, R]:
 def broadcast_json(
     value: Any, name: str, root: int = 0, among: hvd.ProcessSet = hvd.global_process_set
 ) -> Any:
-    """The `value` of rank `root`, which JSON must be able to hold, on every rank `among` all."""
+    """Return rank `root`'s JSON-serializable `value` on every rank in `among`."""
     if among.size() == 1:
         return value
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -90,7 +90,7 @@ def broadcast_json(
 
 @_waits
 def gather_json(value: Any, name: str) -> list[Any]:
-    """Every rank's `value`, in the order of the ranks, on every rank."""
+    """Return every rank's `value`, in rank order, on every rank."""
     if hvd.size() == 1:
         return [value]
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -101,7 +101,7 @@ def gather_json(value: Any, name: str) -> list[Any]:
 
 @_waits
 def gather_bytes(value: bytes, name: str) -> list[bytes]:
-    """Every rank's `value`, of the same length on all, in one exchange."""
+    """Return every rank's `value`, which has the same length on all ranks, in one collective."""
     if hvd.size() == 1:
         return [value]
     row = torch.frombuffer(bytearray(value), dtype=torch.uint8).unsqueeze(0)
@@ -115,12 +115,12 @@ def broadcast_tensors(
     root: int = 0,
     among: hvd.ProcessSet = hvd.global_process_set,
 ) -> None:
-    """Overwrites the tensors, the same names and shapes on every rank, with rank `root`'s.
+    """Overwrite the tensors, of the same names and shapes on every rank, with rank `root`'s.
 
-    They travel in pieces: Gloo's timeout counts for a whole one on all of its way.
+    They are sent in pieces, because Gloo's timeout applies to a piece's whole path.
 
     Args:
-        among: the ranks, which all call it.
+        among: the ranks, all of which call this function.
     """
     if among.size() == 1:
         return
@@ -130,7 +130,7 @@ def broadcast_tensors(
     size = piece_bytes(timeout, among.size(), most)
     sent = []
     for key, tensor in sorted(tensors.items()):
-        # As bytes: Horovod knows fewer dtypes than torch, such as no complex ones.
+        # As bytes: Horovod supports fewer dtypes than torch, for example no complex ones.
         data = tensor.contiguous().view(-1).view(torch.uint8)
         handles = [
             hvd.broadcast_async_(piece, root, name=f"{name}.{key}.{number}", process_set=among)
@@ -145,13 +145,13 @@ def broadcast_tensors(
 
 
 def piece_bytes(timeout_seconds: float, world_size: int, ranks_of_a_host: int) -> int:
-    """The most bytes that one broadcast may have, so that it takes half of the timeout at most.
+    """Return the largest size of a broadcast in bytes that takes at most half of the timeout.
 
     Gloo broadcasts down a binomial tree: the root sends to depth = ceil(log2(world_size)) ranks
-    at once, those that are reached first to depth - 1 more, and so on; so depth + ... + 1 copies
-    follow each other on the way to the last rank, and the ranks of a host, which forward at
+    at once, the first receivers to depth - 1 more, and so on. Therefore depth + ... + 1 copies
+    follow each other on the path to the last rank, and the ranks of a host, which forward at
     the same time, share its 100 Mbit/s. (Gloo's ring all-reduce needs no such limit: it waits for
-    segments of 1 MiB, and its all-gather for one rank's part.)
+    segments of 1 MiB, and its all-gather for one rank's data.)
     """
     if ranks_of_a_host == world_size:
         return _LARGEST_PIECE  # no network
@@ -162,14 +162,14 @@ def piece_bytes(timeout_seconds: float, world_size: int, ranks_of_a_host: int) -
 
 
 def _ranks_of_a_host(name: str, among: hvd.ProcessSet) -> int:
-    """The most that any host has, of all ranks: no fewer than it has `among` them."""
+    """Return the most ranks on any host, counting all ranks: no fewer than its ranks in `among`."""
     own = torch.tensor(hvd.local_size())
     return int(hvd.allreduce(own, op=hvd.Max, name=name, process_set=among))
 
 
 @_waits
 def sum_(values: Tensor, name: str) -> Tensor:
-    """The sum over the ranks."""
+    """Return the sum over the ranks."""
     return _sum(values, name)
 
 
@@ -179,28 +179,28 @@ def _sum(values: Tensor, name: str) -> Tensor:
 
 @_waits
 def reduce(values: Tensor, op: str, name: str) -> Tensor:
-    """The sum, mean, min or max over the ranks, element by element."""
+    """Return the elementwise sum, mean, min or max over the ranks."""
     return hvd.allreduce(values, op=_OPS[op], name=name)
 
 
 @_waits
 def gather_rows(rows: Tensor, name: str) -> Tensor:
-    """The rows (N, ...) of all ranks, in the order of the ranks; N may differ."""
+    """Return the rows (N, ...) of all ranks, in rank order; N may differ between ranks."""
     return hvd.allgather(rows, name=name)
 
 
 @_waits
 def reduce_scatter(values: Tensor, op: str, name: str) -> Tensor:
-    """This rank's part, along the first dimension, of the sum or mean over the ranks."""
+    """Return this rank's shard, along the first dimension, of the sum or mean over the ranks."""
     return hvd.reducescatter(values, op=_OPS[op], name=name)
 
 
 @_waits
 def check_same_shape(tensor: Tensor, name: str) -> None:
-    """Before something that travels in pieces: their numbers would differ with the shapes.
+    """Check before a transfer in pieces, whose number depends on the shape.
 
     Raises:
-        RankLostError: on all ranks, with Horovod's word for it, where shapes or dtypes differ.
+        RankLostError: shapes or dtypes differ; on all ranks, with Horovod's wording.
     """
     here = zlib.crc32(f"{tensor.dtype} {list(tensor.shape)}".encode())
     codes = torch.tensor([here, -here])
@@ -214,27 +214,27 @@ def check_same_shape(tensor: Tensor, name: str) -> None:
 
 @_waits
 def completed(handle: int) -> Tensor:
-    """The result of a collective that was begun earlier; `handle` is Horovod's."""
+    """Wait for a collective that was begun earlier and return its result; `handle`: Horovod's."""
     return hvd.synchronize(handle)
 
 
 def begin_sum(values: Tensor, name: str) -> int:
-    """Begins to replace `values` by their sum over the ranks; see `completed`."""
+    """Begin to replace `values` by their sum over the ranks; see `completed`."""
     return hvd.allreduce_async_(values, op=hvd.Sum, name=name)
 
 
 def begin_adasum(vectors: Sequence[Tensor], name: str) -> int:
-    """Begins to replace each of `vectors` by its Adasum over the ranks; see `completed`."""
+    """Begin to replace each of `vectors` by its Adasum over the ranks; see `completed`."""
     return hvd.grouped_allreduce_async_(vectors, op=hvd.Adasum, name=name)
 
 
 def begin_gather(row: Tensor, name: str) -> int:
-    """Begins to gather a row (1 x N) of each rank into a table (ranks x N); see `completed`."""
+    """Begin to gather a row (1 x N) of each rank into a table (ranks x N); see `completed`."""
     return hvd.allgather_async(row, name=name)
 
 
 class AgreedError(UserError):
-    """An error of at least one rank, known to all: they end alike, and one of them says why."""
+    """An error of at least one rank, raised on all ranks: they end together, and one reports it."""
 
     def __init__(self, message: str, exit_code: int, rank: int) -> None:
         super().__init__(message)
@@ -243,19 +243,20 @@ class AgreedError(UserError):
 
 
 def on_all_ranks(name: str, part: Callable[[], R]) -> R:
-    """Runs a part that may fail on some ranks and not on others: then all continue, or none does.
+    """Run a part that may fail on some ranks only; then either all ranks continue or none does.
 
     The part may take any time on any rank as long as it makes progress, such as reading a large
     checkpoint on rank 0.
 
     Args:
-        name: of the exchange; identical on all ranks.
+        name: of the collective; identical on all ranks.
 
     Returns:
-        What `part` returned here.
+        The result of `part` on this rank.
 
     Raises:
-        AgreedError: on every rank, if `part` raised UserError on any; the lowest one's counts.
+        AgreedError: on every rank, if `part` raised UserError on any; with the error of the
+            lowest such rank.
         RankLostError: another rank is gone.
     """
     result, error = None, None
@@ -280,16 +281,16 @@ def _raise_first(error: UserError | None, name: str) -> None:
 
 
 class _Turns:
-    """Ranks learn together when the last of them has finished a part, and how many failed.
+    """Barrier at the end of a part that also counts the ranks on which the part failed.
 
-    Until then they exchange every 30 s that one is still at work: Horovod reports a rank that
-    takes no part in a collective after 60 s, and ends the run after 900 s. A thread does so, and
-    only while the part makes progress, so that this limit applies to a rank that hangs. A watchdog
-    finds that earlier, but there may be none, or one that must not judge. Ranks log each minute
-    what they wait for.
+    Until the last rank has finished, the ranks vote every 30 s whether a rank is still working:
+    Horovod reports a rank that takes no part in a collective after 60 s, and ends the run after
+    900 s. A thread votes, and only while the part makes progress, so that this limit applies to a
+    rank that hangs. A watchdog detects a hang earlier, but there may be no watchdog, or its limit
+    may be disabled. Ranks log each minute what they wait for.
 
     Args:
-        name: of the exchange; identical on all ranks.
+        name: of the collective; identical on all ranks.
     """
 
     def __init__(self, name: str) -> None:
@@ -307,7 +308,7 @@ class _Turns:
             self._thread.start()
 
     def failures(self, failed: bool) -> int:
-        """Waits for all ranks; returns on how many the part failed.
+        """Wait for all ranks; return the number of ranks on which the part failed.
 
         Raises:
             RankLostError: another rank is gone.
@@ -322,7 +323,7 @@ class _Turns:
             return self._failures.result()
 
     def abandon(self) -> None:
-        """Another error ends the part: this rank takes no further turn."""
+        """Stop voting: another error has ended the part on this rank."""
         self._abandoned = True
         self._finished.set()
         if self._thread.is_alive():
@@ -330,7 +331,7 @@ class _Turns:
 
     def _take(self) -> None:
         try:
-            # 0: a rank may be missing for any time.
+            # 0: no limit for a missing rank.
             limit = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0)) or math.inf
             interval, unfinished = min(limit / 3, _LONGEST_TURN_S), 1
             while unfinished:
@@ -361,7 +362,7 @@ class _Turns:
         return beats != 0 or abs(done) > IDLE_TICKS * seconds
 
     def _say(self, what: str) -> None:
-        """Logs once a minute; before there is a log, only rank 0's warnings are seen."""
+        """Log at most once a minute; before logs are open, only rank 0's warnings are visible."""
         now = time.monotonic()
         if now - self._said >= _SAY_SECONDS:
             self._said = now

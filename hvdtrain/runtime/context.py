@@ -1,4 +1,4 @@
-"""What every part of a step needs to know of the process that it runs in."""
+"""Context of a process in a generation, used by every part of a step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hvdtrain.runtime.phases import PhaseTimer
 
 @dataclass(frozen=True)
 class RankContext:
-    """This process among the ranks of one generation, and where it reports what it does.
+    """This process's position among the ranks of one generation, and its reporting objects.
 
     Args:
-        mesh: who exchanges with whom.
-        device: where this rank's part of the model is.
-        heartbeat: tells the watchdog that this rank makes progress.
+        mesh: groups of ranks that exchange with each other.
+        device: holds this rank's shard of the model.
+        heartbeat: reports progress to the watchdog.
         timer: counts the seconds of each phase.
-        memory: knows what each phase takes of it.
+        memory: records the peak memory of each phase.
         claim: of the generation, as in its start event in RUN/events.jsonl.
     """
 

@@ -1,4 +1,4 @@
-"""Which device a rank computes on."""
+"""Choice of a rank's device, and its rounding."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hvdtrain.runtime.topology import Topology
 
 
 def choose_device(topology: Topology, device_index: int | None = None) -> torch.device:
-    """A GPU of this rank's own where torch has CUDA and Horovod was built for it, else the CPU.
+    """Return a GPU of this rank's own if torch and Horovod support CUDA, else the CPU.
 
-    Every rank calls it. Launchers either show a host's ranks all of its GPUs, and rank and GPU
-    pair up by number, or show each rank only its own (srun --gpus-per-task=1).
+    Every rank calls it. A launcher either shows all GPUs of a host to all of its ranks, which then
+    use the GPU of their local rank, or shows each rank only its own (srun --gpus-per-task=1).
 
     Args:
-        device_index: this process's GPU on its host, where that is not its local rank: in an
-            elastic run local ranks change, and GPUs do not.
+        device_index: this process's GPU on its host, if that is not its local rank: in an
+            elastic run local ranks change, but GPUs do not.
 
     Raises:
         UserError: this host has fewer GPUs than ranks.
@@ -31,7 +31,7 @@ def choose_device(topology: Topology, device_index: int | None = None) -> torch.
     if not visible_here:
         return torch.device("cpu")
     neighbours = topology.ranks_by_host()[topology.host]
-    # By UUID: under srun each rank calls its own GPU number 0.
+    # By UUID: under srun each rank numbers its own GPU 0.
     others = {gpu for rank in neighbours if rank != topology.rank for gpu in visible[rank]}
     own = others.isdisjoint(visible_here)
     index = device_index if device_index is not None else 0 if own else topology.local_rank
@@ -46,18 +46,18 @@ def choose_device(topology: Topology, device_index: int | None = None) -> torch.
 
 
 def rounding(device: torch.device, products: bool) -> str:
-    """A digest of what an optimizer's step computes, as this processor rounds it; "": a GPU.
+    """Return a digest of an optimizer step's results as this processor rounds them; "": a GPU.
 
-    Each rank computes norms and the optimizer's step for itself. torch and MKL choose kernels by
-    processor, and round these otherwise with AVX2 than with AVX512 (a square root), or without
-    FMA: ranks with unlike digests would drift apart from the first step on.
+    Each rank computes norms and the optimizer step itself. torch and MKL choose kernels by
+    processor, and results differ between AVX2 and AVX512 (a square root), or without FMA. Ranks
+    with different digests would drift apart from the first step on.
 
     Args:
         products: the optimizer multiplies matrices, as Muon does.
     """
     if device.type != "cpu":
         return ""
-    # Whatever kernels there are: exact up to the product, which IEEE rounds.
+    # The inputs are the same with any kernels: exact up to the product, which IEEE rounds.
     x = torch.arange(1, 4097, dtype=torch.float32).mul_(0.7).frac_().add_(0.001)
     y = x.flip(0).contiguous()
     found = [

@@ -1,10 +1,10 @@
-"""How a run ends when a rank cannot continue: all ranks, soon, with one message.
+"""End of a run when a rank cannot continue: all ranks end soon, with one message.
 
-The rank that fails first prints its message and ends the others. Under MPI that is
-MPI_Abort; under Gloo it leaves Horovod, whereupon every other rank's pending
-collective fails at once, and its launcher ends the rest. A rank whose collective
-fails because of another rank keeps quiet, so that the cause stays the last thing on
-the screen, unless nobody ends it: then it was the network, and it says so.
+The rank that fails first prints its message and ends the others. Under MPI it calls
+MPI_Abort. Under Gloo it leaves Horovod, so every other rank's pending collective fails
+at once, and the launcher ends the ranks. A rank whose collective fails because of another
+rank prints nothing, so that the cause stays the last line on the screen. If no launcher ends
+that rank, the network has failed, and the rank prints an error.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from hvdtrain.runtime.topology import Topology
 
 # How long a rank that lost the others waits for its launcher to end it.
 _QUIET_SECONDS = 6.0
-# The others come to rest in the next exchange and what they printed is forwarded, so that
-# the message is the last thing on the screen.
+# Time for the other ranks to block in the next exchange and for their output to be forwarded,
+# so that the message is the last line on the screen.
 _SETTLE_SECONDS = 0.3
-# A launcher forwards the message before it hears of the abort and ends everything.
+# Time for a launcher to forward the message before it receives the abort and ends all ranks.
 _FLUSH_SECONDS = 0.2
 _LEAVE_SECONDS = 2.0
-_SHUTDOWN_SECONDS = 10.0  # all ranks do it at the same time
+_SHUTDOWN_SECONDS = 10.0  # all ranks shut down at the same time
 _EXIT_INTERRUPTED = 130
 
 
 def abort_all_ranks(error: BaseException, topology: Topology) -> NoReturn:
-    """Ends this rank because of `error`, and with it every other.
+    """End this rank because of `error`, and all other ranks with it.
 
-    The exit code is 1, that of a UserError, or 130 after Ctrl-C.
+    The exit code is 1, the UserError's own code, or 130 after Ctrl-C.
     """
     where = f"rank {topology.rank} on {topology.host}: "
     logger.handlers[:] = [h for h in logger.handlers if isinstance(h, logging.FileHandler)]
@@ -62,7 +62,7 @@ def abort_all_ranks(error: BaseException, topology: Topology) -> NoReturn:
     elif isinstance(error, UserError):
         code = error.exit_code
         if isinstance(error, UnsupportedTaskError) and topology.rank > 0:
-            time.sleep(_QUIET_SECONDS)  # rank 0 says the same, and ends this rank
+            time.sleep(_QUIET_SECONDS)  # rank 0 reports the same, and ends this rank
         _say(f"hvdtrain: error: {where}{error}")
     elif said := explained(error):
         _say(f"hvdtrain: error: {where}{said}")
@@ -75,7 +75,7 @@ def abort_all_ranks(error: BaseException, topology: Topology) -> NoReturn:
 
 
 def force_exit(code: int) -> NoReturn:
-    """Ends this rank although a library hangs, whose way of ending would be to wait."""
+    """End this rank although a library hangs, for which a normal exit would wait."""
     sys.stdout.flush()
     sys.stderr.flush()
     leave_horovod()
@@ -83,7 +83,7 @@ def force_exit(code: int) -> NoReturn:
 
 
 def leave_horovod(seconds: float = _SHUTDOWN_SECONDS) -> None:
-    """Shuts Horovod down, which waits for the other ranks to do so, for `seconds` at most."""
+    """Shut Horovod down; wait for `seconds` at most, as it waits for the other ranks."""
     leaving = threading.Thread(target=hvd.shutdown, daemon=True)
     leaving.start()
     leaving.join(seconds)
@@ -99,7 +99,7 @@ def _end_others(code: int) -> None:
     if hvd.mpi_enabled():
         import mpi4py
 
-        # Horovod has initialised MPI; mpi4py only lends its MPI_Abort.
+        # Horovod has initialised MPI; mpi4py only provides MPI_Abort.
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
         from mpi4py import MPI
 

@@ -1,4 +1,4 @@
-"""Which rank holds which part of the model: arithmetic on ranks alone, without torch."""
+"""Assignment of the model's shards to ranks: arithmetic only, without torch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from math import prod
 from hvdtrain.errors import UserError
 
 DATA = "data"
-# Axes along which a rank waits for the others of its replica.
+# Axes along which a rank waits for the other ranks of its replica.
 WAITED = ("pipeline", "context", "tensor", "shard")
-# Of the axes, as labels of a rank's exporter.
+# Labels of the axes in a rank's exporter.
 LABELS = {DATA: "dp", "pipeline": "pp", "shard": "sp", "context": "cp", "tensor": "tp"}
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The ranks of a job, replica of the model after replica.
+    """The ranks of a job, by replica of the model.
 
     Args:
-        ranks: of all replicas; those of one follow each other, the last axis fastest.
+        ranks: of all replicas; ranks of a replica are consecutive, with the last axis fastest.
         degrees: ranks along each axis of a replica, outermost first.
     """
 
@@ -36,18 +36,18 @@ class Grid:
         before: Sequence[int | None] = (),
         holders: Sequence[int] = (),
     ) -> Grid:
-        """The grid in which neighbours are on one host, as far as there are enough ranks.
+        """Return the grid whose neighbours share a host, as far as a host has enough ranks.
 
         Args:
             hosts: of each rank.
             degrees: of each axis of a replica.
-            place: these, the one that is to stay inside a host first.
-            before: the part that each rank had before, as `part` numbers them, or None. It gets
-                the same one, unless too many have it; neighbours are then where they can be.
-            holders: ranks that hold what the run needs of their parts: they keep them first.
+            place: the axes; the first one has priority to stay inside a host.
+            before: index of each rank's previous shard, as in `part`, or None. A rank keeps its
+                index unless too many ranks have it; this has priority over neighbours on a host.
+            holders: ranks that hold a shard that the run needs: they have priority to keep it.
 
         Raises:
-            UserError: the ranks are not a whole number of replicas.
+            UserError: the ranks do not form a whole number of replicas.
         """
         size = prod(degrees.values())
         if len(hosts) % size:
@@ -62,14 +62,14 @@ class Grid:
 
     @classmethod
     def at(cls, coordinates: Sequence[Mapping[str, int]]) -> Grid:
-        """The grid in which each rank has these `coordinates`, axes in their order."""
+        """Return the grid in which each rank has these `coordinates`, in their order of axes."""
         order = sorted(range(len(coordinates)), key=lambda rank: (*coordinates[rank].values(),))
         axes = [axis for axis in coordinates[0] if axis != DATA]
         return cls(tuple(order), {axis: 1 + max(at[axis] for at in coordinates) for axis in axes})
 
     @property
     def replica_size(self) -> int:
-        """Ranks of one replica."""
+        """Number of ranks in a replica."""
         return prod(self.degrees.values())
 
     @property
@@ -77,21 +77,21 @@ class Grid:
         return len(self.ranks) // self.replica_size
 
     def replica_of(self, rank: int) -> tuple[int, ...]:
-        """The ranks of its replica, in the order of the grid."""
+        """Return the ranks of a rank's replica, in the order of the grid."""
         size = self.replica_size
         start = self.ranks.index(rank) // size * size
         return self.ranks[start : start + size]
 
     def part(self, rank: int) -> int:
-        """The number of the part of the model that it holds: its place in its replica."""
+        """Return the index of a rank's shard of the model: its position in its replica."""
         return self.ranks.index(rank) % self.replica_size
 
     def same_part(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold the same part of the model, one in each replica."""
+        """Return the ranks that hold the same shard of the model, one in each replica."""
         return self.ranks[self.part(rank) :: self.replica_size]
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Its place on each axis, the data axis first."""
+        """Return a rank's position on each axis, the data axis first."""
         replica, left = divmod(self.ranks.index(rank), self.replica_size)
         found = {}
         for axis, degree in reversed([*self.degrees.items()]):
@@ -99,7 +99,7 @@ class Grid:
         return {DATA: replica, **dict(reversed(found.items()))}
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
-        """All ranks, divided into those that stand at the same place on each of `axes`."""
+        """Return all ranks, grouped by their positions on `axes`."""
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in self.ranks:
             at = self.coordinates(rank)
@@ -108,21 +108,21 @@ class Grid:
 
     @property
     def stages(self) -> list[tuple[int, ...]]:
-        """The ranks that do the same work: those of each stage of a pipeline, else all."""
+        """Groups of ranks that do the same work: the ranks of each pipeline stage, else all."""
         return self.groups("pipeline")
 
     @property
     def in_step(self) -> list[tuple[int, ...]]:
-        """The ranks that wait for each other inside of their passes: of a stage of a replica."""
+        """Groups of ranks that wait for each other within a pass: of one stage of one replica."""
         return self.groups(DATA, "pipeline")
 
     @property
     def holders(self) -> list[tuple[int, ...]]:
-        """The ranks that hold the same part of the model; those who share sequences do."""
+        """Groups of ranks that hold the same parameters, including ranks that share sequences."""
         return self.groups("pipeline", "shard", "tensor")
 
     def describe(self, hosts: Sequence[str]) -> str:
-        """A line for each host of a replica: its ranks, and what they hold of the model."""
+        """Return a line for each host of each replica: its ranks and their coordinates."""
         axes = "".join(f" x {axis} {degree}" for axis, degree in self.degrees.items() if degree > 1)
         lines = [f"{len(self.ranks)} ranks = data {self.replicas}{axes}"]
         for replica in range(self.replicas):
@@ -146,7 +146,7 @@ def _keeping(
     holders: Sequence[int],
     size: int,
 ) -> list[int]:
-    """`ranks`, host by host, in an order in which they keep their parts."""
+    """Return `ranks`, given host by host, in an order in which they keep their shard indices."""
     replicas = len(ranks) // size
     of_part: list[list[int]] = [[] for _ in range(size)]
     free = []
@@ -156,7 +156,7 @@ def _keeping(
             free.append(rank)
         else:
             of_part[part].append(rank)
-    for rank in free:  # to the part that its host has least of
+    for rank in free:  # to the shard with the fewest copies on its host
         there = [
             (sum(hosts[other] == hosts[rank] for other in own), part)
             for part, own in enumerate(of_part)

@@ -1,6 +1,6 @@
-"""What a rank tells its watchdog: that it makes progress, and whether it works or waits.
+"""Report of a rank to its watchdog: its progress, and whether it works or waits.
 
-A few bytes of memory shared with the watchdog's process (elastic/watchdog.py), which reads
+A few bytes of memory are shared with the watchdog's process (elastic/watchdog.py), which reads
 them without this process's help.
 """
 
@@ -19,14 +19,14 @@ _ADVANCES = struct.Struct("=Q")
 
 
 class Activity(IntEnum):
-    """What a rank does.
+    """Current activity of a rank.
 
-    LOADING: from its start until it first takes part: data, model, caches; nobody waits for it.
-    PREPARING: something of its own between two waits: files, callbacks, the end of the run.
-    WORKING: computes a micro-batch; on its own.
-    WAITING: for what has a bound of its own: other ranks in a collective (these have watchdogs,
-        Horovod a timeout), or a thread, up to a deadline.
-    RENDEZVOUS: for the launcher, which says who takes part.
+    LOADING: from its start until it first takes part: data, model, caches; no rank waits for it.
+    PREPARING: local work between two waits: files, callbacks, the end of the run.
+    WORKING: computes a micro-batch; local work.
+    WAITING: waits with a separate limit: for other ranks in a collective (they have watchdogs, and
+        Horovod has a timeout), or for a thread, up to a deadline.
+    RENDEZVOUS: waits for its ranks from the launcher.
     ENDING: the run is done; the process ends (process_end.py).
     """
 
@@ -39,7 +39,7 @@ class Activity(IntEnum):
 
 
 class Heartbeat:
-    """Counts beats.
+    """Counter of progress in shared memory.
 
     Args:
         descriptor: of the shared memory; default: a new one.
@@ -60,7 +60,7 @@ class Heartbeat:
         self.generation_over = False
 
     def beat(self, activity: Activity) -> None:
-        """Something was finished; `activity` begins."""
+        """Record progress; `activity` begins."""
         self._beats += 1
         _LAYOUT.pack_into(self._memory, 0, self._beats, activity)
 
@@ -68,21 +68,21 @@ class Heartbeat:
         """Count a finished chunk of a long activity, such as 1 MiB of a file; from any thread.
 
         Raises:
-            RankLostError: `generation_over`: the other ranks wait for this one to join the next.
+            RankLostError: `generation_over`: the other ranks wait for this one to rejoin.
         """
         with self._lock:
             self._advances += 1
             _ADVANCES.pack_into(self._memory, _LAYOUT.size, self._advances)
         if self.generation_over:
-            # RankLostError of collectives.py, which imports this module. Not at the top: commands
-            # that read checkpoints need no Horovod.
+            # This is RankLostError of collectives.py, which imports this module. Imported here
+            # because commands that read checkpoints need no Horovod.
             from horovod.common.exceptions import HorovodInternalError
 
             raise HorovodInternalError("this generation is over")
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around a wait that has a bound of its own."""
+        """Context for a wait that has a limit of its own."""
         _, before = self.read()
         self.beat(Activity.WAITING)
         try:
@@ -91,11 +91,11 @@ class Heartbeat:
             self.beat(before)
 
     def read(self) -> tuple[int, Activity]:
-        """(number of beats and advances, what the rank does), from any process."""
+        """Return (number of beats and advances, activity); in any process."""
         beats, activity = _LAYOUT.unpack_from(self._memory, 0)
         (advances,) = _ADVANCES.unpack_from(self._memory, _LAYOUT.size)
         return beats + advances, Activity(activity)
 
 
-# This process's own: it has one watchdog, as it has one Horovod. Collectives beat it.
+# The heartbeat of this process, which has one watchdog and one Horovod. Collectives beat it.
 OWN = Heartbeat()

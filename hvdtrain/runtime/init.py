@@ -1,4 +1,4 @@
-"""Starting Horovod for a generation, and the number of threads of a rank."""
+"""Start of Horovod for a generation, and the number of threads of a rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvdtrain.runtime.topology import Topology
 
 
 def initialise(threads: int = 0) -> Topology:
-    """Starts Horovod and finds out who takes part; `environment.prepare` comes before.
+    """Start Horovod and return the topology; call `environment.prepare` first.
 
     Args:
         threads: of this rank's computations; 0 = by cores and ranks.
@@ -49,10 +49,10 @@ def initialise(threads: int = 0) -> Topology:
 
 
 def _set_threads(cores: int, sharers: int) -> None:
-    """Threads of a rank = cores / ranks that may run on them, unless OMP_NUM_THREADS is set.
+    """Set a rank's threads to cores / ranks that may run on them, unless OMP_NUM_THREADS is set.
 
-    Ranks that a launcher bound to processors of their own share with nobody. Each generation of
-    an elastic run counts anew, from the machine: there may be more or fewer ranks than before.
+    Ranks that a launcher has bound to processors of their own share these with no rank. Each
+    generation of an elastic run counts again: the number of ranks may have changed.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores // sharers))
@@ -64,7 +64,7 @@ def is_initialised() -> bool:
 
 
 class Place(NamedTuple):
-    """Where this process stands among the ranks of now; see Topology."""
+    """Position of this process among the current ranks; see Topology."""
 
     rank: int
     world_size: int
@@ -73,27 +73,27 @@ class Place(NamedTuple):
 
 
 def own_place() -> Place:
-    """As Horovod has it, for who is handed no Topology: code that users call."""
+    """Return Horovod's own values, for code that has no Topology because users call it."""
     return Place(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
 
 
 def shut_down() -> None:
-    """Ends every collective that is under way, and leaves the ranks of this generation."""
+    """End every collective that is in progress, and leave the ranks of this generation."""
     hvd.shutdown()
 
 
 def abort_collectives() -> None:
-    """Fails the collectives that are under way in this process; safe to call from any thread."""
+    """Fail the collectives that are in progress in this process; safe to call from any thread."""
     hvd.abort()
 
 
 def controller() -> str:
-    """Through what the ranks coordinate: "mpi" or "gloo"."""
+    """Return Horovod's controller: "mpi" or "gloo"."""
     return "mpi" if hvd.mpi_enabled() else "gloo"
 
 
 def built_with() -> dict[str, bool]:
-    """What Horovod was built with: mpi, gloo, nccl, cuda."""
+    """Return which features Horovod was built with: mpi, gloo, nccl, cuda."""
     return {
         "mpi": bool(hvd.mpi_built()),
         "gloo": bool(hvd.gloo_built()),

@@ -25,24 +25,24 @@ _NAME = "torch._dynamo"
 
 
 class _Untraced(ModuleType):
-    """Offers what optimizers use outside of a trace; imports torch._dynamo for anything else."""
+    """Provides what optimizers use outside of a trace; imports torch._dynamo for the rest."""
 
     @staticmethod
     def graph_break(*_: object, **__: object) -> None:
-        """Outside of a trace there is no graph to break."""
+        """Do nothing: outside of a trace there is no graph to break."""
 
     def disable(self, function: Any = None, *args: Any, **more: Any) -> Any:
-        """Outside of a trace the function itself is called.
+        """Return the function itself, which is called directly outside of a trace.
 
-        Only torch marks its own functions without wrapping them; what a user excludes from a
-        trace is to be excluded when they compile.
+        Only torch marks its own functions without wrapping them. A function that a user excludes
+        from a trace must stay excluded when they compile.
         """
         if function is not None and more.get("wrapping") is False:
             return function
         return self.__getattr__("disable")(function, *args, **more)
 
     def __getattr__(self, name: str) -> Any:
-        # Whoever looks at all modules (inspect, warnings) asks for __file__ and the like.
+        # Code that inspects all modules (inspect, warnings) reads __file__ and similar names.
         if name.startswith("__") and name != "__path__":
             raise AttributeError(name)
         if sys.modules.get(_NAME) is self:
@@ -51,5 +51,5 @@ class _Untraced(ModuleType):
 
 
 def defer() -> None:
-    """Install the stand-in, unless torch._dynamo is imported already."""
+    """Install the stand-in, unless torch._dynamo is already imported."""
     sys.modules.setdefault(_NAME, _Untraced(_NAME))

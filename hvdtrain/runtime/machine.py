@@ -1,4 +1,4 @@
-"""What this process may use of its machine: the least of the machine and its control groups.
+"""Cores and memory available to this process, limited by the machine and its control groups.
 
 https://docs.kernel.org/admin-guide/cgroup-v2.html (cpu.max, memory.max),
 https://docs.kernel.org/scheduler/sched-bwc.html and
@@ -17,13 +17,13 @@ import psutil
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Processor cores that this process may use, at least 1.
+    """Return the number of CPU cores that this process may use, at least 1.
 
-    The cores of the processors that it is bound to (two threads of one core count once: they
-    share the units that do arithmetic), and no more than the quotas of its control groups allow.
+    These are the cores of the processors that it is bound to, limited by the quotas of its control
+    groups. Two hardware threads of a core count once: they share its arithmetic units.
 
     Args:
-        root: where /proc and /sys are looked for.
+        root: directory that contains /proc and /sys.
     """
     siblings = set()
     for processor in os.sched_getaffinity(0):
@@ -37,22 +37,22 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def free_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process and others of its control groups may still take."""
+    """Return the bytes that this process and others in its control groups may still allocate."""
     left = [left for group in _groups("memory", root) for left in _memory_left(group)]
     return max(0, min([psutil.virtual_memory().available, *left]))
 
 
 def has_rdma(root: Path = Path("/")) -> bool:
-    """Whether this host has a network that moves memory: InfiniBand, RoCE, Omni-Path or Slingshot.
+    """Whether this host has an RDMA network: InfiniBand, RoCE, Omni-Path or Slingshot.
 
     Args:
-        root: where /sys is looked for.
+        root: directory that contains /sys.
     """
     return any(any((root / "sys/class" / kind).glob("*")) for kind in ("infiniband", "cxi"))
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """The control groups around this process that a controller has, from the innermost on."""
+    """Yield the control groups of this process for a controller, innermost first."""
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             number, controllers, group = line.split(":", 2)
@@ -67,7 +67,7 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
 
 
 def _quota(group: Path) -> list[float]:
-    """[processors that it may keep busy], or [] where there is no limit."""
+    """Return [limit in processors], or [] without a limit."""
     with suppress(OSError, ValueError):
         quota, period = (group / "cpu.max").read_text().split()
         return [int(quota) / int(period)]  # "max": ValueError
@@ -79,7 +79,7 @@ def _quota(group: Path) -> list[float]:
 
 
 def _memory_left(group: Path) -> list[int]:
-    """[bytes], or [] where there is no limit; what the page cache holds can be taken back."""
+    """Return [bytes left], or [] without a limit; inactive page cache counts as free."""
     names = (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -1,4 +1,4 @@
-"""Which ranks exchange with each other: one immutable object, the only truth about sizes."""
+"""Groups of ranks that exchange with each other: one immutable object, the only source of sizes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that reduce with each other, seen from one of them.
+    """Ranks that reduce with each other, from the view of one rank.
 
     Args:
-        rank: this process among them, 0 <= rank < size
-        size: how many they are
+        rank: of this process in the group, 0 <= rank < size
+        size: number of ranks
     """
 
     rank: int
@@ -31,12 +31,12 @@ ALONE = Group(rank=0, size=1)
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands on each axis of a job.
+    """Position of this rank on each axis of a job.
 
     Args:
         topology: all ranks, and their hosts.
-        grid: which of them hold which part of the model.
-        model: torch's axes inside of this rank's replica, those of more than one rank, by name;
+        grid: assignment of the model's shards to ranks.
+        model: torch's mesh of this rank's replica, with the axes of more than one rank, by name;
             None: the rank holds the whole model.
     """
 
@@ -46,7 +46,7 @@ class Mesh:
 
     @classmethod
     def replicated(cls, topology: Topology) -> Mesh:
-        """Every rank holds the whole model: the data axis has all ranks."""
+        """Return a mesh in which every rank holds the whole model: the data axis has all ranks."""
         return cls(topology, Grid(tuple(range(topology.world_size)), {}))
 
     @property
@@ -56,36 +56,36 @@ class Mesh:
 
     @cached_property
     def data(self) -> Group:
-        """The replicas of this rank's part of the model; Horovod reduces over it."""
+        """The replicas of this rank's shard of the model; Horovod reduces over this group."""
         return Group(self.coordinates[DATA], self.grid.replicas)
 
     @cached_property
     def shard(self) -> Group:
-        """Ranks of this replica that hold a part of each parameter, and have own micro-batches."""
+        """Ranks of this replica that shard each parameter, and have micro-batches of their own."""
         return Group(self.coordinates.get("shard", 0), self.grid.degrees.get("shard", 1))
 
     @property
     def batch(self) -> Group:
-        """Those among whom the micro-batches of a step are dealt."""
+        """Ranks to which the micro-batches of a step are assigned."""
         return Group(self.data.rank * self.shard.size + self.shard.rank,
                      self.data.size * self.shard.size)  # fmt: skip
 
     @cached_property
     def coordinates(self) -> dict[str, int]:
-        """This rank's place on each axis."""
+        """This rank's position on each axis."""
         return self.grid.coordinates(self.topology.rank)
 
     @cached_property
     def leads(self) -> bool:
-        """This rank is the first of those that work on the same micro-batches."""
+        """Whether this rank is the first of the ranks that work on the same micro-batches."""
         return not any(at for axis, at in self.coordinates.items() if axis not in (DATA, "shard"))
 
     @cached_property
     def weighs(self) -> bool:
-        """It is the first of those that share a sequence: what it gives has the whole weight."""
+        """Whether this rank is first of those that share a sequence: its result has full weight."""
         return self.coordinates.get("context", 0) == 0
 
     @cached_property
     def counts(self) -> bool:
-        """What its forward passes give is added up; another rank of `tensor` gives the same."""
+        """Whether results of this rank's forward passes are summed; `tensor` peers repeat them."""
         return self.coordinates.get("tensor", 0) == 0

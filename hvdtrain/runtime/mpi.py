@@ -1,4 +1,4 @@
-"""The ranks of an MPI job for work that needs no Horovod, such as preparing data."""
+"""Ranks of an MPI job for work that needs no Horovod, such as preparing data."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """All processes that work together."""
+    """Processes that work together."""
 
     rank: int
     size: int
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, in the order of the ranks, on every rank."""
+        """Return every rank's value, in rank order, on every rank."""
         ...
 
     def abort(self) -> None:
-        """Ends every rank with exit code 1; returns where there is only this one."""
+        """End every rank with exit code 1; return if this is the only rank."""
         ...
 
 
 class Alone:
-    """One process; MPI is not started, which would need a daemon of its own."""
+    """A single process; MPI, which would need a daemon of its own, is not started."""
 
     rank = 0
     size = 1
@@ -42,7 +42,7 @@ class Alone:
 
 
 class MPIRanks:
-    """The processes of an MPI communicator of mpi4py."""
+    """Processes of an mpi4py communicator."""
 
     def __init__(self, communicator: Any) -> None:
         self._communicator = communicator
@@ -57,10 +57,10 @@ class MPIRanks:
 
 
 def start_ranks() -> Ranks:
-    """Finds the other ranks, if a launcher started some.
+    """Find the other ranks, if a launcher has started any.
 
     Raises:
-        UserError: the launcher is not one of MPI; every rank raises it.
+        UserError: the launcher does not use MPI; every rank raises it.
     """
     size = environment.launched_size()
     if size is None or size == 1:
@@ -82,10 +82,10 @@ def start_ranks() -> Ranks:
 
 
 def on_all_ranks(ranks: Ranks, part: Callable[[], T]) -> list[T]:
-    """Runs a part of the work that may fail on some ranks and not on others.
+    """Run a part of the work that may fail on some ranks only.
 
     Returns:
-        What `part` returned on each rank, in the order of the ranks.
+        The results of `part` on each rank, in rank order.
 
     Raises:
         UserError: on every rank, if `part` raised UserError or OSError on any.

@@ -1,4 +1,4 @@
-"""The addresses of this host, as the others see them."""
+"""Addresses of this host, as other hosts see them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Iterable
 import psutil
 
 LOOPBACK = "127.0.0.1"
-# For documentation (RFC 5737): leads to wherever the default route does.
+# Documentation address (RFC 5737): its route is the default route.
 _ELSEWHERE = "192.0.2.1"
 
 
 def address_towards(hosts: Iterable[str]) -> str:
-    """This host's address on the way to the first of `hosts` that is another one.
+    """Return this host's address on the route to the first other host in `hosts`.
 
-    Where all of them are this host, one that may join later has to reach it too: never the
-    loopback address, unless this host has no other. A name of one's own often leads there
+    If all of them are this host, a host that joins later must also reach the address: it is not a
+    loopback address unless this host has no other. A host's own name often resolves to loopback
     (Debian's /etc/hosts: 127.0.1.1).
     """
     own = [a for all_ in addresses_by_interface().values() for a in all_ if not _is_loopback(a)]
@@ -31,7 +31,7 @@ def address_towards(hosts: Iterable[str]) -> str:
 
 
 def addresses_by_interface() -> dict[str, list[str]]:
-    """The IPv4 addresses of each interface of this host that is up and has any."""
+    """Return the IPv4 addresses of each interface of this host that is up and has any."""
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     found = {
         name: [a.address for a in all_ if a.family == socket.AF_INET]
@@ -46,7 +46,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def resolve(host: str) -> str | None:
-    """The IPv4 address of a name, as this host looks it up; None where it finds none."""
+    """Return the IPv4 address of a name, as this host resolves it; None if it cannot."""
     try:
         return socket.gethostbyname(host)
     except (OSError, UnicodeError):
@@ -54,7 +54,7 @@ def resolve(host: str) -> str | None:
 
 
 def source_towards(address: str) -> str | None:
-    """This host's own address on the way to `address`; nothing is sent."""
+    """Return this host's own address on the route to `address`; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))

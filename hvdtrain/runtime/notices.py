@@ -1,6 +1,6 @@
-"""Notices that this host is about to be taken away, such as those of a cloud's spot instances.
+"""Notices that this host is about to be taken away, such as for a cloud's spot instances.
 
-A thread asks for them, so a source that hangs holds no step; each question has a bound.
+A thread polls for them with a timeout, so a source that hangs does not delay a step.
 
 - AWS: https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html,
   by tokens (IMDSv2): /latest/meta-data/spot/instance-action is 404 until there is a notice;
@@ -34,18 +34,18 @@ _AWS_TOKEN = ("X-aws-ec2-metadata-token-ttl-seconds", "X-aws-ec2-metadata-token"
 _AZURE_ENDS = ("Preempt", "Terminate", "Reboot", "Redeploy")
 _LONGEST_ANSWER = 1 << 20
 
-# Whether there is a notice now; raises whatever it may where that is not known.
+# Whether there is a notice now; may raise any exception if that is unknown.
 Source = Callable[[], bool]
 
 
 def parse_source(text: str, metadata: str = _METADATA) -> Source:
-    """`aws`, `gcp`, `azure`, `file:PATH`, `command:COMMAND` or an http(s) address.
+    """Return the source `aws`, `gcp`, `azure`, `file:PATH`, `command:COMMAND` or an http(s) URL.
 
     Args:
-        metadata: where clouds have their metadata.
+        metadata: address of the cloud's metadata service.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: `text` is none of these.
     """
     clouds = {"aws": _aws, "gcp": _gcp, "azure": _azure}
     kind, _, rest = text.partition(":")
@@ -63,11 +63,11 @@ def parse_source(text: str, metadata: str = _METADATA) -> Source:
 
 
 def watch(text: str, source: Source, on_notice: Callable[[str], None]) -> None:
-    """Asks a source every 2 s in a thread, until there is a notice.
+    """Poll a source every 2 s in a thread, until there is a notice.
 
     Args:
-        text: the source's name, for people.
-        on_notice: called with a sentence, in that thread, and again where it raises an error.
+        text: name of the source in messages.
+        on_notice: called with a message, in that thread; called again if it raises an error.
     """
     threading.Thread(
         target=_watch, args=(text, source, on_notice), name="notices", daemon=True
@@ -82,7 +82,7 @@ def _watch(text: str, source: Source, on_notice: Callable[[str], None]) -> None:
                 on_notice(f"notice from {text}: this host is about to be taken away")
                 return
             said = False
-        except Exception as error:  # whatever a server answers, the next answer may be a notice
+        except Exception as error:  # after any error, the next answer may be a notice
             if not said:
                 logger.warning("preempt.notice %s: %s; it is asked again", text, error)
             said = True
@@ -90,17 +90,17 @@ def _watch(text: str, source: Source, on_notice: Callable[[str], None]) -> None:
 
 
 def _request(address: str, headers: Mapping[str, str], method: str = "GET") -> tuple[int, str]:
-    """The status and the text of an answer.
+    """Return the status and text of a response.
 
     Raises:
-        OSError: there is none.
+        OSError: there is no response.
     """
-    # Loaded when it is wanted: a configuration is checked by programs that must be quick.
+    # Imported on demand: commands that must be fast import this module to check a configuration.
     import urllib.error
     import urllib.request
 
     request = urllib.request.Request(address, headers=dict(headers), method=method)
-    # Metadata are this host's own: a proxy would ask for those of another.
+    # Metadata belong to this host: a proxy would return its own host's metadata.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=_REQUEST_SECONDS) as answer:
@@ -163,8 +163,8 @@ def _succeeds(command: str) -> bool:
         code = process.wait(_COMMAND_SECONDS)
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what the shell has started too
-        with suppress(subprocess.TimeoutExpired):  # not even that ends it
+            os.killpg(process.pid, signal.SIGKILL)  # including the shell's children
+        with suppress(subprocess.TimeoutExpired):  # SIGKILL does not end it
             process.wait(_COMMAND_SECONDS)
         raise OSError(f"it takes longer than {_COMMAND_SECONDS:.0f} s") from None
     if code in (126, 127):

@@ -1,4 +1,4 @@
-"""What to say when memory is not enough."""
+"""Error messages for insufficient memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import psutil
 import torch
 
 _GIB = 2**30
-# In the order in which they cost the least.
+# Cheapest first.
 _TRY = (
     "memory.checkpoint_activations blocks (backward computes activations again)",
     "memory.offload_activations true (on GPUs)",
     "a smaller batch.micro_size (the curve stays)",
 )
-# What ranks hold or compute together, from what asks least of a model to what asks most.
+# Ways to share a model between ranks, fewest requirements on the model first.
 _SPREAD = (
     "parallel.zero 1 (the optimizer's state)",
     "parallel.shard (parameters too)",
@@ -23,12 +23,12 @@ _SPREAD = (
 ADVICE = (
     f"Try, in this order: {'; '.join(_TRY)}; or divide it between more ranks: {', '.join(_SPREAD)}"
 )
-# Of torch's allocator for CPUs, which raises RuntimeError.
+# Text in the RuntimeError of torch's CPU allocator.
 _OF_CPU = "DefaultCPUAllocator"
 
 
 def explained(error: BaseException) -> str:
-    """What was allocated and what to try next, for an error of an allocator; "" for others."""
+    """Explain an allocator's error: what is allocated and what to try; "" for other errors."""
     if isinstance(error, torch.OutOfMemoryError):
         allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory

@@ -1,4 +1,4 @@
-"""The most memory that this process had in use, of the host and of its device."""
+"""Peak memory of this process, on the host and on its device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class HighWater:
-    """The high-water marks of this process, which are set back: who else reads them sees less."""
+    """High-water marks of this process; resetting them affects all readers of the marks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
@@ -22,18 +22,20 @@ class HighWater:
         self.set_back()
 
     def read(self) -> tuple[int, int | None]:
-        """Bytes of the host that were resident at most, bytes that tensors took up on the device
-        (None without a GPU); since they were set back.
+        """Return the peaks since the last reset, in bytes.
+
+        Returns:
+            Resident memory on the host; memory of tensors on the device (None without a GPU).
         """
         if self._device is None:
             return _high_water_mark(), None
         return _high_water_mark(), torch.cuda.max_memory_allocated(self._device)
 
     def set_back(self) -> bool:
-        """Whether the kernel lets the mark of the host be set back."""
+        """Reset the marks; return whether the kernel allows resetting the host's mark."""
         if self._settable:
             try:
-                _CLEAR_REFS.write_text("5")  # proc(5): sets VmHWM to what is resident now
+                _CLEAR_REFS.write_text("5")  # proc(5): sets VmHWM to the current resident size
             except OSError:
                 self._settable = False
         if self._device is not None:
@@ -43,11 +45,11 @@ class HighWater:
 
 @dataclass(eq=False)
 class Peaks:
-    """Bytes that were in use at most.
+    """Peak memory in bytes.
 
     Args:
-        host: phase -> resident; empty where the kernel does not tell.
-        device: phase -> taken up by tensors on the device; empty without a GPU.
+        host: phase -> resident memory; empty if the kernel does not report it.
+        device: phase -> memory of tensors on the device; empty without a GPU.
     """
 
     host: dict[str, int] = field(default_factory=dict)
@@ -60,32 +62,32 @@ class Peaks:
 
 
 class PeakMemory:
-    """Peaks of a process by phase, while they are recorded: a phase's change takes 0.1 ms then.
+    """Peaks of a process by phase; while they are recorded, a phase change takes 0.1 ms.
 
     Attributes:
-        of_run: of the steps that the ranks compare.
+        of_run: peaks in the steps that the ranks compare.
     """
 
     def __init__(self, device: torch.device, timer: PhaseTimer) -> None:
         self._timer = timer
         self._marks = HighWater(device)
         self._phase = timer.phase
-        self._before = (0, 0)  # the most before the marks were last set back
+        self._before = (0, 0)  # peaks before the last reset of the marks
         self._recorded: tuple[Peaks, ...] = ()
         self.of_run = Peaks()
 
     def record(self, peaks: Peaks) -> None:
-        """From now on `peaks` learns what each phase reaches, until `stop`."""
+        """Record the peak of each phase in `peaks` until `stop`."""
         if self._recorded:
-            self._note()  # what was before is not its
+            self._note()  # earlier peaks do not belong to `peaks`
         else:
             self._phase = self._timer.phase
-            self._note()  # for nobody
+            self._note()  # only resets the marks
             self._timer.listen(self._enter)
         self._recorded = (*self._recorded, peaks)
 
     def stop(self, peaks: Peaks) -> None:
-        """What the phase has reached by now counts; nothing happens if it is not recorded."""
+        """Stop recording, including the current phase so far; do nothing if it is not recorded."""
         if peaks not in self._recorded:
             return
         self._note()
@@ -94,7 +96,7 @@ class PeakMemory:
             self._timer.unlisten(self._enter)
 
     def most(self) -> tuple[int, int]:
-        """Bytes of the host and of the device at most, since this was made; 0 without a GPU."""
+        """Return the peaks of host and device since construction, in bytes; 0 without a GPU."""
         return self._with(*self._marks.read())
 
     def _enter(self, phase: str) -> None:
@@ -103,7 +105,7 @@ class PeakMemory:
 
     def _note(self) -> None:
         host, device = self._marks.read()
-        self._before = self._with(host, device)  # before they are set back: a thread may look
+        self._before = self._with(host, device)  # before the reset: another thread may read
         settable = self._marks.set_back()
         for peaks in self._recorded:
             peaks.add(self._phase, host if settable else None, device)

@@ -1,8 +1,8 @@
-"""Where a rank's time goes: phases that are disjoint, and whose sum is the wall time.
+"""Breakdown of a rank's time into disjoint phases, whose sum is the wall time.
 
-On the CPU a phase ends when the next one is entered, by the clock. On CUDA the host only hands
-out work, so an event is put into the stream at each change of phase, and its time is read when
-the device has passed it, a step later as a rule: nothing is ever waited for.
+On the CPU a phase ends when the next one is entered, by the clock. On CUDA the host only enqueues
+work, so an event is recorded in the stream at each phase change. Its time is read after the device
+has passed it, usually a step later: the timer never waits.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ Seconds = dict[str, float]
 
 
 class Event(Protocol):
-    """What PhaseTimer needs of a torch.cuda.Event."""
+    """Methods of torch.cuda.Event that PhaseTimer uses."""
 
     def query(self) -> bool:
         """Whether the device has passed it."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this one to a later one; both were passed."""
+        """Return the milliseconds from this event to a later one; the device has passed both."""
 
 
 @dataclass
 class Bubble:
-    """What the ranks of a pipeline wait for each other in training, by the host's clock.
+    """Time for which the ranks of a pipeline wait for each other in training, by the host's clock.
 
     Args:
-        schedule_seconds: in schedules so far.
-        expected: sum over their steps of the fraction that a rank would wait where all stages
-            were as fast, and
-        steps: how many these were.
+        schedule_seconds: seconds in schedules so far.
+        expected: sum over the steps of the expected bubble fraction: the fraction of time for
+            which a rank would wait if all stages were equally fast.
+        steps: number of these steps.
     """
 
     schedule_seconds: float = 0.0
@@ -63,7 +63,7 @@ class Bubble:
 
     @property
     def formula(self) -> float:
-        """The mean of what was expected; NaN: there is no pipeline."""
+        """Mean of the expected bubble fraction; NaN: there is no pipeline."""
         return self.expected / self.steps if self.steps else math.nan
 
 
@@ -73,48 +73,48 @@ class PhaseTimer:
     One thread enters phases; any thread may read.
 
     Args:
-        began: time.perf_counter() from which on time counts; so far it was "other".
+        began: time.perf_counter() from which time counts; until the first phase it is "other".
 
     Attributes:
-        waited: axis of `WAITED` -> seconds for which this rank has waited for the others of its
-            replica, transfers included, by the host's clock: so little of it on GPUs.
-        waited_in_passes: those of these that lie in forward and backward.
+        waited: axis of `WAITED` -> seconds for which this rank has waited for other ranks of its
+            replica, transfers included. Measured by the host's clock, so small on GPUs.
+        waited_in_passes: seconds of `waited` inside forward and backward.
         bubble: with a pipeline.
     """
 
     def __init__(self, began: float) -> None:
-        # (phase, since when, seconds of each phase before): one tuple, replaced at once, so
-        # that a reader in another thread needs no lock and sees no half of a change.
+        # (phase, start of the phase, seconds of each phase before): one tuple, replaced at once,
+        # so that a reader in another thread needs no lock and sees no partial change.
         self._state = ("other", began, (0.0,) * len(PHASES))
         self._event: Callable[[], Event] | None = None
         self._listeners: tuple[Callable[[str], None], ...] = ()
-        # Phases that the device has not left yet, with the event at their beginning.
+        # Phases that the device has not left yet, with the event at their start.
         self._pending: deque[tuple[str, Event]] = deque()
         self.waited = dict.fromkeys(WAITED, 0.0)
         self.waited_in_passes = 0.0
         self.bubble = Bubble()
 
     def use_events(self, event: Callable[[], Event]) -> None:
-        """From now on time is the device's; `event` puts one into its stream."""
+        """Measure time on the device from now on; `event` records an event in its stream."""
         self.enter(self.phase)
         self._pending.append((self.phase, event()))
         self._event = event
 
     def listen(self, listener: Callable[[str], None]) -> None:
-        """From now on `listener` is told of each phase just before it is entered."""
+        """Call `listener` with each phase just before it is entered."""
         self._listeners = (*self._listeners, listener)
 
     def unlisten(self, listener: Callable[[str], None]) -> None:
-        """It is not told any more."""
+        """Stop calling `listener`."""
         self._listeners = tuple(other for other in self._listeners if other != listener)
 
     @property
     def phase(self) -> str:
-        """What time counts as now."""
+        """The current phase."""
         return self._pending[-1][0] if self._pending else self._state[0]
 
     def enter(self, phase: str) -> None:
-        """Time counts as `phase` from now on."""
+        """Enter a phase."""
         for listener in self._listeners:
             listener(phase)
         if self._event is None:
@@ -128,7 +128,7 @@ class PhaseTimer:
 
     @contextmanager
     def inside(self, phase: str) -> Iterator[None]:
-        """Time counts as `phase` inside, and afterwards as what it did before."""
+        """Context in which time counts as `phase`; the previous phase continues afterwards."""
         before = self.phase
         self.enter(phase)
         try:
@@ -138,7 +138,7 @@ class PhaseTimer:
 
     @contextmanager
     def waiting(self, axis: str) -> Iterator[None]:
-        """Time inside is waited for the other ranks of an axis; its phase stays what it is."""
+        """Context that waits for the other ranks of an axis; the phase does not change."""
         began = time.perf_counter()
         try:
             yield
@@ -149,7 +149,7 @@ class PhaseTimer:
                 self.waited_in_passes += seconds
 
     def seconds(self) -> Seconds:
-        """Of each phase since the beginning; with events, as far as the device has got."""
+        """Return the seconds of each phase so far; with events, up to the device's last one."""
         state = self._state
         passed = state[2] if self._event else _passed(state, time.perf_counter())
         return dict(zip(PHASES, passed, strict=True))
@@ -159,7 +159,7 @@ class PhaseTimer:
 
 
 def cuda_event() -> torch.cuda.Event:
-    """An event in the current stream."""
+    """Record an event in the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

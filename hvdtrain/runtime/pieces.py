@@ -1,4 +1,4 @@
-"""Pieces of tensors: what a rank holds of one that is spread over several."""
+"""Pieces of tensors, as held by a rank if a tensor is spread over several ranks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MOST_ELEMENTS = 1 << 62
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a tensor lies in the one that it is a piece of.
+    """Position of a piece in its whole tensor.
 
     Args:
-        shape: of the whole.
-        start: of a flat piece, a row of elements that follow each other in C order: the first.
-        offsets: of a box instead: its corner, by dimension.
+        shape: of the whole tensor.
+        start: index of the first element of a flat piece, which is contiguous in C order.
+        offsets: corner of a box instead, by dimension.
     """
 
     shape: tuple[int, ...]
@@ -30,17 +30,17 @@ class Piece:
     offsets: tuple[int, ...] | None = None
 
     def described(self) -> dict[str, Any]:
-        """For a file: {"shape": [...], "start": N} or {"shape": [...], "offsets": [...]}."""
+        """JSON form: {"shape": [...], "start": N} or {"shape": [...], "offsets": [...]}."""
         if self.offsets is None:
             return {"shape": [*self.shape], "start": self.start or 0}
         return {"shape": [*self.shape], "offsets": [*self.offsets]}
 
     @classmethod
     def of(cls, described: Mapping[str, Any]) -> Piece:
-        """From what `described` gave.
+        """Build a piece from the result of `described`.
 
         Raises:
-            KeyError, ValueError: it is nothing of the kind.
+            KeyError, ValueError: the argument is not of this form.
         """
         shape = described["shape"]
         numbers = described["offsets"] if "offsets" in described else [described["start"]]
@@ -55,14 +55,14 @@ class Piece:
 
 
 def flat_range(pieces: Iterable[tuple[Piece, Tensor]], start: int, stop: int) -> Tensor:
-    """A row of elements of the whole, in C order.
+    """Return elements `start` to `stop` of the whole tensor, in C order.
 
     Args:
-        pieces: of one tensor, each element in one of them; those of other ranks may be files that
-            are only mapped: what lies outside of the range is not read, of flat ones.
+        pieces: of one tensor, with each element in exactly one piece. Other ranks' pieces may be
+            memory-mapped files: of flat pieces, elements outside of the range are not read.
 
     Raises:
-        ValueError: an element is in none of them, or in two.
+        ValueError: an element is in no piece, or in two.
     """
     given = [*pieces]
     if any(piece.offsets is not None for piece, _ in given):
@@ -82,13 +82,13 @@ def flat_range(pieces: Iterable[tuple[Piece, Tensor]], start: int, stop: int) ->
 
 
 def assemble(pieces: Iterable[tuple[Piece, Tensor]]) -> Tensor:
-    """The whole tensor.
+    """Return the whole tensor.
 
     Args:
-        pieces: all of it, each element in one.
+        pieces: of the whole tensor, with each element in exactly one piece.
 
     Raises:
-        ValueError: an element is in none of them, or in two.
+        ValueError: an element is in no piece, or in two.
     """
     given = [*pieces]
     shape = given[0][0].shape
@@ -109,7 +109,7 @@ def assemble(pieces: Iterable[tuple[Piece, Tensor]]) -> Tensor:
 
 
 def box(piece: Piece, tensor: Tensor) -> tuple[slice, ...]:
-    """Where a piece that is a box lies in the whole."""
+    """Return the index of a box in the whole tensor."""
     assert piece.offsets is not None
     return tuple(slice(o, o + n) for o, n in zip(piece.offsets, tensor.shape, strict=True))
 

@@ -1,6 +1,6 @@
-"""The end of a process whose work is done: soon, whatever user code has left running.
+"""End of a process whose work is done, within a limit, even if user code is still running.
 
-Python waits for threads and `multiprocessing` processes that are not daemons, without a limit.
+Python waits without a limit for threads and `multiprocessing` processes that are not daemons.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ _EXIT_SECONDS = 20.0  # less than the 30 s for which the elastic driver waits fo
 
 
 def end_process(code: int, seconds: float = _EXIT_SECONDS) -> NoReturn:
-    """Ends this process with an exit code; call it in the main thread.
+    """End this process with an exit code; call it in the main thread.
 
     If the process is still there after `seconds`, a line on stderr names the threads and child
-    processes that it waits for; then it ends with `code`, and so do these.
+    processes that it waits for. The children are then killed, and the process ends with `code`.
     """
     OWN.beat(Activity.ENDING)
     threading.Thread(target=_end, args=(code, seconds), name="exit", daemon=True).start()
     if "horovod.torch" in sys.modules:
         from hvdtrain.runtime.failure import leave_horovod
 
-        leave_horovod()  # all ranks do so now: none waits for one that something else blocks
+        leave_horovod()  # all ranks do so now: no rank waits for a blocked one
     sys.exit(code)
 
 

@@ -1,4 +1,4 @@
-"""The ranks of each part of the model, as Horovod knows them: its process sets."""
+"""Horovod process sets of the ranks that hold the same shard of the model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hvdtrain.runtime.grid import Grid
 
 
 def set_of_part(grid: Grid, rank: int) -> ProcessSet:
-    """The ranks that hold the same part of the model as `rank`; all ranks call it, alike.
+    """Return the set of ranks with the same shard as `rank`; all ranks call it identically.
 
-    Needs HOROVOD_DYNAMIC_PROCESS_SETS=1 (environment.prepare), as the sets follow from where the
-    ranks are.
+    Requires HOROVOD_DYNAMIC_PROCESS_SETS=1 (environment.prepare), because the sets depend on the
+    ranks' hosts.
     """
     if grid.replica_size == 1 or grid.replicas == 1:
         return hvd.global_process_set
@@ -29,7 +29,7 @@ def set_of_part(grid: Grid, rank: int) -> ProcessSet:
 
 @contextmanager
 def passing_set(ranks: Sequence[int]) -> Iterator[ProcessSet]:
-    """A set of these ranks, for a while; all ranks call it, alike.
+    """Context with a temporary set of these ranks; all ranks call it identically.
 
     Raises:
         RankLostError: another rank is gone.
@@ -45,7 +45,7 @@ def passing_set(ranks: Sequence[int]) -> Iterator[ProcessSet]:
 
 
 def _set_of(ranks: list[int]) -> ProcessSet:
-    """A new one, or that of an earlier model of this process: Horovod takes no two."""
+    """Return a new set, or an earlier model's set: Horovod rejects two sets of the same ranks."""
     for number, known in process_sets._basics._get_process_set_ids_and_ranks().items():
         if sorted(known) == ranks:
             found = ProcessSet(ranks)

@@ -1,10 +1,9 @@
-"""Random numbers that depend on the seed and on the place in the run alone.
+"""Random numbers that depend only on the seed and the position in the run.
 
 Before each micro-batch is loaded the generators are seeded from (seed, step, number of
-the micro-batch). A data set and dropout therefore draw the same however many ranks there are,
-whichever of them works on the micro-batch, and after a restart; no generator's
-state has to be saved. Evaluation does the same with keys of its own: it neither follows
-training's random numbers nor disturbs them.
+the micro-batch). A dataset and dropout therefore draw the same numbers for any number of ranks,
+on any rank that works on the micro-batch, and after a restart. No generator's state has to be
+saved. Evaluation uses keys of its own: it is independent of training's random numbers.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import torch
 
 
 def seed_all(*key: int) -> None:
-    """Seeds torch (CUDA too where it is up), numpy and random from integers >= 0."""
+    """Seed torch (including CUDA if initialised), numpy and random from integers >= 0."""
     words = np.random.SeedSequence(key).generate_state(2, dtype=np.uint32)
     seed = int(words[0]) << 31 ^ int(words[1])
-    # Not torch.manual_seed: where a device is not up yet, it keeps the caller's stack as text
-    # for a seeding later on, which takes ten times as long as all the rest.
+    # Not torch.manual_seed: for a device that is not initialised, it formats the caller's stack
+    # for later seeding, which takes ten times as long as everything else here.
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)

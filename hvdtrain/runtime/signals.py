@@ -1,6 +1,6 @@
-"""A signal asks the run to stop; the run decides when.
+"""Signals that ask the run to stop; the run decides when.
 
-Imports nothing heavy: train.py installs the handlers before torch is there.
+Imports nothing heavy: train.py installs the handlers before it imports torch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _LAUNCHER_SECONDS = 5.0
 
 Handler = Callable[[int, FrameType | None], object] | signal.Handlers
 
-# Signals that ask a run to stop, and what its forked children do with them. A batch system sends
-# SIGUSR1 to children, too: it would end processes that the last steps need.
+# Signals that ask a run to stop, and their handlers in forked children. A batch system also sends
+# SIGUSR1 to children: it would end processes that the last steps need.
 _SIGNALS: Mapping[int, Handler] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGUSR1: signal.SIG_IGN,
@@ -28,9 +28,9 @@ _SIGNALS: Mapping[int, Handler] = {
 
 
 def handle(number: int, handler: Handler) -> None:
-    """Installs a handler for this process alone; a forked child gets the default back.
+    """Install a handler for this process only; forked children get the default handler.
 
-    With its parent's handler a child would survive `terminate()`, which is how `multiprocessing`
+    With its parent's handler a child would survive `terminate()`, with which `multiprocessing`
     ends its daemons. Call it in the main thread.
     """
     signal.signal(number, handler)
@@ -40,9 +40,9 @@ def handle(number: int, handler: Handler) -> None:
 def _replace_in_children(
     replacements: Mapping[int, Handler], is_ours: Callable[[object], bool]
 ) -> None:
-    """Forked children get `replacements` for the handlers that are this process's own.
+    """Install `replacements` in forked children for handlers that are this process's own.
 
-    The signals wait until then: one that comes right after the fork would be lost.
+    The signals are blocked until then: a signal right after the fork would be lost.
     """
     masks = threading.local()  # of each thread that forks
 
@@ -62,9 +62,10 @@ def _replace_in_children(
 
 
 def leave_on_sigterm() -> None:
-    """SIGTERM leaves a command that starts processes, or changes the terminal, through `finally`.
+    """Make SIGTERM end a command by SystemExit, so that its `finally` blocks run.
 
-    The exit code is 143. Not for a run, see StopFlag. Call it in the main thread.
+    For commands that start processes or change the terminal; a run uses StopFlag. The exit code is
+    143. Call it in the main thread.
     """
     handle(signal.SIGTERM, _leave)
 
@@ -74,10 +75,10 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class StopFlag:
-    """Raised by SIGUSR1 or SIGTERM. The handler does nothing else.
+    """Flag raised by SIGUSR1 or SIGTERM. The handler does nothing else.
 
-    A later signal ends the process at once, with exit code 128 + its number; not one that comes
-    within a second: Slurm and mpirun send theirs in pairs.
+    A later signal ends the process at once, with exit code 128 + its number. A signal within a
+    second does not count as a later one: Slurm and mpirun send signals in pairs.
 
     Attributes:
         raised_at: time.monotonic() of the first signal, or None.
@@ -85,7 +86,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.raised_at: float | None = None
-        self._counted_from: float | None = None  # from now on a signal is a later one
+        self._counted_from: float | None = None  # time from which signals count as later ones
         self._ignored = False
 
     @property
@@ -93,9 +94,10 @@ class StopFlag:
         return self.raised_at is not None
 
     def raised_by_launcher(self) -> bool:
-        """Waits a few seconds for it: a launcher ends all ranks when the first of them ends.
+        """Wait a few seconds for a launcher's signal; return whether the flag is raised.
 
-        Where all find the same mistake, the first of them tells it and these keep quiet.
+        A launcher ends all ranks when the first of them ends. If all ranks find the same error,
+        the first one reports it, and the others print nothing.
         """
         deadline = time.monotonic() + _LAUNCHER_SECONDS
         while not self.raised and time.monotonic() < deadline:
@@ -103,13 +105,13 @@ class StopFlag:
         return self.raised
 
     def install(self) -> None:
-        """Takes over the two signals; call it in the main thread."""
+        """Install the handlers of both signals; call it in the main thread."""
         for number in _SIGNALS:
             signal.signal(number, self._handle)
         _replace_in_children(_SIGNALS, self._is_ours)
 
     def ignore(self) -> None:
-        """The work is done: a late signal must not make a failure of its end."""
+        """Ignore signals after the work is done: a late signal must not make the end a failure."""
         self._ignored = True
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
@@ -118,12 +120,12 @@ class StopFlag:
         return handler == self._handle or (self._ignored and handler == signal.SIG_IGN)
 
     def raise_(self) -> None:
-        """As if a signal had come; a second time changes nothing."""
+        """Raise the flag as a signal does; a second call changes nothing."""
         self.raise_before_signals()
         self._counted_from = self._counted_from or self.raised_at
 
     def raise_before_signals(self) -> None:
-        """The same, where the host's own SIGTERM will follow, which is not yet a second one."""
+        """Raise the flag; the host's own SIGTERM, which follows, still counts as the first one."""
         self.raised_at = self.raised_at or time.monotonic()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

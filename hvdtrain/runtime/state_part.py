@@ -1,4 +1,4 @@
-"""What the state of a run is made of, part by part."""
+"""Protocols for the parts of a run's state."""
 
 from __future__ import annotations
 
@@ -14,54 +14,53 @@ Scope = Literal["replicated", "sharded", "local"]
 
 
 class StatePart(Protocol):
-    """A named part of the state: what is saved, broadcast, compared and taken over.
+    """A named part of the state, which is saved, broadcast, compared and loaded.
 
     Attributes:
-        name: of its file in a checkpoint, without rank or ending.
-        scope: of a "replicated" part every rank holds the same tensors: rank 0 saves them, and a
-            rank that joins gets them from another one. Of a "local" part each rank holds its own:
-            each saves them, those who train on keep them, and a rank that joins begins without. Of
-            a "sharded" part the ranks together hold all, in pieces: each saves some, and whatever
-            ranks there are then deal them anew.
+        name: name of its file in a checkpoint, without rank or extension.
+        scope: "replicated": every rank holds the same tensors. Rank 0 saves them, and a rank that
+            joins receives them from another rank. "local": each rank holds its own tensors and
+            saves them. Ranks that continue keep them, and a rank that joins starts without them.
+            "sharded": the ranks together hold all tensors, in pieces. Each rank saves some pieces,
+            and the ranks of the next generation redistribute them.
     """
 
     name: str
     scope: Scope
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live tensors (not copies) by name; none may be there yet."""
+        """Return the live tensors (not copies) by name; there may be none yet."""
         ...
 
     def compared(self) -> dict[str, Tensor]:
-        """Those that have the same bits on all ranks unless one was damaged; none if local."""
+        """Return tensors that are bitwise identical on all intact ranks; none if local."""
         ...
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        """Takes over what `tensors` gave, once or elsewhere.
+        """Load results of `tensors`, from an earlier time or another rank.
 
         Args:
-            pieces: one, if replicated; none: all is to be as at the start of a run. If local:
-                those of the ranks from which this rank inherits, which may be none, its own
-                alone, or several.
+            pieces: if replicated: one item. If local: items of the ranks from which this rank
+                inherits: none, only its own, or several. No item: reset to the start of a run.
 
         Raises:
-            UserError: it does not fit.
+            UserError: the tensors do not fit.
         """
 
 
 class ShardedPart(StatePart, Protocol):
-    """A part of which each rank holds pieces: each piece is saved by one of those that hold it."""
+    """A part of which each rank holds pieces; one holder of each piece saves it."""
 
     def pieces(self) -> dict[str, Piece]:
-        """Where each of `tensors` lies in the whole one; of those that are whole none is needed."""
+        """Return the position of each of `tensors` in its whole tensor; may omit whole tensors."""
         ...
 
     def read(self, folder: Path, version: int) -> None:
-        """Takes over from a checkpoint what this rank holds, whoever has saved it.
+        """Load this rank's pieces from a checkpoint, whichever ranks saved them.
 
         Args:
-            version: the step that it was saved after.
+            version: the step after which it was saved.
 
         Raises:
-            UserError: it does not fit, or is damaged.
+            UserError: the checkpoint does not fit, or is damaged.
         """

@@ -1,4 +1,4 @@
-"""Whether somebody looks at what this process says: its own terminal, or its launcher's."""
+"""The terminal that shows this process's output: its own, or its launcher's."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hvdtrain.runtime.environment import launched_size
 
 @cache
 def terminal() -> TextIO | None:
-    """Where a progress bar can be shown; None: stderr goes to a file or to another program.
+    """Return a terminal for a progress bar; None: stderr goes to a file or another program.
 
-    A launcher gives its ranks pipes. Where it reads them on this host, and its own stderr is a
-    terminal, that one is meant: it is written to directly, without the launcher's prefixes.
+    A launcher gives its ranks pipes. If it reads them on this host, and its own stderr is a
+    terminal, return that terminal, to write to it directly without the launcher's prefixes.
     """
     if sys.stderr.isatty():
         return sys.stderr
@@ -36,10 +36,10 @@ def terminal() -> TextIO | None:
 
 
 def _launchers_stderr() -> Path | None:
-    """The stderr of the ancestor that reads this process's stderr, if that is a character device.
+    """Return the stderr of the ancestor that reads this process's stderr, if a character device.
 
-    Pipes and files must not be opened a second time, as nobody would see their end, or two
-    writers would overwrite each other.
+    Pipes and files must not be opened a second time: a pipe's reader would not see its end, and
+    two writers of a file would overwrite each other.
     """
     try:
         pipe = os.readlink("/proc/self/fd/2")
@@ -51,12 +51,12 @@ def _launchers_stderr() -> Path | None:
                 stderr = folder / "fd/2"
                 return stderr if stderr.is_char_device() else None
     except (OSError, psutil.Error):
-        pass  # of another user, or gone
+        pass  # another user's process, or gone
     return None
 
 
 def _reads(process: Path, pipe: str) -> bool:
-    """Whether a process (/proc/ID) holds the end of a pipe that is read from."""
+    """Whether a process (/proc/ID) holds the read end of a pipe."""
     for descriptor in (process / "fd").iterdir():
         try:
             if os.readlink(descriptor) != pipe:

@@ -1,6 +1,6 @@
-"""Thread names as the kernel has them (`comm`): other processes read them without our help.
+"""Thread names in the kernel (`comm`), which other processes can read without our help.
 
-A new thread gets the name of the thread that starts it, so one name marks a library's threads.
+A new thread inherits the name of the thread that starts it, so one name marks a library's threads.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Horovod's threads: the background thread, and what it starts (Gloo's loops, MPI's progress).
+# Horovod's threads: the background thread, and those it starts (Gloo's loops, MPI's progress).
 HOROVOD = "horovod"
 
 # https://man7.org/linux/man-pages/man2/PR_SET_NAME.2const.html
@@ -19,7 +19,7 @@ _NAME_BYTES = 16
 
 @contextmanager
 def threads_named(name: str) -> Iterator[None]:
-    """Names the threads that the calling thread starts meanwhile.
+    """Context in which threads started by the calling thread get a name.
 
     Args:
         name: at most 15 bytes.

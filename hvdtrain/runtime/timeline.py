@@ -10,21 +10,21 @@ import horovod.torch as hvd
 
 
 def can_start() -> bool:
-    """Whether Horovod lets it be started later: HOROVOD_TIMELINE names no file."""
+    """Whether the timeline can be started later: HOROVOD_TIMELINE names no file."""
     return os.environ.get("HOROVOD_TIMELINE") == "DYNAMIC"
 
 
 def start(path: Path) -> None:
-    """Starts it.
+    """Start the timeline.
 
     Raises:
-        OSError: the file cannot be written, which Horovod would not say.
+        OSError: the file cannot be written, which Horovod would not report.
     """
     path.touch()
     hvd.start_timeline(str(path))
 
 
 def stop() -> None:
-    """Stops it, also after a failure: Horovod must not write when it is shut down."""
+    """Stop the timeline, also after a failure: Horovod must not write to it during shutdown."""
     with suppress(ValueError):
         hvd.stop_timeline()

@@ -1,6 +1,6 @@
-"""How much a rank has worked, as the kernel counts it: its threads, and its child processes.
+"""CPU and disk use of a rank, from the kernel's counters of its threads and child processes.
 
-Horovod's threads do not count: they poll, and forward what other ranks send.
+Horovod's threads do not count: they poll, and forward other ranks' data.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from pathlib import Path
 
 from hvdtrain.runtime.thread_names import HOROVOD
 
-# The watchdog's main thread: it is a descendant of the rank that it watches, and always works.
+# The watchdog's main thread: a descendant of the rank that it watches, and always busy.
 WATCHDOG = "hvd-watchdog"
-IDLE_TICKS = 8  # a second: what threads use at most that wake up to look and sleep on
+IDLE_TICKS = 8  # per second: upper limit of threads that only wake up to poll
 
-_BLOCK = 4096  # bytes; read or written, a block counts as much as a tick of CPU time
-_FAULT = 4  # blocks that a major page fault reads, at least: a file that is mapped, not read
+_BLOCK = 4096  # bytes; a block read or written counts as much as a tick of CPU time
+_FAULT = 4  # blocks per major page fault, at least: for files that are mapped, not read
 # Fields of /proc/PID/stat after the name.
 _MAJOR_FAULTS = 9
-# Ticks of itself, and of children that have ended.
+# Ticks of the process itself, and of its ended children.
 _OWN_TICKS, _ENDED_TICKS = slice(11, 13), slice(13, 15)
-# What reached the disk, and what system calls transferred: some file systems count only these.
+# Disk transfers, and transfers by system calls: some file systems count only the latter.
 _DISK, _CALLS = ("read_bytes", "write_bytes"), ("rchar", "wchar")
 
 
 def work(pid: int) -> int:
-    """Ticks (10 ms) of CPU time, and blocks read or written, that a rank has used so far.
+    """Return the ticks (10 ms) of CPU time plus blocks read or written that a rank has used so far.
 
-    Of all its threads but Horovod's, and of all its descendants but the watchdog: a compiler, a
-    decoder, a download. It may be less than before when one of these has ended.
+    Counts all its threads except Horovod's, and all its descendants except the watchdog: a
+    compiler, a decoder, a download. The sum may decrease when one of these has ended.
 
     Raises:
         OSError: the rank is gone.
@@ -58,7 +58,7 @@ def _work_of_thread(thread: Path) -> int:
 
 
 def _stat(folder: Path) -> tuple[str, list[str]]:
-    """The name of a process or thread, and the fields after it."""
+    """Return the name of a process or thread, and the fields after it."""
     head, _, tail = (folder / "stat").read_text().rpartition(")")
     return head.partition("(")[2], tail.split()
 

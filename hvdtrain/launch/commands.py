@@ -1,4 +1,4 @@
-"""Command lines of the launchers: pure functions from a plan to an argv."""
+"""Command lines of the launchers, as pure functions that return an argv."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-# Never a question, and a dead peer is noticed in seconds: whatever the user configured for ssh.
+# No prompts, and a dead peer is detected in seconds, whatever the user's ssh configuration.
 SSH_OPTIONS = (
     *("-o", "BatchMode=yes", "-o", "ConnectTimeout=3"),
     *("-o", "ServerAliveInterval=1", "-o", "ServerAliveCountMax=3"),
 )
-# The same for the connections between mpirun and its daemons, where the default is minutes:
-# both ends notice a cut link after about 4 s, and each ends its ranks.
+# The same for the connections between mpirun and its daemons, whose default is minutes:
+# both ends detect a broken link after about 4 s, and each ends its ranks.
 _KEEP_ALIVE = (
     *("--mca", "plm_rsh_args", " ".join(SSH_OPTIONS)),
     *("--mca", "oob_tcp_keepalive_time", "1"),
     *("--mca", "oob_tcp_keepalive_intvl", "1"),
     *("--mca", "oob_tcp_keepalive_probes", "3"),
 )
-# When one rank is gone the others are killed at once; mpirun's own way takes 4 s on two hosts.
-# To be asked to stop there is SIGUSR1.
+# When one rank is gone the others are killed at once; by default mpirun takes 4 s on two hosts.
+# A request to stop is sent as SIGUSR1.
 _END_AT_ONCE = ("--mca", "odls_base_sigkill_timeout", "0")
-# What of the environment ranks on other hosts get; horovodrun passes on all of it.
+# Environment variables passed to ranks on other hosts; horovodrun passes all of them.
 _EXPORTED = ("HVDTRAIN_", "HOROVOD_", "NCCL_", "OMP_", "CUDA_")
-# What Open MPI puts into the environment of a process that began MPI without a launcher, such as
-# the kernel of a notebook after `import mpi4py.MPI`.
+# Variables that Open MPI sets in a process that has started MPI without a launcher, such as
+# a notebook's kernel after `import mpi4py.MPI`.
 _OF_A_SINGLETON = (
     *("OMPI_MCA_ess", "OMPI_MCA_pmix", "OMPI_MCA_orte_launch", "OMPI_MCA_orte_ess_num_procs"),
     *("OMPI_MCA_orte_precondition_transports", "OMPI_APP_CTX_NUM_PROCS", "ORTE_SCHIZO_DETECTION"),
@@ -47,7 +47,7 @@ def horovodrun(
     """
     if controller not in ("gloo", "mpi"):
         raise ValueError(f"controller is 'gloo' or 'mpi', not {controller!r}")
-    # The launcher of this very environment, whatever PATH says.
+    # The launcher of this environment, regardless of PATH.
     launcher = str(Path(sys.executable).with_name("horovodrun"))
     where = ["-H", hosts] if hosts else []
     return [launcher, f"--{controller}", "-np", str(np), *where, *command]
@@ -84,9 +84,9 @@ def mpirun(
 def mpirun_that_notices(
     np: int, command: Sequence[str], hosts: str, env: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """`mpirun` that ends within seconds when a host or its link dies, and so do the ranks.
+    """Return the argv of an `mpirun` that ends, with its ranks, seconds after a host or link fails.
 
-    `env` is what it will be started with: what training reads of it goes to all hosts.
+    `env` is mpirun's environment: the variables that training reads are passed to all hosts.
     """
     exported = [word for name in sorted(env) if name.startswith(_EXPORTED) for word in ("-x", name)]
     return mpirun(np, command, hosts=hosts, options=[*_KEEP_ALIVE, *_END_AT_ONCE, *exported])
@@ -105,9 +105,9 @@ def elastic_horovodrun(
 
 
 def forget_singleton(env: MutableMapping[str, str]) -> None:
-    """Removes what a parent that is an MPI process of its own left in `env`.
+    """Remove variables that a parent which is itself an MPI process has left in `env`.
 
-    With it every mpirun ends with 1 at once, and says nothing.
+    With them every mpirun exits at once with code 1 and without a message.
     """
     if env.get("OMPI_MCA_ess") == "singleton":
         for name in [n for n in env if n in _OF_A_SINGLETON or n.startswith("PMIX_")]:

@@ -1,6 +1,6 @@
-"""Which hosts answer right now. All are asked at once; nobody waits longer than the timeout.
+"""Probes of hosts: all hosts are probed in parallel, within one timeout.
 
-Read by a driver once a second: neither torch nor horovod, and no library, is imported.
+A driver runs this once a second, so it imports neither torch nor Horovod nor any other library.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import SSH_OPTIONS
 from hvdtrain.launch.hostfile import Host
 
-# (host name, time.monotonic() by which to be done) -> does it answer?
+# (host name, deadline by time.monotonic()) -> whether the host responds
 Probe = Callable[[str, float], bool]
 DEFAULT_PROBE = "tcp:22"
 _SSH_PORT = 22
-# Looking up, and any thread that is stuck in it, ends before the caller's time does.
+# Probes end this long before the caller's deadline.
 _SPARE_SECONDS = 0.1
 
 
 def parse_probe(text: str) -> Probe:
-    """`tcp:PORT`: the port accepts a connection, and on port 22 sends ssh's greeting.
-    `ssh`: a command runs there, which costs a login each time.
+    """Return the probe named by `text`.
+
+    `tcp:PORT`: the port accepts a connection, and on port 22 sends ssh's greeting.
+    `ssh`: a command runs on the host, which costs a login each time.
 
     Raises:
-        UserError: it is neither.
+        UserError: `text` is neither.
     """
     kind, _, port = text.partition(":")
     if text == "ssh":
@@ -40,22 +42,22 @@ def parse_probe(text: str) -> Probe:
 
 
 def answering(hosts: Sequence[Host], probe: Probe, timeout: float) -> list[Host]:
-    """The hosts that answer within `timeout` seconds, in the given order.
+    """Return the hosts that respond within `timeout` seconds, in the given order.
 
-    This very host always does, under any of its names and addresses.
+    This host always counts as responding, under any of its names and addresses.
     """
     deadline = time.monotonic() + timeout
     answers: queue.SimpleQueue[tuple[Host, bool]] = queue.SimpleQueue()
 
     def ask(host: Host) -> None:
         yes = False
-        with contextlib.suppress(OSError, UnicodeError):  # what a wrong name raises
+        with contextlib.suppress(OSError, UnicodeError):  # raised for a wrong name
             yes = is_this_host(host.name) or probe(host.name, deadline - _SPARE_SECONDS)
         answers.put((host, yes))
 
     asked = [host for host in hosts if not _is_own_name(host.name)]
     for host in asked:
-        # A daemon: resolving a name cannot be interrupted, and must not keep this process.
+        # A daemon thread: name resolution cannot be interrupted, and must not delay the exit.
         threading.Thread(target=ask, args=(host,), daemon=True).start()
     alive = set(hosts) - set(asked)
     for _ in asked:
@@ -86,7 +88,7 @@ def _is_own_name(name: str) -> bool:
 
 
 def _is_own(family: int, address: tuple) -> bool:
-    """What the kernel would send from, to reach itself, is the address itself."""
+    """Whether an address is this host's: the kernel would send to it from the address itself."""
     if str(address[0]).startswith("127."):
         return True
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as packet:

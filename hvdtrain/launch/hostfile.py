@@ -1,6 +1,6 @@
-"""Which hosts there are and how many ranks each takes: from a file, a list, or Slurm.
+"""Hosts and their slots, from a file, a list, or Slurm.
 
-Read once a second by a driver: nothing here imports more than it needs.
+A driver runs this once a second, so it imports as little as possible.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from hvdtrain.errors import UserError
 
-# No leading "-": ssh would take the name for an option.
+# No leading "-": ssh would parse the name as an option.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _SLOTS = re.compile(r"[0-9]{1,9}")
 _SCONTROL_SECONDS = 10
 
 
 class Host(NamedTuple):
-    """A host and how many ranks it takes at most."""
+    """A host and its maximum number of ranks."""
 
     name: str
     slots: int
@@ -31,15 +31,15 @@ class Host(NamedTuple):
 def read_hosts(
     hosts: str | None = None, hostfile: str | None = None, slurm: bool = False
 ) -> list[Host]:
-    """The hosts of the one source that is given, in its order, each name once.
+    """Return the hosts of the given source, in its order, each name once.
 
     Args:
         hosts: as for `parse_hosts`.
         hostfile: as for `read_hostfile`.
-        slurm: those of the allocation that this process is in.
+        slurm: use the allocation of this process.
 
     Raises:
-        UserError: the source is not there or cannot be understood.
+        UserError: the source does not exist or cannot be parsed.
     """
     if hostfile is not None:
         return read_hostfile(hostfile)
@@ -47,10 +47,10 @@ def read_hosts(
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Reads `node1:8,node2:8`; a name without a number is one slot.
+    """Parse `node1:8,node2:8`; a name without a number is one slot.
 
     Raises:
-        UserError: the entry that is wrong.
+        UserError: an entry is wrong; the message names it.
     """
     return _merge(
         _entry(part.strip(), f"--hosts {text}", "node1:8,node2:8") for part in text.split(",")
@@ -58,12 +58,12 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """Reads a host a line: `node1 slots=8` (Open MPI), `node1:8`, or `node1` for one slot.
+    """Read one host per line: `node1 slots=8` (Open MPI), `node1:8`, or `node1` for one slot.
 
-    `#` starts a comment; Open MPI's max_slots is passed over. A name that comes again adds slots.
+    `#` starts a comment; Open MPI's max_slots is ignored. A repeated name adds slots.
 
     Raises:
-        UserError: file and line of what is wrong, or that there is no host in it.
+        UserError: a line is wrong (the message names file and line), or there is no host.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -85,10 +85,10 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def slurm_hosts(env: Mapping[str, str] = os.environ) -> list[Host]:
-    """The nodes of the Slurm job that this process is in, with the tasks of each.
+    """Return the nodes of this process's Slurm job, with the tasks of each.
 
     Raises:
-        UserError: this is no Slurm job, or scontrol does not answer.
+        UserError: this is not a Slurm job, or scontrol fails.
     """
     try:
         nodes, tasks = env["SLURM_JOB_NODELIST"], env["SLURM_TASKS_PER_NODE"]
@@ -106,10 +106,10 @@ def slurm_hosts(env: Mapping[str, str] = os.environ) -> list[Host]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Slurm's short form, one number a node: `8(x2),4` is 8, 8, 4.
+    """Expand Slurm's short form to one number per node: `8(x2),4` is 8, 8, 4.
 
     Raises:
-        UserError: it is something else.
+        UserError: the text does not have this form.
     """
     counts: list[int] = []
     for part in text.split(","):
@@ -125,7 +125,7 @@ def total_slots(hosts: Iterable[Host]) -> int:
 
 
 def first_slots(hosts: Iterable[Host], most: int) -> list[Host]:
-    """The first `most` slots of the hosts: whole hosts in their order, then a part of one."""
+    """Return the first `most` slots: whole hosts in order, then some slots of one host."""
     chosen, left = [], most
     for host in hosts:
         if left > 0:
@@ -135,7 +135,7 @@ def first_slots(hosts: Iterable[Host], most: int) -> list[Host]:
 
 
 def as_text(hosts: Iterable[Host]) -> str:
-    """As launchers take it: `node1:8,node2:8`."""
+    """Format hosts for launchers: `node1:8,node2:8`."""
     return ",".join(map(str, hosts))
 
 

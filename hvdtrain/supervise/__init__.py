@@ -1,1 +1,1 @@
-"""`hvdtrain launch`: starts a launcher, watches its hosts, and starts it again after a failure."""
+"""`hvdtrain launch`: start a launcher, watch its hosts, and restart it after a failure."""

@@ -1,4 +1,4 @@
-"""Hosts watched over time, in the background: who fell silent, and who is back for good."""
+"""Background watch of hosts: which hosts have fallen silent, and which respond steadily."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from hvdtrain.launch.hostfile import Host
 
 # Each round is a line in the log of every sshd.
 _EVERY_SECONDS = 2.0
-_AGAIN_SECONDS = 0.5  # after a round in which somebody did not answer
+_AGAIN_SECONDS = 0.5  # after a round in which a host did not respond
 ROUND_SECONDS = 2.0
 _MISSED_ROUNDS = 2
 
 
 class HostWatch:
-    """Asks the hosts of a job, and those that could join it, until `stop`.
+    """Probes the hosts of a job, and hosts that could join it, until `stop`.
 
     Args:
-        job: the hosts that the job runs on.
-        listed: the hosts that there are now; asked anew in each round.
-        probe: how a host is asked.
+        job: the hosts on which the job runs.
+        listed: returns the current hosts; called in each round.
+        probe: probes a host.
     """
 
     def __init__(self, job: Sequence[Host], listed: Callable[[], list[Host]], probe: Probe) -> None:
@@ -39,7 +39,7 @@ class HostWatch:
         self._stopped.set()
 
     def silent(self, seconds: float) -> list[str]:
-        """Hosts of the job that have not answered for so long, in more than one round."""
+        """Return hosts of the job that have not responded for `seconds` and at least two rounds."""
         then = time.monotonic() - seconds
         return [
             name
@@ -48,7 +48,7 @@ class HostWatch:
         ]
 
     def steady(self, seconds: float) -> list[Host]:
-        """Listed hosts that have answered each time for so long."""
+        """Return listed hosts that have responded in every round for `seconds`."""
         then = time.monotonic() - seconds
         return [host for host, since in self._answers_since.items() if since <= then]
 

@@ -1,4 +1,4 @@
-"""The hosts that a supervisor may use now."""
+"""Hosts that a supervisor may currently use."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from hvdtrain.launch.hostfile import Host
 
 
 class KnownHosts:
-    """The listed hosts, less those that are set aside for a while.
+    """The listed hosts, except hosts that are excluded for a while.
 
     Args:
-        read: reads which hosts there are; called again and again.
-        probe: how a host is asked whether it answers.
+        read: reads the list of hosts; called repeatedly.
+        probe: probes whether a host responds.
 
     Raises:
-        UserError: as `read` does. Later on what it said last counts: a file is being edited.
+        UserError: as `read`. Later errors of `read` are ignored and the last list is kept, because
+            the file may be being edited.
     """
 
     def __init__(self, read: Callable[[], list[Host]], probe: Probe) -> None:
@@ -29,16 +30,16 @@ class KnownHosts:
         self._aside: dict[str, float] = {}
 
     def listed(self) -> list[Host]:
-        """Those that are not set aside, answering or not."""
+        """Return the hosts that are not excluded, whether or not they respond."""
         with contextlib.suppress(UserError):
             self._last = self._read()
         now = time.monotonic()
         return [host for host in self._last if self._aside.get(host.name, 0.0) <= now]
 
     def reachable(self, timeout: float) -> list[Host]:
-        """Those of `listed` that answer within `timeout` seconds."""
+        """Return the hosts in `listed` that respond within `timeout` seconds."""
         return answering(self.listed(), self._probe, timeout)
 
     def exclude(self, names: Iterable[str], seconds: float) -> None:
-        """Leaves hosts out for so long."""
+        """Exclude hosts for `seconds`."""
         self._aside |= dict.fromkeys(names, time.monotonic() + seconds)

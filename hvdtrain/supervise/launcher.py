@@ -1,4 +1,4 @@
-"""A launcher under a supervisor: it never outlives it, and its last lines are kept."""
+"""Launcher process of a supervisor: it ends with the supervisor, and its last lines are kept."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing import IO, TextIO
 
 from hvdtrain.errors import UserError
 
-# horovodrun puts such a prefix before each line of a rank. It goes where the line itself says
-# whose it is, and from the first process, which alone has something to show.
+# horovodrun's prefix of each line of a rank. It is removed if the line itself names its rank, and
+# from lines of the first process, the only one that prints other output.
 _PREFIX = re.compile(rb"^\[(?:0|\d+(?=\]<stderr>:hvdtrain: ))\]<std(?:out|err)>:", re.MULTILINE)
 _TAIL_BYTES = 4096
-_LONGEST_LINE = 1 << 16  # more of one is passed on before its end
+_LONGEST_LINE = 1 << 16  # a longer line is forwarded in pieces
 _TERM_SECONDS = 5.0
 _KILL_SECONDS = 5.0
 
 
 class Launcher:
-    """mpirun or horovodrun, running.
+    """A running mpirun or horovodrun.
 
-    However this process ends, the kernel sends it SIGTERM then, and it ends its ranks.
-    Ctrl-C at the terminal reaches this process alone, which decides.
+    However this process ends, the kernel then sends SIGTERM to the launcher, which ends its ranks.
+    Ctrl-C at the terminal reaches only this process, which decides what to do.
     """
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """Raises UserError: it is not installed."""
+        """Start the launcher; raises UserError if it is not installed."""
         if shutil.which(argv[0]) is None:
             raise UserError(f"{argv[0]} is not there: install it, or put it on PATH")
         self._process = subprocess.Popen(
@@ -56,7 +56,7 @@ class Launcher:
             reader.start()
 
     def poll(self) -> int | None:
-        """The exit code, 128 + the signal's number where one ended it; None while it runs."""
+        """Return the exit code, or 128 + the number of the signal that ended it; None: it runs."""
         code = self._process.poll()
         return 128 - code if code is not None and code < 0 else code
 
@@ -64,7 +64,7 @@ class Launcher:
         self._process.send_signal(number)
 
     def end(self) -> None:
-        """Ends it: kindly, so that it ends its ranks on all hosts, but not for long."""
+        """End it by SIGTERM, so that it ends its ranks on all hosts; kill it after a limit."""
         self._process.terminate()
         try:
             self._process.wait(_TERM_SECONDS)
@@ -72,20 +72,20 @@ class Launcher:
             self.kill()
 
     def kill(self) -> None:
-        """Ends it at once; ranks that it leaves behind are the caller's to end."""
+        """Kill it at once; the caller must end any ranks that are left."""
         self._process.kill()
-        # One that the kernel cannot end now is left to it.
+        # Do not wait for a process that the kernel cannot end now.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_KILL_SECONDS)
 
     def last_lines(self, most: int = 15) -> list[str]:
-        """The end of its error output; call it when it has ended."""
+        """Return the end of its error output; call it after the launcher has ended."""
         for reader in self._readers:
-            reader.join(1.0)  # a process that it left behind may keep the pipe open
+            reader.join(1.0)  # a process that is left may keep the pipe open
         return self._tail.decode(errors="replace").splitlines()[-most:]
 
     def _forward(self, source: IO[bytes], target: TextIO) -> None:
-        rest = b""  # of a line that has begun
+        rest = b""  # an incomplete line
         with source as pipe:
             while block := os.read(pipe.fileno(), 1 << 16):
                 whole = max(block.rfind(b"\n"), block.rfind(b"\r")) + 1
@@ -100,8 +100,8 @@ class Launcher:
         output = _PREFIX.sub(b"", output)
         if target is sys.stderr:
             self._tail = (self._tail + output)[-_TAIL_BYTES:]
-        with contextlib.suppress(OSError):  # our own reader is gone: training continues
-            if not hasattr(target, "buffer"):  # a notebook's
+        with contextlib.suppress(OSError):  # the reader of this output is gone: training continues
+            if not hasattr(target, "buffer"):  # in a notebook
                 target.write(output.decode(errors="replace"))
                 return
             target.buffer.write(output)

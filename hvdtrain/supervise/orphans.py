@@ -1,5 +1,6 @@
-"""Ends what an earlier start of a run may have left on its hosts: before ranks are started
-again, none of the old ones may hold the run's files, a port or a GPU.
+"""Cleanup of processes that an earlier start of a run may have left on its hosts.
+
+When ranks are started again, no old rank may hold the run's files, a port or a GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from hvdtrain.launch.commands import SSH_OPTIONS
 from hvdtrain.launch.discovery import is_this_host
 
-# In the environment of all ranks of a supervised run, and of what they start: the run's folder.
+# Run directory, in the environment of all ranks of a supervised run and of their children.
 VARIABLE = "HVDTRAIN_LAUNCH_ID"
 _SECONDS = 6.0
 _SCRIPT = """\
@@ -26,10 +27,10 @@ exit 1"""
 
 
 def end_orphans(hosts: Sequence[str], launch_id: str) -> list[str]:
-    """Kills every process of a launch on the hosts, all at once.
+    """Kill every process of a launch, on all hosts in parallel.
 
     Returns:
-        The hosts where that failed, or could not be tried.
+        The hosts on which this failed or could not be tried.
     """
     script = _SCRIPT.format(entry=shlex.quote(f"{VARIABLE}={launch_id}"))
     clean: set[str] = set()
@@ -37,7 +38,7 @@ def end_orphans(hosts: Sequence[str], launch_id: str) -> list[str]:
     def sweep(host: str) -> None:
         try:
             here = is_this_host(host)
-            # A command for a remote login shell is one string; here sh gets it as it is.
+            # ssh passes the script to a login shell as one string; here sh gets it unchanged.
             argv = ["sh", "-c", script] if here else ["ssh", *SSH_OPTIONS, host, script]
             done = subprocess.run(
                 argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_SECONDS, check=False

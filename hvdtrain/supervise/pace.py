@@ -1,11 +1,11 @@
-"""The pace of a start's steps: how long a host may be silent before its silence is believed."""
+"""Pace of a start's steps: limit of a host's silence before the host counts as lost."""
 
 from __future__ import annotations
 
-# At least this long without a step and without an answer; longer if steps take longer.
+# Minimum time without a step and without a response; longer if steps take longer.
 _LEAST_SECONDS = 10.0
 _FACTOR = 3.0  # times the longest pause between two steps of this start
-# As long as the pace is not known: loading, compiling and the first steps take their time.
+# While the pace is unknown: loading, compiling and the first steps take longer.
 _START_SECONDS = 60.0
 _ENOUGH = 2  # pauses before the pace is known
 
@@ -14,17 +14,17 @@ class Pace:
     """Steps of one start, as its files show them. Pure: the caller passes the time.
 
     Args:
-        now: when the start began, by a clock that never goes back.
-        step: the most advanced step that the run's files showed then.
+        now: time of the start, by a monotonic clock.
+        step: the most advanced step in the run's files at that time.
     """
 
     def __init__(self, now: float, step: int) -> None:
         self._step, self._since = step, now
-        self._pauses = -1  # the time until the first step is none
+        self._pauses = -1  # the time until the first step does not count
         self._longest = 0.0
 
     def saw(self, now: float, step: int) -> None:
-        """The run's files show this step now."""
+        """Record the step that the run's files show now."""
         if step == self._step:
             return
         self._pauses += 1
@@ -33,15 +33,15 @@ class Pace:
         self._step, self._since = step, now
 
     def patience(self, saving: bool = False) -> float:
-        """Seconds without a step and without an answer after which a host counts as lost.
+        """Return the seconds without a step and without a response before a host counts as lost.
 
         Args:
-            saving: the ranks were asked to stop, and write a checkpoint.
+            saving: the ranks were asked to stop, and are writing a checkpoint.
         """
         if saving or self._pauses < _ENOUGH:
             return max(_START_SECONDS, _FACTOR * self._longest)
         return max(_LEAST_SECONDS, _FACTOR * self._longest)
 
     def stalled(self, now: float, saving: bool = False) -> bool:
-        """Whether no step was completed for longer than that."""
+        """Whether no step was completed for longer than `patience`."""
         return now - self._since > self.patience(saving)

@@ -1,4 +1,4 @@
-"""Whether a run that failed is started again, and when: arithmetic alone."""
+"""Decision whether and when a failed run is started again: arithmetic only."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _FINAL = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do after a start has ended.
+    """Decision after a start has ended.
 
     Args:
-        wait: seconds until the next start; None: there is none
-        reason: why there is none
+        wait: seconds until the next start; None: no further start
+        reason: why there is no further start
     """
 
     wait: float | None
@@ -31,14 +31,14 @@ class Verdict:
 
 
 class RestartPolicy:
-    """Judges the starts of one run.
+    """Restart policy of one run.
 
-    A start makes progress when it gets further than every one before it. That refills the
-    budget and ends the backoff.
+    A start makes progress if it gets further than all previous starts. Progress refills the
+    restart budget and resets the backoff.
 
     Args:
-        max_restarts: how many there may be without progress.
-        step: how far the run had come before.
+        max_restarts: restarts allowed without progress.
+        step: the run's most advanced step so far.
     """
 
     def __init__(self, max_restarts: int, step: int) -> None:
@@ -50,18 +50,18 @@ class RestartPolicy:
         self._same_step = 0
 
     def after(self, code: int, step: int, host_lost: bool) -> Verdict:
-        """Judges a start that ended.
+        """Decide what to do after a start has ended.
 
         Args:
             code: its exit code.
-            step: the most advanced step that the run's files show now.
-            host_lost: one of its hosts is gone, so it was not that step's fault.
+            step: the most advanced step in the run's files now.
+            host_lost: one of its hosts is lost, so the step is not the cause.
         """
         if step > self._furthest:
             self._furthest, self._progressed, self._without_progress = step, True, 0
         if code in _FINAL:
             return Verdict(None, _FINAL[code])
-        # Later on it is something else: a host that lost its disk, say.
+        # After progress the cause is another one, for example a host that lost its disk.
         if code == EXIT_USER and not self._progressed:
             return Verdict(None, "the command line, the configuration or the input is wrong")
         if host_lost:

@@ -1,4 +1,4 @@
-"""What the files of a run say to somebody outside it: how far it came, and what its ranks said."""
+"""Progress of a run and last errors of its ranks, read from its files by another process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hvdtrain.untrusted import number, whole
 
 @contextlib.contextmanager
 def hold(run: Path) -> Iterator[None]:
-    """Makes the folder and keeps other supervisors from this run.
+    """Context that creates the run directory and keeps other supervisors from this run.
 
     Raises:
-        UserError: the folder cannot be written, or there is another one.
+        UserError: the directory cannot be written, or another supervisor holds it.
     """
     owner = Ownership(run, ".launch.", "another hvdtrain launch supervises this run; end it")
     try:
@@ -36,14 +36,14 @@ def hold(run: Path) -> Iterator[None]:
 
 
 def newest_checkpoint(run: Path) -> int:
-    """The step of the newest finished checkpoint; 0 where there is none."""
-    # Not by checkpoint.manager: that imports torch, for a process that only waits.
+    """Return the step of the newest finished checkpoint; 0 if there is none."""
+    # Not with checkpoint.manager, which imports torch: this process only waits.
     steps = [folder.name.removeprefix("step_") for folder in layout.finished(run / "checkpoints")]
     return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 
 def newest_step(run: Path) -> int:
-    """The most advanced step that the run's files show; 0 where there is none."""
+    """Return the most advanced step in the run's files; 0 if there is none."""
     for line in reversed(list(last_lines(run / "metrics.jsonl"))):
         if (step := whole(line.get("step"))) is not None:
             return max(step, newest_checkpoint(run))
@@ -51,14 +51,14 @@ def newest_step(run: Path) -> int:
 
 
 def made_steps(run: Path, since: float) -> bool:
-    """Whether a step was logged after a time (unix)."""
+    """Whether a step was logged after a unix time."""
     return any(_time(line) >= since for line in last_lines(run / "metrics.jsonl"))
 
 
 def last_words(run: Path, since: float, most: int = 5) -> list[str]:
-    """The last error of each rank's log since a time (unix), the earliest ones first.
+    """Return the last error in each rank's log since a unix time, earliest first.
 
-    Those that only lost the others come after the cause.
+    Errors of ranks that only lost other ranks come last, after the cause.
     """
     last = []
     for file in sorted(run.glob("logs/rank_*.jsonl")):

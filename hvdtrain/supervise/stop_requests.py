@@ -1,4 +1,7 @@
-"""Signals to a supervisor: SIGUSR1 or SIGTERM asks for a good end, Ctrl-C or a second for any."""
+"""Stop signals of a supervisor.
+
+SIGUSR1 or SIGTERM requests an end with a checkpoint; Ctrl-C or a second signal, an end at once.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +24,13 @@ class Stop(Exception):
 
 
 class StopRequests:
-    """The signals that came; a handler only notes them."""
+    """The received signals; the handler only records them."""
 
     def __init__(self) -> None:
         self._signals: list[int] = []
 
     def install(self) -> None:
-        """Takes over the signals; call it in the main thread."""
+        """Install the handlers; call it in the main thread."""
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             handle(number, self._note)
 
@@ -35,20 +38,20 @@ class StopRequests:
         return bool(self._signals)
 
     def tick(self) -> None:
-        """Waits a moment beside something that runs.
+        """Wait a moment while a launcher runs.
 
         Raises:
-            Stop: nothing is waited for any longer.
+            Stop: the supervisor must end at once.
         """
         time.sleep(_TICK_SECONDS)
         if signal.SIGINT in self._signals or len(self._signals) > 1:
             raise Stop(128 + self._signals[-1])
 
     def pause(self, seconds: float) -> None:
-        """Waits while nothing runs.
+        """Wait while no launcher runs.
 
         Raises:
-            Stop: any signal came; there is nothing to save.
+            Stop: a signal has arrived; there is nothing to save.
         """
         deadline = time.monotonic() + seconds
         while True:

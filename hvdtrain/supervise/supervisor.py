@@ -1,13 +1,13 @@
-"""Starts a launcher on the hosts that answer, and again after a failure:
+"""Supervisor of a run: start a launcher on the hosts that respond, and again after a failure.
 
     while True:
-        wait until enough hosts answer
-        kill what an earlier start left on them
+        wait until enough hosts respond
+        kill processes that an earlier start left on them
         start the launcher on them; training resumes from its newest checkpoint
-        watch it: signals pass through; a host that falls silent ends it if no step is completed
-        finished, preempted, or no use in trying again: the end
+        watch it: forward signals; end it if a host is silent and no step is completed
+        stop if the run is finished or preempted, or a restart cannot help
 
-Nothing is kept but the run's own files, so the same command resumes from them anywhere.
+The supervisor's only state is the run's own files, so the same command resumes the run anywhere.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from hvdtrain.supervise.policy import RestartPolicy
 from hvdtrain.supervise.stop_requests import Stop, StopRequests
 from hvdtrain.untrusted import printable_lines
 
-# Long enough for a busy host to answer, in two rounds; then its silence is reported.
+# Long enough for a busy host to respond, in two rounds; then its silence is reported.
 _SILENT_SECONDS = 5.0
-_LOOK_SECONDS = 1.0  # between two looks at the run's files
+_LOOK_SECONDS = 1.0  # between two reads of the run's files
 _STEADY_SECONDS = 10.0
-# A host that joined and brought a run down is tried again after so long.
+# Exclusion of a host that joined a run and made it fail.
 _ASIDE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to supervise.
+    """Configuration of a supervised run.
 
     Args:
         controller: mpi starts mpirun, gloo an elastic horovodrun
-        min_np: ranks without which nothing is started
-        max_np: ranks at most; None: as many as there are slots
-        max_restarts: without progress
+        min_np: fewest ranks of a start
+        max_np: most ranks of a start; None: the number of slots
+        max_restarts: restarts allowed without progress
         wait: seconds to wait for hosts with min_np slots
-        hosts: reads which hosts there are; called again and again
-        discovery: the argv that prints those that answer, for horovodrun
-        probe: how a host is asked whether it answers
-        train: the argv of a rank
-        run: the run's folder, absolute: also the name under which its processes are found
+        hosts: reads the list of hosts; called repeatedly
+        discovery: argv of a program that prints the hosts that respond, for horovodrun
+        probe: probes whether a host responds
+        train: argv of a rank
+        run: run directory, absolute; also identifies the run's processes
     """
 
     controller: Literal["mpi", "gloo"]
@@ -74,11 +74,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Ended:
-    """How a start ended.
+    """End of a start.
 
     Args:
-        job: the hosts it ran on
-        began: when (unix)
+        job: the hosts on which it ran
+        began: unix time of the start
         code: its exit code
         last_lines: of the launcher's error output
         regrow: it was ended to continue with more hosts
@@ -95,17 +95,17 @@ class Supervisor:
     """One supervised run."""
 
     def __init__(self, plan: Plan) -> None:
-        """Raises UserError: as `plan.hosts` does."""
+        """Read the hosts; raises UserError as `plan.hosts`."""
         self._plan = plan
         self._hosts = KnownHosts(plan.hosts, plan.probe)
-        self._proven: set[str] = set()  # the hosts of the latest start that made steps
+        self._proven: set[str] = set()  # hosts of the latest start that made steps
         self._requests = StopRequests()
 
     def run(self) -> int:
-        """Runs until the end; returns the exit code of the job.
+        """Supervise the run until its end; return the exit code of the job.
 
         Raises:
-            UserError: the run's folder cannot be used, or a launcher is not installed.
+            UserError: the run directory cannot be used, or a launcher is not installed.
         """
         with run_progress.hold(self._plan.run):
             self._requests.install()
@@ -124,7 +124,7 @@ class Supervisor:
             ended = self._one_start(hosts)
             code, ended_at = ended.code, time.monotonic()
             if self._requests:
-                # Whether or not all could still save: the newest checkpoint is where it continues.
+                # Preempted even if the ranks could not save: the newest checkpoint is the state.
                 return code if code in (0, EXIT_USER, EXIT_NOT_FINITE) else EXIT_PREEMPTED
             if run_progress.made_steps(plan.run, ended.began):
                 self._proven = {host.name for host in ended.job}
@@ -142,9 +142,9 @@ class Supervisor:
             self._requests.pause(ended_at + verdict.wait - time.monotonic())
 
     def _blame(self, ended: _Ended, reachable: Sequence[Host]) -> dict[str, str]:
-        """The hosts that a failure is due to, and why. None: it is the training's own.
+        """Return the hosts that caused a failure, and why; empty if training itself failed.
 
-        Those that joined a run that went well without them are set aside, if it can continue so.
+        Hosts that joined a run which worked without them are excluded, if it can continue so.
         """
         names = {host.name for host in ended.job}
         blamed = dict.fromkeys(sorted(names - {h.name for h in reachable}), "does not answer")
@@ -156,7 +156,7 @@ class Supervisor:
         return blamed
 
     def _wait_for_hosts(self, code: int) -> list[Host]:
-        """The hosts that answer, as soon as they have `min_np` slots together."""
+        """Wait for hosts with `min_np` slots in all; return all hosts that respond."""
         deadline, said = time.monotonic() + self._plan.wait, ""
         while True:
             hosts = self._hosts.reachable(ROUND_SECONDS)
@@ -181,7 +181,7 @@ class Supervisor:
         _say(f"starting {total_slots(job)} ranks on {as_text(job)} from step {step}")
         began, env = time.time(), os.environ | {VARIABLE: str(plan.run)}
         launcher = Launcher(self._argv(job, env), env)
-        # An elastic launcher sees to its hosts itself: there is none to watch.
+        # An elastic launcher watches its hosts itself.
         watched = (job, self._hosts.listed) if plan.controller == "mpi" else ([], list)
         watch = HostWatch(*watched, plan.probe)
         try:
@@ -202,7 +202,7 @@ class Supervisor:
         return commands.elastic_horovodrun(np, plan.min_np, most, plan.discovery, plan.train)
 
     def _watch(self, launcher: Launcher, watch: HostWatch, job: Sequence[Host]) -> tuple[int, bool]:
-        """Waits for the launcher's end; returns its exit code, and whether to grow is why."""
+        """Wait for the launcher's end; return its exit code, and whether it ended to add hosts."""
         began_at, regrow, asked = run_progress.newest_step(self._plan.run), False, False
         pace, looked, reported = Pace(time.monotonic(), began_at), time.monotonic(), False
         while (code := launcher.poll()) is None:
@@ -221,7 +221,7 @@ class Supervisor:
             patience = pace.patience(saving=asked)
             if pace.stalled(now, saving=asked) and (lost := watch.silent(patience)):
                 _say(f"no answer from {', '.join(lost)} and no step for {patience:.0f} s")
-                launcher.kill()  # it would wait for the silent ones
+                launcher.kill()  # it would wait for the silent hosts
                 return EXIT_CRASH, False
             if not asked and self._can_grow(watch, job, began_at):
                 _say("more hosts answer: the ranks write a checkpoint and start again")

@@ -1,7 +1,7 @@
 """Training for PyTorch on clusters that run Horovod and MPI.
 
-In a notebook or a script: `hvdtrain.run(...)` starts a run and waits for its end,
-`hvdtrain.Run(folder)` reads one. Nothing is imported before it is used.
+In a notebook or a script, `hvdtrain.run(...)` starts a run and waits for its end, and
+`hvdtrain.Run(folder)` reads a run. Modules are imported on first use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CLASSES = {"Run": "hvdtrain.api.run", "RunResult": "hvdtrain.api.start"}
 
 def __getattr__(name: str) -> Any:
     if name == "run":
-        return importlib.import_module("hvdtrain.run")  # a package that can be called, see there
+        return importlib.import_module("hvdtrain.run")  # a callable package, see its docstring
     if name in _CLASSES:
         return getattr(importlib.import_module(_CLASSES[name]), name)
     raise AttributeError(f"module 'hvdtrain' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The `hvdtrain` command: a table of subcommands, each imported only when it is called."""
+"""The `hvdtrain` command: a table of subcommands, each imported on demand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvdtrain.launch.commands import forget_singleton
 from hvdtrain.runtime.environment import process_start
 from hvdtrain.untrusted import printable_lines
 
-# Group of --help -> name -> its line. The module is hvdtrain.commands.NAME with HELP,
+# Group in --help -> name -> help line. The module is hvdtrain.commands.NAME with HELP,
 # add_arguments(parser) and run(args) -> exit code.
 GROUPS = {
     "training": {
@@ -48,7 +48,7 @@ COMMANDS = {name: line for group in GROUPS.values() for name, line in group.item
 
 
 class _Parser(argparse.ArgumentParser):
-    """Subcommands get this class too: the innermost one says what was probably meant."""
+    """Parser that suggests corrections; also used for subcommands, where the innermost suggests."""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Whoever reads the output, such as `head`, has seen enough. Python would try again.
+        # The reader of the output, such as `head`, has ended. Python would flush again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code
     except ImportError as error:
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hvdtrain: error: {reported}", file=sys.stderr)
         return reported.exit_code
     except UserError as error:
-        # It may name files of other users.
+        # The message may contain names of other users' files.
         print(f"hvdtrain: error: {printable_lines(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -115,7 +115,7 @@ def _dispatch(arguments: list[str], is_process: bool) -> int:
     )
     named = arguments[0] if arguments else ""
     if named == "train":
-        # It has a command line of its own, made from the configuration.
+        # `train` builds its own command line from the configuration.
         train = importlib.import_module("hvdtrain.train")
         if is_process:
             train.end_process(train.main(arguments[1:], process_start()))
@@ -126,12 +126,12 @@ def _dispatch(arguments: list[str], is_process: bool) -> int:
             module = importlib.import_module(f"hvdtrain.commands.{name}")
             module.add_arguments(subparser)
     args = parser.parse_args(arguments)
-    args.parser = parser  # for `completion`, which writes down what there is
+    args.parser = parser  # for `completion`, which lists all commands and options
     return int(importlib.import_module(f"hvdtrain.commands.{args.command}").run(args))
 
 
 def _listed() -> str:
-    """The table of subcommands by group."""
+    """Format the table of subcommands by group."""
     width = max(map(len, COMMANDS))
     parts = [
         "\n".join([f"{title}:", *(f"  {name:{width}}  {line}" for name, line in group.items())])

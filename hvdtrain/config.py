@@ -1,7 +1,7 @@
-"""The root configuration, and how YAML and flags become one.
+"""Root configuration, and its parser for YAML and flags.
 
-Order: defaults < task's defaults < preset or YAML < flags. Nothing here imports torch, so
-that a mistake is reported at once; only a task of the user's own may do so when it is loaded.
+Precedence: defaults < task's defaults < preset or YAML < flags. This module does not import torch,
+so that errors are reported at once; only a user's own task may import torch when it is loaded.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ LAYOUT = "--print_layout"
 
 @dataclass
 class Config:
-    """Everything but the task's own keys.
+    """All keys except the task's own.
 
     Args:
         task: a built-in task's name, or `package.module:Class`
-        seed: the one seed: of the initial weights, the order of samples and dropout
+        seed: the only seed: of the initial weights, the order of samples and dropout
         run: the run directory
         batch: the global batch
         loader: loading of the training data
@@ -58,10 +58,10 @@ class Config:
         eval: evaluation
         optim: the optimizer
         schedule: the learning-rate schedule
-        precision: the numbers that the model is computed with
+        precision: number formats of the model's computations
         compile: torch.compile
-        memory: what backward needs of a forward pass
-        exchange: how the ranks' gradients become one
+        memory: what the backward pass keeps of the forward pass
+        exchange: gradient synchronization
         parallel: how one model spans ranks
         runtime: a rank's process
         checkpoint: checkpoints
@@ -97,7 +97,7 @@ class Config:
 
     @property
     def depends_on_ranks(self) -> str:
-        """What makes the curve depend on the number of ranks by nature; "" where nothing does."""
+        """Keys that make the loss curve depend on the number of ranks; "" if there are none."""
         per_rank = f"batch.per_rank_size {self.batch.per_rank_size}"
         if self.optim.scale_lr != "none":
             per_rank += f" with optim.scale_lr {self.optim.scale_lr}"
@@ -107,13 +107,13 @@ class Config:
 
 @dataclass
 class Settings:
-    """A whole configuration, checked.
+    """A complete, checked configuration.
 
     Args:
         config: the keys that every task has
-        task_class: what `config.task` names
+        task_class: the class that `config.task` names
         task_config: the task's own keys as an instance of its `Config`, or None
-        resolved: all of it as YAML that gives the same configuration again
+        resolved: the whole configuration as YAML that reproduces it
     """
 
     config: Config
@@ -123,7 +123,7 @@ class Settings:
 
 
 def parse(argv: Sequence[str]) -> Settings:
-    """Reads flags and the YAML files they name.
+    """Parse flags and the YAML files that they name.
 
     Raises:
         UserError: an unknown key, a wrong type or an impossible value.
@@ -159,17 +159,17 @@ def parse(argv: Sequence[str]) -> Settings:
 
 
 class _HelpFormatter(DefaultHelpFormatter):
-    """Most keys on one line with what they mean."""
+    """Help formatter that puts most keys and their descriptions on one line."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=40)
 
 
 def build_parser(task_class: type) -> ArgumentParser:
-    """The parser of all keys, the task's own beside the rest.
+    """Build the parser of all keys, including the task's own.
 
     Raises:
-        UserError: the task's Config has a key that exists already.
+        UserError: the task's Config has a key that already exists.
     """
     program = "python -m hvdtrain.train"
     parser = ArgumentParser(
@@ -206,20 +206,20 @@ def build_parser(task_class: type) -> ArgumentParser:
                 default=getattr(instance, f.name),
                 help=texts.get(f.name, f.name),
             )
-            if is_dataclass(getattr(instance, f.name)):  # --optim FILE: it would lead each section
+            if is_dataclass(getattr(instance, f.name)):  # hide --optim FILE and similar
                 parser._option_string_actions[f"--{f.name}"].help = SUPPRESS
     parser.set_defaults(optional(task_class, "defaults"))
     return parser
 
 
 def presets() -> dict[str, Path]:
-    """Name -> file of the presets inside the package."""
+    """Return name -> file of the presets in the package."""
     folder = Path(str(resources.files("hvdtrain") / "presets"))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
 def _config_files_first(argv: Sequence[str]) -> list[str]:
-    """`--config X` becomes `--config=FILE` and moves to the front: flags win over files."""
+    """Move each `--config X` to the front as `--config=FILE`, so that flags override files."""
     files, rest = [], []
     arguments = iter(argv)
     for argument in arguments:
@@ -241,7 +241,7 @@ def _config_file(name: str) -> Path:
 
 
 def _layout_hosts(argv: Sequence[str]) -> tuple[list[str], str]:
-    """The arguments without --print_layout, and its value."""
+    """Return the arguments without --print_layout, and its value."""
     rest, hosts = [], ""
     arguments = iter(argv)
     for argument in arguments:
@@ -253,7 +253,7 @@ def _layout_hosts(argv: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _layout(config: Config, hosts: str) -> str:
-    """Raises UserError where the ranks are not a whole number of replicas."""
+    """Describe the layout; raises UserError if the ranks do not form whole replicas."""
     names = [host.name for host in parse_hosts(hosts) for _ in range(host.slots)]
     return Grid.of(names, config.parallel.degrees, config.parallel.place).describe(names)
 

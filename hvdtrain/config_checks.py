@@ -1,4 +1,4 @@
-"""Keys of different groups that exclude each other or need each other."""
+"""Checks of keys in different groups that exclude or require each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hvdtrain.errors import require
 
 
 def check_together(config: Any) -> None:
-    """Args: config: a Config, whose module imports this one.
+    """Check keys of different groups; `config`: a Config, whose module imports this one.
 
     Raises:
         ValueError: with a message for the user.
@@ -82,7 +82,7 @@ def check_together(config: Any) -> None:
 
 
 def _check_spanning(config: Any) -> None:
-    """What cannot be combined with a model that spans ranks."""
+    """Check keys that cannot be combined with a model that spans ranks."""
     exchange = config.exchange
     key = next(
         f"parallel.{axis} {degree}"
@@ -128,7 +128,7 @@ _ELEMENTWISE = ("adamw", "adam", "sgd", "lion")
 
 
 def _check_zero(config: Any) -> None:
-    """With parallel.zero a rank steps on slices of parameters."""
+    """Check keys for parallel.zero, with which a rank steps on slices of parameters."""
     if not config.parallel.zero:
         return
     key = f"parallel.zero {config.parallel.zero}"

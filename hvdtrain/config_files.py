@@ -1,4 +1,4 @@
-"""What the parser makes of files, of flags, and of jsonargparse's words."""
+"""Helpers of the configuration parser for files, flags, and jsonargparse's messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def steps_or_epochs(
     defaults: Iterable[str], contents: Iterable[Mapping[str, Any]], argv: Sequence[str]
 ) -> list[str]:
-    """The flag that takes back train.steps or train.epochs where a later layer names the other."""
+    """Return the flag that resets train.steps or train.epochs if a later layer sets the other."""
     pair = ("train.steps", "train.epochs")
     flags = [a[2:].partition("=") for a in argv if a.startswith("--")]
     layers = [defaults, *(dotted(content) for content in contents), (name for name, *_ in flags)]
@@ -45,7 +45,7 @@ def dotted(content: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def readable(message: str) -> str:
-    """jsonargparse's words for a wrong value, as one line."""
+    """Shorten jsonargparse's message about a wrong value to one line."""
     text = " ".join(message.split())
     key = re.search(r'[Kk]ey "([^"]+)"', text)
     kinds = re.findall(r"Expected an? (.*?)(?= - Expected|\.? G(?:ot|iven) value|$)", text)

@@ -1,7 +1,7 @@
-"""The exceptions whose message is meant for the person at the terminal.
+"""Exceptions whose message is meant for the user at the terminal.
 
-Everything else that is raised is a defect: it is shown with its traceback and
-ends the run with exit code 1.
+Any other exception is a bug: it is shown with its traceback and ends the run with
+exit code 1.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ EXIT_PREEMPTED = 75
 class UserError(Exception):
     """The command line, the configuration or the input is wrong.
 
-    The message says what is wrong, where, and what to do. It is printed without
-    a traceback and the process ends with `exit_code`.
+    The message states the error, its location, and what to do. It is printed without
+    a traceback, and the process ends with `exit_code`.
     """
 
     exit_code = EXIT_USER
 
 
 class UnsupportedTaskError(UserError):
-    """A model or data that cannot be used, found in a step: by every rank, told by rank 0."""
+    """A model or data that cannot be used, found in a step by every rank; rank 0 reports it."""
 
 
 class CollectiveError(UnsupportedTaskError, ValueError):
-    """A collective of hvdtrain.comm that was asked for in a way in which it cannot be done."""
+    """A collective of hvdtrain.comm was called with arguments that it cannot support."""
 
 
 def of_import(error: ImportError) -> UserError | None:
-    """What to tell the user of it, where it is Horovod that cannot be imported."""
+    """Return the error for the user if Horovod cannot be imported, else None."""
     if "horovod" not in str(error).lower():
         return None
     return UserError(
@@ -41,6 +41,6 @@ def of_import(error: ImportError) -> UserError | None:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raises ValueError with `message`: for dataclasses of configuration that check themselves."""
+    """Raise ValueError with `message` unless `condition`; for checks in configuration classes."""
     if not condition:
         raise ValueError(message)

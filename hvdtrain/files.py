@@ -14,7 +14,7 @@ _ROOT = 0
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes names created or renamed in `folder` survive a loss of power."""
+    """Make names created or renamed in `folder` survive a power loss."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -23,7 +23,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> None:
-    """Writes a file and waits until the disk has it."""
+    """Write a file and wait until it is on disk."""
     with open(path, "wb") as file:
         file.write(content)
         file.flush()
@@ -31,14 +31,14 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def write_atomic(path: Path, content: bytes, shared: bool = False) -> None:
-    """Replaces a file: a reader sees the old content or the new content, never a mixture.
+    """Replace a file: a reader sees the old content or the new content, never a mixture.
 
     Neither a link in place of `path` nor a temporary name that was created in advance redirects
-    what is written: a new file gets a random name in the opened directory, and is renamed there.
+    the content: a new file gets a random name in the opened directory, and is renamed there.
 
     Args:
         shared: other users may write to the directory. It must not be a link, and must belong to
-            this user or to root, or have the sticky bit (as /tmp).
+            this user or to root, or have the sticky bit (like /tmp).
 
     Raises:
         OSError: the old content is still there.
@@ -72,7 +72,7 @@ def _check_owner(folder: os.stat_result, user: int, path: Path) -> None:
 
 @contextmanager
 def opened_folder(path: Path, follow: bool = True) -> Iterator[int]:
-    """The descriptor of a directory, which stays the same directory if its name is replaced.
+    """Context with the descriptor of a directory, which is unaffected if its name is replaced.
 
     Args:
         follow: `path` may be a link.

@@ -1,4 +1,4 @@
-"""Logs: a structured file for each rank, and rank 0's lines on the screen."""
+"""Logging: a structured file for each rank, and rank 0's lines on the screen."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class _Json(logging.Formatter):
 
 
 class _File(logging.FileHandler):
-    """A full disk keeps lines out of it; the run continues, and says so elsewhere.
+    """File handler that drops lines when the disk is full; the run continues.
 
-    Where the file cannot be opened, that is tried again with each line.
+    If the file cannot be opened, each line tries again.
     """
 
     def open(self) -> None:
@@ -61,7 +61,7 @@ class _File(logging.FileHandler):
 
 
 class _Screen(logging.Handler):
-    """Lines that do not tear a progress bar on the same stream; None: on stderr."""
+    """Handler whose lines do not break a progress bar on the same stream; None: stderr."""
 
     def __init__(self, stream: TextIO | None) -> None:
         super().__init__()
@@ -70,24 +70,24 @@ class _Screen(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         mark = "" if record.levelno < logging.WARNING else f"{record.levelname.lower()}: "
         stream = self._stream or sys.stderr
-        # Nobody listens any more: training continues.
+        # An OSError means that the reader is gone: training continues.
         with suppress(OSError), tqdm.external_write_mode(file=stream):
-            # In one piece, as a launcher puts its prefix before each that it gets.
+            # One write per line, because a launcher prefixes each write.
             stream.write(f"hvdtrain: {mark}{printable_lines(record.getMessage())}\n")
             stream.flush()
 
 
 def to_screen(terminal: TextIO | None) -> None:
-    """Shows what is logged on a terminal, or on stderr where there is none; for rank 0."""
+    """Log to a terminal, or to stderr without one; for rank 0."""
     logger.setLevel(logging.INFO)
     logger.addHandler(_Screen(terminal))
 
 
 def to_file(folder: Path, rank: int, host: str) -> None:
-    """Appends what is logged to rank_NNNNN.jsonl: time (unix), level, rank, host, message.
+    """Append log lines to rank_NNNNN.jsonl: time (unix), level, rank, host, message.
 
     Raises:
-        OSError: the file cannot be written now; that is tried again with each line.
+        OSError: the file cannot be written now; each line tries again.
     """
     handler = _File(folder / f"rank_{rank:05d}.jsonl", delay=True)
     handler.setFormatter(_Json(rank, host))
@@ -97,14 +97,14 @@ def to_file(folder: Path, rank: int, host: str) -> None:
 
 
 def close_files() -> None:
-    """Ends logging to files: this process's rank may be another from now on."""
+    """Stop logging to files, because this process's rank may change."""
     for handler in [h for h in logger.handlers if isinstance(h, logging.FileHandler)]:
         logger.removeHandler(handler)
         handler.close()
 
 
 def close() -> None:
-    """Ends all logging, so that the next run in this process starts without handlers."""
+    """Stop all logging, so that the next run in this process starts without handlers."""
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()

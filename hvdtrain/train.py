@@ -1,4 +1,4 @@
-"""`python -m hvdtrain.train`: reads the configuration, trains, ends with the right exit code."""
+"""`python -m hvdtrain.train`: read the configuration, train, and exit with the run's code."""
 
 from __future__ import annotations
 
@@ -22,22 +22,23 @@ _LET_RANK_0_SPEAK = 2.0
 
 
 def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
-    """Runs with the given flags (default: those of the process); returns the exit code.
+    """Train with the given flags (default: the process's flags); return the exit code.
 
     Args:
-        began: when the program was started, unix time; default: now, or with the process where
-            its flags are used.
+        began: unix time of the program's start. Default: now, or the start of the process if
+            `argv` is None.
     """
     if began is None:
         began = process_start() if argv is None else time.time()
-    # First of all: importing torch takes seconds, in which a signal would end the process.
+    # Before anything else: importing torch takes seconds, during which a signal would end the
+    # process.
     stop = StopFlag()
     stop.install()
     torchrun = torchrun_rank()
     if torchrun is not None:
         return _refuse_torchrun(*torchrun)
     try:
-        # --help and --print_config print: once.
+        # Only rank 0 prints for --help and --print_config.
         with nullcontext() if launched_rank() == 0 else redirect_stdout(StringIO()):
             settings = parse(sys.argv[1:] if argv is None else argv)
         code = _load_run()(settings, stop, began)
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
         if launched_rank() == 0:
             print(f"hvdtrain: error: {printable_lines(str(error))}", file=sys.stderr, flush=True)
         elif not stop.raised_by_launcher():
-            # Rank 0 had nothing to say, the mistake is on this host alone.
+            # Rank 0 reported nothing: the error exists only on this host.
             where = f"rank {launched_rank()} on {socket.gethostname()}"
             said = printable_lines(f"{where}: {error}")
             print(f"hvdtrain: error: {said}", file=sys.stderr, flush=True)
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None, began: float | None = None) -> int:
 
 
 def _refuse_torchrun(rank: int, ranks: int) -> int:
-    """Returns the exit code; rank 0 says why, before torchrun ends it because of the others."""
+    """Return the exit code; rank 0 prints the reason before torchrun ends it with the others."""
     if rank == 0:
         print(
             f"hvdtrain: error: torchrun started {ranks} processes, which would train "
@@ -70,16 +71,16 @@ def _refuse_torchrun(rank: int, ranks: int) -> int:
 
 
 def _load_run() -> Callable[[Settings, StopFlag, float], int]:
-    """Imports torch and Horovod: only when the configuration is well."""
+    """Import torch and Horovod, only after the configuration is known to be valid."""
     lazy_dynamo.defer()
-    # Nothing of what an import makes is garbage: looking for it takes 0.3 of 2.8 s of CPU time.
+    # Imports create no garbage, and the search for it takes 0.3 of 2.8 s of CPU time.
     gc.disable()
     try:
         from hvdtrain.run.session import run
     except ImportError as error:
         raise (of_import(error) or error) from None
     finally:
-        gc.freeze()  # nor is it ever looked at again, here or in forked data workers
+        gc.freeze()  # never scan these objects again, here or in forked data workers
         gc.enable()
     return run
 

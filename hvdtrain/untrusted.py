@@ -1,7 +1,7 @@
-"""Files, JSON and names that any user may have written: read within bounds, checked, escaped.
+"""Safe reading of files, JSON and names that any user may have written: limits, checks, escapes.
 
-All readers of run directories use these functions, as `hvdtrain ls` and `hvdtrain report --serve`
-look at whatever lies in a directory that several users share.
+All readers of run directories use these functions, because `hvdtrain ls` and
+`hvdtrain report --serve` read directories that several users share.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-# More than any small file of a run has: a manifest, a token, a list of targets.
+# More than the size of any small file of a run: a manifest, a token, a list of targets.
 SMALL_FILE_BYTES = 64 << 20
-# More than any line of a run has, also with figures of ten thousand ranks.
+# More than the length of any line of a run, even with metrics of ten thousand ranks.
 LINE_BYTES = 64 << 20
 # A configuration with the paths of some ten thousand files; YAML is parsed at 1 MB/s.
 _YAML_BYTES, _YAML_NODES = 4 << 20, 1_000_000
@@ -29,9 +29,9 @@ T = TypeVar("T")
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Opens a file to read its bytes; a pipe or a device in its place counts as absent.
+    """Open a file to read its bytes; a pipe or a device in its place counts as absent.
 
-    Opening or reading these would keep the reader waiting, or never end.
+    Opening or reading a pipe or a device may block or never end.
 
     Raises:
         OSError: there is no regular file, or it cannot be opened.
@@ -44,7 +44,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_regular(path: Path, most: int = SMALL_FILE_BYTES) -> bytes:
-    """The content of a small file.
+    """Return the content of a small file.
 
     Raises:
         OSError: there is no regular file, it has more than `most` bytes, or cannot be read.
@@ -57,7 +57,7 @@ def read_regular(path: Path, most: int = SMALL_FILE_BYTES) -> bytes:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
         ValueError: it is not JSON, or nested too deeply.
@@ -69,7 +69,7 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def parse_yaml(content: bytes | str) -> Any:
-    """The value of a YAML text, read without making objects other than plain ones.
+    """Return the value of a YAML text, which may contain only plain objects.
 
     Raises:
         ValueError: it is not YAML, or larger than any configuration.
@@ -84,7 +84,7 @@ def parse_yaml(content: bytes | str) -> Any:
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except (yaml.YAMLError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
-        # Values with wrong tags raise what Python's own conversions raise.
+        # Values with wrong tags raise the exceptions of Python's own conversions.
         raise ValueError(str(error) or type(error).__name__) from None
     # An alias can repeat a value without end, and a value can contain itself.
     nodes = [found]
@@ -100,7 +100,7 @@ def parse_yaml(content: bytes | str) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a small JSON file.
+    """Return the object in a small JSON file.
 
     Raises:
         OSError: see `read_regular`.
@@ -113,7 +113,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_object(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line, or None."""
+    """Return the JSON object in a line, or None."""
     try:
         content = parse_json(line.decode("utf-8", "replace"))
     except ValueError:
@@ -122,7 +122,7 @@ def json_object(line: bytes) -> dict[str, Any] | None:
 
 
 def json_objects(file: BufferedReader) -> Iterator[dict[str, Any] | None]:
-    """One item per line: its JSON object, or None if it has none or is longer than LINE_BYTES."""
+    """Yield for each line its JSON object, or None if it has none or exceeds LINE_BYTES."""
     while line := file.readline(LINE_BYTES):
         if len(line) < LINE_BYTES or line.endswith(b"\n"):
             yield json_object(line)
@@ -133,7 +133,7 @@ def json_objects(file: BufferedReader) -> Iterator[dict[str, Any] | None]:
 
 
 def real(value: object) -> float | None:
-    """A number, finite or not; None for anything else."""
+    """Return a number, finite or not; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -144,19 +144,19 @@ def real(value: object) -> float | None:
 
 
 def number(value: object) -> float | None:
-    """A finite number, or None."""
+    """Return a finite number, or None."""
     found = real(value)
     return found if found is not None and math.isfinite(found) else None
 
 
 def whole(value: object) -> int | None:
-    """A finite number as an integer, or None."""
+    """Return a finite number as an integer, or None."""
     found = number(value)
     return None if found is None else int(found)
 
 
 def checked(kind: type[T], content: Mapping[str, Any]) -> T:
-    """A dataclass of JSON values: fields that it does not have are ignored.
+    """Build a dataclass from JSON values; unknown fields are ignored.
 
     Raises:
         ValueError: a field is missing, or its value is not of the field's type.
@@ -175,8 +175,8 @@ def checked(kind: type[T], content: Mapping[str, Any]) -> T:
 
 @cache
 def _fields(kind: type) -> list[tuple[str, Any, bool]]:
-    """(name, type, whether a value is required) of each field of a dataclass."""
-    # Here, as every command imports this file, and `hvdtrain discover` starts each second.
+    """Return (name, type, whether a value is required) of each field of a dataclass."""
+    # Imported here: every command imports this module, and `hvdtrain discover` runs each second.
     from dataclasses import MISSING, fields
 
     hints = get_type_hints(kind)
@@ -204,13 +204,13 @@ def is_of(value: object, kind: Any) -> bool:
             return False
         return all(is_of(one, its) for one, its in zip(value, inner, strict=True))
     if origin is dict:
-        # JSON has no keys other than text.
+        # JSON keys are always strings.
         return isinstance(value, dict) and all(is_of(one, inner[1]) for one in value.values())
     return value is None if kind in (None, NoneType) else isinstance(value, kind)
 
 
 def shown(value: object, most: int = 60) -> str:
-    """A value in a message: JSON, cut and printable."""
+    """Format a value for a message: JSON, truncated and printable."""
     try:
         text = json.dumps(value)
     except (ValueError, RecursionError, TypeError):
@@ -219,14 +219,14 @@ def shown(value: object, most: int = 60) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Text on one line of a terminal: control characters become \x1b, \n and so on."""
+    r"""Escape text for one line of a terminal: control characters become \x1b, \n and so on."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else _escaped(c) for c in text)
 
 
 def printable_lines(text: str) -> str:
-    """As `printable`; newlines and tabs stay."""
+    """Escape as `printable`, but keep newlines and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else _escaped(c) for c in text)
 
 

@@ -12,11 +12,11 @@ class ElasticConfig:
     """Failures.
 
     Args:
-        timeout_seconds: elastic runs: a collective fails when a rank does not answer for this
+        timeout_seconds: elastic runs: a collective fails if a rank does not respond for this
             long (whole seconds); 0 = 3 s, and more for many ranks
         hang_seconds: a rank that makes no progress for this long, while it neither uses CPU or
             disk nor waits for others, is killed, and its stacks are written to the run's
-            logs; 10 times as long where it is busy, or has not taken part yet; 0 = never
+            logs; 10 times as long if it is busy, or has not taken part yet; 0 = never
     """
 
     timeout_seconds: int = 0

@@ -22,10 +22,14 @@ When a rank is lost:
 3. The survivors request ranks and form the next generation at once.
 4. Meanwhile the driver starts a process in the free slot. When that process is ready to train, it
    waits, rank 0 learns of it (GET /news/NUMBER), and all ranks form another generation at the
-   next step boundary. No rank ever waits for a process to start.
+   next step boundary. No rank waits for a process to start, unless too few ranks are left.
 
 A slot whose process died is used again after a pause, which grows while its processes keep dying
-(slots.py); its host stays in use. failures.py decides when repeated failures end the job.
+(slots.py); its host stays in use.
+
+The job ends when a rank exits with a code on which all ranks agree (_FINAL), when a step fails
+repeatedly (failures.py), when ranks have failed more than --reset-limit times, or when fewer than
+--min-np ranks, or too few for a replica, are left for the length of --elastic-timeout.
 """
 
 from __future__ import annotations
@@ -708,7 +712,7 @@ class ElasticDriver:
                 )
 
     def on_deaf(self, seconds: float) -> None:
-        """Report that processes fell silent all at once; 0 seconds: they no longer are."""
+        """Report that processes fell silent all at once; 0 seconds: the silence is over."""
         with self._changed:
             if self._ending is not None or self._shutdown.is_set():
                 return

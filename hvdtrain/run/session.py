@@ -16,12 +16,14 @@ elastic training this ends the run (`run`). In an elastic run the driver (elasti
 notifies the ranks, which abort their collectives at once (`_abort`). Each surviving rank then
 
 1. shuts Horovod down, so that no collective writes into its state any more,
-2. restores a complete state if necessary (RunComponents.go_back), at most one step behind,
+2. restores a complete state if necessary (RunComponents.go_back),
 3. requests its ranks in the next generation from the driver (rejoin.py),
 4. agrees with the other ranks on a source rank, receives its state if it is newer, and continues
    to train (generation.py). New processes receive the state in the same way.
 
-If no rank holds a complete state, the run continues from its newest checkpoint (resume.py).
+If no rank holds a complete state, the run continues from its newest checkpoint (resume.py). If
+processes only join or leave, all ranks end the generation at a step boundary (MembershipChanged)
+and continue with item 3.
 """
 
 from __future__ import annotations

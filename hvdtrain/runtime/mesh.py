@@ -82,7 +82,7 @@ class Mesh:
 
     @cached_property
     def weighs(self) -> bool:
-        """Whether this rank is first of those that share a sequence: its result has full weight."""
+        """Whether this rank is first of those that share a sequence: only its weights count."""
         return self.coordinates.get("context", 0) == 0
 
     @cached_property

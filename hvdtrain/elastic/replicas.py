@@ -18,7 +18,9 @@ def choose(waiting: Sequence[Process], most: int) -> list[Process]:
 
     Processes on hosts whose number of processes is not a multiple of the replica size are omitted
     first; among these, first those that hold no shard, or a shard with many copies. The last
-    holder of a shard stays.
+    holder of a shard stays, and so does the last process that has completed the newest step: the
+    others complete it with the gradients that they have. If they repeated it, its bits could
+    differ from those of the omitted process, which may return.
 
     Args:
         most: limit of the number of processes.
@@ -34,13 +36,17 @@ def _least_useful(chosen: Sequence[Process], size: int) -> Process:
     held = _held(chosen)
     copies = Counter(held.values())
     on_host = Counter(p.host for p in chosen)
+    steps = [p.status.step for p in chosen if p.status and p.number in held]
+    newest = max(steps, default=0)
 
     def use(at: int) -> tuple[bool, bool, int, int, int]:
         process = chosen[at]
         part = held.get(process.number)
         others = len(chosen) if part is None else copies[part] - 1
         beyond = on_host[process.host] % size
-        return others == 0, beyond == 0, beyond, -others, -at
+        step = process.status.step if process.status and part is not None else None
+        is_newest = step == newest and steps.count(newest) == 1
+        return others == 0 or is_newest, beyond == 0, beyond, -others, -at
 
     return chosen[min(range(len(chosen)), key=use)]
 

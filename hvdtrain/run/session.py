@@ -151,6 +151,7 @@ class Session:
         launcher = self._membership.launcher if self._membership else ""
         line = self._membership.line if self._membership else None
         hang_seconds = settings.config.elastic.hang_seconds
+        heartbeat.OWN.judged = hang_seconds > 0
         kept = KeptWatchdog(
             partial(watchdog.start, heartbeat.OWN, hang_seconds, launcher, self._number, line)
         )

@@ -46,6 +46,7 @@ class Heartbeat:
 
     Attributes:
         generation_over: this process's generation has failed, and the next one has not begun.
+        judged: a watchdog ends this process if it makes no progress.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -58,6 +59,7 @@ class Heartbeat:
         self._advances = 0
         self._lock = threading.Lock()
         self.generation_over = False
+        self.judged = False
 
     def beat(self, activity: Activity) -> None:
         """Record progress; `activity` begins."""

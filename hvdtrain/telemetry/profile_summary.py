@@ -172,7 +172,7 @@ def read_lateness(events: Iterable[dict[str, Any]]) -> list[Lateness]:
         if name == "process_name":
             if READY in str(event.get("args", {}).get("name")):
                 ours.add(pid)
-        elif event.get("ph") == "X" and pid in ours and name.isdecimal():
+        elif event.get("ph") == "X" and pid in ours and name.isdecimal() and len(name) < 10:
             ticks[pid][int(name)] = event.get("ts", 0) / 1e6
     steps = [ready for ready in ticks.values() if len(ready) > 1]
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -45,6 +46,14 @@ def test_intact_replica_is_chosen_over_a_survivor_of_a_broken_one() -> None:
 def test_only_holder_of_a_shard_is_chosen() -> None:
     left = [_process(0, "a", 2, 0), _process(1, "a", 2, 0), _process(2, "b", 2, 1)]
     assert 2 in _chosen(left)
+
+
+def test_only_process_that_completed_the_newest_step_is_chosen() -> None:
+    # Process 3 of host b has died; process 2 took step 10, and the others can complete it.
+    left = [_process(0, "a", 2, 0, 10), _process(1, "a", 2, 1, 10), _process(2, "b", 2, 0, 10)]
+    assert left[2].status is not None
+    left[2].status = replace(left[2].status, step=10)
+    assert _chosen(left) == [1, 2]
 
 
 def test_survivors_of_two_broken_replicas_form_one() -> None:

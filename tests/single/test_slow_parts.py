@@ -45,6 +45,10 @@ def advance():
         OWN.advance()
         time.sleep(0.5)
 
+def wait_while_judged():  # longer than Horovod waits; its watchdog would let it wait longer
+    OWN.judged = True
+    time.sleep(8)
+
 began = time.monotonic()
 try:
     collectives.on_all_ranks("checkpoint", PART if rank == 0 else int)
@@ -87,3 +91,7 @@ def test_ranks_wait_for_a_rank_that_reads_slowly(tmp_path: Path) -> None:
 
 def test_ranks_wait_for_a_rank_that_only_reports_progress(tmp_path: Path) -> None:
     assert _ranks(tmp_path, "advance").stdout.count("continues") == 2
+
+
+def test_ranks_wait_for_an_idle_rank_if_its_watchdog_permits(tmp_path: Path) -> None:
+    assert _ranks(tmp_path, "wait_while_judged").stdout.count("continues") == 2

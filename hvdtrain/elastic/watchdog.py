@@ -209,7 +209,7 @@ def _watch(arguments: list[str]) -> int:
                 stacks = Path(text.decode().splitlines()[-1])
             process = psutil.Process(rank)
             beats, activity = heartbeat.read()
-            # A process that is stopped and continued by turns (cpulimit) uses CPU in between.
+            # A process that is repeatedly stopped and continued (cpulimit) uses CPU in between.
             before, ticks = ticks, sum(process.cpu_times()[:2])
             reason = detector.verdict(
                 beats,

@@ -165,7 +165,7 @@ def test_watchdog_reports_with_backoff_while_its_heartbeats_are_lost(
     time.sleep(0.6)
     before = told[0]
     line._driver = nobody
-    assert _until(lambda: told[0] > before, 2) < 1, "a new outage is told at once"
+    assert _until(lambda: told[0] > before, 2) < 1, "the driver is notified of a new outage at once"
 
 
 def test_rank_survives_lost_acknowledgements_and_heartbeats(

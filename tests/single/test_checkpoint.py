@@ -269,7 +269,7 @@ def test_tied_parameters_and_buffers_survive_a_round_trip(tmp_path: Path) -> Non
 
 
 class _EndingGeneration(Heartbeat):
-    """Its rank is told after two chunks of a file that the generation is over."""
+    """Ends the generation after two chunks of a file."""
 
     def advance(self) -> None:
         self.generation_over = self.read()[0] >= 2

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _layouts(args: argparse.Namespace) -> LayoutsReport:
     flags = [*TINY, *args.flags]
-    parse(flags)  # what is wrong in them is told at once
+    parse(flags)  # reports wrong flags before any rank starts
     where = Where(args.np, args.hosts, args.launcher)
     return layouts(flags, args.steps, where, args.layout or LAYOUTS)
 
@@ -77,7 +77,7 @@ _ACTIONS: Mapping[
     ),
     "telemetry": (
         _telemetry,
-        "2 ranks with all telemetry and without, by turns",
+        "2 ranks, alternating between all telemetry and none",
         {"steps": 10, "rounds": 40},
     ),
     "scrape": (

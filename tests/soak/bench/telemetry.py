@@ -26,7 +26,7 @@ _SCRAPE_EVERY_S = 1.0
 
 
 def telemetry(flags: Sequence[str], steps: int, rounds: int) -> Report:
-    """Steps of a job on 2 ranks of this host with all telemetry, and without, by turns.
+    """Alternate steps with all telemetry and without it, in a job on 2 ranks of this host.
 
     The phases are timed in both; what is switched off and on again, inside one job, are the
     exporter and the exchange between the ranks.

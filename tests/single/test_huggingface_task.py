@@ -141,12 +141,20 @@ def test_activation_checkpointing_keeps_gradients_identical(root: Path, keep: st
         task = _task(root / "gpt2", lora__rank=2)
         seed_all(1)
         model = task.model()
-        assert len(blocks_of(task, model)) == 2
+        blocks, calls = blocks_of(task, model), [0]
+        assert len(blocks) == 2
+
+        def count(*_: object, calls: list[int] = calls) -> None:
+            calls[0] += 1
+
+        norm = next(m for m in blocks[0].modules() if isinstance(m, nn.LayerNorm))
+        norm.register_forward_pre_hook(count)
         if checkpointed:
             config = MemoryConfig(checkpoint_activations=keep)
             arrange_activations(config, task, model, torch.device("cpu"))
         seed_all(2)
         task.loss(model, default_collate([_data(task)[0]]))["loss"][0].backward()
+        assert calls == [2 if checkpointed else 1], "the block is computed again in backward"
         gradients.append([p.grad for p in model.parameters() if p.requires_grad])
     for own, other in zip(*gradients, strict=True):
         assert own is not None and torch.equal(own, other)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
+from typing import NoReturn
 
 from hvdtrain.config import Settings, parse
 from hvdtrain.errors import EXIT_USER, UserError, of_import
 from hvdtrain.runtime import lazy_dynamo
 from hvdtrain.runtime.environment import launched_rank, process_start, torchrun_rank
-from hvdtrain.runtime.process_end import end_process
+from hvdtrain.runtime.heartbeat import OWN, Activity
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.untrusted import printable_lines
 
@@ -83,6 +87,51 @@ def _load_run() -> Callable[[Settings, StopFlag, float], int]:
         gc.freeze()  # never scan these objects again, here or in forked data workers
         gc.enable()
     return run
+
+
+_EXIT_SECONDS = 20.0  # less than the 30 s for which the elastic driver waits for the last ranks
+
+
+def end_process(code: int, seconds: float = _EXIT_SECONDS) -> NoReturn:
+    """End this process with an exit code, within a limit; call it in the main thread.
+
+    Python waits without a limit for threads and `multiprocessing` processes that are not daemons.
+
+    If the process is still there after `seconds`, a line on stderr names the threads and child
+    processes that it waits for. The children are then killed, and the process ends with `code`.
+    """
+    OWN.beat(Activity.ENDING)
+    threading.Thread(target=_end, args=(code, seconds), name="exit", daemon=True).start()
+    if "horovod.torch" in sys.modules:
+        from hvdtrain.runtime.failure import leave_horovod
+
+        leave_horovod()  # all ranks do so now: no rank waits for a blocked one
+    sys.exit(code)
+
+
+def _end(code: int, seconds: float) -> NoReturn:
+    time.sleep(seconds)
+    children = multiprocessing.active_children()
+    where = f"rank {launched_rank()} on {socket.gethostname()}"
+    sys.stderr.write(
+        f"hvdtrain: warning: {where}: the run is done, but its process still waits after "
+        f"{seconds:g} s for {_blockers(children)}; it ends now with exit code {code}\n"
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for child in children:
+        child.kill()
+    os._exit(code)
+
+
+def _blockers(children: list[multiprocessing.process.BaseProcess]) -> str:
+    main, own = threading.main_thread(), threading.current_thread()
+    threads = [t for t in threading.enumerate() if not t.daemon and t not in (main, own)]
+    named = [f"thread {thread.name!r} ({thread.native_id})" for thread in threads]
+    named += [f"process {child.name!r} (pid {child.pid})" for child in children]
+    if not named and (frame := sys._current_frames().get(main.ident or 0)) is not None:
+        named = [f"{frame.f_code.co_filename}, line {frame.f_lineno}"]
+    return ", ".join(named) or "a library"
 
 
 if __name__ == "__main__":

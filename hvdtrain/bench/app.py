@@ -19,8 +19,8 @@ from hvdtrain.run.spanning import leave_mesh
 from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.init import initialise
+from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.signals import StopFlag
-from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task
 
 

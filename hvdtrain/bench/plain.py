@@ -24,7 +24,7 @@ from hvdtrain.data.order import sample_order
 from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import build_optimizer, set_learning_rate
 from hvdtrain.optim.schedule import learning_rate
-from hvdtrain.runtime.rng import seed_all
+from hvdtrain.runtime.device import seed_all
 from hvdtrain.tasks import Task, optional
 
 # Communication hooks of DistributedDataParallel that correspond to `exchange.wire`.

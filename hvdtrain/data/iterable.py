@@ -17,8 +17,8 @@ from torch.utils.data import IterableDataset
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.errors import UnsupportedTaskError
 from hvdtrain.runtime import heartbeat
+from hvdtrain.runtime.device import seed_all
 from hvdtrain.runtime.heartbeat import Activity
-from hvdtrain.runtime.rng import seed_all
 
 # Separates the seeds of an epoch's start from those of micro-batches, whose keys have no such part.
 _EPOCH = 2

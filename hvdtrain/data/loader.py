@@ -16,7 +16,7 @@ from hvdtrain.data.iterable import IterableBatches, has_own_order
 from hvdtrain.data.loading import IN_RANK, Batch, Loading, MicroBatches, Place, load
 from hvdtrain.data.order import sample_order
 from hvdtrain.errors import UserError
-from hvdtrain.runtime.rng import seed_all
+from hvdtrain.runtime.device import seed_all
 
 _POSITIONS_AT_ONCE = 1024
 # Separates the seeds of loading a micro-batch from those of a forward pass, whose keys have no such

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from hvdtrain.data.config import LoaderConfig
 from hvdtrain.data.worker import begin_worker
 from hvdtrain.errors import UserError
-from hvdtrain.runtime.rng import seed_all
+from hvdtrain.runtime.device import seed_all
 
 # Timeout of a rank for a worker; the same as for a collective that another rank does not join.
 _WORKER_SECONDS = 900.0

@@ -13,8 +13,8 @@ from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.iterable import has_own_order, take
 from hvdtrain.data.loading import IN_RANK, Batch, Loading, MicroBatches, Place, load
 from hvdtrain.errors import UserError
+from hvdtrain.runtime.device import seed_all
 from hvdtrain.runtime.mesh import Group
-from hvdtrain.runtime.rng import seed_all
 
 # Separates the seeds of validation batches from those of a forward pass in training, whose keys
 # have no such part. (2 is an epoch's start, see iterable.py; 3 is loading, see loader.py.)

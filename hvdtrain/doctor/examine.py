@@ -26,7 +26,7 @@ from hvdtrain.doctor.session import Session, opened, together
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.launch.discovery import is_this_host
 from hvdtrain.launch.hostfile import Host, first_slots
-from hvdtrain.runtime.network import resolve
+from hvdtrain.runtime.machine import resolve
 
 LIBRARIES, NETWORK, ALONE, SUMS = "libraries", "network", "alone", "all-reduce"
 STAGES = (LIBRARIES, NETWORK, ALONE, SUMS)

@@ -25,7 +25,7 @@ import psutil
 import hvdtrain
 from hvdtrain.horovod_wheel.recipe import parse_mpi
 from hvdtrain.runtime import machine
-from hvdtrain.runtime.network import addresses_by_interface, resolve, source_towards
+from hvdtrain.runtime.machine import addresses_by_interface, resolve, source_towards
 
 _PACKAGES = ("torch", "horovod", "numpy", "mpi4py")
 _FIREWALLS = ("firewall-cmd", "ufw", "nft", "iptables")

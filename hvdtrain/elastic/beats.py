@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 
 from hvdtrain.elastic.failure_detector import BEAT_SECONDS, THIS_HOST, FailureDetector, Silence
 from hvdtrain.runtime import environment
-from hvdtrain.runtime.network import source_towards
+from hvdtrain.runtime.machine import source_towards
 
 _LOOK_SECONDS = 0.05
 _UNACKNOWLEDGED_BEATS = 2  # in a row: datagrams get lost one by one, too

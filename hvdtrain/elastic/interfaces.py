@@ -12,7 +12,7 @@ import socket
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 from hvdtrain.errors import UserError
-from hvdtrain.runtime.network import address_towards, addresses_by_interface, source_towards
+from hvdtrain.runtime.machine import address_towards, addresses_by_interface, source_towards
 
 _VARIABLE = "HOROVOD_GLOO_IFACE"
 _SAID_BY = f"--network-interfaces or {_VARIABLE}"

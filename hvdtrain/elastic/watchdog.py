@@ -36,8 +36,7 @@ from hvdtrain.elastic.beats import Line
 from hvdtrain.elastic.hung_rank import Launcher, end
 from hvdtrain.elastic.rendezvous import ask
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
-from hvdtrain.runtime.thread_names import threads_named
-from hvdtrain.runtime.work import IDLE_TICKS, WATCHDOG, work
+from hvdtrain.runtime.work import IDLE_TICKS, WATCHDOG, threads_named, work
 
 _LOOK_SECONDS = 0.25
 _LONGEST_LOOK_SECONDS = 0.5  # a longer interval means that the job was suspended
@@ -57,7 +56,7 @@ _IDLE_FACTORS = {
     Activity.WORKING: 1,
     Activity.ENDING: 1,
 }
-_ENDING_SECONDS = 60.0  # at least: a rank limits its own end (process_end.py)
+_ENDING_SECONDS = 60.0  # at least: a rank limits its own end (train.py)
 
 
 def start(

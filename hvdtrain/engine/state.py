@@ -26,11 +26,10 @@ from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_t
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
-from hvdtrain.runtime.mesh import ALONE, Group
+from hvdtrain.runtime.mesh import ALONE, Group, Topology
 from hvdtrain.runtime.parts import model_tensors
 from hvdtrain.runtime.pieces import Piece
 from hvdtrain.runtime.state_part import Scope, ShardedPart, StatePart
-from hvdtrain.runtime.topology import Topology
 from hvdtrain.untrusted import checked, is_of
 
 # Format 1 had no per-rank files, and other names in the GPT; it can still be read.

@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 from hvdtrain import comm
 from hvdtrain.exchange.buckets import buckets
 from hvdtrain.exchange.parameters import TrainedParameters
-from hvdtrain.runtime.collectives import gather_json, lost_ranks
+from hvdtrain.runtime.collectives import gather_json, lost_ranks, set_of_part
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.parts import local
-from hvdtrain.runtime.process_sets import set_of_part
 from hvdtrain.runtime.state_part import StatePart
 
 

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # private, see tasks/sync_bat
 from hvdtrain.errors import UserError
 from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.optim.precision_config import PrecisionConfig
-from hvdtrain.runtime.determinism import set_cuda_kernels
+from hvdtrain.runtime.device import set_cuda_kernels
 
 BF16_PARAMS = "bf16-params"
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, BF16_PARAMS: torch.bfloat16}

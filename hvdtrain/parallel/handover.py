@@ -18,7 +18,7 @@ from torch import Tensor
 from hvdtrain.parallel.parts import Slice
 from hvdtrain.parallel.zero import Entries, ShardedOptimizer
 from hvdtrain.runtime.collectives import broadcast_tensors, gather_json
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 
 # Elements of each entry sent at once; as much memory is used in addition to the state.
 _AT_ONCE = 8 << 20

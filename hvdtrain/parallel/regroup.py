@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
-from hvdtrain.runtime.grid import Grid
-from hvdtrain.runtime.process_sets import ProcessSet, passing_set
+from hvdtrain.runtime.collectives import ProcessSet, broadcast_json, broadcast_tensors, passing_set
+from hvdtrain.runtime.mesh import Grid
 
 
 @dataclass(frozen=True)

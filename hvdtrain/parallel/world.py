@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from hvdtrain.runtime.collectives import RankLostError, gather_json
 from hvdtrain.runtime.heartbeat import OWN
-from hvdtrain.runtime.network import LOOPBACK, address_towards, addresses_by_interface
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.machine import LOOPBACK, address_towards, addresses_by_interface
+from hvdtrain.runtime.mesh import Topology
 
 _INTERFACE = "HOROVOD_GLOO_IFACE"
 # Maximum wait for another rank: to join, and in each collective.

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from hvdtrain.errors import UserError
 from hvdtrain.parallel.parts import Dealing, Slice, deal
 from hvdtrain.runtime.collectives import gather_rows
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 
 # Elements that each rank receives in one all-gather of new parameters.
 _GATHERED = 8 << 20

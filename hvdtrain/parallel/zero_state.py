@@ -14,9 +14,9 @@ from hvdtrain.optim.optimizer import parameter_names
 from hvdtrain.parallel.handover import PartLostError, hand_over
 from hvdtrain.parallel.parts import Slice, hosts_that_hold_alone
 from hvdtrain.parallel.zero import Entries, ShardedOptimizer
+from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.pieces import Piece
 from hvdtrain.runtime.state_part import Scope
-from hvdtrain.runtime.topology import Topology
 
 _SCALAR = "step"  # the entry that is identical in all slices of a parameter
 

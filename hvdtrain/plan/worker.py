@@ -32,7 +32,7 @@ from hvdtrain.plan.strategies import STRATEGIES
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.init import initialise
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 from hvdtrain.tasks import Datasets, Task
 from hvdtrain.tasks.batch import first_batch
 

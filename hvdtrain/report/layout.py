@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.report.run import Column, Run
-from hvdtrain.runtime.grid import WAITED
+from hvdtrain.runtime.mesh import WAITED
 
 Figures = dict[str, Any]
 

@@ -16,7 +16,7 @@ from hvdtrain.audit import ledger
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import each_line
 from hvdtrain.run_files.folder import RunFolder
-from hvdtrain.runtime.grid import WAITED
+from hvdtrain.runtime.mesh import WAITED
 from hvdtrain.untrusted import is_of, parse_yaml, read_json, read_regular, real
 
 Column = NDArray[np.floating[Any]]

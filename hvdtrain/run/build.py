@@ -38,8 +38,7 @@ from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Heartbeat
-from hvdtrain.runtime.mesh import Mesh
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Mesh, Topology
 from hvdtrain.tasks import Datasets, Task
 from hvdtrain.tasks.batch import collate_of
 from hvdtrain.telemetry.exporter import Exporter

@@ -13,8 +13,8 @@ from hvdtrain.engine.memory import CompileClock
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.residuals import Residuals
 from hvdtrain.optim.loss_scale import LossScale
+from hvdtrain.runtime.memory import PeakMemory
 from hvdtrain.runtime.parts import local
-from hvdtrain.runtime.peak_memory import PeakMemory
 from hvdtrain.runtime.phases import PHASES, PhaseTimer
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.nvml import GAUGES, readings

@@ -19,10 +19,9 @@ from hvdtrain.errors import CollectiveError, UserError
 from hvdtrain.optim.precision import Precision
 from hvdtrain.runtime import machine
 from hvdtrain.runtime.collectives import gather_json, on_all_ranks
-from hvdtrain.runtime.out_of_memory import ADVICE, explained
-from hvdtrain.runtime.peak_memory import HighWater
-from hvdtrain.runtime.rng import seed_all
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.device import seed_all
+from hvdtrain.runtime.memory import ADVICE, HighWater, explained
+from hvdtrain.runtime.mesh import Topology
 from hvdtrain.tasks import Datasets, Task
 from hvdtrain.tasks.batch import first_batch
 

@@ -31,8 +31,8 @@ from hvdtrain.run.summary import log_summary
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.runtime.collectives import gather_json, on_all_ranks
 from hvdtrain.runtime.heartbeat import Activity
+from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.signals import StopFlag
-from hvdtrain.runtime.topology import Topology
 from hvdtrain.telemetry.exporter import Target, write_targets
 
 

@@ -16,8 +16,8 @@ from hvdtrain.log import logger
 from hvdtrain.run.recorder import RunRecorder, build_recorder
 from hvdtrain.run_files.folder import RunFolder, default_id
 from hvdtrain.run_files.owner_token import Claim
+from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.terminal import terminal
-from hvdtrain.runtime.topology import Topology
 
 # Wait for a save in progress when the ranks end by an error; the save is lost if it takes longer.
 _LAST_SAVE_SECONDS = 10.0

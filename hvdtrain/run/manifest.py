@@ -18,9 +18,8 @@ from hvdtrain.data.iterable import has_own_order
 from hvdtrain.engine.state import PRECISION
 from hvdtrain.run.build import RunComponents
 from hvdtrain.run.length import dataset_size
-from hvdtrain.runtime.grid import Grid
 from hvdtrain.runtime.init import built_with, controller
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Grid, Topology
 
 
 def run_facts(config: Config) -> dict[str, str]:

@@ -10,7 +10,7 @@ from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.optim.freeze import freeze
 from hvdtrain.optim.precision import BF16_PARAMS, check_parameters, to_bfloat16
 from hvdtrain.optim.supported import check_device, check_model
-from hvdtrain.runtime.rng import seed_all
+from hvdtrain.runtime.device import seed_all
 from hvdtrain.tasks import Datasets, Task
 from hvdtrain.telemetry.peaks import peak_of
 

@@ -19,11 +19,15 @@ from hvdtrain.run.exporting import Exported, build_exporter
 from hvdtrain.run.length import dataset_size, with_global_batch, with_steps
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import on_all_ranks
-from hvdtrain.runtime.determinism import choose_kernels, use_deterministic_kernels
-from hvdtrain.runtime.device import choose_device, rounding
-from hvdtrain.runtime.peak_memory import PeakMemory
+from hvdtrain.runtime.device import (
+    choose_device,
+    choose_kernels,
+    rounding,
+    use_deterministic_kernels,
+)
+from hvdtrain.runtime.memory import PeakMemory
+from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.phases import PhaseTimer, cuda_event
-from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Datasets, Task
 from hvdtrain.telemetry.exporter import Exporter
 

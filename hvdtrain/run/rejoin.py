@@ -19,7 +19,7 @@ from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.init import initialise, shut_down
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 
 if TYPE_CHECKING:
     from hvdtrain.run.replicas import Replicas

@@ -27,9 +27,7 @@ from hvdtrain.run.held import Held
 from hvdtrain.run.prepare import Prepared
 from hvdtrain.run.spanning import form_mesh
 from hvdtrain.runtime.collectives import gather_json
-from hvdtrain.runtime.grid import Grid
-from hvdtrain.runtime.mesh import Mesh
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Grid, Mesh, Topology
 
 
 class PartStatus(NamedTuple):

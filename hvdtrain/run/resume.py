@@ -15,9 +15,8 @@ from hvdtrain.run.length import dataset_size, describe
 from hvdtrain.run.model import build_model
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import broadcast_json, on_all_ranks
-from hvdtrain.runtime.mesh import Group, Mesh
+from hvdtrain.runtime.mesh import Group, Mesh, Topology
 from hvdtrain.runtime.parts import model_tensors
-from hvdtrain.runtime.topology import Topology
 
 _LAST_SAVE_SECONDS = 10.0  # wait for a save in progress
 

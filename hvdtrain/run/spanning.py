@@ -16,10 +16,8 @@ from hvdtrain.engine.step import norm_of_gradients
 from hvdtrain.errors import UserError
 from hvdtrain.optim.ema import Ema
 from hvdtrain.parallel.config import ParallelConfig
-from hvdtrain.runtime.grid import Grid
-from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.mesh import Grid, Mesh, Topology
 from hvdtrain.runtime.state_part import ShardedPart
-from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks import Task, optional
 from hvdtrain.tasks.blocks import blocks_of
 

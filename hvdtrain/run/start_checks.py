@@ -10,7 +10,7 @@ from hvdtrain.horovod_wheel import recipe
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import broadcast_json
 from hvdtrain.runtime.init import controller
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 
 
 def check_elastic(membership: Membership) -> None:

@@ -17,12 +17,15 @@ from typing import Any, ParamSpec, TypeVar
 
 import horovod.torch as hvd
 import torch
+from horovod.common import process_sets
 from horovod.common.exceptions import HorovodInternalError
+from horovod.common.process_sets import ProcessSet as ProcessSet
 from torch import Tensor
 
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.runtime import heartbeat
+from hvdtrain.runtime.mesh import Grid
 from hvdtrain.runtime.work import IDLE_TICKS, work
 
 # Another rank is gone, or cannot be reached: no rank starts a collective in this generation.
@@ -370,3 +373,47 @@ class _Turns:
             self._said = now
             level = logging.WARNING if self._first else logging.INFO
             logger.log(level, "%s: %s (%.0f s so far)", self._name, what, now - self._began)
+
+
+# --- process sets -------------------------------------------------------------
+
+
+def set_of_part(grid: Grid, rank: int) -> ProcessSet:
+    """Return the set of ranks with the same shard as `rank`; all ranks call it identically.
+
+    Requires HOROVOD_DYNAMIC_PROCESS_SETS=1 (environment.prepare), because the sets depend on the
+    ranks' hosts.
+    """
+    if grid.replica_size == 1 or grid.replicas == 1:
+        return hvd.global_process_set
+    parts = [sorted(grid.same_part(first)) for first in grid.replica_of(grid.ranks[0])]
+    with lost_ranks():
+        sets = {tuple(part): _set_of(part) for part in parts}
+    return next(found for part, found in sets.items() if rank in part)
+
+
+@contextmanager
+def passing_set(ranks: Sequence[int]) -> Iterator[ProcessSet]:
+    """Context with a temporary set of these ranks; all ranks call it identically.
+
+    Raises:
+        RankLostError: another rank is gone.
+    """
+    if len(ranks) == hvd.size():
+        yield hvd.global_process_set
+        return
+    with lost_ranks():
+        made = hvd.add_process_set([*ranks])
+    yield made
+    with lost_ranks():
+        hvd.remove_process_set(made)
+
+
+def _set_of(ranks: list[int]) -> ProcessSet:
+    """Return a new set, or an earlier model's set: Horovod rejects two sets of the same ranks."""
+    for number, known in process_sets._basics._get_process_set_ids_and_ranks().items():
+        if sorted(known) == ranks:
+            found = ProcessSet(ranks)
+            found.process_set_id = number
+            return found
+    return hvd.add_process_set(ranks)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from hvdtrain.runtime.heartbeat import Heartbeat
+from hvdtrain.runtime.memory import PeakMemory
 from hvdtrain.runtime.mesh import Mesh
-from hvdtrain.runtime.peak_memory import PeakMemory
 from hvdtrain.runtime.phases import PhaseTimer
 
 

@@ -1,16 +1,19 @@
-"""Choice of a rank's device, and its rounding."""
+"""A rank's device, the kernels that it uses, its rounding, and its random numbers."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import random
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import gather_json
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 
 
 def choose_device(topology: Topology, device_index: int | None = None) -> torch.device:
@@ -85,3 +88,60 @@ def _visible_gpus() -> list[str]:
         return []
     gpus = range(torch.cuda.device_count())
     return [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in gpus]
+
+
+# --- kernels ------------------------------------------------------------------
+
+
+def choose_kernels() -> None:
+    """Make MKL choose the kernels of its vector functions before torch uses several threads.
+
+    MKL chooses at the first call. If two threads make it at once, one of them may compute with
+    errors of 1e-4. With 2 threads the first square roots, in the optimizer's first step, were
+    wrong in 1 of 30 processes (torch 2.13), and that rank's parameters drifted from the others'.
+    """
+    torch.ones(1).sqrt()
+
+
+def use_deterministic_kernels() -> None:
+    """Use deterministic kernels, with a warning if there is none; call it before CUDA is used.
+
+    https://docs.pytorch.org/docs/stable/notes/randomness.html
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
+    # Only code that reads uninitialized memory would notice.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def set_cuda_kernels(tf32: bool, cudnn_benchmark: bool) -> None:
+    """Set whether float32 products may be rounded to TF32, and whether cuDNN tries its algorithms.
+
+    https://docs.pytorch.org/docs/stable/notes/cuda.html
+    """
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cudnn.benchmark = cudnn_benchmark
+
+
+# --- random numbers -----------------------------------------------------------
+
+
+def seed_all(*key: int) -> None:
+    """Seed torch (including CUDA if initialised), numpy and random from integers >= 0.
+
+    Before each micro-batch is loaded, the key is (seed, step, number of the micro-batch). A dataset
+    and dropout therefore draw the same numbers for any number of ranks, on any rank that works on
+    the micro-batch, and after a restart, and no generator's state has to be saved. Evaluation uses
+    keys of its own, so it is independent of training's random numbers.
+    """
+    words = np.random.SeedSequence(key).generate_state(2, dtype=np.uint32)
+    seed = int(words[0]) << 31 ^ int(words[1])
+    # Not torch.manual_seed: for a device that is not initialised, it formats the caller's stack
+    # for later seeding, which takes ten times as long as everything else here.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+    np.random.seed(words[0])
+    random.seed(seed)

@@ -23,8 +23,8 @@ from horovod.common.exceptions import HorovodInternalError
 
 from hvdtrain.errors import EXIT_CRASH, UnsupportedTaskError, UserError
 from hvdtrain.log import logger
-from hvdtrain.runtime.out_of_memory import explained
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.memory import explained
+from hvdtrain.runtime.mesh import Topology
 
 # How long a rank that lost the others waits for its launcher to end it.
 _QUIET_SECONDS = 6.0

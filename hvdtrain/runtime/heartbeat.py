@@ -27,7 +27,7 @@ class Activity(IntEnum):
     WAITING: waits with a separate limit: for other ranks in a collective (they have watchdogs, and
         Horovod has a timeout), or for a thread, up to a deadline.
     RENDEZVOUS: waits for its ranks from the launcher.
-    ENDING: the run is done; the process ends (process_end.py).
+    ENDING: the run is done; the process ends (train.py).
     """
 
     LOADING = 0

@@ -1,9 +1,11 @@
-"""Start of Horovod for a generation, and the number of threads of a rank."""
+"""Start and end of Horovod for a generation, its features, and its timeline."""
 
 from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import horovod.torch as hvd
@@ -13,8 +15,8 @@ from horovod.common.exceptions import HorovodInternalError
 from hvdtrain.errors import UserError
 from hvdtrain.runtime import environment, machine
 from hvdtrain.runtime.collectives import gather_json
-from hvdtrain.runtime.thread_names import HOROVOD, threads_named
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
+from hvdtrain.runtime.work import HOROVOD, threads_named
 
 
 def initialise(threads: int = 0) -> Topology:
@@ -100,3 +102,27 @@ def built_with() -> dict[str, bool]:
         "nccl": bool(hvd.nccl_built()),
         "cuda": bool(hvd.cuda_built()),
     }
+
+
+# --- Horovod's timeline, which rank 0 writes ----------------------------------
+
+
+def can_start_timeline() -> bool:
+    """Whether the timeline can be started later: HOROVOD_TIMELINE names no file."""
+    return os.environ.get("HOROVOD_TIMELINE") == "DYNAMIC"
+
+
+def start_timeline(path: Path) -> None:
+    """Start the timeline.
+
+    Raises:
+        OSError: the file cannot be written, which Horovod would not report.
+    """
+    path.touch()
+    hvd.start_timeline(str(path))
+
+
+def stop_timeline() -> None:
+    """Stop the timeline, also after a failure: Horovod must not write to it during shutdown."""
+    with suppress(ValueError):
+        hvd.stop_timeline()

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hvdtrain.runtime.grid import WAITED
+from hvdtrain.runtime.mesh import WAITED
 
 PHASES = (
     "data",

@@ -5,11 +5,35 @@ Horovod's threads do not count: they poll, and forward other ranks' data.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hvdtrain.runtime.thread_names import HOROVOD
+# Horovod's threads: the background thread, and those it starts (Gloo's loops, MPI's progress).
+HOROVOD = "horovod"
+
+# https://man7.org/linux/man-pages/man2/PR_SET_NAME.2const.html
+_PR_SET_NAME, _PR_GET_NAME = 15, 16
+_NAME_BYTES = 16
+
+
+@contextmanager
+def threads_named(name: str) -> Iterator[None]:
+    """Context in which threads started by the calling thread get a name.
+
+    Args:
+        name: at most 15 bytes.
+    """
+    prctl = ctypes.CDLL(None).prctl
+    before = ctypes.create_string_buffer(_NAME_BYTES)
+    prctl(_PR_GET_NAME, before, 0, 0, 0)
+    prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_NAME, before, 0, 0, 0)
+
 
 # The watchdog's main thread: a descendant of the rank that it watches, and always busy.
 WATCHDOG = "hvd-watchdog"

@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 
 from hvdtrain.files import write_atomic
 from hvdtrain.log import logger
-from hvdtrain.runtime.grid import LABELS, Grid
+from hvdtrain.runtime.mesh import LABELS, Grid
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.http_server import MetricsServer
 from hvdtrain.telemetry.straggler import KINDS

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hvdtrain.runtime.grid import WAITED, Grid
+from hvdtrain.runtime.mesh import WAITED, Grid
 from hvdtrain.runtime.phases import PHASES
 
 # Values that ranks exchange about the steps since the last exchange: seconds of each phase, and

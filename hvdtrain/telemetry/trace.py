@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from hvdtrain.runtime.peak_memory import PeakMemory, Peaks
+from hvdtrain.runtime.memory import PeakMemory, Peaks
 from hvdtrain.runtime.phases import PhaseTimer
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from hvdtrain.errors import UserError
-from hvdtrain.runtime.grid import LABELS
+from hvdtrain.runtime.mesh import LABELS
 from hvdtrain.telemetry.http_server import read_password
 from hvdtrain.untrusted import parse_json, printable, read_regular
 

@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from hvdtrain.runtime.grid import LABELS, Grid
+from hvdtrain.runtime.mesh import LABELS, Grid
 from hvdtrain.top.scrape import Rank
 
 # Column heads that differ from the phase's name.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from hvdtrain.runtime.init import initialise
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.init import controller
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 
 
 @pytest.fixture(autouse=True)

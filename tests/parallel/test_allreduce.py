@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 
 # Of a segment of the ring over MPI, as float32.
 SEGMENT = 61440 // 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 
 ODD_SIZES = (0, 1, 7, 1001)
 # Of two ranks there is one order to add in, of more there are several.

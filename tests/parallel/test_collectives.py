@@ -17,7 +17,7 @@ from hvdtrain.runtime.collectives import (
     piece_bytes,
     sum_,
 )
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 
 
 def test_broadcast_json_gives_every_rank_the_value_of_rank_0(topology: Topology) -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 from hvdtrain import comm
 from hvdtrain.comm.process import Process, Usage
 from hvdtrain.runtime import heartbeat
+from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.phases import PhaseTimer
-from hvdtrain.runtime.topology import Topology
 
 EXACT = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 OTHERS = (torch.bool, torch.uint8, torch.int16, torch.complex64)

@@ -19,7 +19,7 @@ from hvdtrain.exchange.topk import topk_exchange
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.runtime.collectives import gather_json, sum_
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 
 WIDTH = 6
 

@@ -13,8 +13,7 @@ from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.errors import CollectiveError
-from hvdtrain.runtime.mesh import Group
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Group, Topology
 from hvdtrain.tasks.image import Image, ImageTaskConfig
 from hvdtrain.tasks.sync_batchnorm import synchronise
 from tests.support.contexts import replicated

@@ -14,7 +14,7 @@ from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.callbacks.evaluate import Evaluate
 from hvdtrain.engine.config import EvalConfig
 from hvdtrain.models.gpt_config import GPTConfig
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
 from tests.support.contexts import replicated
 

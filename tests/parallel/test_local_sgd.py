@@ -23,8 +23,7 @@ from hvdtrain.exchange.local_sgd import LocalSgd, Nesterov
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.runtime.collectives import gather_bytes
-from hvdtrain.runtime.mesh import Group
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Group, Topology
 from hvdtrain.tasks import Datasets
 from tests.support.contexts import replicated
 

@@ -17,9 +17,8 @@ from hvdtrain.engine.state import RunState
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer, state_tensors
 from hvdtrain.runtime.collectives import AgreedError, gather_bytes
-from hvdtrain.runtime.grid import Grid
+from hvdtrain.runtime.mesh import Grid, Topology
 from hvdtrain.runtime.parts import model_tensors
-from hvdtrain.runtime.topology import Topology
 
 GRID = Grid((0, 1), {})
 

@@ -16,8 +16,8 @@ from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.optimizer import build_optimizer, state_tensors
+from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.parts import model_tensors
-from hvdtrain.runtime.topology import Topology
 
 
 def _model(seed: int) -> nn.Module:

@@ -20,8 +20,7 @@ from hvdtrain.exchange.exact import exact_exchange
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer, state_tensors
 from hvdtrain.runtime.collectives import AgreedError, gather_json
-from hvdtrain.runtime.mesh import Group
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Group, Topology
 from hvdtrain.tasks import Datasets
 from tests.support.contexts import replicated
 from tests.support.unusual import Rebound

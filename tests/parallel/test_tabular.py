@@ -19,8 +19,8 @@ from hvdtrain.engine.config import EvalConfig
 from hvdtrain.errors import UserError
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime.collectives import broadcast_json
+from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.mpi import Alone
-from hvdtrain.runtime.topology import Topology
 from hvdtrain.tasks.tabular_data import open_training, scan_columns
 from hvdtrain.tasks.tabular_measures import of_classes
 from tests.support.contexts import replicated

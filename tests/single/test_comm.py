@@ -19,7 +19,7 @@ from hvdtrain.comm.process import Process
 from hvdtrain.config import Config
 from hvdtrain.report.tables import last
 from hvdtrain.run.exporting import Exported, build_exporter
-from hvdtrain.runtime.peak_memory import PeakMemory
+from hvdtrain.runtime.memory import PeakMemory
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.config import TelemetryConfig
 from tests.support.runs import REPOSITORY, metrics, run, start

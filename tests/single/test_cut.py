@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hvdtrain.parallel.cut import CutModel
 from hvdtrain.parallel.stages import Layout
-from hvdtrain.runtime.rng import seed_all
+from hvdtrain.runtime.device import seed_all
 from tests.support.pipelined import Codes, Pictures, Words
 
 TASKS = {

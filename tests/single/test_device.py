@@ -9,7 +9,7 @@ import torch
 
 from hvdtrain.errors import UserError
 from hvdtrain.runtime import device
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 
 ALL = ["a", "b"]
 TWO_HOSTS = ("node1", "node1", "node2", "node2")

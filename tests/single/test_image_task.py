@@ -15,7 +15,7 @@ from hvdtrain.errors import UnsupportedTaskError, UserError
 from hvdtrain.models.resnet import ResNet
 from hvdtrain.models.vit import VisionTransformer
 from hvdtrain.run.data import build_data
-from hvdtrain.runtime.rng import seed_all
+from hvdtrain.runtime.device import seed_all
 from hvdtrain.tasks.image import Image, ImageConfig, ImageTaskConfig
 from tests.support.pictures import cut_off, draw
 

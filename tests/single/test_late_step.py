@@ -21,9 +21,8 @@ from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.runtime.collectives import RankLostError
-from hvdtrain.runtime.mesh import ALONE
+from hvdtrain.runtime.mesh import ALONE, Topology
 from hvdtrain.runtime.signals import StopFlag
-from hvdtrain.runtime.topology import Topology
 from tests.support.contexts import replicated
 
 WIDTH, MICRO_BATCHES, LOST = 4, 2, 3

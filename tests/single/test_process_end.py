@@ -32,7 +32,7 @@ os.kill(kept._process.pid, signal.SIGKILL)
 """
 LEFT = """
 import multiprocessing, threading, time
-from hvdtrain.runtime.process_end import end_process
+from hvdtrain.train import end_process
 context = multiprocessing.get_context("fork")
 {left}
 end_process(3, seconds=1.0)

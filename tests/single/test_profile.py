@@ -18,7 +18,7 @@ import torch
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.environment import prepare
-from hvdtrain.runtime.peak_memory import PeakMemory, Peaks
+from hvdtrain.runtime.memory import PeakMemory, Peaks
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.profile_files import TRACE, clear
 from hvdtrain.telemetry.profile_summary import summarise

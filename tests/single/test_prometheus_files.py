@@ -22,7 +22,7 @@ from hvdtrain.run.exporting import Exported, build_exporter
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.run_files.owner_token import Claim
-from hvdtrain.runtime.peak_memory import PeakMemory
+from hvdtrain.runtime.memory import PeakMemory
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter, Target, write_targets

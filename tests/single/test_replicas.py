@@ -15,7 +15,7 @@ from hvdtrain.elastic.process import Process
 from hvdtrain.elastic.replicas import choose
 from hvdtrain.parallel.regroup import PartLostError, plan
 from hvdtrain.run.replicas import PartStatus, arrange
-from hvdtrain.runtime.grid import Grid
+from hvdtrain.runtime.mesh import Grid
 
 IDENTITY = Identity("cpu", "digest", 8, None)
 AXES = {"tensor": 2, "context": 1, "shard": 1, "pipeline": 1}

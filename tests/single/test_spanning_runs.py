@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from hvdtrain import cli
 from hvdtrain.checkpoint.weights import read_weights
 from hvdtrain.parallel.config import ParallelConfig
-from hvdtrain.runtime.grid import Grid
+from hvdtrain.runtime.mesh import Grid
 from tests.support.runs import TINY, metrics, run, train
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from hvdtrain.data.order import sample_order
 from hvdtrain.data.tokens import TokenWindows
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
-from hvdtrain.runtime.rng import seed_all
+from hvdtrain.runtime.device import seed_all
 from tests.support.runs import CORPUS, metrics, train
 
 STEPS, WARMUP, PEAK, FINAL, GLOBAL, MICRO, SEED = 20, 4, 3e-3, 0.1, 8, 2, 7

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hvdtrain.engine.callbacks.stragglers import Speeds
-from hvdtrain.runtime.grid import Grid
+from hvdtrain.runtime.mesh import Grid
 from hvdtrain.telemetry.straggler import COLUMNS, PATIENCE, StragglerWatch, own_seconds
 from hvdtrain.telemetry.straggler import scores as scores_on
 

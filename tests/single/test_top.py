@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hvdtrain.runtime.grid import Grid
+from hvdtrain.runtime.mesh import Grid
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter, write_targets
 from hvdtrain.telemetry.exporter import Target as Published

@@ -137,7 +137,7 @@ def test_horovod_polling_threads_do_not_count_as_work(rank: StartRank, tmp_path:
     start = (
         "from hvdtrain.runtime.init import initialise\n"
         "initialise()\n"
-        "from hvdtrain.runtime.thread_names import HOROVOD, threads_named\n"
+        "from hvdtrain.runtime.work import HOROVOD, threads_named\n"
         "names = [p.read_text().strip() for p in Path('/proc/self/task').glob('*/comm')]\n"
         "assert HOROVOD in names and Path('/proc/self/comm').read_text().strip() != HOROVOD\n"
         "with threads_named(HOROVOD):\n"

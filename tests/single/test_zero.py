@@ -24,7 +24,7 @@ from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.run.start_checks import check_zero
 from hvdtrain.runtime.collectives import RankLostError
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 from tests.support.thread_ranks import Death, DiedError, exchange, on_ranks
 
 HOSTS = "aabb"

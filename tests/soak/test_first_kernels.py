@@ -11,7 +11,7 @@ import pytest
 PROCESSES = 100
 FIRST_RESULTS = """
 import torch
-from hvdtrain.runtime.determinism import choose_kernels
+from hvdtrain.runtime.device import choose_kernels
 choose_kernels()
 torch.set_num_threads(2)
 numbers = torch.arange(1, 4097, dtype=torch.float32)

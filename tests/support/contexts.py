@@ -8,10 +8,9 @@ import torch
 
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Heartbeat
-from hvdtrain.runtime.mesh import Mesh
-from hvdtrain.runtime.peak_memory import PeakMemory
+from hvdtrain.runtime.memory import PeakMemory
+from hvdtrain.runtime.mesh import Mesh, Topology
 from hvdtrain.runtime.phases import PhaseTimer
-from hvdtrain.runtime.topology import Topology
 
 CPU = torch.device("cpu")
 

@@ -33,9 +33,8 @@ from hvdtrain.parallel.cut import CutModel
 from hvdtrain.parallel.schedules import virtual_stages
 from hvdtrain.parallel.stages import Layout
 from hvdtrain.runtime.context import RankContext
-from hvdtrain.runtime.mesh import Group
-from hvdtrain.runtime.rng import seed_all
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.device import seed_all
+from hvdtrain.runtime.mesh import Group, Topology
 from tests.support.contexts import replicated
 
 CPU, SAMPLES, CONTEXT, VOCABULARY = torch.device("cpu"), 2, 8, 19

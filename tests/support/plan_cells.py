@@ -23,7 +23,7 @@ from hvdtrain.run.data import build_data
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.init import initialise
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 
 WARM_UP_STEPS = 2
 TURNS = 5

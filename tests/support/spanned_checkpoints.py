@@ -23,11 +23,9 @@ from hvdtrain.parallel.config import ParallelConfig
 from hvdtrain.parallel.local_optimizer import LocalOptimizer
 from hvdtrain.parallel.pieces import piece
 from hvdtrain.run.spanning import shard_model, spanned_parts, split_model
-from hvdtrain.runtime.grid import Grid
-from hvdtrain.runtime.mesh import Group, Mesh
+from hvdtrain.runtime.mesh import Grid, Group, Mesh, Topology
 from hvdtrain.runtime.parts import local, model_tensors
 from hvdtrain.runtime.pieces import box
-from hvdtrain.runtime.topology import Topology
 
 # Its vocabulary is odd, so that parts of it are of different sizes.
 SIZES = GPTConfig(layers=2, heads=4, width=16, context=16, vocab_size=37)

@@ -11,7 +11,7 @@ import torch
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.log import logger
-from hvdtrain.runtime import timeline
+from hvdtrain.runtime import init
 from hvdtrain.runtime.collectives import begin_sum, completed
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.telemetry.config import ProfileConfig
@@ -124,18 +124,18 @@ class Profile:
     def _start_timeline(self) -> None:
         if self._topology.world_size == 1:
             return  # no other rank to wait for
-        if not timeline.can_start():
+        if not init.can_start_timeline():
             logger.warning("profile: HOROVOD_TIMELINE names a file: Horovod's timeline is there")
             return
         assert self._first is not None
-        timeline.start(timeline_path(self._folder, self._first))
+        init.start_timeline(timeline_path(self._folder, self._first))
         self._timeline = True
 
     def _end(self) -> None:
         self._timer.unlisten(self._enter)
         if self._timeline:
             self._timeline = False
-            timeline.stop()
+            init.stop_timeline()
         self._try(self._write_files)
         self._first, self._trace = None, None
 

@@ -15,8 +15,7 @@ from hvdtrain.engine.state import RunState
 from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError, gather_bytes
-from hvdtrain.runtime.grid import Grid
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Grid, Topology
 
 _NOTHING_SAVED = (
     "nothing of this was saved: start again with the same run.id to resume from the newest "

@@ -24,7 +24,7 @@ from hvdtrain.log import logger
 from hvdtrain.run_files.metrics_file import MetricsFile
 from hvdtrain.runtime.collectives import begin_gather, completed
 from hvdtrain.runtime.context import RankContext
-from hvdtrain.runtime.grid import WAITED
+from hvdtrain.runtime.mesh import WAITED
 from hvdtrain.runtime.parts import local
 from hvdtrain.runtime.phases import PHASES
 from hvdtrain.telemetry.config import TelemetryConfig

@@ -22,7 +22,7 @@ from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import AgreedError
 from hvdtrain.runtime.init import initialise
-from hvdtrain.runtime.topology import Topology
+from hvdtrain.runtime.mesh import Topology
 
 _EVALUATIONS = ("validation_loss", "ema_validation_loss")
 

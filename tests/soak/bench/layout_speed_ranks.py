@@ -20,7 +20,7 @@ from hvdtrain.optim.optimizer import set_learning_rate
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.parallel.world import leave
 from hvdtrain.run.data import build_data
-from hvdtrain.runtime.rng import seed_all
+from hvdtrain.runtime.device import seed_all
 from hvdtrain.tasks import Task
 from tests.soak.bench.torch_scripts import SCRIPTS
 

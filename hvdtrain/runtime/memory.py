@@ -1,10 +1,11 @@
-"""Peak memory of this process, on the host and on its device."""
+"""Peak memory of this process, on the host and on its device, and what to do if it runs out."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import torch
 
 from hvdtrain.runtime.phases import PhaseTimer
@@ -117,3 +118,51 @@ class PeakMemory:
 def _high_water_mark() -> int:
     text = _STATUS.read_text()
     return int(text.partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024
+
+
+# --- running out of memory ----------------------------------------------------
+
+
+_GIB = 2**30
+# Cheapest first.
+_TRY = (
+    "memory.checkpoint_activations blocks (backward computes activations again)",
+    "memory.offload_activations true (on GPUs)",
+    "a smaller batch.micro_size (the curve stays)",
+)
+# Ways to share a model between ranks, fewest requirements on the model first.
+_SPREAD = (
+    "parallel.zero 1 (the optimizer's state)",
+    "parallel.shard (parameters too)",
+    "parallel.tensor (each matrix, and activations)",
+    "parallel.pipeline (some of the blocks each)",
+    "parallel.context (long sequences of the GPT)",
+)
+ADVICE = (
+    f"Try, in this order: {'; '.join(_TRY)}; or divide it between more ranks: {', '.join(_SPREAD)}"
+)
+# Text in the RuntimeError of torch's CPU allocator.
+_OF_CPU = "DefaultCPUAllocator"
+
+
+def explained(error: BaseException) -> str:
+    """Explain an allocator's error: what is allocated and what to try; "" for other errors."""
+    if isinstance(error, torch.OutOfMemoryError):
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        has = (
+            f"the GPU's memory is not enough: {allocated / _GIB:.1f} GiB are allocated and "
+            f"{reserved / _GIB:.1f} GiB reserved of {total / _GIB:.1f} GiB"
+        )
+    elif isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and _OF_CPU in str(error)
+    ):
+        own = psutil.Process().memory_info().rss
+        has = (
+            f"memory is not enough: this process has {own / _GIB:.1f} GiB, and the host has "
+            f"{psutil.virtual_memory().available / _GIB:.1f} GiB left"
+        )
+    else:
+        return ""
+    first = str(error).partition("\n")[0]
+    return f"{has} ({first}). {ADVICE}"

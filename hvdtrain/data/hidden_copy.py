@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from hvdtrain.files import FileLock
 from hvdtrain.log import logger
-from hvdtrain.run_files.file_lock import FileLock
 
 # A copy without a lock (from an older version, or a file system without locks) is removed if
 # nothing was written to it for this long.

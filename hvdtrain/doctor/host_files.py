@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.run_files.file_lock import FileLock
+from hvdtrain.files import FileLock
 
 _TRIAL_BYTES = 1 << 20
 # Held until the agent ends; meanwhile another host tries to take the lock.

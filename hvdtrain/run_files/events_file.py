@@ -1,4 +1,4 @@
-"""RUN/events.jsonl: starts, checkpoints and ends of a run, for `hvdtrain audit`."""
+"""RUN/events.jsonl: starts, checkpoints and ends of a run; reading of JSON lines files."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from threading import Lock, Timer
 from typing import Any
 
 from hvdtrain.log import logger
-from hvdtrain.untrusted import json_objects, open_regular
+from hvdtrain.untrusted import json_object, json_objects, open_regular
 
 # Timeout for confirming the ownership of the run: events are rare, so a short wait is acceptable.
 _HELD_SECONDS = 1.0
 _RETRY_SECONDS = 1.0
+# `last_lines`: size of the first read, and of the last
+_FIRST_BYTES, _MOST_BYTES = 1 << 16, 64 << 20
 
 
 class EventsFile:
@@ -111,3 +113,31 @@ def each_line(path: Path) -> Iterator[dict[str, Any] | None]:
     """
     with open_regular(path) as file:
         yield from json_objects(file)
+
+
+def last_lines(path: Path, event: str = "") -> list[dict[str, Any]]:
+    """The JSON objects in a file's last lines; empty if it cannot be read. Skips incomplete lines.
+
+    Args:
+        event: include the last line with this event, if it is within the last 64 MiB.
+    """
+    size = _FIRST_BYTES
+    try:
+        with open_regular(path) as file:
+            whole = file.seek(0, os.SEEK_END)
+            while True:
+                file.seek(max(0, whole - size))
+                found = _objects(file.read(size))
+                if (
+                    not event
+                    or size >= min(whole, _MOST_BYTES)
+                    or any(o.get("event") == event for o in found)
+                ):
+                    return found
+                size = min(8 * size, _MOST_BYTES)
+    except OSError:
+        return []
+
+
+def _objects(text: bytes) -> list[dict[str, Any]]:
+    return [found for line in text.splitlines() if (found := json_object(line)) is not None]

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.errors import UserError
-from hvdtrain.run_files.last_lines import last_lines
+from hvdtrain.errors import EXIT_NOT_FINITE, EXIT_PREEMPTED, UserError
+from hvdtrain.run_files.events_file import last_lines
 from hvdtrain.run_files.owner_token import read
-from hvdtrain.run_files.run_state import run_state
 from hvdtrain.untrusted import number, real, whole
 
 # An owner writes its token every 2 s; clocks of file servers differ slightly.
 _ALIVE_SECONDS = 20.0
+_ENDS = {0: "finished", EXIT_PREEMPTED: "stopped", EXIT_NOT_FINITE: "not finite"}
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class ListedRun:
 
     Args:
         id: its directory's name
-        state: see run_state.py
+        state: see `run_state`
         step: of the newest line of metrics.jsonl; None if there is none
         steps: of the whole run, if its newest start is known
         loss: of the newest line
@@ -102,3 +102,25 @@ def _alive(token: Path) -> bool:
     except OSError:
         return False
     return owner is not None and not owner.ended
+
+
+def run_state(started: bool, end: int | None, owner: bool, launcher: bool) -> str:
+    """One of running; restarting (between two starts of `hvdtrain launch`); finished; stopped (on
+    request, exit code 75); not finite (3); failed (another code); killed (no end event, and no live
+    process); unknown (not started).
+
+    Args:
+        started: it has a start event.
+        end: the exit code of the end event after the last start; None if there is none.
+        owner: the process that owns the run is alive.
+        launcher: its `hvdtrain launch` is alive.
+    """
+    if end == 0:  # a finished process owns the run for a moment longer
+        return "finished"
+    if end is None and owner:
+        return "running"
+    if launcher:
+        return "restarting"
+    if end is not None:
+        return _ENDS.get(end, "failed")
+    return "killed" if started else "unknown"

@@ -34,8 +34,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from hvdtrain.errors import EXIT_CRASH, UserError
+from hvdtrain.files import FileLock
 from hvdtrain.log import logger
-from hvdtrain.run_files.file_lock import FileLock
 from hvdtrain.run_files.owner_token import Claim, Token, boot, moved, read, who, write
 from hvdtrain.runtime import heartbeat
 

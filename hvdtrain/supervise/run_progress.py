@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.checkpoint import layout
 from hvdtrain.errors import UserError
-from hvdtrain.run_files.last_lines import last_lines
+from hvdtrain.run_files.events_file import last_lines
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.ownership import Ownership
 from hvdtrain.untrusted import number, whole

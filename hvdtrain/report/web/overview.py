@@ -9,9 +9,9 @@ from typing import Any
 
 from hvdtrain.report.web.tail import LastLine, Tail
 from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.listing import run_state
 from hvdtrain.run_files.owner_token import Token, read
 from hvdtrain.run_files.ownership import REST_SECONDS
-from hvdtrain.run_files.run_state import run_state
 from hvdtrain.untrusted import number, read_json, whole
 
 SHOWN = 50  # restarts, the last ones

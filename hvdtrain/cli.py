@@ -32,7 +32,7 @@ GROUPS = {
         "bench": "measure a training step and its scaling",
     },
     "runs": {
-        "ls": "list the runs of a folder: state, step, loss, ranks, age",
+        "ls": "list the runs of a directory: state, step, loss, ranks, age",
         "top": "show the ranks of a running job in the terminal",
         "report": "show a run, or two side by side, as an HTML file; or runs in a browser, live",
         "audit": "prove from a run's files that each step was applied exactly once",

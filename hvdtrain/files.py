@@ -16,9 +16,9 @@ _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOE
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
-def sync_folder(folder: Path) -> None:
-    """Make names created or renamed in `folder` survive a power loss."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync_directory(directory: Path) -> None:
+    """Make names created or renamed in `directory` survive a power loss."""
+    handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -46,35 +46,35 @@ def write_atomic(path: Path, content: bytes, shared: bool = False) -> None:
     Raises:
         OSError: the old content is still there.
     """
-    with opened_folder(path.parent, follow=not shared) as folder:
+    with opened_directory(path.parent, follow=not shared) as directory:
         temporary = f".{path.name}.{secrets.token_hex(8)}.tmp"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        handle = os.open(temporary, flags, 0o666, dir_fd=folder)
+        handle = os.open(temporary, flags, 0o666, dir_fd=directory)
         try:
             with open(handle, "wb") as file:
                 if shared:
                     # A file server may map this user to another: the new file's owner is known.
-                    _check_owner(os.fstat(folder), os.fstat(handle).st_uid, path.parent)
+                    _check_owner(os.fstat(directory), os.fstat(handle).st_uid, path.parent)
                 file.write(content)
                 file.flush()
                 os.fsync(handle)
-            os.replace(temporary, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.replace(temporary, path.name, src_dir_fd=directory, dst_dir_fd=directory)
         except BaseException:
             with suppress(OSError):
-                os.unlink(temporary, dir_fd=folder)
+                os.unlink(temporary, dir_fd=directory)
             raise
-        os.fsync(folder)
+        os.fsync(directory)
 
 
-def _check_owner(folder: os.stat_result, user: int, path: Path) -> None:
-    if folder.st_uid in (user, _ROOT) or folder.st_mode & stat.S_ISVTX:
+def _check_owner(directory: os.stat_result, user: int, path: Path) -> None:
+    if directory.st_uid in (user, _ROOT) or directory.st_mode & stat.S_ISVTX:
         return
-    reason = f"the directory belongs to another user (uid {folder.st_uid})"
+    reason = f"the directory belongs to another user (uid {directory.st_uid})"
     raise PermissionError(errno.EPERM, reason, str(path))
 
 
 @contextmanager
-def opened_folder(path: Path, follow: bool = True) -> Iterator[int]:
+def opened_directory(path: Path, follow: bool = True) -> Iterator[int]:
     """Context with the descriptor of a directory, which is unaffected if its name is replaced.
 
     Args:

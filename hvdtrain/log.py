@@ -83,13 +83,13 @@ def to_screen(terminal: TextIO | None) -> None:
     logger.addHandler(_Screen(terminal))
 
 
-def to_file(folder: Path, rank: int, host: str) -> None:
+def to_file(directory: Path, rank: int, host: str) -> None:
     """Append log lines to rank_NNNNN.jsonl: time (unix), level, rank, host, message.
 
     Raises:
         OSError: the file cannot be written now; each line tries again.
     """
-    handler = _File(folder / f"rank_{rank:05d}.jsonl", delay=True)
+    handler = _File(directory / f"rank_{rank:05d}.jsonl", delay=True)
     handler.setFormatter(_Json(rank, host))
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

@@ -15,7 +15,7 @@ from hvdtrain.config import presets
 from hvdtrain.config_files import read_yaml
 from hvdtrain.engine.config import RunConfig
 from hvdtrain.errors import UserError
-from hvdtrain.run_files.folder import default_id
+from hvdtrain.run_files.run_directory import default_id
 from hvdtrain.tasks import BUILT_IN
 
 
@@ -81,7 +81,7 @@ def _plain(value: Any) -> Any:
     return item() if callable(item) else str(value)
 
 
-def run_folder(task: str, config: Mapping[str, Any]) -> Path:
+def run_directory(task: str, config: Mapping[str, Any]) -> Path:
     """Return RUN/ as an absolute path, from the keys or else from the file named by `task`.
 
     `task` is a flag made by `task_flag`. If no key names the directory, create a new one with a
@@ -98,10 +98,10 @@ def run_folder(task: str, config: Mapping[str, Any]) -> Path:
     root = Path(keys.get("root", RunConfig.root)).absolute()
     if keys.get("id"):
         return root / str(keys["id"])
-    return _new_folder(root, default_id(Path(name).stem if is_file else name))
+    return _new_directory(root, default_id(Path(name).stem if is_file else name))
 
 
-def _new_folder(root: Path, name: str) -> Path:
+def _new_directory(root: Path, name: str) -> Path:
     """Create a new directory. Several runs may start in one second and share `name`."""
     for number in itertools.count(1):
         folder = root / (name if number == 1 else f"{name}-{number}")
@@ -115,7 +115,7 @@ def _new_folder(root: Path, name: str) -> Path:
     raise AssertionError("numbers do not end")
 
 
-def import_folder(task: str) -> Path | None:
+def import_directory(task: str) -> Path | None:
     """Directory from which the ranks import the module of a user-defined task.
 
     It is the directory from which this process imports the module. None for a built-in task, or if

@@ -11,7 +11,7 @@ from hvdtrain.checkpoint.layout import finished
 from hvdtrain.config_files import read_yaml
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import each_line
-from hvdtrain.run_files.folder import RunFolder, configured
+from hvdtrain.run_files.run_directory import RunDirectory, configured
 from hvdtrain.untrusted import read_json
 
 if TYPE_CHECKING:
@@ -33,9 +33,9 @@ class Run:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder).absolute()
-        self._files = RunFolder(self.folder)
+        self._files = RunDirectory(self.folder)
         if not self._files.config.is_file():
-            raise UserError(f"{folder} is no folder of a run: it has no config.yaml")
+            raise UserError(f"{folder} is not a run directory: it has no config.yaml")
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.api.flags import config_flags, import_folder, run_folder, task_flag
+from hvdtrain.api.flags import config_flags, import_directory, run_directory, task_flag
 from hvdtrain.api.run import Run
 from hvdtrain.errors import EXIT_USER, UserError
 from hvdtrain.runtime.environment import launched_size
@@ -75,11 +75,11 @@ def run(
     np = operator.index(np)
     _require(max_restarts >= 0, f"max_restarts must be >= 0, not {max_restarts}")
     named, keys = task_flag(task), config or {}
-    folder = run_folder(named, keys)
+    folder = run_directory(named, keys)
     flags = [named, *config_flags(keys), f"--run.root={folder.parent}", f"--run.id={folder.name}"]
     where = ["--hosts", hosts or f"localhost:{np}", "--min-np", str(np), "--max-np", str(np)]
     launch = ["launch", *where, "--max-restarts", str(max_restarts), "--"]
-    more = _environment(import_folder(named))
+    more = _environment(import_directory(named))
     # Ranks on other hosts get their environment from the command.
     train = ["env", *more, sys.executable, "-m", "hvdtrain.train", *flags]
     env = os.environ | dict(word.split("=", 1) for word in more)

@@ -21,7 +21,7 @@ from hvdtrain.checkpoint.layout import finished
 from hvdtrain.data.buckets import Buckets
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import each_line, read_lines
-from hvdtrain.run_files.folder import RunFolder, configured
+from hvdtrain.run_files.run_directory import RunDirectory, configured
 from hvdtrain.untrusted import checked, is_of, parse_yaml, read_json, shown
 
 # Beyond these limits, arithmetic on positions in the sample order exceeds 63 bits.
@@ -197,30 +197,30 @@ def read(path: Path) -> Ledger:
     Raises:
         UserError: there is no run, or it predates the event log.
     """
-    folder = RunFolder(path)
-    if not folder.manifest.exists():
-        raise UserError(f"{path} is no folder of a run: it has no manifest.json")
-    if not folder.events.exists():
+    directory = RunDirectory(path)
+    if not directory.manifest.exists():
+        raise UserError(f"{path} is not a run directory: it has no manifest.json")
+    if not directory.events.exists():
         raise UserError(
             f"{path} has no events.jsonl: the run was made by a version of hvdtrain that wrote "
             "none, so its restarts are not known and it cannot be audited"
         )
     try:
-        events = read_lines(folder.events)
+        events = read_lines(directory.events)
         generations = _generations(events)
-        strays = _assign(_lines(folder), generations)
+        strays = _assign(_lines(directory), generations)
         _correct_times(generations)
-        configs = configured(read_json(folder.manifest)["starts"])
+        configs = configured(read_json(directory.manifest)["starts"])
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path}: a file is not as hvdtrain writes it ({error})") from None
     if not generations:
-        raise UserError(f"{folder.events} names no start of the run")
+        raise UserError(f"{directory.events} names no start of the run")
     for generation in generations:
         start = generation.start
-        generation.log_every = start.log_every or _log_every(configs, start.time, folder)
-    return Ledger(path, generations, _saved(folder), strays)
+        generation.log_every = start.log_every or _log_every(configs, start.time, directory)
+    return Ledger(path, generations, _saved(directory), strays)
 
 
 def _generations(events: list[dict[str, Any]]) -> list[Generation]:
@@ -269,9 +269,9 @@ def _in_range(name: str, value: float, low: float, most: float) -> None:
         raise ValueError(f"{name} is {value}")
 
 
-def _lines(folder: RunFolder) -> list[Line]:
+def _lines(directory: RunDirectory) -> list[Line]:
     found = []
-    for path, kept in ((folder.metrics, True), (folder.superseded_metrics, False)):
+    for path, kept in ((directory.metrics, True), (directory.superseded_metrics, False)):
         lines = each_line(path) if path.exists() else ()
         for number, line in enumerate(lines, start=1):
             if line is None or not isinstance(line.get("step"), int):
@@ -334,11 +334,11 @@ def _correct_times(generations: list[Generation]) -> None:
         generation.last_time = now
 
 
-def _saved(folder: RunFolder) -> list[int]:
-    return [int(path.name.removeprefix("step_")) for path in finished(folder.checkpoints)]
+def _saved(directory: RunDirectory) -> list[int]:
+    return [int(path.name.removeprefix("step_")) for path in finished(directory.checkpoints)]
 
 
-def _log_every(starts: list[dict[str, Any]], at: float, folder: RunFolder) -> int:
+def _log_every(starts: list[dict[str, Any]], at: float, directory: RunDirectory) -> int:
     """Return train.log_every of the last launch before a time.
 
     Raises:
@@ -350,5 +350,5 @@ def _log_every(starts: list[dict[str, Any]], at: float, folder: RunFolder) -> in
         if not is_of(every, int) or every < 1:
             raise ValueError(f"train.log_every is {shown(every)}")
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{folder.manifest} is not as hvdtrain writes it ({error})") from None
+        raise UserError(f"{directory.manifest} is not as hvdtrain writes it ({error})") from None
     return int(every)

@@ -9,7 +9,7 @@ from typing import Any
 
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import each_line
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.run_directory import RunDirectory
 
 # How a step was computed and how long it took, not its results.
 _CIRCUMSTANCES = {"world_size", "time", "generation", "healed"}
@@ -87,7 +87,7 @@ def compare(a: Path, b: Path) -> Comparison:
 
 def _steps(path: Path) -> dict[int, dict[str, Any]]:
     """The metrics of each kept step of a run."""
-    metrics = RunFolder(path).metrics
+    metrics = RunDirectory(path).metrics
     try:
         lines = [line for line in each_line(metrics) if line and isinstance(line.get("step"), int)]
     except OSError as error:

@@ -16,7 +16,7 @@ from hvdtrain.run.callbacks import Outputs, build_callbacks
 from hvdtrain.run.prepare import Start, prepare, prepare_environment
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run.spanning import leave_mesh
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.init import initialise
 from hvdtrain.runtime.mesh import Topology
@@ -31,7 +31,7 @@ class AppLoop:
     Args:
         settings: eval.every and checkpoint.every must be 0 if steps are timed; train.steps is
             the length of the whole run, for the schedule.
-        folder: existing directory for files.
+        directory: existing directory for files.
         data: the task and its datasets, if another loop shares them.
         topology: given if Horovod is already initialized.
     """
@@ -39,7 +39,7 @@ class AppLoop:
     def __init__(
         self,
         settings: Settings,
-        folder: Path,
+        directory: Path,
         data: tuple[Task, Datasets] | None = None,
         topology: Topology | None = None,
     ) -> None:
@@ -58,12 +58,12 @@ class AppLoop:
         first = topology.rank == 0
         if first:
             log.to_screen(None)
-        log.to_file(folder / "logs", topology.rank, topology.host)
-        run_folder = RunFolder(folder)
-        recorder = RunRecorder(run_folder, config.checkpoint) if first else None
+        log.to_file(directory / "logs", topology.rank, topology.host)
+        run_directory = RunDirectory(directory)
+        recorder = RunRecorder(run_directory, config.checkpoint) if first else None
         if recorder is not None:
             recorder.open(0, components.exporter)
-        callbacks = build_callbacks(config, components, Outputs(run_folder, recorder), context)
+        callbacks = build_callbacks(config, components, Outputs(run_directory, recorder), context)
         self.model: nn.Module = components.state.model
         self.exporter = components.exporter
         self.capture = components.state.capture
@@ -73,7 +73,7 @@ class AppLoop:
         self.every_callback = callbacks.as_list()
         self._callbacks = [*self.every_callback]
         self._block = _Block()
-        self._screen = folder / f"screen-{topology.rank}"
+        self._screen = directory / f"screen-{topology.rank}"
         interruptions = Interruptions(StopFlag(), membership_changed=lambda: False)
         self._loop = build.build_loop(config, components, self._callbacks, interruptions, context)
         self._recorder = recorder

@@ -71,8 +71,8 @@ def recovery(
     root.mkdir(parents=True, exist_ok=True)
     killed_at = []
     with (
-        tempfile.TemporaryDirectory(dir=root) as folder,
-        _elastic_job(flags, np, hosts, Path(folder)) as job,
+        tempfile.TemporaryDirectory(dir=root) as directory,
+        _elastic_job(flags, np, hosts, Path(directory)) as job,
     ):
         for _ in range(kills):
             _wait_for_ranks(job, np)

@@ -18,7 +18,7 @@ from hvdtrain.config import Config, parse
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.run_files.events_file import read_lines
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.run_directory import RunDirectory
 
 # Name -> keys of `exchange`; keys set by one strategy have their defaults in the others.
 STRATEGIES: Mapping[str, Mapping[str, Any]] = {
@@ -118,9 +118,9 @@ def exchange(
     return ExchangeReport(facts, curves, alone)
 
 
-def read_curve(folder: RunFolder) -> Curve:
+def read_curve(directory: RunDirectory) -> Curve:
     """Read the files of a run that did more than WARM_UP_STEPS and was evaluated at its end."""
-    lines, exchanges = list(read_lines(folder.metrics)), list(read_lines(folder.ranks))
+    lines, exchanges = list(read_lines(directory.metrics)), list(read_lines(directory.ranks))
     begin = lines[0]["time"] - lines[0]["step_seconds"]
     counted = [line for line in exchanges if line["step"] > WARM_UP_STEPS]
     sent = sum(sum(line["bytes"]) / len(line["bytes"]) for line in counted)
@@ -174,7 +174,7 @@ def _run(flags: Sequence[str], steps: int, ranks: Ranks, root: Path) -> Curve:
         command = [sys.executable, *RANK, *flags, *own]
         limit = LIMIT_S + steps * _SECONDS_A_STEP
         finish(launch(ranks.launcher, ranks.np, command, ranks.hosts), limit=limit)
-        return read_curve(RunFolder(Path(path, "bench")))
+        return read_curve(RunDirectory(Path(path, "bench")))
 
 
 def _finite(value: float | None) -> float:

@@ -16,7 +16,7 @@ import psutil
 
 from hvdtrain.bench.processes import BenchError
 from hvdtrain.run_files.events_file import read_lines
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.run_directory import RunDirectory
 
 RANK = ["-m", "hvdtrain.train"]
 _RUN = "bench"
@@ -44,8 +44,8 @@ class Job:
 
     def __init__(self, argv: Sequence[str], root: Path, patient: bool = False) -> None:
         self._argv = list(argv)
-        self._folder = RunFolder(root / _RUN)
-        self.targets = self._folder.targets
+        self._directory = RunDirectory(root / _RUN)
+        self.targets = self._directory.targets
         self._log = root / "output"
         self._env = {"OMP_NUM_THREADS": "1"} | os.environ
         if patient:
@@ -129,8 +129,8 @@ class Job:
 
     def lines(self) -> list[dict[str, Any]]:
         """Lines of metrics.jsonl so far, without a line that is being written."""
-        if self._folder.metrics.exists():
-            with self._folder.metrics.open("rb") as file:
+        if self._directory.metrics.exists():
+            with self._directory.metrics.open("rb") as file:
                 file.seek(self._read)
                 new = file.read()
             whole = new[: new.rfind(b"\n") + 1]
@@ -140,7 +140,7 @@ class Job:
 
     def events(self) -> list[dict[str, Any]]:
         """Events of events.jsonl so far."""
-        return list(read_lines(self._folder.events))
+        return list(read_lines(self._directory.events))
 
     def wait_for(self, condition: Callable[[list[dict[str, Any]]], bool], what: str) -> None:
         """Wait until the lines so far satisfy `condition`.

@@ -95,8 +95,8 @@ def finish(command: Sequence[str], limit: float = LIMIT_S) -> list[str]:
 
 def attempt(command: Sequence[str], limit: float = LIMIT_S) -> tuple[int, list[str]]:
     """Like `finish` for a command that may fail: return (exit code, lines of output)."""
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder, "output")
+    with tempfile.TemporaryDirectory() as directory:
+        log = Path(directory, "output")
         try:
             code = run_logged(command, log, limit)
         except OSError as error:

@@ -36,15 +36,15 @@ def _measure(kind: str, steps: str, rounds: str, *flags: str) -> int:
     if kind == "memory-hvdtrain":
         result = _memory_of_run(flags)
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            result = KINDS[kind](parse(flags), int(steps), int(rounds), Path(folder))
+        with tempfile.TemporaryDirectory() as directory:
+            result = KINDS[kind](parse(flags), int(steps), int(rounds), Path(directory))
     if result:
         sys.stdout.write(json.dumps({"measured": kind, **result}) + "\n")
         sys.stdout.flush()
     return 0
 
 
-def _overhead(settings: Settings, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
+def _overhead(settings: Settings, steps: int, rounds: int, directory: Path) -> dict[str, Any]:
     """Measure the seconds per step of both loops, in alternating blocks of steps."""
     import torch
 
@@ -54,7 +54,7 @@ def _overhead(settings: Settings, steps: int, rounds: int, folder: Path) -> dict
 
     settings.config.train.steps = IDENTICAL_AFTER + rounds * steps
     task, datasets = build_data(settings)
-    app = AppLoop(settings, folder, (task, datasets))
+    app = AppLoop(settings, directory, (task, datasets))
     plain = PlainLoop(task, datasets.train, settings.config)
     loops: dict[str, AppLoop | PlainLoop] = {"hvdtrain": app, "plain": plain}
     for loop in loops.values():
@@ -71,22 +71,24 @@ def _overhead(settings: Settings, steps: int, rounds: int, folder: Path) -> dict
     return {"seconds": seconds, "bit_identical": identical, "idle_share": idle}
 
 
-def _rate_of_hvdtrain(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:
+def _rate_of_hvdtrain(settings: Settings, steps: int, _: int, directory: Path) -> dict[str, Any]:
     from hvdtrain.bench.app import AppLoop
 
     # The run never ends, because the work at its end is not part of a step.
     settings.config.train.steps = WARM_UP_STEPS + steps + 1
-    app = AppLoop(settings, folder)
+    app = AppLoop(settings, directory)
     app.run(WARM_UP_STEPS)
     rate = settings.config.batch.global_size * steps / app.run(steps)
     return {"samples_per_second": rate} if app.rank == 0 else {}
 
 
-def _rate_of_ddp(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:
+def _rate_of_ddp(settings: Settings, steps: int, _: int, directory: Path) -> dict[str, Any]:
     return _rate_of_plain(settings, steps, exchange=True)
 
 
-def _rate_without_exchange(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:
+def _rate_without_exchange(
+    settings: Settings, steps: int, _: int, directory: Path
+) -> dict[str, Any]:
     return _rate_of_plain(settings, steps, exchange=False)
 
 
@@ -117,7 +119,7 @@ def _rate_of_plain(settings: Settings, steps: int, exchange: bool) -> dict[str, 
     return {"samples_per_second": rate} if rank == 0 else {}
 
 
-def _checkpoint(settings: Settings, steps: int, rounds: int, folder: Path) -> dict[str, Any]:
+def _checkpoint(settings: Settings, steps: int, rounds: int, directory: Path) -> dict[str, Any]:
     """Measure blocks of steps with and without a save at the start, and the restore.
 
     The save goes below run.root, so to the disk that a run would use.
@@ -127,7 +129,7 @@ def _checkpoint(settings: Settings, steps: int, rounds: int, folder: Path) -> di
     from hvdtrain.checkpoint.writer import CheckpointWriter
 
     settings.config.train.steps = WARM_UP_STEPS + rounds * 2 * steps
-    app = AppLoop(settings, folder)
+    app = AppLoop(settings, directory)
     app.run(WARM_UP_STEPS)
     root = Path(settings.config.run.root)
     root.mkdir(parents=True, exist_ok=True)
@@ -188,7 +190,7 @@ def _evict_from_page_cache(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _memory_of_plain(settings: Settings, steps: int, _: int, folder: Path) -> dict[str, Any]:
+def _memory_of_plain(settings: Settings, steps: int, _: int, directory: Path) -> dict[str, Any]:
     from hvdtrain.bench.plain import PlainLoop
     from hvdtrain.run.data import build_task
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from hvdtrain.checkpoint.layout import MODEL, STATE, TENSORS, DamagedError, parse_state, verify
 from hvdtrain.errors import UserError
-from hvdtrain.files import sync_folder
+from hvdtrain.files import sync_directory
 from hvdtrain.untrusted import SMALL_FILE_BYTES, is_of, open_regular, parse_json, read_regular
 
 
@@ -76,13 +76,13 @@ def write_export(out: Path, config: dict[str, Any], weights: Path | Mapping[str,
     Raises:
         UserError: `out` exists or cannot be written.
     """
-    with new_folder(out) as hidden:
+    with new_directory(out) as hidden:
         _write_weights(hidden / MODEL, weights)
         (hidden / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 @contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
+def new_directory(out: Path) -> Iterator[Path]:
     """Yield a directory for files (no subdirectories), which is renamed to `out` on success.
 
     Raises:
@@ -96,9 +96,9 @@ def new_folder(out: Path) -> Iterator[Path]:
         for path in hidden.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
-        sync_folder(hidden)
+        sync_directory(hidden)
         os.rename(hidden, out)
-        sync_folder(hidden.parent)
+        sync_directory(hidden.parent)
     except OSError as error:
         raise UserError(f"--out {out} cannot be written ({error.strerror})") from None
     finally:

@@ -27,14 +27,14 @@ from hvdtrain.checkpoint.layout import (
     checked_sums,
     compare,
     delete,
-    folder_name,
+    directory_name,
     hidden_name,
     parse_state,
     part_and_rank,
     sha256_of,
 )
 from hvdtrain.checkpoint.tensor_file import read_file, unpack, write_tensors
-from hvdtrain.files import sync_folder, write_atomic, write_synced
+from hvdtrain.files import sync_directory, write_atomic, write_synced
 from hvdtrain.runtime.pieces import Piece
 
 # Longest wait for the files of other ranks: a file system may hang for a minute.
@@ -94,7 +94,7 @@ def write(root: Path, checkpoint: Checkpoint, confirm: Callable[[], None] = lamb
         OSError: writing failed; nothing that looks finished was left behind.
     """
     root.mkdir(parents=True, exist_ok=True)
-    final = root / folder_name(checkpoint.state["step"])
+    final = root / directory_name(checkpoint.state["step"])
     shared = checkpoint.shared
     hidden = hidden_name(final) if shared is None else root / shared.folder
     hidden.mkdir(exist_ok=shared is not None)
@@ -110,7 +110,7 @@ def write(root: Path, checkpoint: Checkpoint, confirm: Callable[[], None] = lamb
             os.rename(hidden, final)
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-    sync_folder(root)
+    sync_directory(root)
     return final
 
 
@@ -123,9 +123,9 @@ def _write_files(folder: Path, checkpoint: Checkpoint) -> None:
         sums |= _sums_of_others(folder, checkpoint.shared)
     listed = json.dumps(sums, indent=1).encode()
     write_synced(folder / SUMS, listed)
-    sync_folder(folder)
+    sync_directory(folder)
     write_synced(folder / MARKER, hashlib.sha256(listed).hexdigest().encode())
-    sync_folder(folder)
+    sync_directory(folder)
 
 
 def _write_parts(folder: Path, checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:

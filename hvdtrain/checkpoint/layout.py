@@ -68,7 +68,7 @@ class DamagedError(UserError):
     """A finished checkpoint differs from what was written."""
 
 
-def folder_name(step: int) -> str:
+def directory_name(step: int) -> str:
     return f"step_{step:08d}"
 
 

@@ -14,8 +14,8 @@ from hvdtrain.checkpoint.layout import (
     best,
     delete,
     delete_leftovers,
+    directory_name,
     finished,
-    folder_name,
     named,
 )
 from hvdtrain.errors import UserError
@@ -55,7 +55,7 @@ class CheckpointManager:
 
     def has(self, step: int) -> bool:
         """Whether the checkpoint of this step is finished."""
-        return (self.root / folder_name(step) / MARKER).exists()
+        return (self.root / directory_name(step) / MARKER).exists()
 
     def save(self, checkpoint: Checkpoint) -> Path:
         """Write a checkpoint and remove those beyond `keep`.
@@ -82,7 +82,7 @@ class CheckpointManager:
         from nor count as kept.
         """
         for folder in named(self.root):
-            if folder.name > folder_name(after):
+            if folder.name > directory_name(after):
                 aside = next(
                     name
                     for n in count(1)

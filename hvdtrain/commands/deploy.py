@@ -122,10 +122,10 @@ def run(args: argparse.Namespace) -> int:
         print(*files.values(), sep="", end="")
     elif args.target == "kubernetes":
         for name, text in files.items():
-            write_out(job.out / name, text, make_folder=True)
+            write_out(job.out / name, text, make_directory=True)
         print(job.out)
     else:
         (text,) = files.values()
-        write_out(job.out, text, make_folder=True)
+        write_out(job.out, text, make_directory=True)
         print(job.out)
     return 0

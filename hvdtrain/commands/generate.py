@@ -85,5 +85,5 @@ def _settings(run: Path) -> Settings:
 
     path = run / "config.yaml"
     if not path.is_file():
-        raise UserError(f"{run} is no folder of a run: it has no config.yaml")
+        raise UserError(f"{run} is not a run directory: it has no config.yaml")
     return parse(["--config", str(path)])

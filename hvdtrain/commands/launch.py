@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
             discovery=_discovery(args),
             probe=probe,
             train=train,
-            run=_run_folder(flags),
+            run=_run_directory(flags),
         )
     ).run()
 
@@ -146,7 +146,7 @@ def _other(program: str) -> str:
     )
 
 
-def _run_folder(arguments: list[str]) -> Path:
+def _run_directory(arguments: list[str]) -> Path:
     """Return RUN/; wrong arguments raise here."""
     from hvdtrain.config import parse
 

@@ -8,17 +8,17 @@ from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
 
 
-def write_out(path: Path, text: str, make_folder: bool = False) -> None:
+def write_out(path: Path, text: str, make_directory: bool = False) -> None:
     """Write the file that `--out` names.
 
     Args:
-        make_folder: create the parent directory if it is missing.
+        make_directory: create the parent directory if it is missing.
 
     Raises:
         UserError: the file cannot be written.
     """
     try:
-        if make_folder:
+        if make_directory:
             path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text.encode())
     except OSError as error:

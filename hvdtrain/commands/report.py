@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--serve",
         action="store_true",
-        help="show RUN, or all runs of a folder (default: runs), in a browser while they go on",
+        help="show RUN, or all runs of a directory (default: runs), live in a browser",
     )
     parser.add_argument(
         "--host",

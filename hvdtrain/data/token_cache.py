@@ -14,7 +14,7 @@ import numpy as np
 from hvdtrain.data.hidden_copy import hidden_copy, remove_leftovers
 from hvdtrain.data.tokens import TokenArray
 from hvdtrain.errors import UserError
-from hvdtrain.files import sync_folder
+from hvdtrain.files import sync_directory
 
 _SPLITS = ("train", "validation")
 
@@ -48,7 +48,7 @@ def cached(
                 new.mkdir()
                 _write(new, tokens)
                 _rename(new, kept)
-            sync_folder(kept.parent)
+            sync_directory(kept.parent)
         except OSError as error:
             raise UserError(f"data.cache: {kept}: {error}") from None
     train, validation = (_read(kept, split) for split in _SPLITS)

@@ -23,7 +23,7 @@ from hvdtrain.data.hidden_copy import hidden_copy, remove_leftovers
 from hvdtrain.data.text import RECORDS, Tokenizer, cut, encode_file, refuse_records
 from hvdtrain.data.tokens import DTYPES, TokenArray, TokenMeta
 from hvdtrain.errors import UserError
-from hvdtrain.files import sync_folder
+from hvdtrain.files import sync_directory
 from hvdtrain.run_files.owner_token import boot
 from hvdtrain.runtime.mpi import Ranks, on_all_ranks
 from hvdtrain.untrusted import checked, read_json
@@ -294,6 +294,6 @@ def _publish(plan: Plan, total: Counts) -> None:
         for suffix in DTYPES:
             (plan.out / f"{name}{suffix}").unlink(missing_ok=True)
         plan.part(name, 0).rename(plan.result(name))
-    sync_folder(plan.out)
+    sync_directory(plan.out)
     plan.meta.write(plan.out)
-    sync_folder(plan.out)
+    sync_directory(plan.out)

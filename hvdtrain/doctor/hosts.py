@@ -112,7 +112,7 @@ def _python(host: str, login: Login) -> Iterable[Finding]:
     own = shutil.which("python")
     if own is None or Path(own).parent != Path(sys.executable).parent or login.said:
         return  # here programs are called by their path
-    if not _same_folder(login.python, own):
+    if not _same_directory(login.python, own):
         yield Finding(
             "python",
             host,
@@ -120,7 +120,7 @@ def _python(host: str, login: Login) -> Iterable[Finding]:
             "`horovodrun ... python -m hvdtrain.train` starts another Python there",
             f"export PATH={Path(own).parent}:$PATH   # here, in front of all other directories",
         )
-    elif not _same_folder(login.ssh_python, own):
+    elif not _same_directory(login.ssh_python, own):
         yield Finding(
             "python",
             host,
@@ -132,7 +132,7 @@ def _python(host: str, login: Login) -> Iterable[Finding]:
         )
 
 
-def _same_folder(found: str, own: str) -> bool:
+def _same_directory(found: str, own: str) -> bool:
     return bool(found) and Path(found).parent == Path(own).parent
 
 

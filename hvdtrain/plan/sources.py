@@ -16,7 +16,7 @@ from hvdtrain.plan.cluster import Cluster
 from hvdtrain.plan.collectives import all_reduce
 from hvdtrain.plan.job import Job, even_buckets, evenly_ready
 from hvdtrain.plan.measure import job_from
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.untrusted import parse_json, read_regular
 
 
@@ -177,7 +177,7 @@ def _of_run(path: Path) -> Found:
     world = int(ranks.world_size[-1])
     passes = ceil(micro_batches / world)
     # Load the data too, because it determines sizes such as the vocabulary.
-    task, _ = build_data(parse(["--config", str(RunFolder(path).config)]))
+    task, _ = build_data(parse(["--config", str(RunDirectory(path).config)]))
     model = task.model()
     parameters = [p for p in model.parameters() if p.requires_grad]
     alone = world == 1

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hvdtrain.audit import ledger
 from hvdtrain.errors import UserError
 from hvdtrain.run_files.events_file import each_line
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.mesh import WAITED
 from hvdtrain.untrusted import is_of, parse_yaml, read_json, read_regular, real
 
@@ -161,22 +161,22 @@ def read(path: Path) -> Run:
     Raises:
         UserError: `path` is not a run directory, or cannot be read.
     """
-    folder = RunFolder(path)
-    if not folder.manifest.exists():
-        raise UserError(f"{path} is no folder of a run: it has no manifest.json")
+    directory = RunDirectory(path)
+    if not directory.manifest.exists():
+        raise UserError(f"{path} is not a run directory: it has no manifest.json")
     missing: list[str] = []
     try:
-        config = _config(folder, missing)
-        steps, validation = _steps(folder, missing)
+        config = _config(directory, missing)
+        steps, validation = _steps(directory, missing)
         run = Run(
             path=path,
             steps=steps,
             validation=validation,
-            ranks=_ranks(folder, config, missing),
-            ledger=_ledger(folder, missing),
-            events=[event for event in _told(folder.events, []) if _is_known(event)],
+            ranks=_ranks(directory, config, missing),
+            ledger=_ledger(directory, missing),
+            events=[event for event in _told(directory.events, []) if _is_known(event)],
             config=config,
-            manifest=_manifest(folder, missing),
+            manifest=_manifest(directory, missing),
             missing=missing,
         )
     except OSError as error:
@@ -184,8 +184,8 @@ def read(path: Path) -> Run:
     return run
 
 
-def _config(folder: RunFolder, missing: list[str]) -> dict[str, Any]:
-    path = folder.path / "config.yaml"
+def _config(directory: RunDirectory, missing: list[str]) -> dict[str, Any]:
+    path = directory.path / "config.yaml"
     try:
         content = parse_yaml(read_regular(path).decode("utf-8", "replace"))
     except (FileNotFoundError, ValueError):
@@ -197,9 +197,9 @@ def _config(folder: RunFolder, missing: list[str]) -> dict[str, Any]:
     return groups
 
 
-def _manifest(folder: RunFolder, missing: list[str]) -> dict[str, Any]:
+def _manifest(directory: RunDirectory, missing: list[str]) -> dict[str, Any]:
     try:
-        found = read_json(folder.manifest)
+        found = read_json(directory.manifest)
         wrong = [n for n, kind in _MANIFEST.items() if n in found and not is_of(found[n], kind)]
         if wrong:
             raise ValueError(wrong)
@@ -209,15 +209,15 @@ def _manifest(folder: RunFolder, missing: list[str]) -> dict[str, Any]:
     return found
 
 
-def _ledger(folder: RunFolder, missing: list[str]) -> ledger.Ledger | None:
-    if not folder.events.exists():
+def _ledger(directory: RunDirectory, missing: list[str]) -> ledger.Ledger | None:
+    if not directory.events.exists():
         missing.append(
             "There is no events.jsonl (versions before it wrote none): restarts, goodput, "
             "checkpoints and named stragglers are not known."
         )
         return None
     try:
-        return ledger.read(folder.path)
+        return ledger.read(directory.path)
     except UserError as error:
         missing.append(f"Restarts, goodput and checkpoints are not known: {error}.")
         return None
@@ -247,10 +247,12 @@ def _is_known(event: dict[str, Any]) -> bool:
     )
 
 
-def _steps(folder: RunFolder, missing: list[str]) -> tuple[dict[str, Column], dict[str, float]]:
+def _steps(
+    directory: RunDirectory, missing: list[str]
+) -> tuple[dict[str, Column], dict[str, float]]:
     columns = {name: array("d") for name in _STEP_FIGURES}
     validation: dict[str, float] = {}
-    for line in _told(folder.metrics, missing):
+    for line in _told(directory.metrics, missing):
         if not is_of(line.get("step"), int):
             continue
         for name, column in columns.items():
@@ -265,13 +267,13 @@ def _steps(folder: RunFolder, missing: list[str]) -> tuple[dict[str, Column], di
     return {name: np.array(column) for name, column in columns.items()}, validation
 
 
-def _ranks(folder: RunFolder, config: dict[str, Any], missing: list[str]) -> Ranks | None:
+def _ranks(directory: RunDirectory, config: dict[str, Any], missing: list[str]) -> Ranks | None:
     heads, tables = [], []
     collectives: dict[str, Counter[str]] = {}
     most_memory: Counter[str] = Counter()
     phases: tuple[str, ...] = ()
     formula = None
-    for line in _told(folder.ranks, missing):
+    for line in _told(directory.ranks, missing):
         if not all(is_of(line[name], of) for name, of in _RANKS.items() if name in line):
             continue
         try:

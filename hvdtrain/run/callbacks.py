@@ -20,7 +20,7 @@ from hvdtrain.engine.loop import Callback, StepRecord
 from hvdtrain.engine.state import KeepSynchronised
 from hvdtrain.run.build import RunComponents, build_passes
 from hvdtrain.run.recorder import RunRecorder
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.tasks import optional
 
@@ -56,7 +56,7 @@ class Outputs:
         recent: last records of this process, see LogMetrics.
     """
 
-    folder: RunFolder
+    folder: RunDirectory
     recorder: RunRecorder | None
     failed_at: float | None = None
     recent: deque[StepRecord] = field(default_factory=deque)

@@ -158,7 +158,7 @@ class Generation:
         held, state = self._held, self._components.state
         if source is None or not self._receive(source):
             source, held.trained = None, False
-            on_all_ranks("folder", self._open_folder)
+            on_all_ranks("folder", self._open_directory)
             resume(self._config, self._components, held, self._topology)
         held.trained = True
         step = state.progress.step
@@ -206,10 +206,10 @@ class Generation:
 
     # --- the run on disk ------------------------------------------------------
 
-    def _open_folder(self) -> None:
+    def _open_directory(self) -> None:
         held = self._held
         begun = held.newest is not None
-        held.open_folder(self._topology, self._claim(), self._someone_trained(), begun)
+        held.open_directory(self._topology, self._claim(), self._someone_trained(), begun)
 
     def _claim(self) -> Claim | None:
         """Claim of this generation to the run directory; None if the run is not elastic."""
@@ -221,7 +221,7 @@ class Generation:
 
         No file of the run changes before this.
         """
-        self._open_folder()
+        self._open_directory()
         recorder = self._held.recorder
         if recorder is None:
             return

@@ -14,8 +14,8 @@ from hvdtrain.elastic.kept_watchdog import KeptWatchdog
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.run.recorder import RunRecorder, build_recorder
-from hvdtrain.run_files.folder import RunFolder, default_id
 from hvdtrain.run_files.owner_token import Claim
+from hvdtrain.run_files.run_directory import RunDirectory, default_id
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.terminal import terminal
 
@@ -50,7 +50,7 @@ class Held:
         self._watchdog = watchdog
         self._local_rank = local_rank
         self.run_id = config.run.id or default_id(config.task)
-        self.folder = RunFolder(Path(config.run.root) / self.run_id)
+        self.folder = RunDirectory(Path(config.run.root) / self.run_id)
         self.folder.ownership.look()  # first of two reads of the owner's counter
         self.claim = Claim.of_this_process()
         self.recorder: RunRecorder | None = None
@@ -66,9 +66,9 @@ class Held:
         """Adopt rank 0's run ID: without run.id each process has made its own."""
         self.run_id = run_id
         if self.folder.path.name != run_id:
-            self.folder = RunFolder(Path(self._config.run.root) / run_id)
+            self.folder = RunDirectory(Path(self._config.run.root) / run_id)
 
-    def open_folder(
+    def open_directory(
         self, topology: Topology, claim: Claim | None, tolerate_errors: bool, begun: bool = False
     ) -> None:
         """Open this rank's log and, on rank 0, the run directory.
@@ -119,7 +119,7 @@ class Held:
             self.close()
             self.release()
             self.recorder = None
-            self.folder = RunFolder(self.folder.path)
+            self.folder = RunDirectory(self.folder.path)
         self._log_of = None
 
     def close(self) -> None:

@@ -19,8 +19,8 @@ from hvdtrain.config import Config
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.log import logger
 from hvdtrain.run_files.events_file import EventsFile
-from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.run_files.metrics_file import MetricsFile
+from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.sinks import BackgroundSink
 from hvdtrain.telemetry.trackers import build_sinks
@@ -46,7 +46,7 @@ class RunRecorder:
 
     def __init__(
         self,
-        folder: RunFolder,
+        folder: RunDirectory,
         config: CheckpointConfig,
         sinks: Sequence[BackgroundSink] = (),
     ) -> None:
@@ -230,7 +230,7 @@ class RunRecorder:
         return sum(file.failures for file in files if file is not None)
 
 
-def build_recorder(config: Config, folder: RunFolder) -> RunRecorder:
+def build_recorder(config: Config, folder: RunDirectory) -> RunRecorder:
     """Build rank 0's recorder for a run directory that it owns."""
     sinks = build_sinks(config.telemetry, folder.path)
     return RunRecorder(folder, config.checkpoint, [BackgroundSink(sink) for sink in sinks])

@@ -16,7 +16,7 @@ from hvdtrain.engine.loop import Loop
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents
 from hvdtrain.run.callbacks import Callbacks
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.terminal import terminal
 from hvdtrain.tasks import optional
 
@@ -34,7 +34,7 @@ def log_summary(
     callbacks: Callbacks,
     writer: CheckpointWriter,
     components: RunComponents,
-    folder: RunFolder,
+    folder: RunDirectory,
 ) -> None:
     """Log the final metrics, show a sample, and log the run directory; on rank 0."""
     if loop.preempted:

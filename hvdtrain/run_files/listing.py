@@ -52,12 +52,14 @@ def runs_under(root: Path) -> Iterator[ListedRun]:
     now = time.time()
     try:
         with os.scandir(root) as entries:
-            folders = [e.path for e in entries if not e.name.startswith(".") and e.is_dir()]
+            directories = [e.path for e in entries if not e.name.startswith(".") and e.is_dir()]
     except OSError as error:
-        raise UserError(f"{root}: {error.strerror}; name the folder that holds the runs") from None
-    for folder in folders:
+        raise UserError(
+            f"{root}: {error.strerror}; name the directory that holds the runs"
+        ) from None
+    for directory in directories:
         with suppress(OSError):  # it was just deleted, or belongs to another user
-            run = _listed(Path(folder), {entry.name for entry in os.scandir(folder)}, now)
+            run = _listed(Path(directory), {entry.name for entry in os.scandir(directory)}, now)
             if run is not None:
                 yield run
 

@@ -54,7 +54,7 @@ class Ownership:
     """Ownership of one run by this process; see the top of this file.
 
     Args:
-        folder: the run directory.
+        directory: the run directory.
         name: prefix of the two files, before "owner" and "lock".
         busy: error message for a process that finds the run owned.
 
@@ -64,15 +64,15 @@ class Ownership:
 
     def __init__(
         self,
-        folder: Path,
+        directory: Path,
         name: str = ".",
         busy: str = "another process trains this run; wait for it",
     ) -> None:
-        self.folder = folder
+        self.directory = directory
         self._busy = busy
         self.failures = 0
-        self._token_path = folder / f"{name}owner"
-        self._lock = FileLock(folder / f"{name}lock")
+        self._token_path = directory / f"{name}owner"
+        self._lock = FileLock(directory / f"{name}lock")
         self._mine: Token | None = None
         self._before: str | None = None  # the previous owner, after a take-over
         self._seen: Token | None = None
@@ -164,7 +164,7 @@ class Ownership:
 
     def _prepare(self, _: Token) -> None:
         """Create the directory, and try to get the lock."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.directory.mkdir(parents=True, exist_ok=True)
         self._lock.open()
         self._lock.attempt()
 
@@ -180,7 +180,7 @@ class Ownership:
                 if token.generation <= own.generation:
                     self._before = token.owner
                     return
-                raise _superseded(self.folder, token)
+                raise _superseded(self.directory, token)
             if looked and moved(before, token):
                 raise self._taken(token)
             rest = self._rest(own, token, has_locks)
@@ -188,14 +188,14 @@ class Ownership:
                 if token is None:
                     raise self._taken(None)  # the lock is the only sign of its owner
                 if not token.ended:
-                    logger.warning("%s is taken over: %s shows no life", self.folder, who(token))
+                    logger.warning("%s is taken over: %s shows no life", self.directory, who(token))
                     self._before = token.owner
                 return
             waits = _now() - began > 2 * BEAT_SECONDS
             if waits and not said and token is not None and not token.ended:
                 logger.warning(
                     "%s belongs to %s: it is taken over unless that shows life within %.0f s",
-                    self.folder,
+                    self.directory,
                     who(token),
                     rest,
                 )
@@ -227,7 +227,7 @@ class Ownership:
 
     def _taken(self, token: Token | None) -> UserError:
         name = f" (it is {who(token)})" if token is not None else ""
-        return UserError(f"{self.folder}: {self._busy}, or choose another --run.id{name}")
+        return UserError(f"{self.directory}: {self._busy}, or choose another --run.id{name}")
 
     # --- maintenance -----------------------------------------------------------
 
@@ -267,7 +267,7 @@ class Ownership:
             return
         # Exit at once, because other threads might write.
         print(
-            f"hvdtrain: error: {self.folder} was taken over by {who(token)} while this process "
+            f"hvdtrain: error: {self.directory} was taken over by {who(token)} while this process "
             "was stopped or its disk did not answer: it writes nothing any more and ends",
             file=sys.stderr,
             flush=True,
@@ -293,7 +293,9 @@ def _now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def _superseded(folder: Path, token: Token) -> UserError:
-    error = UserError(f"{folder} belongs to {who(token)}: this job continues without this process")
+def _superseded(directory: Path, token: Token) -> UserError:
+    error = UserError(
+        f"{directory} belongs to {who(token)}: this job continues without this process"
+    )
     error.exit_code = EXIT_CRASH
     return error

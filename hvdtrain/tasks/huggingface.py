@@ -39,10 +39,10 @@ class HuggingFace:
 
     def datasets(self) -> Datasets:
         from hvdtrain.tasks.huggingface_data import read_data
-        from hvdtrain.tasks.huggingface_model import kind_of, read_folder
+        from hvdtrain.tasks.huggingface_model import kind_of, read_directory
 
         own = self.config.huggingface
-        self._folder = read_folder(own.model, kind_of(own.learn))
+        self._folder = read_directory(own.model, kind_of(own.learn))
         self._data = read_data(self.config, self._folder)
         if own.learn == "text":
             self.units = ("tokens", self._data.context)

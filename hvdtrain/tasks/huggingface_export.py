@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hvdtrain.checkpoint.export import new_folder
+from hvdtrain.checkpoint.export import new_directory
 from hvdtrain.errors import UserError
 from hvdtrain.tasks.huggingface_build import build_trained
 from hvdtrain.tasks.huggingface_config import HuggingFaceTaskConfig
 from hvdtrain.tasks.huggingface_data import classes_of, tokenizer_file
-from hvdtrain.tasks.huggingface_model import Folder, kind_of, read_folder
+from hvdtrain.tasks.huggingface_model import Folder, kind_of, read_directory
 
 # Files to copy in addition to the weights and tokenizer.json.
 _COPIED = (
@@ -39,7 +39,7 @@ def export_trained(
         UserError: something is missing, or `out` exists or cannot be written.
     """
     lora = config.lora.rank > 0
-    folder = read_folder(config.huggingface.model, kind_of(config.huggingface.learn))
+    folder = read_directory(config.huggingface.model, kind_of(config.huggingface.learn))
     classes = classes_of(config, folder)
     dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
     model = build_trained(config, folder, classes, weights=False, dtype=dtype)
@@ -57,7 +57,7 @@ def export_trained(
         model = model.merge_and_unload()
     elif lora:
         model.peft_config["default"].base_model_name_or_path = str(folder.path.resolve())
-    with new_folder(out) as hidden:
+    with new_directory(out) as hidden:
         model.save_pretrained(hidden)
         _copy_tokenizer(config, folder, hidden)
 

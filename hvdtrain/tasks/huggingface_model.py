@@ -125,7 +125,7 @@ class Folder:
         return found
 
 
-def read_folder(path: str | None, kind: str) -> Folder:
+def read_directory(path: str | None, kind: str) -> Folder:
     """Read a model's directory; raise UserError if there is no model that can be trained."""
     if not path:
         raise UserError(

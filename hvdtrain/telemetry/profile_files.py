@@ -54,13 +54,13 @@ class RankProfile:
     device: str
 
 
-def rank_path(folder: Path, rank: int, host: str, first: int, suffix: str) -> Path:
+def rank_path(directory: Path, rank: int, host: str, first: int, suffix: str) -> Path:
     """suffix: TRACE or ".json"."""
-    return folder / f"rank_{rank:05}_{host}.{first}{suffix}"
+    return directory / f"rank_{rank:05}_{host}.{first}{suffix}"
 
 
-def timeline_path(folder: Path, first: int) -> Path:
-    return folder / f"timeline.{first}.json"
+def timeline_path(directory: Path, first: int) -> Path:
+    return directory / f"timeline.{first}.json"
 
 
 def write_figures(path: Path, figures: dict[str, Any]) -> None:
@@ -68,22 +68,22 @@ def write_figures(path: Path, figures: dict[str, Any]) -> None:
     write_atomic(path, (json.dumps(figures) + "\n").encode())
 
 
-def clear(folder: Path, first: int) -> None:
+def clear(directory: Path, first: int) -> None:
     """Delete the files of steps from `first` on, because the run repeats these steps."""
-    for path in folder.iterdir():
+    for path in directory.iterdir():
         name = path.name.removesuffix(TRACE).removesuffix(".json")
         _, _, step = name.rpartition(".")
         if name != path.name and step.isdigit() and int(step) >= first:
             path.unlink(missing_ok=True)
 
 
-def read_profiles(folder: Path) -> Iterator[tuple[RankProfile, Path]]:
+def read_profiles(directory: Path) -> Iterator[tuple[RankProfile, Path]]:
     """The measurements of each rank and part, with the path of the trace, by first step and rank.
 
     Invalid files are skipped.
     """
     found = []
-    for path in folder.glob("rank_*.json"):
+    for path in directory.glob("rank_*.json"):
         with suppress(OSError, ValueError):
             content = read_json(path)
             if isinstance(content.get("steps"), list):  # JSON has no tuples

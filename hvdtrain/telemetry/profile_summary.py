@@ -111,14 +111,14 @@ def summarise(run: Path) -> list[Part]:
     return [_part(run / "profile", list(group)) for _, group in parts]
 
 
-def _part(folder: Path, profiles: list[tuple[RankProfile, Path]]) -> Part:
+def _part(directory: Path, profiles: list[tuple[RankProfile, Path]]) -> Part:
     problems: list[str] = []
     ranks = [rank_time(profile) for profile, _ in profiles]
     steps = profiles[0][0].steps
     seconds = mean(profile.wall_seconds for profile, _ in profiles) / (steps[1] - steps[0])
     lateness: list[Lateness] = []
     if profiles[0][0].world_size > 1:
-        events = _events(timeline_path(folder, steps[0]), problems)
+        events = _events(timeline_path(directory, steps[0]), problems)
         lateness = read_lateness(events)
         if events and not lateness:
             problems.append("Horovod's timeline says of no rank when it was ready")

@@ -28,8 +28,8 @@ class TensorBoard:
 
     name = "tensorboard"
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._writer: Any = None
 
     def open(self, after: int) -> None:
@@ -37,7 +37,7 @@ class TensorBoard:
 
         # Hide later steps that a previous process wrote.
         self._writer = SummaryWriter(
-            str(self._folder), purge_step=after + 1, flush_secs=_FLUSH_SECONDS
+            str(self._directory), purge_step=after + 1, flush_secs=_FLUSH_SECONDS
         )
 
     def write(self, step: int, at: float, figures: Mapping[str, float]) -> None:
@@ -54,14 +54,14 @@ class WandB:
     Key, server and mode come from wandb's environment variables (WANDB_API_KEY, WANDB_MODE).
 
     Args:
-        folder: run directory; wandb's files are in wandb/, the id of its run in wandb.id
+        directory: run directory; wandb's files are in wandb/, the id of its run in wandb.id
     """
 
     name = "wandb"
 
-    def __init__(self, project: str, folder: Path) -> None:
+    def __init__(self, project: str, directory: Path) -> None:
         self._project = project
-        self._folder = folder
+        self._directory = directory
         self._run: Any = None
 
     def open(self, after: int) -> None:
@@ -75,14 +75,14 @@ class WandB:
             finish_timeout=_UPLOAD_SECONDS,
         )
         wandb.setup(settings=settings)
-        file = self._folder / "wandb.id"
+        file = self._directory / "wandb.id"
         run_id = _read(file) or uuid.uuid4().hex
         write_atomic(file, run_id.encode())
         self._run = wandb.init(
             project=self._project,
             id=run_id,
-            name=self._folder.name,
-            dir=str(self._folder),
+            name=self._directory.name,
+            dir=str(self._directory),
             resume="allow",
             settings=settings,
         )
@@ -100,15 +100,15 @@ class MLflow:
     The server comes from MLflow's environment variables (MLFLOW_TRACKING_URI and others).
 
     Args:
-        folder: run directory; mlflow.id in it holds the id of MLflow's run
+        directory: run directory; mlflow.id in it holds the id of MLflow's run
     """
 
     name = "mlflow"
 
-    def __init__(self, experiment: str, folder: Path) -> None:
+    def __init__(self, experiment: str, directory: Path) -> None:
         self._experiment = experiment
-        self._file = folder / "mlflow.id"
-        self._run_name = folder.name
+        self._file = directory / "mlflow.id"
+        self._run_name = directory.name
         self._client: Any = None
         self._run_id = ""
         self._last_step = 0
@@ -149,15 +149,15 @@ class MLflow:
         self._client.set_terminated(self._run_id, _STATES.get(exit_code, "FAILED"))
 
 
-def build_sinks(config: TelemetryConfig, folder: Path) -> list[Sink]:
+def build_sinks(config: TelemetryConfig, directory: Path) -> list[Sink]:
     """The configured sinks, for the run in this directory."""
     sinks: list[Sink] = []
     if config.tensorboard:
-        sinks.append(TensorBoard(folder / "tensorboard"))
+        sinks.append(TensorBoard(directory / "tensorboard"))
     if config.wandb_project is not None:
-        sinks.append(WandB(config.wandb_project, folder))
+        sinks.append(WandB(config.wandb_project, directory))
     if config.mlflow_experiment is not None:
-        sinks.append(MLflow(config.mlflow_experiment, folder))
+        sinks.append(MLflow(config.mlflow_experiment, directory))
     return sinks
 
 

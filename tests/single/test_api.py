@@ -124,7 +124,7 @@ def test_runs_without_id_get_distinct_directories_under_the_files_root(
         (lambda: hvdtrain.run("xyzzy"), "there are digits, gpt-1b3"),
         (lambda: hvdtrain.run(3), "a name or a class is expected, not 3"),  # type: ignore[arg-type]
         (lambda: hvdtrain.run("image", np=0), "np is the number of ranks"),
-        (lambda: hvdtrain.Run("nowhere"), "nowhere is no folder of a run: it has no config.yaml"),
+        (lambda: hvdtrain.Run("nowhere"), "nowhere is not a run directory: it has no config.yaml"),
     ],
 )
 def test_invalid_call_raises_a_one_line_error(call: Callable[[], Any], words: str) -> None:

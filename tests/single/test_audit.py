@@ -457,7 +457,7 @@ def test_run_without_events_is_rejected(
     assert cli.main(["audit", str(history.folder)]) == 2
     assert "has no events.jsonl: the run was made by a version" in capsys.readouterr().err
     assert cli.main(["audit", str(history.folder.parent)]) == 2
-    assert "is no folder of a run" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
 
 
 def test_unclean_run_exits_with_1(history: History, capsys: pytest.CaptureFixture[str]) -> None:

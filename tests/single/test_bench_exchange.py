@@ -15,7 +15,7 @@ from hvdtrain.bench.exchange import STRATEGIES, parse_strategies, read_curve
 from hvdtrain.bench.exchange_report import Curve, ExchangeReport
 from hvdtrain.cli import main
 from hvdtrain.report.loss_plot import loss_svg
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.run_directory import RunDirectory
 
 
 def _curve(step: float, loss: float = 20.0, sent: float = 8e6, validation: float = 2.5) -> Curve:
@@ -113,7 +113,7 @@ def test_curve_reads_times_losses_and_sent_bytes_of_a_run(tmp_path: Path) -> Non
     for name, content in (("metrics", lines), ("ranks", exchanges)):
         text = "".join(json.dumps(line) + "\n" for line in content)
         (tmp_path / f"{name}.jsonl").write_text(text)
-    curve = read_curve(RunFolder(tmp_path))
+    curve = read_curve(RunDirectory(tmp_path))
     assert curve.seconds[:2] == [0.5, 1.5]
     assert curve.step_seconds == 1.0
     assert curve.sent == pytest.approx((500 + 150) / 15)

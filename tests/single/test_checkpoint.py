@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hvdtrain.checkpoint.format import Checkpoint, read, write
-from hvdtrain.checkpoint.layout import MARKER, DamagedError, folder_name, verify
+from hvdtrain.checkpoint.layout import MARKER, DamagedError, directory_name, verify
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.spread import read_part
 from hvdtrain.checkpoint.weights import read_weights
@@ -218,10 +218,10 @@ def test_leftovers_of_a_killed_write_are_ignored_and_overwritten(
     manager: CheckpointManager,
 ) -> None:
     # Killed before the rename: a temporary folder. Killed before the marker: no marker.
-    whole = manager.root / folder_name(20)
-    shutil.copytree(whole, manager.root / f".{folder_name(30)}.tmp")
-    shutil.copytree(whole, manager.root / folder_name(40))
-    (manager.root / folder_name(40) / MARKER).unlink()
+    whole = manager.root / directory_name(20)
+    shutil.copytree(whole, manager.root / f".{directory_name(30)}.tmp")
+    shutil.copytree(whole, manager.root / directory_name(40))
+    (manager.root / directory_name(40) / MARKER).unlink()
     newest = manager.newest()
     assert newest is not None and newest.state["step"] == 20
     for step in (30, 40):

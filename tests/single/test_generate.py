@@ -80,7 +80,7 @@ def test_seed_and_temperature_determine_text(
     [
         ("", "the prompt is empty"),
         ("rm -r checkpoints/*", "has no checkpoint yet"),
-        ("rm config.yaml", "is no folder of a run: it has no config.yaml"),
+        ("rm config.yaml", "is not a run directory: it has no config.yaml"),
         (
             "sed -i 's/layers: 1/layers: 2/' config.yaml",
             "the weights are not of this configuration",

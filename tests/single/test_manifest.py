@@ -8,12 +8,12 @@ from typing import Any
 
 from hvdtrain.api.run import Run
 from hvdtrain.audit.ledger import read
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.run_directory import RunDirectory
 from tests.support.history import History
 
 
 def test_manifest_stores_unchanged_configuration_once(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
+    folder = RunDirectory(tmp_path / "run")
     folder.path.mkdir()
     folder.config.touch()
     first, second = "train: {log_every: 1}\n" + "#" * 4000, "train: {log_every: 2}\n"
@@ -31,7 +31,7 @@ def test_manifest_stores_unchanged_configuration_once(tmp_path: Path) -> None:
 def test_audit_reads_log_interval_of_older_run_from_manifest(tmp_path: Path) -> None:
     """Its start events have no log_every; both starts have the same configuration."""
     history = History(tmp_path / "run", log_every=2)
-    folder = RunFolder(history.folder)
+    folder = RunDirectory(history.folder)
     starts: list[dict[str, Any]] = []
     for _ in range(2):
         history.launch(2)

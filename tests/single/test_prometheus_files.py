@@ -20,8 +20,8 @@ from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.config import Config
 from hvdtrain.run.exporting import Exported, build_exporter
 from hvdtrain.run.recorder import RunRecorder
-from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.run_files.owner_token import Claim
+from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.memory import PeakMemory
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.config import TelemetryConfig
@@ -56,7 +56,7 @@ def figures(tmp_path: Path) -> Iterator[bytes]:
     exporter = build_exporter(config, 0, cpu, exported)
     assert exporter is not None
     exporter.describe({"run": "mine"})
-    folder = RunFolder(tmp_path)
+    folder = RunDirectory(tmp_path)
     folder.prepare(fresh=True, claim=Claim.of_this_process())
     recorder = RunRecorder(folder, CheckpointConfig(keep=1))
     recorder.open(0, exporter)
@@ -130,19 +130,19 @@ def test_prometheus_discovers_only_active_runs(tmp_path: Path) -> None:
     (pattern,) = job["file_sd_configs"][0]["files"]
     where = pattern.replace("/runs/", "")
     for name in ("one", "two"):
-        folder = RunFolder(tmp_path / name)
+        folder = RunDirectory(tmp_path / name)
         folder.path.mkdir()
         write_targets(folder.targets, name, [Target("node1", 0, 9855)], tls=False)
         folder.list_targets()
         assert folder.listed_targets.read_bytes() == folder.targets.read_bytes()
     assert {path.stem for path in tmp_path.glob(where)} == {"one", "two"}
-    RunFolder(tmp_path / "one").remove_targets()
+    RunDirectory(tmp_path / "one").remove_targets()
     assert [path.stem for path in tmp_path.glob(where)] == ["two"]
     assert not (tmp_path / "one/targets.json").exists()
 
 
 def test_unusable_targets_directory_does_not_end_run(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "one")
+    folder = RunDirectory(tmp_path / "one")
     folder.path.mkdir()
     write_targets(folder.targets, "one", [Target("node1", 0, 9855)], tls=False)
     (tmp_path / ".targets").write_text("no folder: root may write into any")

@@ -8,7 +8,7 @@ from typing import Any
 from hvdtrain.checkpoint.config import CheckpointConfig
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.events_file import read_lines
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.run_directory import RunDirectory
 
 KEEP = CheckpointConfig(keep=1)
 
@@ -24,23 +24,23 @@ def _starts(folder: Path) -> list[tuple[int, int]]:
 
 def test_start_that_a_dead_rank_0_could_not_write_is_recorded_later(tmp_path: Path) -> None:
     generations = [_generation(number) for number in range(4)]
-    first = RunRecorder(RunFolder(tmp_path), KEEP)
+    first = RunRecorder(RunDirectory(tmp_path), KEEP)
     first.emit_starts(generations[:2])
     # The rank 0 of generation 2 could not write. The next one had joined in generation 1.
-    RunRecorder(RunFolder(tmp_path), KEEP).emit_starts(generations[1:])
+    RunRecorder(RunDirectory(tmp_path), KEEP).emit_starts(generations[1:])
     assert _starts(tmp_path) == [(0, 0), (1, 10), (2, 20), (3, 30)]
 
 
 def test_generation_older_than_the_last_recorded_one_is_omitted(tmp_path: Path) -> None:
     # Its rank 0 was not among those who thought that it had begun.
-    RunRecorder(RunFolder(tmp_path), KEEP).emit_starts([_generation(0)])
-    RunRecorder(RunFolder(tmp_path), KEEP).emit_starts([_generation(0), _generation(2)])
-    RunRecorder(RunFolder(tmp_path), KEEP).emit_starts([_generation(n) for n in range(4)])
+    RunRecorder(RunDirectory(tmp_path), KEEP).emit_starts([_generation(0)])
+    RunRecorder(RunDirectory(tmp_path), KEEP).emit_starts([_generation(0), _generation(2)])
+    RunRecorder(RunDirectory(tmp_path), KEEP).emit_starts([_generation(n) for n in range(4)])
     assert _starts(tmp_path) == [(0, 0), (1, 20), (2, 30)]
 
 
 def test_generations_recorded_after_a_disk_failure_have_distinct_numbers(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "later")
+    folder = RunDirectory(tmp_path / "later")
     recorder = RunRecorder(folder, CheckpointConfig(keep=1))
     recorder.emit_starts([_generation(0)])
     recorder.emit_starts([_generation(0), _generation(1)])

@@ -308,7 +308,7 @@ def test_invalid_usage_ends_with_a_clear_error(
     history: History, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
     assert cli.main(["report", str(tmp_path)]) == 2
-    assert "is no folder of a run" in capsys.readouterr().err
+    assert "is not a run directory" in capsys.readouterr().err
     out = tmp_path / "nowhere" / "x.html"
     assert cli.main(["report", str(history.folder), "--out", str(out)]) == 2
     assert "choose another place with --out" in capsys.readouterr().err

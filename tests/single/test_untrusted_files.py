@@ -23,8 +23,8 @@ from hvdtrain.files import write_atomic
 from hvdtrain.launch.hostfile import read_hostfile
 from hvdtrain.report.web.runs import Runs
 from hvdtrain.run_files import owner_token
-from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.run_files.listing import runs_under
+from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.top.scrape import read_targets
 from tests.support.history import TOTAL, History
 
@@ -33,8 +33,8 @@ ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
 
 
-def _run(root: Path, name: str = "one") -> RunFolder:
-    folder = RunFolder(root / name)
+def _run(root: Path, name: str = "one") -> RunDirectory:
+    folder = RunDirectory(root / name)
     folder.path.mkdir(parents=True)
     folder.targets.write_text("[]")
     return folder
@@ -92,10 +92,10 @@ def test_targets_are_listed_only_in_a_trusted_directory(
 import os
 from pathlib import Path
 from hvdtrain.log import logger, to_screen
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.run_directory import RunDirectory
 os.setgroups([]); os.setgid({OTHER}); os.setuid({OTHER})
 to_screen(None)
-RunFolder(Path({str(folder.path)!r})).list_targets()
+RunDirectory(Path({str(folder.path)!r})).list_targets()
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 
 from hvdtrain.checkpoint.config import CheckpointConfig
-from hvdtrain.checkpoint.layout import folder_name, hidden_name
+from hvdtrain.checkpoint.layout import directory_name, hidden_name
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.engine.loop import Loop, StepRecord, is_best
 from hvdtrain.engine.state import RunState
@@ -188,7 +188,9 @@ class SaveCheckpoints:
         """Begin a save on rank 0, or on every rank if all ranks have something to save."""
         folder = ""
         if self._saving.shared:
-            folder = broadcast_json(hidden_name(Path(folder_name(step))).name, "checkpoint.folder")
+            folder = broadcast_json(
+                hidden_name(Path(directory_name(step))).name, "checkpoint.folder"
+            )
         writer = self._writer
         if writer is not None and not writer.busy:
             state, group = self._saving.state, self._saving.group

@@ -8,7 +8,7 @@ from typing import Any
 from hvdtrain.report.web.overview import Overview
 from hvdtrain.report.web.series import Series
 from hvdtrain.report.web.tail import News, Tail
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.untrusted import number, whole
 
 _OVER_STEPS = ("loss", "validation_loss", "samples_per_second", "step_seconds")
@@ -24,9 +24,9 @@ class LiveRun:
     """
 
     def __init__(self, path: Path) -> None:
-        folder = RunFolder(path)
+        directory = RunDirectory(path)
         self._overview = Overview(path)
-        self._metrics, self._ranks = Tail(folder.metrics), Tail(folder.ranks)
+        self._metrics, self._ranks = Tail(directory.metrics), Tail(directory.ranks)
         self._forget_metrics()
         self._forget_ranks()
 

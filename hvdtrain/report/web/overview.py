@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.report.web.tail import LastLine, Tail
-from hvdtrain.run_files.folder import RunFolder
 from hvdtrain.run_files.listing import run_state
 from hvdtrain.run_files.owner_token import Token, read
 from hvdtrain.run_files.ownership import REST_SECONDS
+from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.untrusted import number, read_json, whole
 
 SHOWN = 50  # restarts, the last ones
@@ -55,11 +55,11 @@ class Overview:
     """
 
     def __init__(self, path: Path) -> None:
-        folder = RunFolder(path)
+        directory = RunDirectory(path)
         self._name = path.name
-        self._events = Tail(folder.events)
-        self._last = LastLine(folder.metrics)
-        self._manifest_path = folder.manifest
+        self._events = Tail(directory.events)
+        self._last = LastLine(directory.metrics)
+        self._manifest_path = directory.manifest
         self._owner, self._launcher = Pulse(path / ".owner"), Pulse(path / ".launch.owner")
         self.reading = 0
         self._line: dict[str, Any] = {}

@@ -100,10 +100,10 @@ class Runs:
         return self._only in ("", name) and name.isprintable()
 
     def _is_run(self, name: str) -> bool:
-        folder = self._root / name
+        directory = self._root / name
         try:
-            inside = folder.resolve().parent == self._root.resolve()
-            return inside and (folder / "manifest.json").is_file()
+            inside = directory.resolve().parent == self._root.resolve()
+            return inside and (directory / "manifest.json").is_file()
         except (OSError, RuntimeError):  # a link to itself
             return False
 

@@ -57,7 +57,9 @@ def serve(path: Path, host: str, port: int) -> int:
 def _runs(path: Path) -> tuple[Runs, str]:
     """Return (the runs, the name of the requested run or "")."""
     if not path.is_dir():
-        raise UserError(f"{path} is no folder; name a run, or a folder of runs such as run.root")
+        raise UserError(
+            f"{path} is not a directory; name a run, or a directory of runs such as run.root"
+        )
     if (path / "manifest.json").exists():
         whole = path.resolve()
         return Runs(whole.parent, whole.name), whole.name

@@ -18,7 +18,7 @@ from hvdtrain.config import parse
 from hvdtrain.errors import UserError
 from hvdtrain.run.spanning import check_spanning
 from hvdtrain.run_files.events_file import read_lines
-from hvdtrain.run_files.folder import RunFolder
+from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import AgreedError
 from hvdtrain.runtime.init import initialise
@@ -52,7 +52,7 @@ def _curve(flags: Sequence[str], steps: int, topology: Topology) -> dict[str, li
             app.run(steps)
         finally:
             app.close()
-        lines = list(read_lines(RunFolder(Path(folder)).metrics)) if topology.rank == 0 else []
+        lines = list(read_lines(RunDirectory(Path(folder)).metrics)) if topology.rank == 0 else []
     return {
         "losses": [line["loss"] for line in lines],
         "norms": [line["grad_norm"] for line in lines],

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.errors import UserError
-from hvdtrain.files import opened_folder, write_atomic
+from hvdtrain.files import opened_directory, write_atomic
 from hvdtrain.log import logger
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.ownership import Ownership
 from hvdtrain.untrusted import read_json, read_regular
 
 
-class RunFolder:
+class RunDirectory:
     """Paths of a run, and its small files.
 
     Args:
@@ -112,12 +112,12 @@ class RunFolder:
         with suppress(OSError):
             self.targets.unlink()
         shared = self.listed_targets
-        with suppress(OSError), opened_folder(shared.parent, follow=False) as folder:
-            os.unlink(shared.name, dir_fd=folder)
+        with suppress(OSError), opened_directory(shared.parent, follow=False) as directory:
+            os.unlink(shared.name, dir_fd=directory)
 
 
 def configured(starts: Any) -> list[dict[str, Any]]:
-    """The starts of a manifest, each with its configuration: see `RunFolder.write_manifest`.
+    """The starts of a manifest, each with its configuration: see `RunDirectory.write_manifest`.
 
     Raises:
         TypeError, ValueError: they do not have hvdtrain's format.

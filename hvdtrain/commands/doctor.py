@@ -58,9 +58,8 @@ def _examine_hosts(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     from hvdtrain.config import parse
-    from hvdtrain.doctor import report
     from hvdtrain.doctor.examine import Request, examine
-    from hvdtrain.doctor.finding import failed
+    from hvdtrain.doctor.findings import examination_json, failed, notes, show
     from hvdtrain.launch.hostfile import read_hosts, total_slots
 
     root = parse(args.words).config.run.root
@@ -73,9 +72,9 @@ def _examine_hosts(args: argparse.Namespace) -> int:
     flags = args.words if data else None
     found = examine(Request(hosts, args.np or 0, root, flags, notice=_notice))
     if args.format == "json":
-        print(report.examination_json(found))
+        print(examination_json(found))
     else:
-        report.show(found.findings, list(report.notes(found)), Console())
+        show(found.findings, list(notes(found)), Console())
     return EXIT_CRASH if failed(found.findings) else 0
 
 
@@ -86,13 +85,12 @@ def _notice(text: str) -> None:
 def _examine_run(folder: Path, form: str) -> int:
     from rich.console import Console
 
-    from hvdtrain.doctor import report
-    from hvdtrain.doctor.finding import failed
+    from hvdtrain.doctor.findings import as_json, failed, show
     from hvdtrain.doctor.runs import diagnose
 
     findings, how = diagnose(folder)
     if form == "json":
-        print(report.as_json(findings, run=str(folder), ended=how))
+        print(as_json(findings, run=str(folder), ended=how))
     else:
-        report.show(findings, [how], Console())
+        show(findings, [how], Console())
     return EXIT_CRASH if failed(findings) else 0

@@ -16,8 +16,8 @@ from hvdtrain.files import write_atomic
 
 if TYPE_CHECKING:
     from hvdtrain.plan.cluster import Cluster
-    from hvdtrain.plan.job import Job
-    from hvdtrain.plan.outlook import Outlook, Terms
+    from hvdtrain.plan.job import JobProfile
+    from hvdtrain.plan.result import PlanResult, Terms
     from hvdtrain.plan.sources import Found
 
 HELP = "predict step time, scaling, memory and price on a cluster"
@@ -119,40 +119,40 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         check_plot(args.plot)  # before measuring, which takes a minute
     found = [sources.read(path) for path in args.sources]
-    outlook = _outlook(args, found)
+    plan = _plan(args, found)
     if args.tune:
-        return _tune(found, outlook)
-    if outlook is None:
+        return _tune(found, plan)
+    if plan is None:
         raise UserError(
             "nothing says what is trained: --measure, --gpu NAME, or --from RUN or FILE.json"
         )
     if args.plot is not None:
-        from hvdtrain.plan.plot import plan_svg
+        from hvdtrain.plan.report import plan_svg
 
-        write_atomic(args.plot, plan_svg(outlook).encode())
+        write_atomic(args.plot, plan_svg(plan).encode())
     if args.format == "json":
-        print(json.dumps(outlook.to_dict(), indent=1))
+        print(json.dumps(plan.to_dict(), indent=1))
         return 0
     from rich.console import Console
 
     from hvdtrain.plan.report import show
 
     # In a file or a pipe, the table gets a fixed width.
-    show(outlook, Console(width=None if sys.stdout.isatty() else 120))
+    show(plan, Console(width=None if sys.stdout.isatty() else 120))
     return 0
 
 
-def _outlook(args: argparse.Namespace, found: list[Found]) -> Outlook | None:
-    from hvdtrain.plan.outlook import look
+def _plan(args: argparse.Namespace, found: list[Found]) -> PlanResult | None:
+    from hvdtrain.plan.result import make_plan
 
     job, of_job = _job(args, found)
     if job is None:
         return None
     cluster, of_cluster = _cluster(args, found)
-    return look(job, cluster, _terms(args, found, job), of_job, of_cluster)
+    return make_plan(job, cluster, _terms(args, found, job), of_job, of_cluster)
 
 
-def _job(args: argparse.Namespace, found: list[Found]) -> tuple[Job | None, list[str]]:
+def _job(args: argparse.Namespace, found: list[Found]) -> tuple[JobProfile | None, list[str]]:
     """Return the job and a list of what is unknown about it."""
     described = [one for one in found if one.job is not None]
     given = [args.measure, args.gpu is not None, *(True for _ in described)]
@@ -227,9 +227,9 @@ def _on_cpus() -> bool:
     return not torch.cuda.is_available()
 
 
-def _terms(args: argparse.Namespace, found: list[Found], job: Job) -> Terms:
+def _terms(args: argparse.Namespace, found: list[Found], job: JobProfile) -> Terms:
     from hvdtrain.config import parse
-    from hvdtrain.plan.outlook import Terms
+    from hvdtrain.plan.result import Terms
 
     exchange = parse(args.flags).config.exchange
     saves = [one.save_seconds for one in found if one.save_seconds is not None]
@@ -250,13 +250,13 @@ def _terms(args: argparse.Namespace, found: list[Found], job: Job) -> Terms:
     )
 
 
-def _tune(found: list[Found], outlook: Outlook | None) -> int:
-    from hvdtrain.plan.tune import tune
+def _tune(found: list[Found], plan: PlanResult | None) -> int:
+    from hvdtrain.plan.report import tune
 
     links = [one.link for one in found if one.link is not None]
     if not links:
         raise UserError(
             "--tune needs --from ALLREDUCE.json: hvdtrain bench allreduce --hosts ... --format json"
         )
-    print(tune(links[0], outlook), end="")
+    print(tune(links[0], plan), end="")
     return 0

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from hvdtrain.doctor import host_data, host_facts, host_files, host_links, host_speed
+from hvdtrain.doctor import host_data, host_facts, host_links
 
 MARK = "hvdtrain-doctor: "
 LIFE_SECONDS = 600
@@ -23,17 +23,17 @@ LIFE_SECONDS = 600
 DO: dict[str, Callable[..., Any]] = {
     "clock": time.time,
     "facts": host_facts.gather,
-    "folder": host_files.folder,
-    "hold": host_files.hold,
-    "attempt": host_files.attempt,
+    "folder": host_facts.directory,
+    "hold": host_facts.hold_lock,
+    "attempt": host_facts.attempt_lock,
     "libraries": host_facts.libraries,
     "data": host_data.fingerprint,
     "listen": host_links.listen,
     "reach": host_links.reach,
     "packet": host_links.packet,
     "stream": host_links.stream,
-    "load": host_speed.load,
-    "speed": host_speed.measure,
+    "load": host_facts.import_torch,
+    "speed": host_facts.measure_speed,
 }
 
 

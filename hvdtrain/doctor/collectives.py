@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 from hvdtrain.bench.allreduce_report import bus_bandwidth
 from hvdtrain.bench.processes import MARK, BenchError, finish, launch, on_threads
-from hvdtrain.doctor.finding import WARNING, Finding
+from hvdtrain.doctor.findings import WARNING, Diagnosis
 from hvdtrain.errors import UserError
 from hvdtrain.launch.hostfile import Host, as_text, first_slots, total_slots
 
@@ -56,7 +56,7 @@ def plan(hosts: Sequence[Host], ranks: int) -> list[tuple[int, str]]:
 
 def measure(
     controllers: Sequence[str], hosts: Sequence[Host], ranks: int, bandwidth: float
-) -> Iterator[Sum | Finding]:
+) -> Iterator[Sum | Diagnosis]:
     """Run the tests one after the other; yield each measurement, or the reason for its failure.
 
     Args:
@@ -85,14 +85,14 @@ def _seconds(lines: Sequence[str]) -> float:
     raise ValueError("no rank told a time")
 
 
-def _failed(controller: str, command: Sequence[str], error: Exception) -> Finding:
+def _failed(controller: str, command: Sequence[str], error: Exception) -> Diagnosis:
     lines = [line.strip(" -") for line in str(error).splitlines()]
     if isinstance(error, BenchError):
         lines = lines[1:] or lines  # the first one is the command
     said = [line for line in lines if line]
     causes = [line for line in said if "rror" in line or "ailed" in line or "unable" in line]
     where = command[command.index("-H") + 1] if "-H" in command else "here"
-    return Finding(
+    return Diagnosis(
         "all-reduce",
         where,
         f"ranks over {controller} fail: {(causes or said or ['no output'])[0]}",
@@ -101,10 +101,10 @@ def _failed(controller: str, command: Sequence[str], error: Exception) -> Findin
     )
 
 
-def check(sums: Sequence[Sum]) -> list[Finding]:
+def check(sums: Sequence[Sum]) -> list[Diagnosis]:
     """Report all-reduces that take far longer than the network requires."""
     return [
-        Finding(
+        Diagnosis(
             "all-reduce",
             one.hosts,
             f"{BYTES >> 20} MiB over {one.controller} take {one.seconds * 1e3:.0f} ms on "

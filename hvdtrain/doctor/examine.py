@@ -6,23 +6,13 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from hvdtrain.doctor import (
-    collectives,
-    here,
-    hosts,
-    interfaces,
-    network,
-    pairs,
-    shared_folder,
-    speed,
-)
-from hvdtrain.doctor.finding import ERROR, Finding
-from hvdtrain.doctor.here import Facts, Need
-from hvdtrain.doctor.session import Session, opened, together
+from hvdtrain.doctor import collectives, host_checks, hosts, network
+from hvdtrain.doctor.findings import ERROR, Diagnosis, Examination
+from hvdtrain.doctor.host_checks import Facts, Need
+from hvdtrain.doctor.session import HostSession, opened, together
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.launch.discovery import is_this_host
 from hvdtrain.launch.hostfile import Host, first_slots
@@ -55,22 +45,6 @@ class Request:
     notice: Callable[[str], None] = lambda text: None
 
 
-@dataclass
-class Examination:
-    """Results of an examination.
-
-    Args:
-        measured: name -> values, for people and scripts: links, speeds, all-reduces, clocks.
-        left_out: sentences on checks that were skipped, and why.
-        seconds: duration of the examination.
-    """
-
-    findings: list[Finding] = field(default_factory=list)
-    measured: dict[str, Any] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-
-
 def examine(request: Request) -> Examination:
     """Run all checks.
 
@@ -89,7 +63,7 @@ def examine(request: Request) -> Examination:
         root = str(Path(request.root).absolute())
         for name, theirs in facts.items():
             of_host = slots.get(name, 0) if slots else ranks
-            found.findings += here.check_host(name, theirs, Need(of_host, ranks, root))
+            found.findings += host_checks.check_host(name, theirs, Need(of_host, ranks, root))
         asked = {name: sessions[name] for name in facts}
         _compare(found, facts, own, asked, request)
         if NETWORK in request.stages and len(asked) > 1:
@@ -97,9 +71,9 @@ def examine(request: Request) -> Examination:
             examine_links(found, asked, facts, slots)
         if ALONE in request.stages:
             request.notice("how fast each host computes")
-            speeds = speed.measure({n: asked[n] for n in asked if n in slots or not slots})
+            speeds = hosts.measure_speeds({n: asked[n] for n in asked if n in slots or not slots})
             found.measured["speeds"] = speeds
-            found.findings += speed.check(speeds)
+            found.findings += hosts.check_speeds(speeds)
         for name, session in sessions.items():
             found.findings += hosts.check_answers(name, session.failures)
     if SUMS in request.stages:
@@ -123,7 +97,7 @@ def _own_name(names: Sequence[str]) -> str:
 @contextmanager
 def _sessions(
     own: str, names: Sequence[str], found: Examination, notice: Callable[[str], None]
-) -> Iterator[dict[str, Session]]:
+) -> Iterator[dict[str, HostSession]]:
     """Open sessions with the hosts that respond, this one first; report the others as findings."""
     notice(f"asking {', '.join(names) or own}")
     addresses = {name: resolve(name) for name in names if name != own}
@@ -131,7 +105,7 @@ def _sessions(
         found.findings += hosts.check_name(name, address)
     known = [name for name, address in addresses.items() if address is not None]
     with opened(own, known) as sessions:
-        answering = together(sessions.values(), Session.start)
+        answering = together(sessions.values(), HostSession.start)
         for name, session in sessions.items():
             if name != own:
                 found.findings += hosts.check_login(name, session.login)
@@ -139,13 +113,13 @@ def _sessions(
 
 
 def _ask_facts(
-    sessions: dict[str, Session], request: Request, names: Sequence[str]
+    sessions: dict[str, HostSession], request: Request, names: Sequence[str]
 ) -> dict[str, Facts]:
     """Facts of each host that responds, in the order of the sessions."""
     root = str(Path(request.root).absolute())
     others = list(dict.fromkeys([*names, *sessions]))
 
-    def ask(session: Session) -> Facts:
+    def ask(session: HostSession) -> Facts:
         facts = session.ask("facts", _FACTS_SECONDS, hosts=others)
         facts["disk"] = session.ask("folder", _FOLDER_SECONDS, path=root)
         wanted = LIBRARIES in request.stages
@@ -159,18 +133,18 @@ def _compare(
     found: Examination,
     facts: dict[str, Facts],
     own: str,
-    sessions: dict[str, Session],
+    sessions: dict[str, HostSession],
     request: Request,
 ) -> None:
     found.findings += hosts.compare(facts, own)
     found.findings += hosts.compare_names(facts, own)
-    found.findings += interfaces.check_interfaces(facts)
+    found.findings += network.check_interfaces(facts)
     found.measured["interfaces"] = {name: theirs["chosen"] for name, theirs in facts.items()}
     if len(sessions) > 1:
         offsets = together(sessions.values(), _clock)
         found.measured["clocks"] = {name: ahead for name, (ahead, _) in offsets.items()}
         found.findings += hosts.compare_clocks(offsets)
-        found.findings += shared_folder.check_locks(list(sessions.values()), request.root)
+        found.findings += hosts.check_locks(list(sessions.values()), request.root)
     if request.flags is not None:
         request.notice("the training data of each host")
         flags = list(request.flags)
@@ -179,7 +153,7 @@ def _compare(
         found.findings += hosts.compare_data(data, own)
 
 
-def _clock(session: Session) -> tuple[float, float]:
+def _clock(session: HostSession) -> tuple[float, float]:
     """(seconds ahead of this host, uncertainty in seconds), from the fastest of several answers."""
     best = (0.0, float("inf"))
     for _ in range(_CLOCK_TRIES):
@@ -193,24 +167,24 @@ def _clock(session: Session) -> tuple[float, float]:
 
 def examine_links(
     found: Examination,
-    sessions: Mapping[str, Session],
+    sessions: Mapping[str, HostSession],
     facts: Mapping[str, Facts],
     slots: Mapping[str, int],
 ) -> None:
     """Add the findings and measurements of the links between hosts."""
-    peers = pairs.open_listeners(sessions.values(), facts, slots)
-    links = pairs.measure_links(peers)
-    if len(peers) > pairs.MOST_HOSTS:
+    peers = network.open_listeners(sessions.values(), facts, slots)
+    links = network.measure_links(peers)
+    if len(peers) > network.MOST_HOSTS:
         every, measured = len(peers) * (len(peers) - 1) // 2, {frozenset(ends) for ends in links}
         found.left_out.append(
             f"between hosts: {len(measured)} of {every} pairs were measured, each host with "
-            f"{pairs.SAMPLED_ROUNDS} others"
+            f"{network.SAMPLED_ROUNDS} others"
         )
-    pairs.measure_again(peers, links, {**network.slow(links, peers), **network.late(links)})
+    network.measure_again(peers, links, {**network.slow(links, peers), **network.late(links)})
     found.findings += network.check_links(links, peers)
-    ways = interfaces.nccl_ways({name: peer.facts for name, peer in peers.items()}, slots)
-    for (own, host), how in pairs.reach_interfaces(peers, ways).items():
-        found.findings.append(interfaces.nccl_is_not_reached(host, facts[host], own, how))
+    ways = network.nccl_ways({name: peer.facts for name, peer in peers.items()}, slots)
+    for (own, host), how in network.reach_interfaces(peers, ways).items():
+        found.findings.append(network.nccl_is_not_reached(host, facts[host], own, how))
     found.measured["links"] = [
         {"from": a, "to": b, **asdict(link)} for (a, b), link in links.items()
     ]
@@ -232,7 +206,7 @@ def _examine_sums(
     sums = []
     slowest = min(bandwidths, default=0.0)
     for one in collectives.measure(controllers, usable, ranks, slowest):
-        if isinstance(one, Finding):
+        if isinstance(one, Diagnosis):
             found.findings.append(one)
         else:
             sums.append(one)

@@ -12,10 +12,13 @@ import json
 import locale
 import os
 import resource
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from typing import Any
 import psutil
 
 import hvdtrain
+from hvdtrain.files import FileLock
 from hvdtrain.horovod_wheel.recipe import parse_mpi
 from hvdtrain.runtime import machine
 from hvdtrain.runtime.machine import addresses_by_interface, resolve, source_towards
@@ -208,3 +212,155 @@ def _gpus() -> list[dict[str, str]]:
         lines = (done.stdout + done.stderr).strip().splitlines()
         said = lines[-1] if lines else f"exit code {done.returncode}"
     return [{"failed": said}]
+
+
+# --- the directory of runs: free space and locks -----------------------------
+
+
+_TRIAL_BYTES = 1 << 20
+# Held until the agent ends; meanwhile another host tries to take the lock.
+_held: list[FileLock] = []
+
+
+def directory(path: str) -> dict[str, Any]:
+    """Check free space, locks and a trial write in a directory; report failures as error messages.
+
+    A missing directory is created, as a run would do, and removed again.
+
+    Returns:
+        free: bytes; inodes: free ones; failed: "" if 1 MiB could be written; locks: flock works.
+    """
+    root = Path(path)
+    made: list[Path] = []
+    trial = root / f".doctor-{os.uname().nodename}-{secrets.token_hex(8)}"
+    found: dict[str, Any] = {"free": 0, "inodes": 0, "failed": "", "locks": True}
+    try:
+        made = missing(root)
+        root.mkdir(parents=True, exist_ok=True)
+        state = os.statvfs(root)
+        found |= {"free": state.f_bavail * state.f_frsize, "inodes": state.f_favail}
+        with open(trial, "xb") as file:  # do not follow a link in its place
+            file.write(bytes(_TRIAL_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        lock = FileLock(trial)
+        lock.open()
+        found["locks"] = lock.attempt()
+        lock.close()
+    except OSError as error:
+        found["failed"] = error.strerror or str(error)
+    finally:
+        with suppress(OSError):
+            trial.unlink(missing_ok=True)
+        for one in made:
+            with suppress(OSError):
+                one.rmdir()
+    return found
+
+
+def missing(root: Path) -> list[Path]:
+    """The missing directories among `root` and its parents, innermost first.
+
+    Raises:
+        OSError: a parent directory cannot be searched.
+    """
+    return [one for one in (root, *root.parents) if not one.exists()]
+
+
+def hold_lock(path: str) -> bool:
+    """Take a lock on a file in a directory that hosts may share; return whether it worked."""
+    lock = FileLock(Path(path))
+    try:
+        lock.open()
+        lock.attempt()
+    except OSError:
+        return False
+    _held.append(lock)
+    return lock.held
+
+
+def attempt_lock(path: str) -> str:
+    """Try a lock that another host holds: "absent" (no such file), "refused" or "taken"."""
+    if not os.path.exists(path):  # or not visible
+        return "absent"
+    lock = FileLock(Path(path))
+    try:
+        lock.open()
+        lock.attempt()
+        return "taken" if lock.held else "refused"
+    except OSError:
+        return "absent"
+    finally:
+        lock.close()
+
+
+# --- compute and memory speed, with no other host involved -------------------
+
+
+_SECONDS = 0.5
+_SIDE, _GPU_SIDE = 512, 4096
+_COPY_BYTES, _GPU_COPY_BYTES = 32 << 20, 256 << 20
+
+
+def import_torch() -> bool:
+    """Import torch, which takes seconds, so that all hosts then measure at the same time."""
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def measure_speed() -> dict[str, float]:
+    """Measure about a second of work on all cores and on each GPU; mean speeds, not the best.
+
+    Returns:
+        "processor": FLOP/s of float32 matrix products; "memory": bytes per second of a copy (each
+        byte is read once and written once); for each GPU "gpu N" (bfloat16) and "gpu N memory".
+    """
+    import torch
+
+    torch.set_num_threads(machine.cores())
+    found = {
+        "processor": _products(torch.device("cpu"), _SIDE, torch.float32),
+        "memory": _copies(torch.device("cpu"), _COPY_BYTES),
+    }
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        device = torch.device("cuda", number)
+        found[f"gpu {number}"] = _products(device, _GPU_SIDE, torch.bfloat16)
+        found[f"gpu {number} memory"] = _copies(device, _GPU_COPY_BYTES)
+    return found
+
+
+def _products(device: Any, side: int, dtype: Any) -> float:
+    import torch
+
+    a = torch.randn(side, side, device=device).to(dtype)
+    b, out = a.clone(), torch.empty_like(a)
+    return 2 * side**3 * _rate(lambda: torch.mm(a, b, out=out), device)
+
+
+def _copies(device: Any, size: int) -> float:
+    import torch
+
+    source = torch.ones(size // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * size * _rate(lambda: target.copy_(source), device)
+
+
+def _rate(work: Callable[[], object], device: Any) -> float:
+    """Calls of `work` per second."""
+    import torch
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    for _ in range(3):
+        work()
+    wait()
+    began, done = time.perf_counter(), 0
+    while time.perf_counter() - began < _SECONDS:
+        for _ in range(4):
+            work()
+        wait()
+        done += 4
+    return done / (time.perf_counter() - began)

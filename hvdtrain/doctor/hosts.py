@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
+import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from hvdtrain.doctor.finding import WARNING, Finding
-from hvdtrain.doctor.here import Facts
-from hvdtrain.doctor.session import Login
+from hvdtrain.doctor.findings import WARNING, Diagnosis
+from hvdtrain.doctor.host_checks import Facts
+from hvdtrain.doctor.host_facts import missing
+from hvdtrain.doctor.session import HostSession, Login, SilentError, together
 
 _CLOCK_SECONDS = 1.0
 _NEEDS_SSH = "launchers start ranks over ssh, and nobody answers a question there"
 
 
-def check_name(host: str, address: str | None) -> Iterable[Finding]:
+def check_name(host: str, address: str | None) -> Iterable[Diagnosis]:
     """Check that the launcher's host can resolve the name."""
     if address is None:
-        yield Finding(
+        yield Diagnosis(
             "name",
             host,
             "its name cannot be resolved here",
@@ -65,11 +69,11 @@ _SAYINGS = (
 )
 
 
-def check_login(host: str, login: Login) -> Iterable[Finding]:
+def check_login(host: str, login: Login) -> Iterable[Diagnosis]:
     """Check ssh without a prompt, the working directory and the Python interpreter."""
     folder, python = os.getcwd(), sys.executable
     if not login.folder:
-        yield Finding(
+        yield Diagnosis(
             "folder",
             host,
             f"this working folder, {folder}, is not there",
@@ -77,7 +81,7 @@ def check_login(host: str, login: Login) -> Iterable[Finding]:
             f"mount it on {host}, or start from a folder that all hosts have",
         )
     if not login.interpreter:
-        yield Finding(
+        yield Diagnosis(
             "python path",
             host,
             f"{python} is not there",
@@ -89,21 +93,21 @@ def check_login(host: str, login: Login) -> Iterable[Finding]:
     yield from _python(host, login)
 
 
-def _silent(host: str, said: list[str]) -> Finding:
+def _silent(host: str, said: list[str]) -> Diagnosis:
     text = "\n".join(said)
     for sign, what, mend in _SAYINGS:
         if sign in text:
             mend = mend.format(host=host, python=sys.executable)
-            return Finding("ssh", host, f"{what} (“{_line_with(sign, said)}”)", _NEEDS_SSH, mend)
+            return Diagnosis("ssh", host, f"{what} (“{_line_with(sign, said)}”)", _NEEDS_SSH, mend)
     what = f"a command over ssh fails (“{said[-1]}”)"
-    return Finding("ssh", host, what, _NEEDS_SSH, f"ssh -v {host} true")
+    return Diagnosis("ssh", host, what, _NEEDS_SSH, f"ssh -v {host} true")
 
 
 def _line_with(sign: str, lines: list[str]) -> str:
     return next(line for line in lines if sign in line)
 
 
-def _python(host: str, login: Login) -> Iterable[Finding]:
+def _python(host: str, login: Login) -> Iterable[Diagnosis]:
     """Check that launchers start the same `python` on the host as the user starts here.
 
     horovodrun forwards PATH, and so does `mpirun -x PATH`. Plain mpirun uses the PATH that ssh
@@ -113,7 +117,7 @@ def _python(host: str, login: Login) -> Iterable[Finding]:
     if own is None or Path(own).parent != Path(sys.executable).parent or login.said:
         return  # here programs are called by their path
     if not _same_directory(login.python, own):
-        yield Finding(
+        yield Diagnosis(
             "python",
             host,
             f"`python` is {login.python or 'nothing'} on the PATH of this shell, and {own} here",
@@ -121,7 +125,7 @@ def _python(host: str, login: Login) -> Iterable[Finding]:
             f"export PATH={Path(own).parent}:$PATH   # here, in front of all other directories",
         )
     elif not _same_directory(login.ssh_python, own):
-        yield Finding(
+        yield Diagnosis(
             "python",
             host,
             f"`python` is {login.ssh_python or 'nothing'} for a command over ssh, and {own} here",
@@ -136,10 +140,10 @@ def _same_directory(found: str, own: str) -> bool:
     return bool(found) and Path(found).parent == Path(own).parent
 
 
-def check_answers(host: str, failures: Sequence[str]) -> Iterable[Finding]:
+def check_answers(host: str, failures: Sequence[str]) -> Iterable[Diagnosis]:
     """Report requests that a host did not answer: their results are unknown."""
     if failures:
-        yield Finding(
+        yield Diagnosis(
             "agent",
             host,
             f"it did not answer the doctor ({'; '.join(failures)})",
@@ -148,7 +152,7 @@ def check_answers(host: str, failures: Sequence[str]) -> Iterable[Finding]:
         )
 
 
-def compare(facts: Mapping[str, Facts], here: str) -> list[Finding]:
+def compare(facts: Mapping[str, Facts], here: str) -> list[Diagnosis]:
     """Check that all hosts have the same versions as `here`."""
     own, found = facts[here], []
     for host, theirs in facts.items():
@@ -159,7 +163,7 @@ def compare(facts: Mapping[str, Facts], here: str) -> list[Finding]:
             differ = [f"hvdtrain's own files are others (digest {theirs['code']})"]
         if differ:
             found.append(
-                Finding(
+                Diagnosis(
                     "versions",
                     host,
                     "; ".join(differ),
@@ -170,7 +174,7 @@ def compare(facts: Mapping[str, Facts], here: str) -> list[Finding]:
     return found
 
 
-def compare_names(facts: Mapping[str, Facts], here: str) -> list[Finding]:
+def compare_names(facts: Mapping[str, Facts], here: str) -> list[Diagnosis]:
     """Check that every host can resolve every other host; `_own_name` checks its own name.
 
     `check_name` covers the names that this host resolves.
@@ -183,7 +187,7 @@ def compare_names(facts: Mapping[str, Facts], here: str) -> list[Finding]:
             if address is None or address.startswith("127."):
                 has = "cannot be resolved there" if address is None else f"is {address} there"
                 found.append(
-                    Finding(
+                    Diagnosis(
                         "name",
                         f"{name} on {host}",
                         f"the name {name} {has}",
@@ -194,14 +198,14 @@ def compare_names(facts: Mapping[str, Facts], here: str) -> list[Finding]:
     return found
 
 
-def compare_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
+def compare_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Diagnosis]:
     """Report clocks that differ.
 
     Args:
         offsets: host -> (seconds ahead of this host, uncertainty in seconds).
     """
     return [
-        Finding(
+        Diagnosis(
             "clock",
             host,
             f"its clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} this one",
@@ -214,7 +218,7 @@ def compare_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Finding]:
     ]
 
 
-def compare_data(found: Mapping[str, Mapping[str, object]], here: str) -> list[Finding]:
+def compare_data(found: Mapping[str, Mapping[str, object]], here: str) -> list[Diagnosis]:
     """Check that all hosts have the same training data."""
     findings = []
     for host, theirs in found.items():
@@ -227,5 +231,123 @@ def compare_data(found: Mapping[str, Mapping[str, object]], here: str) -> list[F
         if what:
             why = "the run would end at its start: all ranks deal out the same samples"
             mend = f"rsync -a the files of the configuration's data to {host}"
-            findings.append(Finding("data", host, what, why, mend))
+            findings.append(Diagnosis("data", host, what, why, mend))
     return findings
+
+
+# --- run.root and its locks: one host takes a lock, the other hosts try to ---
+
+
+_LOCK_SECONDS = 10.0
+
+
+def check_locks(sessions: Sequence[HostSession], root: str) -> list[Diagnosis]:
+    """Check that the other hosts see a lock that the first host takes in run.root.
+
+    Report nothing if the lock cannot be taken or the directory cannot be created: each host is
+    checked for that separately.
+    """
+    folder = Path(root).absolute()
+    path = folder / f".doctor-lock-{socket.gethostname()}-{os.getpid()}"
+    made: list[Path] = []
+    try:
+        made = missing(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not sessions[0].ask("hold", _LOCK_SECONDS, path=str(path)):
+            return []
+        seen = together(sessions[1:], lambda one: one.ask("attempt", _LOCK_SECONDS, path=str(path)))
+    except (OSError, SilentError):
+        return []
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+            for one in made:
+                one.rmdir()  # not on NFS, which keeps the file as long as the agent holds it
+    return [
+        _finding(host, state, str(folder)) for host, state in seen.items() if state != "refused"
+    ]
+
+
+def _finding(host: str, state: str, folder: str) -> Diagnosis:
+    if state == "absent":
+        return Diagnosis(
+            "shared folder",
+            host,
+            f"{folder} is another folder there",
+            "checkpoints lie on the host of rank 0 alone: a run that moves begins anew",
+            f"mount a file system that all hosts share, and name it with --run.root; {folder} "
+            f"on {host}: findmnt -T {folder}",
+            WARNING,
+        )
+    return Diagnosis(
+        "locks",
+        host,
+        f"a lock on a file in {folder} does not hold between the hosts",
+        "that one process alone writes a run is then known by its token, 12 s later",
+        "mount it with locks that the server keeps (NFS: without nolock and local_lock)",
+        WARNING,
+    )
+
+
+# --- compute speed: find a slow host before all others wait for it -----------
+
+
+_SLOW = 0.7  # fraction of the median
+_LOAD_SECONDS, _SPEED_SECONDS = 60.0, 60.0
+
+Speeds = dict[str, dict[str, float]]
+
+
+def measure_speeds(sessions: Mapping[str, HostSession]) -> Speeds:
+    """Host -> quantity -> speed; see host_facts.py. Measure again if a host is slow."""
+    able = together(sessions.values(), lambda session: session.ask("load", _LOAD_SECONDS))
+    speeds = _measure_once(sessions, able)
+    # Measure all hosts again, because speeds are compared with simultaneous measurements.
+    if find_slow_hosts(speeds):
+        again = _measure_once(sessions, able)
+        if len(find_slow_hosts(again)) < len(find_slow_hosts(speeds)):
+            return again
+    return speeds
+
+
+def _measure_once(sessions: Mapping[str, HostSession], able: Mapping[str, bool]) -> Speeds:
+    return together(
+        [sessions[n] for n in able], lambda session: session.ask("speed", _SPEED_SECONDS)
+    )
+
+
+def find_slow_hosts(speeds: Speeds) -> dict[tuple[str, str], float]:
+    """(host, quantity) -> fraction of the median of all hosts, if the host is slow.
+
+    The higher of the two middle values counts, so of two hosts the slower one is compared with the
+    other.
+    """
+    found: dict[tuple[str, str], float] = {}
+    for what in sorted({name for theirs in speeds.values() for name in theirs}):
+        known = {host: theirs[what] for host, theirs in speeds.items() if what in theirs}
+        usual = statistics.median_high(known.values())
+        found |= {(host, what): value / usual for host, value in known.items()}
+    return {key: part for key, part in found.items() if part < _SLOW}
+
+
+def check_speeds(speeds: Speeds) -> list[Diagnosis]:
+    """Return one finding for each slow host and quantity."""
+    kinds = {"processor": ("GFLOP/s", 1e9), "memory": ("GB/s", 1e9)}
+    found = []
+    for (host, what), part in find_slow_hosts(speeds).items():
+        unit, scale = kinds.get(what, ("TFLOP/s", 1e12))
+        if what.endswith("memory"):
+            unit, scale = kinds["memory"]
+        look = "nvidia-smi -q -d CLOCK,PERFORMANCE" if what.startswith("gpu") else "top -b -n 1"
+        found.append(
+            Diagnosis(
+                "slow host",
+                host,
+                f"{what}: {speeds[host][what] / scale:.3g} {unit}, {part:.0%} of the median host",
+                "every step waits for the slowest host",
+                f"{look} | head -20   # on {host}: other programs, quotas, clocks; or leave it "
+                "out, or --batch.deal speed gives it fewer micro-batches",
+                WARNING,
+            )
+        )
+    return found

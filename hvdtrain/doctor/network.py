@@ -3,13 +3,206 @@
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from hvdtrain.doctor.finding import ERROR, WARNING, Finding
-from hvdtrain.doctor.here import Facts
-from hvdtrain.doctor.pairs import METRICS, MPI, RANKS, Links, Peer
+from hvdtrain.doctor.findings import ERROR, WARNING, Diagnosis
+from hvdtrain.doctor.host_checks import Facts
+from hvdtrain.doctor.session import HostSession, together
+
+# --- measurements, in rounds of pairs that do not disturb each other ---------
+
+
+STREAM_SECONDS = 0.3
+_SECONDS = 30.0  # per request; requests have their own limits
+_EPHEMERAL_SAMPLES, _MPI_SAMPLES = 6, 2
+# A round takes about a second, so with more hosts only some rounds are run.
+MOST_HOSTS, SAMPLED_ROUNDS = 64, 16
+_AGAIN = 16  # directions; if more are bad, the cause is not momentary
+RANKS, MPI, METRICS = "ranks and launchers", "MPI", "metrics"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A host with open listeners.
+
+    Args:
+        ports: name of the range -> listening ports.
+        ranges: name of the range -> its first and last port.
+    """
+
+    session: HostSession
+    facts: Facts
+    ports: Mapping[str, Sequence[int]]
+    ranges: Mapping[str, Sequence[int]]
+    stream: int
+    udp: int
+
+
+@dataclass
+class LinkMeasurement:
+    """Measurements of one host on its link to another.
+
+    Args:
+        problems: range -> port -> failure, for ports that did not accept.
+        packet: see host_links.packet.
+        latency: seconds; 0: not measured.
+        bandwidth: bytes per second; 0: not measured.
+    """
+
+    problems: dict[str, dict[int, str]]
+    packet: str = "unknown"
+    latency: float = 0.0
+    bandwidth: float = 0.0
+
+
+Links = dict[tuple[str, str], LinkMeasurement]
+
+
+def open_listeners(
+    sessions: Iterable[HostSession], facts: Mapping[str, Facts], slots: Mapping[str, int]
+) -> dict[str, Peer]:
+    """Open listeners on each host, in every port range that a run uses."""
+    ranges = {name: _ranges(facts[name], slots.get(name, 0)) for name in facts}
+
+    def listen(session: HostSession) -> Peer:
+        own = ranges[session.name]
+        answer = session.ask("listen", _SECONDS, ranges=own)
+        bounds = {name: bounds[:2] for name, bounds in own.items()}
+        return Peer(
+            session, facts[session.name], answer["ports"], bounds, answer["stream"], answer["udp"]
+        )
+
+    return together(sessions, listen)
+
+
+def _ranges(facts: Facts, slots: int) -> dict[str, list[int]]:
+    """Name -> [first port, last port, number of ports to try]."""
+    from hvdtrain.telemetry.config import TelemetryConfig
+
+    found = {RANKS: [*facts["ports"], _EPHEMERAL_SAMPLES]}
+    if slots == 0:
+        return found  # it only launches
+    if facts["mpi"] is not None:
+        # Open MPI takes the first free port from here on.
+        first = int(os.environ.get("OMPI_MCA_btl_tcp_port_min_v4", "1024"))  # noqa: SIM112
+        found[MPI] = [first, first + 199, _MPI_SAMPLES]
+    metrics = TelemetryConfig().port
+    found[METRICS] = [metrics, metrics + max(9, slots - 1), 1]
+    return found
+
+
+def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Each pair once, in rounds with at most one pair per host (the circle method)."""
+    places: list[str | None] = [*names, *([None] if len(names) % 2 else [])]
+    found = []
+    for _ in range(len(places) - 1):
+        half = len(places) // 2
+        pairs = zip(places[:half], reversed(places[half:]), strict=True)
+        found.append([(a, b) for a, b in pairs if a is not None and b is not None])
+        places = [places[0], places[-1], *places[1:-1]]
+    return [pairs for pairs in found if pairs]
+
+
+def measure_links(peers: Mapping[str, Peer]) -> Links:
+    """Measure the links between hosts in both directions: ports, then packets, then speed.
+
+    Up to MOST_HOSTS hosts, all links are measured; above, each host's links to SAMPLED_ROUNDS other
+    hosts (for an odd number of hosts, some have one fewer), spread over the list.
+    """
+    links: Links = {}
+    done = rounds(list(peers))
+    if len(peers) > MOST_HOSTS:
+        done = [done[n * len(done) // SAMPLED_ROUNDS] for n in range(SAMPLED_ROUNDS)]
+    for pairs in done:
+        both = [*pairs, *((b, a) for a, b in pairs)]
+        links |= _at_once(peers, both, _reach)
+        # One direction at a time: both would share a host's processor, and perhaps its link.
+        for direction in (pairs, both[len(pairs) :]):
+            _measure(peers, [e for e in direction if RANKS not in links[e].problems], links)
+    return links
+
+
+def _measure(peers: Mapping[str, Peer], direction: Sequence[tuple[str, str]], links: Links) -> None:
+    """Measure packets and speed of disjoint pairs; keep the better of two measurements."""
+    for ends, answer in _at_once(peers, direction, _stream).items():
+        link = links[ends]
+        link.packet = answer["packet"]
+        if "bandwidth" in answer:
+            link.bandwidth = max(link.bandwidth, answer["bandwidth"])
+            link.latency = min(link.latency or answer["latency"], answer["latency"])
+
+
+def _at_once(peers: Mapping[str, Peer], pairs: Sequence[tuple[str, str]], do: Any) -> Any:
+    """Run `do(from, to)` for pairs with each host at most once as `from`; omit failed requests."""
+    if len({a for a, _ in pairs}) < len(pairs):
+        raise ValueError("a host can answer one question at a time")
+    to = dict(pairs)
+    found = together(
+        [peers[a].session for a in to],
+        lambda session: do(peers[session.name], peers[to[session.name]]),
+    )
+    return {(a, to[a]): answer for a, answer in found.items()}
+
+
+def _reach(own: Peer, other: Peer) -> LinkMeasurement:
+    groups = dict(other.ports)
+    # The kernel chose the stream port too.
+    groups[RANKS] = [*groups.get(RANKS, ()), other.stream]
+    ports = [port for group in groups.values() for port in group]
+    answer = own.session.ask("reach", _SECONDS, address=_address(own, other), ports=ports)
+    problems = {
+        name: {port: answer[str(port)] for port in group if answer[str(port)]}
+        for name, group in groups.items()
+    }
+    return LinkMeasurement({name: found for name, found in problems.items() if found})
+
+
+def _stream(own: Peer, other: Peer) -> dict[str, Any]:
+    address = _address(own, other)
+    mtu = own.facts["interfaces"].get(own.facts["chosen"], {}).get("mtu", 1500)
+    packet = own.session.ask("packet", _SECONDS, address=address, port=other.udp, mtu=mtu)
+    if packet == "vanishes":
+        return {"packet": packet}  # a stream would hang
+    question = {"address": address, "port": other.stream, "seconds": STREAM_SECONDS}
+    return {"packet": packet} | own.session.ask("stream", _SECONDS, **question)
+
+
+def _address(own: Peer, other: Peer) -> str:
+    """Address of the other host, as this host resolves it."""
+    return str(own.facts["addresses"].get(other.session.name) or other.session.name)
+
+
+def measure_again(peers: Mapping[str, Peer], links: Links, ends: Iterable[tuple[str, str]]) -> None:
+    """Measure the first directions again, one at a time, as a host may have been busy briefly.
+
+    At most _AGAIN directions are measured.
+    """
+    for direction in itertools.islice(ends, _AGAIN):
+        _measure(peers, [direction], links)
+
+
+def reach_interfaces(
+    peers: Mapping[str, Peer], ways: Mapping[tuple[str, str], str]
+) -> dict[tuple[str, str], str]:
+    """Failures of hosts to reach an interface of another host.
+
+    Args:
+        ways: (from, to) -> an interface of `to`; each host tries one.
+    """
+
+    def attempt(own: Peer, other: Peer) -> str:
+        name = ways[own.session.name, other.session.name]
+        address = other.facts["interfaces"][name]["addresses"][0]
+        question = {"address": address, "ports": [other.stream]}
+        return str(own.session.ask("reach", _SECONDS, **question)[str(other.stream)])
+
+    return {ends: how for ends, how in _at_once(peers, [*ways], attempt).items() if how}
+
 
 _SLOW = 0.5  # fraction of the median
 _FEW = 4  # up to this number, each direction has its own finding
@@ -19,7 +212,7 @@ _MOST_MBIT = 1000
 _LATE_S, _LATER_S, _LATER = 2e-3, 0.5e-3, 4.0
 
 
-def check_links(links: Links, peers: Mapping[str, Peer]) -> list[Finding]:
+def check_links(links: Links, peers: Mapping[str, Peer]) -> list[Diagnosis]:
     """Check ports, packets, speeds and latencies."""
     found = []
     for ends, link in links.items():
@@ -30,7 +223,7 @@ def check_links(links: Links, peers: Mapping[str, Peer]) -> list[Finding]:
 
 def _closed(
     ends: tuple[str, str], name: str, problems: Mapping[int, str], other: Peer, own: Peer
-) -> Finding:
+) -> Diagnosis:
     first, last = other.ranges[name]
     how = statistics.mode(problems.values())
     tried = len(other.ports.get(name, ())) + (name == RANKS)
@@ -43,7 +236,7 @@ def _closed(
     }
     if name == MPI:
         last = 65535
-    return Finding(
+    return Diagnosis(
         "ports",
         f"{ends[0]} -> {ends[1]}",
         f"tcp ports of {first}-{last} ({name}): {len(problems)} of {tried} tried "
@@ -69,7 +262,7 @@ def _opening(firewalls: Sequence[str], source: str, host: str) -> str:
     return f"{command}   # on {host}; nft list ruleset shows the rules"
 
 
-def _packets(links: Links, peers: Mapping[str, Peer]) -> list[Finding]:
+def _packets(links: Links, peers: Mapping[str, Peer]) -> list[Diagnosis]:
     found = []
     mtus = {name: _mtu(peer.facts) for name, peer in peers.items() if _mtu(peer.facts)}
     if len(set(mtus.values())) > 1:
@@ -78,7 +271,7 @@ def _packets(links: Links, peers: Mapping[str, Peer]) -> list[Finding]:
             if mtu != usual:
                 interface = peers[name].facts["chosen"]
                 found.append(
-                    Finding(
+                    Diagnosis(
                         "mtu",
                         name,
                         f"{interface} has an MTU of {mtu}, the other hosts {usual}",
@@ -93,7 +286,7 @@ def _packets(links: Links, peers: Mapping[str, Peer]) -> list[Finding]:
         if link.packet == "vanishes" and not named & {a, b}:
             interface = peers[a].facts["chosen"]
             found.append(
-                Finding(
+                Diagnosis(
                     "mtu",
                     f"{a} -> {b}",
                     f"a packet of {mtus.get(a, 1500)} bytes, the MTU of {interface} there, "
@@ -127,13 +320,13 @@ def slow(links: Links, peers: Mapping[str, Peer]) -> dict[tuple[str, str], float
     return found
 
 
-def _speeds(links: Links, peers: Mapping[str, Peer]) -> list[Finding]:
+def _speeds(links: Links, peers: Mapping[str, Peer]) -> list[Diagnosis]:
     expected = slow(links, peers)
     found = []
     for where, (a, b) in _places(sorted(expected, key=lambda ends: links[ends].bandwidth)).items():
         interface = peers[a].facts["chosen"]
         found.append(
-            Finding(
+            Diagnosis(
                 "bandwidth",
                 where,
                 f"{links[a, b].bandwidth * 8e-6:.0f} Mbit/s; {expected[a, b] * 8e-6:.0f} are "
@@ -171,11 +364,11 @@ def late(links: Links) -> dict[tuple[str, str], float]:
     }
 
 
-def _latencies(links: Links, peers: Mapping[str, Peer]) -> list[Finding]:
+def _latencies(links: Links, peers: Mapping[str, Peer]) -> list[Diagnosis]:
     usual = late(links)
     places = _places(sorted(usual, key=lambda ends: -links[ends].latency))
     return [
-        Finding(
+        Diagnosis(
             "latency",
             where,
             f"a byte takes {links[a, b].latency * 1e3:.1f} ms there and back; between hosts of one "
@@ -189,3 +382,125 @@ def _latencies(links: Links, peers: Mapping[str, Peer]) -> list[Finding]:
         )
         for where, (a, b) in places.items()
     ]
+
+
+# --- interfaces that libraries may choose to reach other hosts ---------------
+
+
+_INTERFACE_VARIABLES = (
+    "HOROVOD_GLOO_IFACE",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+    "OMPI_MCA_btl_tcp_if_include",
+    "OMPI_MCA_oob_tcp_if_include",
+)
+
+
+def check_interfaces(facts: Mapping[str, Facts]) -> list[Diagnosis]:
+    """Find interfaces that a library may choose but that lead to no other host."""
+    return [*_repeated(facts), *_missing(facts)]
+
+
+def _repeated(facts: Mapping[str, Facts]) -> list[Diagnosis]:
+    """Find an address that several hosts have, as Docker's bridge does: MPI sees one network."""
+    if os.environ.get("OMPI_MCA_btl_tcp_if_include"):  # noqa: SIM112
+        return []
+    holders: dict[tuple[str, str], list[str]] = {}
+    for host, theirs in facts.items():
+        for name, interface in theirs["interfaces"].items():
+            for address in interface["addresses"]:
+                holders.setdefault((name, address), []).append(host)
+    chosen = next((theirs["chosen"] for theirs in facts.values() if theirs["chosen"]), "eth0")
+    return [
+        Diagnosis(
+            "interfaces",
+            ", ".join(hosts),
+            f"{name} has the same address, {address}, on {len(hosts)} hosts",
+            "Open MPI uses every interface: ranks connect to their own host, and MPI hangs",
+            f"export OMPI_MCA_btl_tcp_if_include={chosen} OMPI_MCA_oob_tcp_if_include={chosen}",
+        )
+        for (name, address), hosts in holders.items()
+        if len(hosts) > 1
+    ]
+
+
+def _missing(facts: Mapping[str, Facts]) -> list[Diagnosis]:
+    found = []
+    for variable, (host, theirs) in itertools.product(_INTERFACE_VARIABLES, facts.items()):
+        value, there = os.environ.get(variable, ""), theirs["interfaces"]
+        if not value or _allows(value, there):
+            continue
+        leaves = "leaves" if value.startswith("^") else "names"
+        found.append(
+            Diagnosis(
+                "interfaces",
+                host,
+                f"{variable}={value} {leaves} no interface there; it has "
+                f"{', '.join(there) or 'none'}",
+                "ranks there do not start, or find no way to the others",
+                f"export {variable}={theirs['chosen'] or 'NAME'}   # or unset {variable}",
+            )
+        )
+    return found
+
+
+def _allows(value: str, names: Iterable[str]) -> bool:
+    """Whether a list of interfaces matches any interface of a host.
+
+    As in NCCL's documentation: a leading `^` excludes the following names, a leading `=` (or `^=`)
+    requires exact names; otherwise a word is a prefix. Networks, such as 10.0.0.0/8, always
+    match.
+    """
+    excludes = value.startswith("^")
+    exact = value.lstrip("^").startswith("=")
+    words = [word for word in value.lstrip("^=").split(",") if word]
+    if not words or (not excludes and any("/" in word for word in words)):
+        return True
+
+    def listed(name: str) -> bool:
+        return any(name == word if exact else name.startswith(word) for word in words)
+
+    return any(listed(name) != excludes for name in names)
+
+
+def nccl_begins_with(theirs: Facts) -> str:
+    """The interface that NCCL's ranks on a host with GPUs use to find each other.
+
+    The first whose name begins with `ib`, else the first that does not begin with `docker` (NCCL's
+    documentation of NCCL_SOCKET_IFNAME). "": the host has no GPU, or the variable is set.
+    """
+    if not theirs["gpus"] or os.environ.get("NCCL_SOCKET_IFNAME"):
+        return ""
+    names = [*theirs["interfaces"]]
+    ranked = [name for name in names if name.startswith("ib")]
+    ranked += [name for name in names if not name.startswith(("ib", "docker"))]
+    return next(iter(ranked), "")
+
+
+def nccl_ways(facts: Mapping[str, Facts], slots: Mapping[str, int]) -> dict[tuple[str, str], str]:
+    """Tests of NCCL's interfaces: (a host, the previous host) -> the previous host's interface.
+
+    Only hosts whose ranks use GPUs are tested: others need not be on that network. Interfaces that
+    already are the route to the other hosts are omitted.
+    """
+    names = {host: nccl_begins_with(facts[host]) for host in facts if slots.get(host)}
+    users = [host for host, name in names.items() if name]
+    after = dict(zip(users, [*users[1:], *users[:1]], strict=True))
+    return {
+        (after[host], host): names[host]
+        for host in users
+        if names[host] != facts[host]["chosen"] and after[host] != host
+    }
+
+
+def nccl_is_not_reached(host: str, theirs: Facts, from_host: str, how: str) -> Diagnosis:
+    name, chosen = nccl_begins_with(theirs), theirs["chosen"]
+    address = theirs["interfaces"][name]["addresses"][0]
+    return Diagnosis(
+        "interfaces",
+        host,
+        f"NCCL begins with {name} there, whose address, {address}, {from_host} does not reach "
+        f"({how}); the way between them is {chosen}",
+        "ranks on GPUs do not find each other, and the run hangs at its start",
+        f"export NCCL_SOCKET_IFNAME={chosen}",
+    )

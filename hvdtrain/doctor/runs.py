@@ -12,13 +12,119 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hvdtrain.doctor.causes import CAUSES
-from hvdtrain.doctor.finding import WARNING, Finding
+from hvdtrain.doctor.findings import ERROR, WARNING, Diagnosis
 from hvdtrain.errors import UserError
 from hvdtrain.report.figures import Figures, figures
 from hvdtrain.report.run import Run, read
 from hvdtrain.run_files.events_file import each_line
 from hvdtrain.untrusted import read_regular, real
+
+# --- log patterns and their meaning, causes before consequences --------------
+
+
+@dataclass(frozen=True)
+class LogPattern:
+    """Meaning of a log line.
+
+    Args:
+        pattern: regular expression for the line, case-insensitive.
+        mend: the key to change, or the command to run.
+    """
+
+    check: str
+    pattern: str
+    what: str
+    why: str
+    mend: str
+    severity: str = ERROR
+
+
+CAUSES = (
+    LogPattern(
+        "shared memory",
+        r"bus error|insufficient shared memory|shm_open.*No space",
+        "/dev/shm is full",
+        "data workers and ranks of one host pass tensors through it",
+        "mount -o remount,size=2g /dev/shm   # containers: --shm-size=2g; or fewer loader.workers",
+    ),
+    LogPattern(
+        "gpu memory",
+        r"CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
+        "the memory of a GPU is not enough",
+        "no step of this size fits",
+        "--memory.checkpoint_activations blocks, or --memory.offload_activations true, or a "
+        "smaller --batch.micro_size (the curve stays), or --memory.fit true",
+    ),
+    LogPattern(
+        "memory",
+        r"DefaultCPUAllocator|MemoryError|Cannot allocate memory|worker .*killed by signal: Killed",
+        "the memory of a host is not enough",
+        "the kernel or the allocator ends a rank",
+        "--memory.checkpoint_activations blocks, or a smaller --batch.micro_size (the curve "
+        "stays), or fewer loader.workers, or fewer slots on that host",
+    ),
+    LogPattern(
+        "gpu",
+        r"uncorrectable ECC|device-side assert|illegal memory access|CUDA error|has fallen off",
+        "a GPU failed",
+        "a fault of the board or of a kernel; the others lose this rank",
+        "hvdtrain doctor --hosts HOST:1   # ECC, clocks, PCIe; leave the host out of the list",
+    ),
+    LogPattern(
+        "nccl",
+        r"ncclUnhandled|NCCL error|nccl\w+ failed|unhandled (?:system|cuda) error|NCCL WARN",
+        "NCCL could not communicate",
+        "an interface, /dev/shm or a port between the ranks is not what it expects",
+        "hvdtrain doctor --hosts LIST; then NCCL_DEBUG=INFO, and NCCL_SOCKET_IFNAME names the "
+        "interface",
+    ),
+    LogPattern(
+        "disk",
+        r"No space left on device|Disk quota exceeded|Read-only file system|Errno (?:28|30|122)\b",
+        "the disk of the run could not be written",
+        "checkpoints, metrics and logs were lost or late",
+        "make room, or --run.root on another disk, or a smaller --checkpoint.keep",
+    ),
+    LogPattern(
+        "not finite",
+        r"gradient (?:is|was) not finite",
+        "the gradient was not finite",
+        "training diverged, or 16 bits overflowed: trying again ends in the same way",
+        "a lower --optim.lr, a longer --schedule.warmup_steps, --optim.clip_norm 1, or "
+        "--precision.name bf16 in place of fp16; then look at the data",
+    ),
+    LogPattern(
+        "replicas",
+        r"parameters or optimizer state .*differ",
+        "ranks no longer had the same parameters",
+        "memory or a processor of that host flips bits, or the task is not deterministic",
+        "leave the named host out; hvdtrain audit RUN",
+    ),
+    LogPattern(
+        "network",
+        r"rendezvous failed|cannot be reached|no route to host|connection (?:refused|timed out)"
+        r"|launcher does not answer",
+        "ranks could not reach each other, or their launcher",
+        "a port, a name or a link between the hosts",
+        "hvdtrain doctor --hosts LIST   # ports, names, MTU",
+    ),
+    LogPattern(
+        "owner",
+        r"was taken over by process",
+        "another process was started on this run",
+        "one process at a time writes a run",
+        "end one of the two; another --run.id for the other",
+    ),
+    LogPattern(
+        "rank lost",
+        r"lost the other ranks|HorovodInternalError|step \d+ failed",
+        "a rank was gone",
+        "the others cannot go on without it; it wrote no reason itself: it was killed, or its host "
+        "or link died",
+        "dmesg -T | grep -i -E 'killed process|xid|link'   # on the host whose log ends first",
+    ),
+)
+
 
 _LONGEST = 240  # maximum number of characters shown of a line
 _MUCH = 0.3  # share of the ranks' time
@@ -26,7 +132,7 @@ _LEVELS = ("warning", "error", "critical")
 
 
 @dataclass(frozen=True)
-class Line:
+class LogLine:
     """A line of a file in the run directory.
 
     Args:
@@ -38,7 +144,7 @@ class Line:
     time: float = 0.0
 
 
-def diagnose(folder: Path) -> tuple[list[Finding], str]:
+def diagnose(folder: Path) -> tuple[list[Diagnosis], str]:
     """Return the findings of a run, the most likely cause first, and a sentence on how it ended.
 
     All findings are warnings if the run finished or was asked to stop (exit code 0 or 75).
@@ -63,7 +169,7 @@ def diagnose(folder: Path) -> tuple[list[Finding], str]:
     return [*findings, *_slow(found)], f"how it ended: {found['state'] or 'not known'}"
 
 
-def _log_lines(folder: Path) -> Iterator[Line]:
+def _log_lines(folder: Path) -> Iterator[LogLine]:
     """Log lines of the ranks with level warning or above."""
     for path in sorted((folder / "logs").glob("rank_*.jsonl")):
         for number, line in enumerate(each_line(path), start=1):
@@ -74,10 +180,10 @@ def _log_lines(folder: Path) -> Iterator[Line]:
             last = trace[-1] if trace else ""
             message = str(line.get("message", ""))
             text = message if last in message or message in last else f"{message}: {last}"
-            yield Line(where, text, real(line.get("time")) or 0.0)
+            yield LogLine(where, text, real(line.get("time")) or 0.0)
 
 
-def _from_lines(lines: Iterable[Line]) -> list[Finding]:
+def _from_lines(lines: Iterable[LogLine]) -> list[Diagnosis]:
     """Return one finding per cause, with the first line that shows it."""
     lines, found = list(lines), []
     taken: set[str] = set()
@@ -87,7 +193,9 @@ def _from_lines(lines: Iterable[Line]) -> list[Finding]:
             continue
         taken.add(shown.where)
         what = f"{cause.what}: “{_short(shown.text)}”"
-        found.append(Finding(cause.check, shown.where, what, cause.why, cause.mend, cause.severity))
+        found.append(
+            Diagnosis(cause.check, shown.where, what, cause.why, cause.mend, cause.severity)
+        )
     return found
 
 
@@ -96,7 +204,7 @@ def _short(text: str) -> str:
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 
 
-def _hung(folder: Path) -> Iterator[Finding]:
+def _hung(folder: Path) -> Iterator[Diagnosis]:
     """Find ranks that their watchdog killed, with the position of the first of them."""
     for path in sorted((folder / "logs").glob("hang_*.txt")):
         lines = read_regular(path).decode("utf-8", "replace").splitlines()
@@ -105,7 +213,7 @@ def _hung(folder: Path) -> Iterator[Finding]:
                 continue
             where = next((text for text in lines[number:] if _is_frame(text)), "")
             at = f"; its stack: “{_short(where)}”" if where else ""
-            yield Finding(
+            yield Diagnosis(
                 "hang",
                 f"{path}:{number}",
                 f"“{_short(line)}”{at}",
@@ -120,7 +228,7 @@ def _is_frame(text: str) -> bool:
     return text.lstrip().startswith('File "') or re.match(r"\s+\w.* \(\S+:\d+\)$", text) is not None
 
 
-def _from_events(run: Run, known: set[str]) -> Iterator[Finding]:
+def _from_events(run: Run, known: set[str]) -> Iterator[Diagnosis]:
     """Find problems that events and metrics show, but no log line."""
     path = run.path / "events.jsonl"
     for number, event in enumerate(each_line(path) if path.exists() else (), start=1):
@@ -138,12 +246,12 @@ def _from_events(run: Run, known: set[str]) -> Iterator[Finding]:
         yield _of_event("not finite", f"{path} (the last line)", f"exit code 3 at step {ended[0]}")
 
 
-def _of_event(check: str, where: str, line: str) -> Finding:
+def _of_event(check: str, where: str, line: str) -> Diagnosis:
     cause = next(cause for cause in CAUSES if cause.check == check)
-    return Finding(check, where, f"{cause.what}: “{line}”", cause.why, cause.mend, cause.severity)
+    return Diagnosis(check, where, f"{cause.what}: “{line}”", cause.why, cause.mend, cause.severity)
 
 
-def _killed(run: Run, lines: list[Line]) -> Iterator[Finding]:
+def _killed(run: Run, lines: list[LogLine]) -> Iterator[Diagnosis]:
     """Find the reason for a run without a recorded end, assuming it was killed from outside.
 
     If memory only grew, the kernel is the likely cause.
@@ -153,7 +261,7 @@ def _killed(run: Run, lines: list[Line]) -> Iterator[Finding]:
     last = f"the last step on record is {int(run.steps['step'][-1])}"
     grown = _growth(run)
     if grown:
-        yield Finding(
+        yield Diagnosis(
             "memory",
             f"{run.path / 'ranks.jsonl'} (the last lines)",
             f"no end was recorded, and {grown}; {last}",
@@ -161,7 +269,7 @@ def _killed(run: Run, lines: list[Line]) -> Iterator[Finding]:
             "dmesg -T | grep -i 'killed process'; fewer loader.workers, or a task that keeps less",
         )
         return
-    yield Finding(
+    yield Diagnosis(
         "killed",
         str(run.path / "events.jsonl"),
         f"no end was recorded, and no rank logged why; {last}",
@@ -186,11 +294,11 @@ def _growth(run: Run) -> str:
     return ""
 
 
-def _unexplained(folder: Path, lines: list[Line], code: int) -> Finding:
+def _unexplained(folder: Path, lines: list[LogLine], code: int) -> Diagnosis:
     """Report the last logged error, if no cause is known."""
     errors = [line for line in lines if "Traceback" not in line.text]
-    shown = errors[-1] if errors else Line(str(folder / "logs"), "no warning and no error")
-    return Finding(
+    shown = errors[-1] if errors else LogLine(str(folder / "logs"), "no warning and no error")
+    return Diagnosis(
         "error",
         shown.where,
         f"it ended with exit code {code}: “{_short(shown.text)}”",
@@ -200,13 +308,13 @@ def _unexplained(folder: Path, lines: list[Line], code: int) -> Finding:
     )
 
 
-def _slow(found: Figures) -> Iterator[Finding]:
+def _slow(found: Figures) -> Iterator[Diagnosis]:
     """Find what slowed down a run, even if it finished."""
     where = f"{found['run']}/ranks.jsonl"
     shares = found["phase_shares"] or {}
     for straggler in found["stragglers"][:1]:
         phase = straggler["phase"]
-        yield Finding(
+        yield Diagnosis(
             "straggler",
             f"{found['run']}/events.jsonl",
             f"rank {straggler['rank']} on {straggler['host']} was slow for {straggler['steps']} "
@@ -217,7 +325,7 @@ def _slow(found: Figures) -> Iterator[Finding]:
             WARNING,
         )
     if shares.get("data", 0.0) > _MUCH:
-        yield Finding(
+        yield Diagnosis(
             "data-bound",
             where,
             f"{shares['data']:.0%} of the ranks' time went into waiting for data",
@@ -226,7 +334,7 @@ def _slow(found: Figures) -> Iterator[Finding]:
             WARNING,
         )
     if (exposed := found["exposed_share"] or 0.0) > _MUCH and not found["stragglers"]:
-        yield Finding(
+        yield Diagnosis(
             "communication-bound",
             where,
             f"{exposed:.0%} of the ranks' time went into waiting for the exchange of gradients",

@@ -52,7 +52,7 @@ class Login:
     said: list[str] = field(default_factory=list)
 
 
-class Session:
+class HostSession:
     """The agent of one host, running until `close`.
 
     Args:
@@ -169,7 +169,7 @@ class Session:
 
 
 @contextmanager
-def opened(own: str, others: Sequence[str]) -> Iterator[dict[str, Session]]:
+def opened(own: str, others: Sequence[str]) -> Iterator[dict[str, HostSession]]:
     """Open a session with each host, this one first; close all of them in any case.
 
     Raises:
@@ -178,11 +178,11 @@ def opened(own: str, others: Sequence[str]) -> Iterator[dict[str, Session]]:
     total = 1 + len(others)
     with ExitStack() as stack:
         # This host's agent reports the limit of ranks, so it starts before the limit is raised.
-        sessions = {own: stack.enter_context(closing(Session(own, here=True)))}
+        sessions = {own: stack.enter_context(closing(HostSession(own, here=True)))}
         stack.enter_context(_most_open_files())
         try:
             for name in others:
-                sessions[name] = stack.enter_context(closing(Session(name, here=False)))
+                sessions[name] = stack.enter_context(closing(HostSession(name, here=False)))
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
@@ -205,7 +205,7 @@ def _most_open_files() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def together(sessions: Iterable[Session], do: Callable[[Session], T]) -> dict[str, T]:
+def together(sessions: Iterable[HostSession], do: Callable[[HostSession], T]) -> dict[str, T]:
     """Call `do` for all hosts at once; hosts that stop responding are not in the result.
 
     Returns:
@@ -218,7 +218,7 @@ def together(sessions: Iterable[Session], do: Callable[[Session], T]) -> dict[st
     found: dict[str, T] = {}
     errors: list[Exception] = []
 
-    def one(session: Session) -> None:
+    def one(session: HostSession) -> None:
         try:
             found[session.name] = do(session)
         except SilentError:

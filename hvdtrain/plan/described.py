@@ -3,24 +3,95 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from hvdtrain import comm
 from hvdtrain.config import parse
-from hvdtrain.data.loader import to_device
+from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.engine.flops import META, count
 from hvdtrain.errors import UserError
 from hvdtrain.optim.precision import Precision
-from hvdtrain.plan.assumed import BACKWARD_SHARE, free_wires
-from hvdtrain.plan.forward import forward
-from hvdtrain.plan.job import Job, evenly_ready, require_micro_size
+from hvdtrain.plan.job import (
+    BACKWARD_SHARE,
+    JobProfile,
+    evenly_ready,
+    free_wires,
+    require_micro_size,
+)
 from hvdtrain.run.data import build_data
+from hvdtrain.tasks import Task
 from hvdtrain.tasks.batch import first_batch
+from hvdtrain.tasks.blocks import blocks_of
 from hvdtrain.telemetry.peaks import PEAKS, peak_flops
 
+# --- memory that a forward pass keeps ----------------------------------------
 
-def described_job(flags: Sequence[str], gpu: str, mfu: float) -> Job:
+
+@dataclass(frozen=True)
+class Kept:
+    """Memory of one micro-batch.
+
+    Args:
+        activation_bytes: activations saved for the backward pass, parameters not counted.
+        blocks: number of blocks of the model.
+        block_bytes: output of the first block; 0: there is no block, or its output is not a tensor.
+        outside_bytes: trained parameters that are in no block.
+    """
+
+    activation_bytes: float
+    blocks: int
+    block_bytes: float
+    outside_bytes: float
+
+
+def forward(task: Task, model: nn.Module, batch: Batch) -> tuple[Tensor, Kept]:
+    """Return the loss of a micro-batch, ready for backward, and the memory that it keeps."""
+    held: dict[int, int] = {}
+    given: list[int] = []
+    # A saved storage exists until the backward pass, so its number is unique. `_cdata` is private,
+    # but data_ptr() is 0 for every storage without memory (the meta device). If torch removes it,
+    # `hvdtrain plan` fails; tests/single/test_torch_private.py detects it.
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            held[storage._cdata] = storage.nbytes()
+        return tensor
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) else output
+        if isinstance(first, Tensor):
+            given.append(first.nbytes)
+
+    blocks = blocks_of(task, model)
+    hooks = [block.register_forward_hook(note) for block in blocks[:1]]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = task.loss(model, batch)["loss"]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    kept = Kept(
+        activation_bytes=float(sum(held.values())),
+        blocks=len(blocks),
+        block_bytes=float(given[0]) if given else 0.0,
+        outside_bytes=_outside_bytes(model, blocks),
+    )
+    return (loss[0] if isinstance(loss, tuple) else loss), kept
+
+
+def _outside_bytes(model: nn.Module, blocks: Sequence[nn.Module]) -> float:
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return float(sum(p.nbytes for p in trained if p not in inside))
+
+
+def described_job(flags: Sequence[str], gpu: str, mfu: float) -> JobProfile:
     """Describe a job with float32 parameters and AdamW's state; activations count as float32 too.
 
     Args:
@@ -53,7 +124,7 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> Job:
     for shapes in comm.OWN.micro_batches(iter([batch]), in_common=0):
         kept = forward(task, model, shapes)[1]
     parameters = [p for p in model.parameters() if p.requires_grad]
-    return Job(
+    return JobProfile(
         forward_seconds=seconds * (1 - BACKWARD_SHARE),
         backward_seconds=seconds * BACKWARD_SHARE,
         optimizer_seconds=0.0,

@@ -13,7 +13,7 @@ from hvdtrain.exchange.buckets import BUCKET_BYTES, SMALLEST_BUCKET_BYTES, gradi
 
 
 @dataclass(frozen=True)
-class Bucket:
+class GradientBucket:
     """Gradients that are sent together.
 
     Args:
@@ -46,7 +46,7 @@ class StrategyCost:
 
 
 @dataclass(frozen=True)
-class Job:
+class JobProfile:
     """Work of one rank.
 
     Args:
@@ -72,7 +72,7 @@ class Job:
     other_seconds: float
     micro_batches: int
     micro_size: int
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[GradientBucket, ...]
     costs: Mapping[str, StrategyCost] = field(default_factory=lambda: {"dense": StrategyCost()})
     element_bytes: int = 4
     optimizer_bytes: float = 0.0
@@ -118,7 +118,9 @@ def require_micro_size(batch: BatchConfig) -> None:
         )
 
 
-def buckets_of(parameters: Sequence[Tensor], ready: Mapping[Tensor, float]) -> tuple[Bucket, ...]:
+def buckets_of(
+    parameters: Sequence[Tensor], ready: Mapping[Tensor, float]
+) -> tuple[GradientBucket, ...]:
     """The buckets of a run with these parameters, in the model's order.
 
     Args:
@@ -128,11 +130,11 @@ def buckets_of(parameters: Sequence[Tensor], ready: Mapping[Tensor, float]) -> t
     for group in gradient_buckets(parameters):
         matrices = tuple((len(p), p.numel() // len(p)) for p in group if p.dim() >= 2)
         last = max(ready[p] for p in group)
-        found.append(Bucket(sum(p.numel() for p in group), min(1.0, last), matrices))
+        found.append(GradientBucket(sum(p.numel() for p in group), min(1.0, last), matrices))
     return tuple(found)
 
 
-def evenly_ready(parameters: Sequence[Tensor]) -> tuple[Bucket, ...]:
+def evenly_ready(parameters: Sequence[Tensor]) -> tuple[GradientBucket, ...]:
     """Like `buckets_of`, for gradients ready in reverse order, each in proportion to its size."""
     ready: dict[Tensor, float] = {}
     done, whole = 0, sum(p.numel() for p in parameters)
@@ -142,7 +144,7 @@ def evenly_ready(parameters: Sequence[Tensor]) -> tuple[Bucket, ...]:
     return buckets_of(parameters, ready)
 
 
-def even_buckets(elements: int, element_bytes: int = 4) -> tuple[Bucket, ...]:
+def even_buckets(elements: int, element_bytes: int = 4) -> tuple[GradientBucket, ...]:
     """Buckets of a model of which only the size is known.
 
     They are as large as the buckets of a run, and become ready one after the other, each in
@@ -150,10 +152,22 @@ def even_buckets(elements: int, element_bytes: int = 4) -> tuple[Bucket, ...]:
     """
     total = elements * element_bytes
     limit = min(BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, total // 4)) // element_bytes
-    found: list[Bucket] = []
+    found: list[GradientBucket] = []
     done = 0
     while done < elements:
         size = min(limit if found else max(1, limit // 8), elements - done)
         done += size
-        found.append(Bucket(size, done / elements))
+        found.append(GradientBucket(size, done / elements))
     return tuple(found)
+
+
+# --- assumptions in place of properties that were not measured ---------------
+
+
+# Share of a forward and a backward pass: two of three matrix products.
+BACKWARD_SHARE = 2 / 3
+
+
+def free_wires() -> dict[str, StrategyCost]:
+    """Costs of the exchanges that are nearly free: they convert each gradient once."""
+    return {name: StrategyCost() for name in ("dense", "float16", "bfloat16")}

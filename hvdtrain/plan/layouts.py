@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from hvdtrain.exchange.config import ExchangeConfig
-from hvdtrain.plan.cluster import Cluster
-from hvdtrain.plan.collectives import all_gather, all_reduce, reduce_scatter
-from hvdtrain.plan.job import Job
-from hvdtrain.plan.predict import predict
-from hvdtrain.plan.strategies import COMPRESSIONS, STRATEGIES
+from hvdtrain.plan.cluster import Cluster, all_gather, all_reduce, reduce_scatter
+from hvdtrain.plan.job import JobProfile
+from hvdtrain.plan.predict import COMPRESSIONS, STRATEGIES, predict
 
 _ALL_REDUCES_OF_A_BLOCK = 4  # two forward, two backward, along `tensor`
 # Full-size copies of the gradient in a compression: its sum, its residual, the received result.
@@ -24,7 +22,7 @@ _DEGREES = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
-class Layout:
+class ModelLayout:
     """Layout of a model on ranks.
 
     Args:
@@ -55,31 +53,31 @@ class Layout:
         return " ".join([*found, *(f"--exchange.{key} {value}" for key, value in keys)])
 
 
-def layouts(job: Job, cluster: Cluster, strategies: Iterable[str]) -> Iterator[Layout]:
+def layouts(job: JobProfile, cluster: Cluster, strategies: Iterable[str]) -> Iterator[ModelLayout]:
     """Layouts that the ranks and the job allow: one axis at a time, and `tensor` with `pipeline`.
 
     Args:
         strategies: for whole models; if ranks split something, the exchange is dense.
     """
     for strategy in strategies:
-        yield Layout(strategy=strategy)
+        yield ModelLayout(strategy=strategy)
     if cluster.ranks > 1:
-        yield Layout(zero_copies=1)
+        yield ModelLayout(zero_copies=1)
     if cluster.ranks > 2:
-        yield Layout(zero_copies=2)
+        yield ModelLayout(zero_copies=2)
     degrees = [d for d in _DEGREES if cluster.ranks % d == 0]
     if not job.blocks or not job.block_bytes:
         return
-    yield from (Layout(shard=d) for d in degrees)
+    yield from (ModelLayout(shard=d) for d in degrees)
     tensors = [1, *(d for d in degrees if cluster.ranks_per_host % d == 0)]
     for tensor in tensors:
         for pipeline in [1, *degrees]:
             fits = pipeline <= job.blocks and cluster.ranks % (tensor * pipeline) == 0
             if fits and tensor * pipeline > 1:
-                yield Layout(tensor=tensor, pipeline=pipeline)
+                yield ModelLayout(tensor=tensor, pipeline=pipeline)
 
 
-def memory(job: Job, layout: Layout, ranks: int) -> float:
+def memory(job: JobProfile, layout: ModelLayout, ranks: int) -> float:
     """Bytes on a rank: parameters, gradients, optimizer state, activations, copies.
 
     Activations are omitted if they are unknown.
@@ -95,7 +93,7 @@ def memory(job: Job, layout: Layout, ranks: int) -> float:
     return whole + held * job.optimizer_bytes + activations
 
 
-def _whole_beside_shards(job: Job) -> float:
+def _whole_beside_shards(job: JobProfile) -> float:
     """Peak bytes of whole parameters in the backward pass.
 
     The computing block, its gradient and the block that FSDP2 gathers meanwhile; in addition the
@@ -110,7 +108,9 @@ def bubble(micro_batches: int, stages: int) -> float:
     return (stages - 1) / (micro_batches + stages - 1)
 
 
-def step_seconds(job: Job, cluster: Cluster, layout: Layout, config: ExchangeConfig) -> float:
+def step_seconds(
+    job: JobProfile, cluster: Cluster, layout: ModelLayout, config: ExchangeConfig
+) -> float:
     """Step time of a layout in seconds."""
     if layout.replica == 1:
         return _whole(job, cluster, layout, config)
@@ -139,7 +139,7 @@ def step_seconds(job: Job, cluster: Cluster, layout: Layout, config: ExchangeCon
     return own + _between_replicas(job, cluster, layout)
 
 
-def _whole(job: Job, cluster: Cluster, layout: Layout, config: ExchangeConfig) -> float:
+def _whole(job: JobProfile, cluster: Cluster, layout: ModelLayout, config: ExchangeConfig) -> float:
     step = predict(job, cluster, layout.strategy, config).step_seconds
     if not layout.zero_copies:
         return step
@@ -148,7 +148,7 @@ def _whole(job: Job, cluster: Cluster, layout: Layout, config: ExchangeConfig) -
     return step - (1 - held) * job.optimizer_seconds + gathered
 
 
-def _between_replicas(job: Job, cluster: Cluster, layout: Layout) -> float:
+def _between_replicas(job: JobProfile, cluster: Cluster, layout: ModelLayout) -> float:
     """Time after the last backward pass to sum all shards of the model at once over one link."""
     replicas = cluster.ranks // layout.replica
     if replicas == 1:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from hvdtrain.bench.processes import QUIET, launch, measure, on_threads
-from hvdtrain.plan.job import Bucket, Job, StrategyCost
+from hvdtrain.plan.job import GradientBucket, JobProfile, StrategyCost
 
 _SMALL, _LARGE = 1 << 10, 8 << 20  # bytes of an all-reduce
 _WORKER = (sys.executable, "-m", "hvdtrain.bench.allreduce_worker")
@@ -23,7 +23,7 @@ _SECONDS = ("forward_seconds", "backward_seconds", "optimizer_seconds", "other_s
 
 
 @dataclass(frozen=True)
-class Costs:
+class CollectiveCosts:
     """Costs of collectives on a network without cost; see Cluster.
 
     Args:
@@ -37,7 +37,7 @@ class Costs:
     beside_seconds: float
 
 
-def measure_job(flags: Sequence[str], at_once: int = 1) -> Job:
+def measure_job(flags: Sequence[str], at_once: int = 1) -> JobProfile:
     """Measure a job in processes that train at the same time and exchange nothing.
 
     Args:
@@ -55,7 +55,7 @@ def measure_job(flags: Sequence[str], at_once: int = 1) -> Job:
     return mean_of([job_from(one["measured"]) for one in found])
 
 
-def mean_of(jobs: Sequence[Job]) -> Job:
+def mean_of(jobs: Sequence[JobProfile]) -> JobProfile:
     """Mean of several processes' measurements of one job."""
     first = jobs[0]
     seconds: dict[str, Any] = {name: fmean(getattr(job, name) for job in jobs) for name in _SECONDS}
@@ -71,7 +71,7 @@ def mean_of(jobs: Sequence[Job]) -> Job:
     return replace(first, **(seconds | {"costs": costs, "buckets": buckets}))
 
 
-def measure_costs(launcher: str = "gloo") -> Costs:
+def measure_costs(launcher: str = "gloo") -> CollectiveCosts:
     """Measure two ranks of this host.
 
     Raises:
@@ -83,7 +83,9 @@ def measure_costs(launcher: str = "gloo") -> Costs:
     return costs_from(idle, computing, ranks=2)
 
 
-def costs_from(idle: Mapping[str, float], computing: Mapping[str, float], ranks: int) -> Costs:
+def costs_from(
+    idle: Mapping[str, float], computing: Mapping[str, float], ranks: int
+) -> CollectiveCosts:
     """Compute costs from all-reduce times of `ranks` ranks on an unlimited network.
 
     Args:
@@ -92,23 +94,23 @@ def costs_from(idle: Mapping[str, float], computing: Mapping[str, float], ranks:
     seconds = {int(size): value for size, value in idle.items()}
     small, large = min(seconds), max(seconds)
     grown = max(0.0, seconds[large] - seconds[small])
-    return Costs(
+    return CollectiveCosts(
         launch_seconds=seconds[small],
         busy_seconds_per_byte=grown / (large - small) / (2 * (ranks - 1) / ranks),
         beside_seconds=max(0.0, computing[str(small)] - seconds[small]),
     )
 
 
-def job_from(content: dict[str, Any]) -> Job:
+def job_from(content: dict[str, Any]) -> JobProfile:
     """Read a job from its JSON, as made by dataclasses.asdict."""
-    known = {field.name for field in fields(Job)}
+    known = {field.name for field in fields(JobProfile)}
     given = {name: value for name, value in content.items() if name in known}
     given["buckets"] = tuple(_bucket(bucket) for bucket in content["buckets"])
     given["costs"] = {name: StrategyCost(**cost) for name, cost in content["costs"].items()}
-    return Job(**given)
+    return JobProfile(**given)
 
 
-def _bucket(content: dict[str, Any]) -> Bucket:
+def _bucket(content: dict[str, Any]) -> GradientBucket:
     shapes = content["matrices"]
     matrices = None if shapes is None else tuple((int(r), int(c)) for r, c in shapes)
-    return Bucket(content["elements"], content["ready"], matrices)
+    return GradientBucket(content["elements"], content["ready"], matrices)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from matplotlib.ticker import PercentFormatter
 from rich.console import Console
 from rich.table import Table
 
-from hvdtrain.plan.outlook import Outlook, Placed
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.buckets import BUCKET_BYTES
+from hvdtrain.plan.result import Placed, PlanResult
+from hvdtrain.plan.sources import MeasuredLink
 from hvdtrain.report import units
+from hvdtrain.report.draw import BLUE, GREEN, GREY, ORANGE, PURPLE, canvas, legend
 
 _MOST_LAYOUTS = 12
 
 
-def show(outlook: Outlook, console: Console) -> None:
+def show(plan: PlanResult, console: Console) -> None:
     """Print tables, the recommendation, and what is unknown."""
-    console.print(_scaling(outlook))
-    console.print(_layouts(outlook))
-    saving = outlook.saving
+    console.print(_scaling(plan))
+    console.print(_layouts(plan))
+    saving = plan.saving
     if saving is not None:
         console.print(
             f"Checkpoints every {saving.interval_seconds:.0f} s: --checkpoint.every "
@@ -23,13 +28,13 @@ def show(outlook: Outlook, console: Console) -> None:
             f"{saving.elastic:.1%} elastic",
             highlight=False,
         )
-    console.print(_recommended(outlook), highlight=False, soft_wrap=True)
+    console.print(_recommended(plan), highlight=False, soft_wrap=True)
     console.print("Not known:", highlight=False)
-    for sentence in outlook.unknown:
+    for sentence in plan.unknown:
         console.print(f"- {sentence}", highlight=False, soft_wrap=True)
 
 
-def _scaling(outlook: Outlook) -> Table:
+def _scaling(plan: PlanResult) -> Table:
     table = Table(title="On hosts with whole models", title_justify="left")
     for name in ("hosts", "ranks"):
         table.add_column(name, justify="right")
@@ -37,7 +42,7 @@ def _scaling(outlook: Outlook) -> Table:
     for name in ("ms a step", "samples/s", "efficiency", "exposed ms", "sent"):
         table.add_column(name, justify="right")
     table.add_column("limit")
-    for hosts, found in outlook.scaling:
+    for hosts, found in plan.scaling:
         table.add_row(
             str(hosts),
             str(found.ranks),
@@ -52,11 +57,11 @@ def _scaling(outlook: Outlook) -> Table:
     return table
 
 
-def _layouts(outlook: Outlook) -> Table:
-    shown = outlook.placed[:_MOST_LAYOUTS]
-    if outlook.best is not None and outlook.best not in shown:
-        shown = [*shown, outlook.best]
-    title = f"Layouts on {outlook.cluster.ranks} ranks, the fastest first"
+def _layouts(plan: PlanResult) -> Table:
+    shown = plan.placed[:_MOST_LAYOUTS]
+    if plan.best is not None and plan.best not in shown:
+        shown = [*shown, plan.best]
+    title = f"Layouts on {plan.cluster.ranks} ranks, the fastest first"
     table = Table(title=title, title_justify="left")
     table.add_column("flags", overflow="fold")
     for name in ("a rank's memory", "fits", "ms a step", "price of 1M samples"):
@@ -66,16 +71,16 @@ def _layouts(outlook: Outlook) -> Table:
         price = "?" if one.price is None else f"{one.price:.4g}"
         needed, step = units.size(one.memory_bytes), f"{one.step_seconds * 1e3:.4g}"
         table.add_row(one.layout.flags or "(defaults)", needed, fits, step, price)
-    left = len(outlook.placed) - len(shown)
+    left = len(plan.placed) - len(shown)
     if left > 0:
         table.caption = f"and {left} slower ones (--format json)"
     return table
 
 
-def _recommended(outlook: Outlook) -> str:
-    best = outlook.best
+def _recommended(plan: PlanResult) -> str:
+    best = plan.best
     if best is None:
-        least = min(outlook.placed, key=lambda one: one.memory_bytes)
+        least = min(plan.placed, key=lambda one: one.memory_bytes)
         return (
             f"No layout fits; the smallest takes {units.size(least.memory_bytes)} a rank "
             f"({least.layout.flags or 'defaults'}): more ranks, a smaller batch.micro_size, or "
@@ -84,11 +89,110 @@ def _recommended(outlook: Outlook) -> str:
     known = {"memory": best.fits, "price": best.price}
     unknown = [name for name, value in known.items() if value is None]
     head = "Recommended, " + " and ".join(unknown) + " unknown" if unknown else "Cheapest that fits"
-    return f"{head}:\n  {command(outlook, best)}"
+    return f"{head}:\n  {command(plan, best)}"
 
 
-def command(outlook: Outlook, placed: Placed) -> str:
+def command(plan: PlanResult, placed: Placed) -> str:
     """Command with the flags of a layout, to be appended to a launcher command."""
-    every = "" if outlook.saving is None else f"--checkpoint.every {outlook.saving.interval_steps}"
+    every = "" if plan.saving is None else f"--checkpoint.every {plan.saving.interval_steps}"
     words = ["python -m hvdtrain.train", placed.layout.flags, every]
     return " ".join(word for word in words if word)
+
+
+# --- plot of the efficiency --------------------------------------------------
+
+
+_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
+_MARKS = {"compute": "o", "bandwidth": "s", "latency": "^", "uneven": "D"}
+
+
+def plan_svg(plan: PlanResult) -> str:
+    """Return a standalone SVG: a line per exchange, with marks for the limiting resource."""
+    with canvas(3.5, above=0.7) as (axes, svg):
+        for strategy, colour in zip(plan.terms.strategies, _COLOURS, strict=False):
+            found = [one for _, one in plan.scaling if one.strategy == strategy]
+            ranks = [one.ranks for one in found]
+            axes.plot(ranks, [one.efficiency for one in found], color=colour, label=strategy)
+            for one in found:
+                mark = _MARKS[one.limit]
+                axes.plot([one.ranks], [one.efficiency], mark, color=colour, markersize=5)
+        for limit, mark in _MARKS.items():
+            if any(one.limit == limit for _, one in plan.scaling):
+                axes.plot([], [], mark, color=GREY, label=f"limited by {limit}", linestyle="none")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xticks(sorted({one.ranks for _, one in plan.scaling}))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.set_ylim(0, 1.05)
+        axes.set_xlabel("ranks")
+        axes.set_ylabel("efficiency")
+        legend(axes, 4)
+    return svg[0]
+
+
+# --- settings of a cluster from its all-reduces ------------------------------
+
+
+_HIERARCHICAL = ", hierarchical"
+_OWN = "Horovod, "
+_WORTH = 1.05  # minimum gain for which a setting is changed
+_LAUNCHERS = {"Gloo": "horovodrun --gloo", "MPI": "mpirun", "NCCL": "horovodrun or mpirun, NCCL"}
+_WIRES = ("float16", "bfloat16")
+
+
+def tune(link: MeasuredLink, plan: PlanResult | None) -> str:
+    """Return YAML for `--config`, with the gain of each setting.
+
+    Args:
+        link: the measured link.
+        plan: plan of a job on this cluster, to choose the wire format; None: there is none.
+
+    Raises:
+        UserError: no side of the measurement is Horovod.
+    """
+    at = _size_of_buckets(link)
+    seconds = {name: by[at] for name, by in link.sides.items() if name.startswith(_OWN)}
+    if not seconds:
+        raise UserError("--tune: `hvdtrain bench allreduce` has measured no side of Horovod")
+    best = min(seconds, key=lambda name: seconds[name])
+    library = best.removeprefix(_OWN).removesuffix(_HIERARCHICAL)
+    flat, deep = _OWN + library, _OWN + library + _HIERARCHICAL
+    lines = [
+        f"# From `hvdtrain bench allreduce` with {link.ranks} ranks: an all-reduce of {at} bytes,",
+        f"# about a bucket of gradients, takes {_list(seconds)}.",
+        f"# Start it with {_LAUNCHERS.get(library, library)}.",
+        "exchange:",
+    ]
+    if deep in seconds:
+        gain = seconds[flat] / seconds[deep]
+        on = gain > _WORTH
+        lines.append(f"  hierarchical: {str(on).lower()}  # {gain:.2f} x as fast with it")
+    else:
+        lines.append("  hierarchical: auto  # not measured: it takes several ranks on each host")
+    lines.append(f"  wire: {_wire(plan)}")
+    return "\n".join(lines) + "\n"
+
+
+def _size_of_buckets(link: MeasuredLink) -> int:
+    """The measured size closest to a bucket's size."""
+    sizes = set.intersection(*(set(by_size) for by_size in link.sides.values()))
+    return min(sizes, key=lambda size: abs(size - BUCKET_BYTES))
+
+
+def _list(seconds: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value * 1e3:.3g} ms" for name, value in seconds.items())
+
+
+def _wire(plan: PlanResult | None) -> str:
+    if plan is None:
+        return "float32  # no job was given (--measure, --from RUN)"
+    whole = [found for hosts, found in plan.scaling if hosts == plan.cluster.hosts]
+    seconds = {found.strategy: found.step_seconds for found in whole}
+    wires = {name: seconds[name] for name in _WIRES if name in seconds}
+    if "dense" not in seconds or not wires:
+        return "float32  # no other wire was planned"
+    name = min(wires, key=lambda wire: wires[wire])
+    gain = seconds["dense"] / wires[name]
+    if gain < _WORTH:
+        return f"float32  # a step would be {gain:.2f} x as fast with {name} (predicted)"
+    return f"{name}  # a step {gain:.2f} x as fast as with float32 (predicted)"

@@ -11,10 +11,8 @@ from typing import Any
 
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
-from hvdtrain.plan.assumed import BACKWARD_SHARE, free_wires
-from hvdtrain.plan.cluster import Cluster
-from hvdtrain.plan.collectives import all_reduce
-from hvdtrain.plan.job import Job, even_buckets, evenly_ready
+from hvdtrain.plan.cluster import Cluster, all_reduce
+from hvdtrain.plan.job import BACKWARD_SHARE, JobProfile, even_buckets, evenly_ready, free_wires
 from hvdtrain.plan.measure import job_from
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.untrusted import parse_json, read_regular
@@ -67,7 +65,7 @@ class Found:
         unknown: sentences on what was assumed.
     """
 
-    job: Job | None = None
+    job: JobProfile | None = None
     link: MeasuredLink | None = None
     save_seconds: float | None = None
     unknown: Sequence[str] = field(default_factory=tuple)
@@ -135,7 +133,7 @@ def _of_exchange(content: dict[str, Any]) -> Found:
     rows = {row["side"]: row for row in content["rows"]}
     seconds, ranks = rows["no exchange"]["step_seconds"], int(content["ranks"])
     sent = next(rows[name]["sent_bytes"] for name in ("dense", "local_sgd") if name in rows)
-    job = Job(
+    job = JobProfile(
         forward_seconds=seconds * (1 - BACKWARD_SHARE),
         backward_seconds=seconds * BACKWARD_SHARE,
         optimizer_seconds=0.0,
@@ -181,7 +179,7 @@ def _of_run(path: Path) -> Found:
     model = task.model()
     parameters = [p for p in model.parameters() if p.requires_grad]
     alone = world == 1
-    job = Job(
+    job = JobProfile(
         forward_seconds=(seconds["data"] + seconds["forward"]) / passes,
         backward_seconds=seconds["backward"] / passes,
         optimizer_seconds=seconds["optimizer"],

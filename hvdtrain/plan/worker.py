@@ -1,6 +1,6 @@
 """One measured process of `hvdtrain plan --measure`: `python -m hvdtrain.plan.worker --key value`.
 
-It prints one JSON line, the Job; see measure.py.
+It prints one JSON line, the JobProfile; see measure.py.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from hvdtrain.config import Settings, parse
 from hvdtrain.data.loader import to_device
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.wire import WIRES
-from hvdtrain.plan.forward import Kept, forward
-from hvdtrain.plan.job import Job, StrategyCost, buckets_of, require_micro_size
-from hvdtrain.plan.strategies import STRATEGIES
+from hvdtrain.plan.described import Kept, forward
+from hvdtrain.plan.job import JobProfile, StrategyCost, buckets_of, require_micro_size
+from hvdtrain.plan.predict import STRATEGIES
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.init import initialise
@@ -54,7 +54,7 @@ def main(flags: Sequence[str]) -> int:
     return 0
 
 
-def measured(flags: Sequence[str], topology: Topology) -> Job:
+def measured(flags: Sequence[str], topology: Topology) -> JobProfile:
     """Measure a job in this process alone, with one micro-batch per step.
 
     Raises:
@@ -87,7 +87,7 @@ def measured(flags: Sequence[str], topology: Topology) -> Job:
             for phases_of in (("forward", "backward"), ("comm_exposed", "other"))
         )
         costs[name] = StrategyCost(max(0.0, before), max(0.0, after))
-    return Job(
+    return JobProfile(
         forward_seconds=dense["data"] + dense["forward"],
         backward_seconds=dense["backward"],
         optimizer_seconds=dense["optimizer"],
@@ -122,7 +122,7 @@ def _phases(app: AppLoop) -> dict[str, float]:
 
 @dataclass
 class _Looked:
-    """Measurements of a model in single passes; see Job.
+    """Measurements of a model in single passes; see JobProfile.
 
     Args:
         parameters: trained parameters, in the model's order.

@@ -17,13 +17,12 @@ import pytest
 from rich.console import Console
 
 from hvdtrain import cli
-from hvdtrain.doctor import collectives, here, host_facts, host_files, hosts, speed
+from hvdtrain.doctor import collectives, host_checks, host_facts, hosts
 from hvdtrain.doctor.collectives import Sum
-from hvdtrain.doctor.finding import WARNING, Finding
-from hvdtrain.doctor.here import Need
-from hvdtrain.doctor.pairs import rounds
-from hvdtrain.doctor.report import show
-from hvdtrain.doctor.session import Session, together
+from hvdtrain.doctor.findings import WARNING, Diagnosis, show
+from hvdtrain.doctor.host_checks import Need
+from hvdtrain.doctor.network import rounds
+from hvdtrain.doctor.session import HostSession, together
 from hvdtrain.launch.hostfile import parse_hosts
 
 LIBRARIES = {"built": {"mpi": True, "gloo": True}, "cuda": None, "gpus": 0, "warning": ""}
@@ -46,8 +45,8 @@ def facts() -> dict[str, Any]:
     return found | plenty | {"libraries": LIBRARIES, "disk": disk, "open_files": [65536, 65536]}
 
 
-def _found(facts: dict[str, Any], slots: int = 2, **changed: Any) -> list[Finding]:
-    return here.check_host("node1", facts | changed, Need(slots, slots, "/runs"))
+def _found(facts: dict[str, Any], slots: int = 2, **changed: Any) -> list[Diagnosis]:
+    return host_checks.check_host("node1", facts | changed, Need(slots, slots, "/runs"))
 
 
 def test_healthy_host_has_no_findings(facts: dict[str, Any]) -> None:
@@ -104,15 +103,15 @@ def test_file_system_without_locks_is_detected(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    assert host_files.folder(str(tmp_path / "new" / "runs"))["locks"]
+    assert host_facts.directory(str(tmp_path / "new" / "runs"))["locks"]
     monkeypatch.setattr(fcntl, "flock", refuse)
-    found = host_files.folder(str(tmp_path / "new" / "runs"))
+    found = host_facts.directory(str(tmp_path / "new" / "runs"))
     assert not found["locks"] and not found["failed"]
     assert list(tmp_path.iterdir()) == []  # it leaves nothing behind
 
 
 def test_host_that_falls_silent_is_reported() -> None:
-    session = Session("node2", here=True)
+    session = HostSession("node2", here=True)
     try:
         assert session.start() and abs(session.ask("clock", 20) - time.time()) < 20
         assert list(hosts.check_answers("node2", session.failures)) == []
@@ -126,7 +125,7 @@ def test_host_that_falls_silent_is_reported() -> None:
 
 
 def test_internal_error_of_the_doctor_propagates() -> None:
-    session = Session("node2", here=True)
+    session = HostSession("node2", here=True)
     try:
         with pytest.raises(ZeroDivisionError):
             together([session], lambda one: 1 / 0)
@@ -149,9 +148,9 @@ def test_every_pair_meets_once_and_no_host_is_in_two_pairs_at_a_time(count: int)
 def test_slow_gpu_and_memory_are_compared_with_the_median_host() -> None:
     healthy = {"processor": 1e11, "memory": 2e10, "gpu 0": 7e14}
     speeds = {f"node{n}": dict(healthy) for n in range(4)}
-    assert speed.check(speeds) == []
+    assert hosts.check_speeds(speeds) == []
     speeds["node3"] |= {"gpu 0": 3e14, "memory": 1e10}
-    found = speed.check(speeds)
+    found = hosts.check_speeds(speeds)
     assert [one.where for one in found] == ["node3", "node3"]
     assert "gpu 0: 300 TFLOP/s, 43% of the median host" in found[0].what
     assert "memory: 10 GB/s, 50%" in found[1].what
@@ -182,7 +181,7 @@ def test_all_reduce_plan_selects_the_expected_ranks(
 
 def test_remedy_can_be_copied_from_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     mend = "printf 'x' && " + "true && " * 30 + "[red]true"
-    finding = Finding("ports", "a -> b", "closed", "it hangs", mend)
+    finding = Diagnosis("ports", "a -> b", "closed", "it hangs", mend)
     show([finding], ["a note"], Console(width=60, color_system=None))
     shown = capsys.readouterr().out
     assert mend in shown and "1 error, 0 warnings" in shown and "it hangs" in shown
@@ -213,7 +212,7 @@ def test_only_errors_exit_with_1(
 ) -> None:
     from hvdtrain.doctor import examine
 
-    found = [Finding("disk", "a", "full", "why", "mend", severity)] if severity else []
+    found = [Diagnosis("disk", "a", "full", "why", "mend", severity)] if severity else []
     monkeypatch.setattr(examine, "examine", lambda request: examine.Examination(found))
     assert cli.main(["doctor", "--format", "json"]) == code
     content = json.loads(capsys.readouterr().out)

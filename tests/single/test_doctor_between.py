@@ -14,18 +14,17 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.doctor import host_files, host_links, session, shared_folder
-from hvdtrain.doctor.examine import Examination, Request, examine, examine_links
-from hvdtrain.doctor.here import Facts
-from hvdtrain.doctor.interfaces import check_interfaces
-from hvdtrain.doctor.pairs import RANKS
-from hvdtrain.doctor.report import notes
-from hvdtrain.doctor.session import Session, SilentError
+from hvdtrain.doctor import host_facts, host_links, hosts, session
+from hvdtrain.doctor.examine import Request, examine, examine_links
+from hvdtrain.doctor.findings import Examination, notes
+from hvdtrain.doctor.host_checks import Facts
+from hvdtrain.doctor.network import RANKS, check_interfaces
+from hvdtrain.doctor.session import HostSession, SilentError
 from hvdtrain.errors import UserError
 from hvdtrain.launch.hostfile import parse_hosts
 
 
-class Agent(Session):
+class Agent(HostSession):
     """A host that answers as told.
 
     Args:
@@ -59,15 +58,15 @@ def nobody() -> Iterator[Path]:
 
 
 def test_unsearchable_parent_directory_is_reported(nobody: Path) -> None:
-    assert host_files.folder(str(nobody / "runs"))["failed"] == "Permission denied"
-    assert host_files.attempt(str(nobody / "runs" / "lock")) == "absent"
+    assert host_facts.directory(str(nobody / "runs"))["failed"] == "Permission denied"
+    assert host_facts.attempt_lock(str(nobody / "runs" / "lock")) == "absent"
 
 
 def test_directory_that_cannot_be_created_does_not_abort_the_doctor(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     root = str(tmp_path / "file" / "runs")
-    assert host_files.folder(root)["failed"] == "Not a directory"  # that is the finding
-    assert shared_folder.check_locks([Agent("node1", {})], root) == []
+    assert host_facts.directory(root)["failed"] == "Not a directory"  # that is the finding
+    assert hosts.check_locks([Agent("node1", {})], root) == []
 
 
 def test_directory_that_cannot_be_removed_does_not_abort_the_doctor(tmp_path: Path) -> None:
@@ -76,11 +75,9 @@ def test_directory_that_cannot_be_removed_does_not_abort_the_doctor(tmp_path: Pa
         return True
 
     first, second = Agent("node1", {"hold": hold}), Agent("node2", {"attempt": "taken"})
-    (finding,) = shared_folder.check_locks([first, second], str(tmp_path / "new" / "runs"))
+    (finding,) = hosts.check_locks([first, second], str(tmp_path / "new" / "runs"))
     assert (finding.check, finding.where) == ("locks", "node2")
-    found = shared_folder.check_locks(
-        [Agent("node1", {"hold": True}), second], str(tmp_path / "a/b")
-    )
+    found = hosts.check_locks([Agent("node1", {"hold": True}), second], str(tmp_path / "a/b"))
     assert len(found) == 1 and not (tmp_path / "a").exists()  # what it made itself
 
 
@@ -242,7 +239,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
     """
     states: dict[Any, Any] = {}
 
-    class Opened(Session):
+    class Opened(HostSession):
         def __init__(self, name: str, here: bool) -> None:
             if name == "203.0.113.3":
                 raise OSError(errno.EMFILE, "Too many open files")
@@ -253,7 +250,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
             states[self.name, "closed"] = True
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    monkeypatch.setattr(session, "Session", Opened)
+    monkeypatch.setattr(session, "HostSession", Opened)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
     yield states
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

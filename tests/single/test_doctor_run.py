@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvdtrain import cli, log
-from hvdtrain.doctor.finding import Finding
+from hvdtrain.doctor.findings import Diagnosis
 from hvdtrain.doctor.runs import diagnose
 from tests.support import runs
 from tests.support.job import poll
@@ -23,7 +23,7 @@ def _start(root: Path, task: str, *flags: str, env: dict[str, str] | None = None
     return runs.start(root / "output", [*arguments, "--run.root", str(root), *flags], env=env)
 
 
-def _check(finding: Finding, check: str, says: str, mend: str) -> None:
+def _check(finding: Diagnosis, check: str, says: str, mend: str) -> None:
     """Also that the line it names shows it."""
     assert finding.check == check and says in finding.what and mend in finding.mend, finding
     path, _, rest = finding.where.partition(":")

@@ -18,15 +18,13 @@ from safetensors.torch import load_file
 
 from hvdtrain.cli import main
 from hvdtrain.exchange.config import ExchangeConfig
-from hvdtrain.plan import collectives
+from hvdtrain.plan import cluster
 from hvdtrain.plan.cluster import Cluster, Link, parse_bandwidth, parse_seconds
-from hvdtrain.plan.goodput import Failures, daly, goodput, young
-from hvdtrain.plan.job import Bucket, Job, StrategyCost, buckets_of, even_buckets
-from hvdtrain.plan.layouts import Layout, bubble, layouts, memory, step_seconds
+from hvdtrain.plan.job import GradientBucket, JobProfile, StrategyCost, buckets_of, even_buckets
+from hvdtrain.plan.layouts import ModelLayout, bubble, layouts, memory, step_seconds
 from hvdtrain.plan.measure import costs_from, job_from, mean_of
-from hvdtrain.plan.overlap import Transfer, overlap
-from hvdtrain.plan.predict import predict
-from hvdtrain.plan.strategies import STRATEGIES, sent
+from hvdtrain.plan.predict import STRATEGIES, BucketTransfer, overlap, predict, sent
+from hvdtrain.plan.result import FailureModel, daly, goodput, young
 from tests.soak.published import row, systems
 from tests.support.runs import train
 
@@ -47,13 +45,13 @@ clusters = st.builds(
     st.floats(0, 1e-9),
 )
 buckets = st.lists(
-    st.builds(Bucket, st.integers(64 * 64, 10**8), st.floats(0, 1), st.just(((64, 64),))),
+    st.builds(GradientBucket, st.integers(64 * 64, 10**8), st.floats(0, 1), st.just(((64, 64),))),
     min_size=1,
     max_size=5,
 )
 COSTS = {name: StrategyCost() for name in STRATEGIES}
 jobs = st.builds(
-    Job,
+    JobProfile,
     *[st.floats(1e-4, 10)] * 4,
     st.integers(1, 512),
     st.integers(1, 16),
@@ -61,7 +59,7 @@ jobs = st.builds(
     st.just(COSTS),
 )
 WHOLE = {name: StrategyCost() for name in ("dense", "float16", "bfloat16", "topk")}
-A_JOB = Job(0.1, 0.2, 0.01, 0.0, 8, 4, even_buckets(10_000_000), WHOLE, optimizer_bytes=8e7)
+A_JOB = JobProfile(0.1, 0.2, 0.01, 0.0, 8, 4, even_buckets(10_000_000), WHOLE, optimizer_bytes=8e7)
 
 
 def _two(hosts: int = 2, ranks: int = 1, gbit: float = 1.0) -> Cluster:
@@ -72,14 +70,14 @@ def _two(hosts: int = 2, ranks: int = 1, gbit: float = 1.0) -> Cluster:
 @given(sizes, clusters)
 def test_all_reduce_time_respects_link_bandwidth(size: float, c: Cluster) -> None:
     least = 2 * (c.hosts - 1) / c.hosts * size / c.between.bytes_per_second
-    assert collectives.all_reduce(size, c) >= least * (1 - 1e-9)
+    assert cluster.all_reduce(size, c) >= least * (1 - 1e-9)
 
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, clusters)
 def test_collectives_on_one_rank_take_no_time(size: float, c: Cluster) -> None:
     alone = replace(c, hosts=1, ranks_per_host=1)
-    every = (collectives.all_reduce, collectives.all_gather, collectives.reduce_scatter)
+    every = (cluster.all_reduce, cluster.all_gather, cluster.reduce_scatter)
     assert [collective(size, alone) for collective in every] == [0, 0, 0]
 
 
@@ -88,39 +86,39 @@ def test_collectives_on_one_rank_take_no_time(size: float, c: Cluster) -> None:
 def test_all_reduce_time_grows_with_size_and_latency(
     size: float, c: Cluster, factor: float
 ) -> None:
-    now = collectives.all_reduce(size, c)
+    now = cluster.all_reduce(size, c)
     farther = replace(c, between=replace(c.between, latency=c.between.latency * factor))
-    assert collectives.all_reduce(size * factor, c) >= now * (1 - 1e-9)
-    assert collectives.all_reduce(size, farther) >= now * (1 - 1e-9)
+    assert cluster.all_reduce(size * factor, c) >= now * (1 - 1e-9)
+    assert cluster.all_reduce(size, farther) >= now * (1 - 1e-9)
 
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, clusters)
 def test_reduce_scatter_and_all_gather_add_up_to_ring_all_reduce(size: float, c: Cluster) -> None:
-    parts = collectives.reduce_scatter(size, c) + collectives.all_gather(size / c.ranks, c)
-    assert isclose(parts, collectives.ring(size, c), abs_tol=1e-12)
+    parts = cluster.reduce_scatter(size, c) + cluster.all_gather(size / c.ranks, c)
+    assert isclose(parts, cluster.ring(size, c), abs_tol=1e-12)
 
 
 @settings(max_examples=60, deadline=None)
 @given(sizes, clusters)
 def test_hierarchical_equals_ring_with_one_rank_per_host(size: float, c: Cluster) -> None:
     flat = replace(c, ranks_per_host=1)
-    assert isclose(collectives.hierarchical(size, flat), collectives.ring(size, flat))
+    assert isclose(cluster.hierarchical(size, flat), cluster.ring(size, flat))
 
 
 def test_four_rank_all_reduce_sends_documented_bytes() -> None:
     # docs/exchange.md: 2 (n - 1) / n of the buffer over each host's link, or 2 (h - 1) / h.
     seconds = 8e6 / (1e9 / 8)
-    assert isclose(collectives.ring(8e6, _two(2, 2)), 1.5 * seconds)
-    assert isclose(collectives.hierarchical(8e6, _two(2, 2)), seconds, rel_tol=0.01)
+    assert isclose(cluster.ring(8e6, _two(2, 2)), 1.5 * seconds)
+    assert isclose(cluster.hierarchical(8e6, _two(2, 2)), seconds, rel_tol=0.01)
 
 
 @settings(max_examples=60, deadline=None)
 @given(buckets, st.floats(0.01, 10), st.floats(0, 1), st.floats(0, 1))
 def test_overlap_stays_between_ideal_and_sequential_time(
-    found: list[Bucket], backward: float, each: float, busy: float
+    found: list[GradientBucket], backward: float, each: float, busy: float
 ) -> None:
-    transfers = [Transfer(b.ready * backward, each, busy * each) for b in found]
+    transfers = [BucketTransfer(b.ready * backward, each, busy * each) for b in found]
     got = overlap(transfers, backward)
     whole = sum(t.seconds for t in transfers)
     assert backward * (1 - 1e-9) <= got.computed <= (backward + whole * busy) * (1 + 1e-9)
@@ -131,26 +129,30 @@ def test_overlap_stays_between_ideal_and_sequential_time(
 
 
 def test_buckets_are_sent_one_after_another() -> None:
-    got = overlap([Transfer(0.1, 0.5), Transfer(0.2, 0.5), Transfer(1.0, 0.1)], 1.0)
+    got = overlap(
+        [BucketTransfer(0.1, 0.5), BucketTransfer(0.2, 0.5), BucketTransfer(1.0, 0.1)], 1.0
+    )
     assert isclose(got.done, 1.2)
     assert isclose(got.computed, 1.0)
 
 
 def test_sending_slows_down_compute() -> None:
     # From 0.5 s on half of its time goes to sending, for 0.4 s: 0.2 s are missing.
-    got = overlap([Transfer(0.5, 0.4, 0.2)], 1.0)
+    got = overlap([BucketTransfer(0.5, 0.4, 0.2)], 1.0)
     assert isclose(got.computed, 1.2)
     assert isclose(got.done, 1.2)
 
 
 def test_received_buckets_are_processed_after_backward_pass() -> None:
-    got = overlap([Transfer(0.1, 0.1, after=0.3, again=0.2)], 1.0)
+    got = overlap([BucketTransfer(0.1, 0.1, after=0.3, again=0.2)], 1.0)
     assert isclose(got.done, 1.5)
 
 
 @settings(max_examples=60, deadline=None)
 @given(jobs, clusters, st.sampled_from(sorted(STRATEGIES)))
-def test_prediction_stays_within_hardware_limits(job: Job, c: Cluster, strategy: str) -> None:
+def test_prediction_stays_within_hardware_limits(
+    job: JobProfile, c: Cluster, strategy: str
+) -> None:
     found = predict(job, c, strategy, CONFIG)
     assert 0 < found.efficiency <= 1 + 1e-9
     assert found.step_seconds >= job.forward_seconds + job.backward_seconds
@@ -172,7 +174,9 @@ def test_one_rank_pays_for_topk_but_not_for_float16_conversion() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(jobs, clusters, st.floats(1, 100))
-def test_faster_network_never_increases_step_time(job: Job, c: Cluster, factor: float) -> None:
+def test_faster_network_never_increases_step_time(
+    job: JobProfile, c: Cluster, factor: float
+) -> None:
     faster = replace(c.between, bits_per_second=c.between.bits_per_second * factor)
     now, then = (predict(job, one, "dense", CONFIG) for one in (c, replace(c, between=faster)))
     assert then.step_seconds <= now.step_seconds * (1 + 1e-9)
@@ -226,7 +230,7 @@ def test_buckets_for_unknown_shapes_match_real_buckets() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.floats(60, 1e7), st.floats(0.01, 30), st.floats(0, 300))
 def test_daly_interval_maximizes_goodput(mtbf: float, save: float, restart: float) -> None:
-    failures = Failures(mtbf, save, restart)
+    failures = FailureModel(mtbf, save, restart)
     best = daly(failures)
     assert best > 0
     at_best = goodput(failures, best)
@@ -237,13 +241,13 @@ def test_daly_interval_maximizes_goodput(mtbf: float, save: float, restart: floa
 
 
 def test_daly_interval_approaches_youngs_for_short_saves() -> None:
-    failures = Failures(mtbf=1e6, save_seconds=1e-3, restart_seconds=0)
+    failures = FailureModel(mtbf=1e6, save_seconds=1e-3, restart_seconds=0)
     assert daly(failures) == pytest.approx(young(failures), rel=1e-3)
-    assert young(Failures(86400, 5, 0)) == pytest.approx((2 * 5 * 86400) ** 0.5)
+    assert young(FailureModel(86400, 5, 0)) == pytest.approx((2 * 5 * 86400) ** 0.5)
 
 
 def test_elastic_run_has_higher_goodput_than_restarted_run() -> None:
-    failures = Failures(3600, 1, 1)
+    failures = FailureModel(3600, 1, 1)
     elastic = replace(failures, redone=False)
     assert goodput(elastic, 85) > goodput(failures, 85)
     assert goodput(replace(elastic, mtbf=inf), inf) == 1
@@ -252,13 +256,13 @@ def test_elastic_run_has_higher_goodput_than_restarted_run() -> None:
 def test_memory_matches_documentation() -> None:
     """docs/parallel.md, with AdamW's state of twice the parameters P."""
     p = float(A_JOB.parameter_bytes)
-    assert memory(A_JOB, Layout(), 8) == 4 * p
-    assert memory(A_JOB, Layout(zero_copies=2), 8) == 2 * p + 2 * p * 2 / 8
-    assert memory(A_JOB, Layout(zero_copies=2), 1) == 4 * p
+    assert memory(A_JOB, ModelLayout(), 8) == 4 * p
+    assert memory(A_JOB, ModelLayout(zero_copies=2), 8) == 2 * p + 2 * p * 2 / 8
+    assert memory(A_JOB, ModelLayout(zero_copies=2), 1) == 4 * p
     in_blocks = replace(A_JOB, blocks=10, block_bytes=1.0)
-    assert memory(in_blocks, Layout(shard=4), 8) == p + 3 * p / 10
-    assert memory(in_blocks, Layout(tensor=2, pipeline=2), 8) == p
-    assert memory(replace(A_JOB, activation_bytes=7.0), Layout(), 1) == 4 * p + 7
+    assert memory(in_blocks, ModelLayout(shard=4), 8) == p + 3 * p / 10
+    assert memory(in_blocks, ModelLayout(tensor=2, pipeline=2), 8) == p
+    assert memory(replace(A_JOB, activation_bytes=7.0), ModelLayout(), 1) == 4 * p + 7
 
 
 def test_bubble_matches_documentation() -> None:
@@ -266,13 +270,13 @@ def test_bubble_matches_documentation() -> None:
     assert bubble(4, 2) == 1 / 5  # docs/pipeline.md: (p - 1) / (v m + p - 1)
     job = replace(A_JOB, optimizer_seconds=0.0, blocks=4, block_bytes=1e-6)
     alone = _two(1, 2, gbit=1e6)
-    seconds = step_seconds(job, alone, Layout(pipeline=2), CONFIG)
+    seconds = step_seconds(job, alone, ModelLayout(pipeline=2), CONFIG)
     assert seconds * (1 - bubble(8, 2)) == pytest.approx(8 * 0.3 / 2, rel=1e-3)
 
 
 @settings(max_examples=60, deadline=None)
 @given(jobs, clusters)
-def test_layouts_divide_ranks(job: Job, c: Cluster) -> None:
+def test_layouts_divide_ranks(job: JobProfile, c: Cluster) -> None:
     whole = replace(job, blocks=8, block_bytes=1e6)
     for layout in layouts(whole, c, STRATEGIES):
         assert c.ranks % layout.replica == 0
@@ -296,7 +300,9 @@ def test_documented_table_of_published_systems_is_current() -> None:
 
 
 def test_job_round_trips_through_json() -> None:
-    job = replace(A_JOB, buckets=(Bucket(5, 0.5, ((1, 5),)), Bucket(7, 1.0)), blocks=2)
+    job = replace(
+        A_JOB, buckets=(GradientBucket(5, 0.5, ((1, 5),)), GradientBucket(7, 1.0)), blocks=2
+    )
     assert job_from(json.loads(json.dumps(asdict(job)))) == job
 
 

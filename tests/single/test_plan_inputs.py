@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from hvdtrain.cli import main
 from hvdtrain.plan.cluster import parse_bandwidth
-from hvdtrain.plan.forward import forward
-from hvdtrain.plan.goodput import RESTART_SECONDS, Failures, daly
-from hvdtrain.plan.job import Job, StrategyCost, even_buckets
-from hvdtrain.plan.layouts import Layout, memory
+from hvdtrain.plan.described import forward
+from hvdtrain.plan.job import JobProfile, StrategyCost, even_buckets
+from hvdtrain.plan.layouts import ModelLayout, memory
+from hvdtrain.plan.result import RESTART_SECONDS, FailureModel, daly
 from tests.support.runs import train
 
 WHOLE = {name: StrategyCost() for name in ("dense", "float16", "bfloat16", "topk")}
-JOB = Job(
+JOB = JobProfile(
     0.1,
     0.2,
     0.01,
@@ -116,7 +116,7 @@ def test_checkpoint_interval_uses_stall_time_of_saves(tmp_path: Path, plan: Plan
     mtbf = 3.6e6
     _rewrite(events, seconds=9.0, stall_seconds=2.0)
     found = plan(*given)
-    wanted = daly(Failures(mtbf, 2.0, RESTART_SECONDS))
+    wanted = daly(FailureModel(mtbf, 2.0, RESTART_SECONDS))
     assert found["saving"]["interval_seconds"] == pytest.approx(wanted)
     assert not any("1 GB/s" in sentence for sentence in found["unknown"])
     # A run that was made before events had it, and a checkpoint whose writer was killed.
@@ -124,7 +124,7 @@ def test_checkpoint_interval_uses_stall_time_of_saves(tmp_path: Path, plan: Plan
         _rewrite(events, seconds=seconds, stall_seconds=None)
         found = plan(*given)
         state = 3.0 * sum(4 * bucket["elements"] for bucket in found["job"]["buckets"])
-        wanted = daly(Failures(mtbf, state / 1e9, RESTART_SECONDS))
+        wanted = daly(FailureModel(mtbf, state / 1e9, RESTART_SECONDS))
         assert found["saving"]["interval_seconds"] == pytest.approx(wanted)
         assert any("1 GB/s" in sentence for sentence in found["unknown"])
     # One that costs nothing is written after each step.
@@ -136,10 +136,10 @@ def test_memory_includes_unsharded_parameters() -> None:
     """docs/parallel.md: what lies in no block, with its gradient; two blocks and a gradient."""
     p = float(JOB.parameter_bytes)
     given = replace(JOB, activation_bytes=None, optimizer_bytes=0.0, blocks=10)
-    assert memory(given, Layout(shard=4), 8) == pytest.approx(2 * p / 4 + 3 * p / 10)
+    assert memory(given, ModelLayout(shard=4), 8) == pytest.approx(2 * p / 4 + 3 * p / 10)
     half = replace(given, outside_bytes=p / 2)
-    assert memory(half, Layout(shard=4), 8) == pytest.approx(2 * p / 4 + p + 3 * p / 20)
-    assert memory(half, Layout(tensor=4), 8) == memory(given, Layout(tensor=4), 8)
+    assert memory(half, ModelLayout(shard=4), 8) == pytest.approx(2 * p / 4 + p + 3 * p / 20)
+    assert memory(half, ModelLayout(tensor=4), 8) == memory(given, ModelLayout(tensor=4), 8)
 
 
 def test_parameters_outside_blocks_are_counted_separately() -> None:

@@ -17,7 +17,7 @@ from hvdtrain import cli
 from hvdtrain.api.run import Run
 from hvdtrain.checkpoint.format import read
 from hvdtrain.checkpoint.layout import MARKER, STATE, SUMS, DamagedError, best, verify
-from hvdtrain.doctor import host_files
+from hvdtrain.doctor import host_facts
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
 from hvdtrain.launch.hostfile import read_hostfile
@@ -66,7 +66,7 @@ def test_doctor_does_not_write_its_test_file_through_links(tmp_path: Path) -> No
     root.mkdir()
     for process in range(os.getpid() - 1, os.getpid() + 200):
         (root / f".doctor-{os.uname().nodename}-{process}").symlink_to(victim)
-    assert host_files.folder(str(root))["failed"] == ""
+    assert host_facts.directory(str(root))["failed"] == ""
     assert victim.read_text() == "precious"
 
 

@@ -19,8 +19,8 @@ from typing import Any
 from hvdtrain.bench.processes import MARK, QUIET, launch
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.plan.cluster import Cluster, Link
-from hvdtrain.plan.job import Job
-from hvdtrain.plan.measure import COLLECTIVES, Costs, costs_from, job_from, mean_of
+from hvdtrain.plan.job import JobProfile
+from hvdtrain.plan.measure import COLLECTIVES, CollectiveCosts, costs_from, job_from, mean_of
 from hvdtrain.plan.predict import predict
 from tests.support.namespaces import why_not
 from tests.support.pinned import NAMES, PinnedHosts
@@ -88,7 +88,7 @@ def _cells(
     used = min(ranks, len(NAMES))
     per_host = ranks // used
     where = ",".join(f"{name}:{per_host}" for name in NAMES[:used])
-    costs = _costs(hosts, ranks, where) if ranks > 1 else Costs(0.0, 0.0, 0.0)
+    costs = _costs(hosts, ranks, where) if ranks > 1 else CollectiveCosts(0.0, 0.0, 0.0)
     wanted = [(mbit, strategy) for mbit in args.mbit for strategy in args.strategies]
     text = json.dumps({"flags": flags, "cells": wanted})
     command = [sys.executable, "-m", "tests.support.plan_cells", str(args.steps), text]
@@ -115,14 +115,14 @@ def _cells(
     return found
 
 
-def _job(hosts: PinnedHosts, flags: Sequence[str], at_once: int) -> Job:
+def _job(hosts: PinnedHosts, flags: Sequence[str], at_once: int) -> JobProfile:
     command = [sys.executable, "-m", "hvdtrain.plan.worker", *flags]
     with ThreadPoolExecutor(at_once) as pool:
         jobs = pool.map(lambda _: _measured(hosts, "node1", command), range(at_once))
         return mean_of([job_from(job) for job in jobs])
 
 
-def _costs(hosts: PinnedHosts, ranks: int, where: str) -> Costs:
+def _costs(hosts: PinnedHosts, ranks: int, where: str) -> CollectiveCosts:
     idle, computing = (
         _line(hosts, "node1", launch("gloo", ranks, command, where))["seconds"]
         for command in COLLECTIVES

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hvdtrain.exchange.config import ExchangeConfig
-from hvdtrain.plan.assumed import BACKWARD_SHARE
 from hvdtrain.plan.cluster import Cluster, Link
-from hvdtrain.plan.job import Bucket, Job
+from hvdtrain.plan.job import BACKWARD_SHARE, GradientBucket, JobProfile
 from hvdtrain.plan.predict import predict
 
 _MIB = 1 << 20
@@ -42,7 +41,7 @@ class System:
     published: float | None
     source: str
     assumed: str
-    job: Job
+    job: JobProfile
     cluster: Cluster
 
     @property
@@ -126,8 +125,8 @@ def _ddp() -> list[System]:
     return found
 
 
-def _job(seconds: float, batch: int, ranks: int, buckets: tuple[Bucket, ...]) -> Job:
-    return Job(
+def _job(seconds: float, batch: int, ranks: int, buckets: tuple[GradientBucket, ...]) -> JobProfile:
+    return JobProfile(
         forward_seconds=seconds * (1 - BACKWARD_SHARE),
         backward_seconds=seconds * BACKWARD_SHARE,
         optimizer_seconds=0.0,  # in the published rate of one GPU
@@ -139,10 +138,10 @@ def _job(seconds: float, batch: int, ranks: int, buckets: tuple[Bucket, ...]) ->
     )
 
 
-def _buckets(layers: Sequence[_Layer], limit: int) -> tuple[Bucket, ...]:
+def _buckets(layers: Sequence[_Layer], limit: int) -> tuple[GradientBucket, ...]:
     """Gradients in the order of the backward pass, fused up to `limit` bytes."""
     total = sum(layer.multiplications for layer in layers)
-    found: list[Bucket] = []
+    found: list[GradientBucket] = []
     elements, done = 0, 0.0
     backward = [*reversed(layers)]
     for layer, following in pairwise([*backward, None]):
@@ -150,7 +149,7 @@ def _buckets(layers: Sequence[_Layer], limit: int) -> tuple[Bucket, ...]:
         elements += layer.parameters
         done += layer.multiplications
         if following is None or 4 * (elements + following.parameters) > limit:
-            found.append(Bucket(elements, min(1.0, done / total)))
+            found.append(GradientBucket(elements, min(1.0, done / total)))
             elements = 0
     return tuple(found)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hvdtrain.doctor.examine import STAGES, Request, examine
-from hvdtrain.doctor.report import examination_json
+from hvdtrain.doctor.findings import examination_json
 from hvdtrain.launch.hostfile import parse_hosts
 from tests.support.cluster import REPOSITORY, Cluster
 

@@ -4,16 +4,96 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from math import inf
+from math import exp, expm1, inf, sqrt
 from typing import Any
 
+from hvdtrain.errors import require
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.plan.cluster import Cluster
-from hvdtrain.plan.goodput import ELASTIC_SECONDS, RESTART_SECONDS, Failures, daly, goodput
-from hvdtrain.plan.job import Job
-from hvdtrain.plan.layouts import Layout, layouts, memory, step_seconds
-from hvdtrain.plan.predict import Prediction, predict
-from hvdtrain.plan.strategies import COMPRESSIONS
+from hvdtrain.plan.job import JobProfile
+from hvdtrain.plan.layouts import ModelLayout, layouts, memory, step_seconds
+from hvdtrain.plan.predict import COMPRESSIONS, Prediction, predict
+
+# --- checkpoint interval and goodput under failures --------------------------
+
+
+# Measured from a killed rank to the next step, see docs/elasticity.md and docs/launch.md:
+# most of RESTART_SECONDS is the start of the ranks.
+ELASTIC_SECONDS = 0.4
+RESTART_SECONDS = 8.5
+
+
+@dataclass(frozen=True)
+class FailureModel:
+    """Rate and cost of failures.
+
+    Args:
+        mtbf: seconds between two failures of any host of the job; inf: no failures.
+        save_seconds: time by which a checkpoint stalls the steps.
+        restart_seconds: from a failure to the next step.
+        redone: whether the steps since the last checkpoint are lost. In an elastic run the
+            surviving ranks have the state, and no step is lost.
+    """
+
+    mtbf: float
+    save_seconds: float
+    restart_seconds: float
+    redone: bool = True
+
+    def __post_init__(self) -> None:
+        require(self.mtbf > 0, f"the time between failures must be > 0, not {self.mtbf}")
+        require(self.save_seconds >= 0, "a checkpoint takes 0 s or more")
+        require(self.restart_seconds >= 0, "a restart takes 0 s or more")
+
+
+def young(failures: FailureModel) -> float:
+    """Seconds of training between two checkpoints that minimize the lost time, to first order.
+
+    Young, "A first order approximation to the optimum checkpoint interval" (1974).
+    """
+    return sqrt(2 * failures.save_seconds * failures.mtbf)
+
+
+def daly(failures: FailureModel) -> float:
+    """Like `young`, for saves that are not short relative to the time between failures.
+
+    Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006),
+    equation 37.
+    """
+    save, mtbf = failures.save_seconds, failures.mtbf
+    if mtbf == inf:
+        return inf
+    if save >= 2 * mtbf:
+        return mtbf
+    ratio = save / (2 * mtbf)
+    return sqrt(2 * save * mtbf) * (1 + sqrt(ratio) / 3 + ratio / 9) - save
+
+
+def goodput(failures: FailureModel, interval: float) -> float:
+    """Fraction of the time spent in steps that count; 1 without failures and saves.
+
+    If steps are redone, this is Daly's expectation for random failures at a constant rate, which
+    may also occur during saves and starts. Otherwise only saves and starts are lost.
+
+    Args:
+        interval: seconds of training between two checkpoints.
+    """
+    require(interval > 0, f"checkpoints are some time apart, not {interval} s")
+    saving = 1.0 if interval == inf else interval / (interval + failures.save_seconds)
+    if failures.mtbf == inf:
+        return saving
+    if not failures.redone:
+        return saving * failures.mtbf / (failures.mtbf + failures.restart_seconds)
+    lengths = (interval + failures.save_seconds) / failures.mtbf
+    starts = failures.restart_seconds / failures.mtbf
+    if starts + lengths > 700:  # never finishes: the exponential would overflow
+        return 0.0
+    expected = failures.mtbf * exp(starts) * expm1(lengths)
+    return interval / expected
+
+
+# --- the plan ----------------------------------------------------------------
+
 
 _SAVE_BYTES_PER_SECOND = 1e9  # rate of copying a checkpoint while steps wait, if not measured
 _MILLION = 1e6
@@ -55,7 +135,7 @@ class Placed:
         price: of a million samples, failures included; None: unknown.
     """
 
-    layout: Layout
+    layout: ModelLayout
     memory_bytes: float
     fits: bool | None
     step_seconds: float
@@ -63,7 +143,7 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Saving:
+class CheckpointPlan:
     """Checkpoints and failures on the whole cluster.
 
     Args:
@@ -80,7 +160,7 @@ class Saving:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class PlanResult:
     """Result of `hvdtrain plan`.
 
     Args:
@@ -93,13 +173,13 @@ class Outlook:
         unknown: sentences on everything unknown, including the job's.
     """
 
-    job: Job
+    job: JobProfile
     cluster: Cluster
     terms: Terms
     scaling: Sequence[tuple[int, Prediction]]
     placed: Sequence[Placed]
     best: Placed | None
-    saving: Saving | None
+    saving: CheckpointPlan | None
     unknown_of_the_job: Sequence[str]
     unknown: Sequence[str]
 
@@ -118,9 +198,13 @@ class Outlook:
         }
 
 
-def look(
-    job: Job, cluster: Cluster, terms: Terms, of_job: Sequence[str], of_cluster: Sequence[str]
-) -> Outlook:
+def make_plan(
+    job: JobProfile,
+    cluster: Cluster,
+    terms: Terms,
+    of_job: Sequence[str],
+    of_cluster: Sequence[str],
+) -> PlanResult:
     """Make a plan.
 
     Args:
@@ -149,11 +233,11 @@ def look(
     if terms.mtbf != inf:
         elastic = replace(failures, restart_seconds=ELASTIC_SECONDS, redone=False)
         step = (best or placed[0]).step_seconds
-        saving = Saving(
+        saving = CheckpointPlan(
             interval, max(1, round(interval / step)), useful, goodput(elastic, interval)
         )
     unknown = [*of_job, *of_cluster, *_unknown(job, terms)]
-    return Outlook(job, cluster, terms, scaling, placed, best, saving, of_job, unknown)
+    return PlanResult(job, cluster, terms, scaling, placed, best, saving, of_job, unknown)
 
 
 def _best(placed: Sequence[Placed]) -> Placed | None:
@@ -172,19 +256,21 @@ def host_numbers(hosts: int) -> list[int]:
     return [*powers, hosts]
 
 
-def _grown(job: Job, cluster: Cluster, terms: Terms) -> Job:
+def _grown(job: JobProfile, cluster: Cluster, terms: Terms) -> JobProfile:
     return replace(job, micro_batches=job.micro_batches * cluster.ranks) if terms.weak else job
 
 
-def _failures(job: Job, cluster: Cluster, terms: Terms) -> Failures:
+def _failures(job: JobProfile, cluster: Cluster, terms: Terms) -> FailureModel:
     state = job.parameter_bytes + job.optimizer_bytes
     save = terms.save_seconds
     if save is None:
         save = state / _SAVE_BYTES_PER_SECOND
-    return Failures(terms.mtbf / cluster.hosts, save, RESTART_SECONDS)
+    return FailureModel(terms.mtbf / cluster.hosts, save, RESTART_SECONDS)
 
 
-def _place(job: Job, cluster: Cluster, terms: Terms, layout: Layout, useful: float) -> Placed:
+def _place(
+    job: JobProfile, cluster: Cluster, terms: Terms, layout: ModelLayout, useful: float
+) -> Placed:
     needed = memory(job, layout, cluster.ranks)
     fits = None if terms.memory_bytes is None else needed <= terms.memory_bytes
     step = step_seconds(job, cluster, layout, terms.exchange)
@@ -195,7 +281,7 @@ def _place(job: Job, cluster: Cluster, terms: Terms, layout: Layout, useful: flo
     return Placed(layout, needed, fits, step, price)
 
 
-def _unknown(job: Job, terms: Terms) -> list[str]:
+def _unknown(job: JobProfile, terms: Terms) -> list[str]:
     found = [
         "slow ranks, other jobs on the network, data that comes late, evaluations: none is in it",
     ]

@@ -1,10 +1,10 @@
-"""Findings as a table for people, or as JSON."""
+"""Findings, the results of all checks, and their output as a table or as JSON."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rich import box
@@ -12,16 +12,62 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hvdtrain.doctor.examine import Examination
-from hvdtrain.doctor.finding import ERROR, Finding
 from hvdtrain.untrusted import printable
+
+ERROR, WARNING = "error", "warning"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """A problem.
+
+    Args:
+        check: name of the check that found it, such as "ports"; docs/doctor.md lists all of them.
+        where: a host, a pair of hosts, or a line of a file.
+        what: the problem, as observed.
+        why: why it matters.
+        mend: the command or the key that fixes it.
+        severity: ERROR: a run would fail, or failed because of it; WARNING: it may cost time.
+    """
+
+    check: str
+    where: str
+    what: str
+    why: str
+    mend: str
+    severity: str = ERROR
+
+
+def failed(findings: Iterable[Diagnosis]) -> bool:
+    """Whether any finding is more than a warning."""
+    return any(finding.severity == ERROR for finding in findings)
+
+
+@dataclass
+class Examination:
+    """Results of an examination.
+
+    Args:
+        measured: name -> values, for people and scripts: links, speeds, all-reduces, clocks.
+        left_out: sentences on checks that were skipped, and why.
+        seconds: duration of the examination.
+    """
+
+    findings: list[Diagnosis] = field(default_factory=list)
+    measured: dict[str, Any] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+# --- output ------------------------------------------------------------------
+
 
 # Up to _MOST_LINKS directions have a line each; otherwise only the _SLOWEST_LINKS slowest.
 _MOST_LINKS, _SLOWEST_LINKS = 32, 8
 _COLOURS = {ERROR: "bold red"}
 
 
-def as_json(findings: Sequence[Finding], **more: Any) -> str:
+def as_json(findings: Sequence[Diagnosis], **more: Any) -> str:
     return json.dumps({"findings": [asdict(one) for one in findings], **more}, indent=1)
 
 
@@ -30,7 +76,7 @@ def examination_json(found: Examination) -> str:
     return as_json(found.findings, **rest)
 
 
-def show(findings: Sequence[Finding], notes: Sequence[str], console: Console) -> None:
+def show(findings: Sequence[Diagnosis], notes: Sequence[str], console: Console) -> None:
     """Print a table, then the fix for each finding, in lines that can be copied."""
     if findings:
         console.print(_table(findings))
@@ -45,7 +91,7 @@ def show(findings: Sequence[Finding], notes: Sequence[str], console: Console) ->
     console.print("no finding" if not findings else counts)
 
 
-def _table(findings: Sequence[Finding]) -> Table:
+def _table(findings: Sequence[Diagnosis]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_lines=False, pad_edge=False)
     for name in ("", "", "check", "where", "what, and why it matters"):
         table.add_column(name, no_wrap=name in ("", "check"), overflow="fold")

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.doctor.finding import ERROR, WARNING, Finding
-from hvdtrain.doctor.gpus import check_gpus
+from hvdtrain.doctor.findings import ERROR, WARNING, Diagnosis
 
 Facts = Mapping[str, Any]
 
@@ -39,15 +38,15 @@ class Need:
     root: str
 
 
-def check_host(host: str, facts: Facts, need: Need) -> list[Finding]:
+def check_host(host: str, facts: Facts, need: Need) -> list[Diagnosis]:
     """Return all findings of one host, independent of the other hosts."""
     return [finding for check in CHECKS for finding in check(host, facts, need)]
 
 
-def _own_name(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
+def _own_name(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
     name, address = facts["hostname"], facts["own_address"]
     if address is None:
-        yield Finding(
+        yield Diagnosis(
             "own name",
             host,
             f"it cannot resolve its own name, {name}",
@@ -56,14 +55,14 @@ def _own_name(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
         )
 
 
-def _libraries(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
+def _libraries(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
     """Compare Horovod's build with the installed torch and MPI."""
     loaded, versions = facts["libraries"], facts["versions"]
     if versions["horovod"] is None:
-        yield Finding("horovod", host, "Horovod is not installed", "no rank starts", _BUILD)
+        yield Diagnosis("horovod", host, "Horovod is not installed", "no rank starts", _BUILD)
         return
     if "failed" in loaded:
-        yield Finding(
+        yield Diagnosis(
             "horovod",
             host,
             f"torch and Horovod cannot be loaded: {loaded['failed']}",
@@ -71,7 +70,7 @@ def _libraries(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
             _BUILD,
         )
     if "slow" in loaded:
-        yield Finding(
+        yield Diagnosis(
             "horovod",
             host,
             f"importing torch and Horovod takes more than {loaded['slow']} s",
@@ -81,7 +80,7 @@ def _libraries(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
             WARNING,
         )
     if (built := _torch_of(versions["horovod"])) and built != _plain(versions["torch"] or ""):
-        yield Finding(
+        yield Diagnosis(
             "horovod",
             host,
             f"Horovod was built for torch {built}, and torch {versions['torch']} is installed",
@@ -91,14 +90,14 @@ def _libraries(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
     yield from _mpi(host, facts)
 
 
-def _mpi(host: str, facts: Facts) -> Iterable[Finding]:
+def _mpi(host: str, facts: Facts) -> Iterable[Diagnosis]:
     wheel, loaded = facts["versions"]["horovod"], facts["libraries"]
     built = re.search(r"\.(openmpi|mpich|intelmpi)((?:\d+)(?:\.\d+)*?)\.gloo\.mpi\b", wheel)
     with_mpi = loaded.get("built", {}).get("mpi", built is not None)
     if not with_mpi:
         return
     if facts["mpi"] is None:
-        yield Finding(
+        yield Diagnosis(
             "mpi",
             host,
             "Horovod was built with MPI, and no mpirun is on PATH for a command over ssh",
@@ -106,7 +105,7 @@ def _mpi(host: str, facts: Facts) -> Iterable[Finding]:
             f"sudo apt-get install -y openmpi-bin   # on {host}; or add its folder to PATH",
         )
     elif built is not None and facts["mpi"] != built[1] + built[2]:
-        yield Finding(
+        yield Diagnosis(
             "mpi",
             host,
             f"Horovod was built for {built[1]} {built[2]}, and mpirun is of {facts['mpi']}",
@@ -125,12 +124,12 @@ def _plain(version: str) -> str:
     return re.sub(r"[^a-z0-9]+", ".", version.lower())
 
 
-def _cores(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
+def _cores(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
     if need.slots > facts["cores"]:
         quota = ""
         if facts["processors"] > facts["cores"]:
             quota = f" (of {facts['processors']} processors; a quota or a binding takes the rest)"
-        yield Finding(
+        yield Diagnosis(
             "cores",
             host,
             f"{need.slots} ranks for {facts['cores']} cores{quota}",
@@ -140,9 +139,9 @@ def _cores(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
         )
 
 
-def _memory(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
+def _memory(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
     if facts["free_memory"] < need.slots * _RANK_BYTES:
-        yield Finding(
+        yield Diagnosis(
             "memory",
             host,
             f"{facts['free_memory'] / _GIB:.1f} GiB are free for {need.slots} ranks",
@@ -151,11 +150,11 @@ def _memory(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
         )
 
 
-def _shm(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
+def _shm(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
     shm, wanted = facts["shm"], max(1, need.slots) * _RANK_SHM
     if shm is None or shm["free"] < wanted:
         has = "is not there" if shm is None else f"has {shm['free'] // _MIB} MiB free"
-        yield Finding(
+        yield Diagnosis(
             "shm",
             host,
             f"/dev/shm {has}; {wanted // _MIB} MiB are wanted",
@@ -164,13 +163,13 @@ def _shm(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
         )
 
 
-def _open_files(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
+def _open_files(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
     soft, hard = facts["open_files"]
     # Gloo connects all pairs of ranks in several contexts; a launcher has pipes for each rank.
     wanted = 256 + 8 * need.ranks
     if 0 <= soft < wanted:
         lines = f"printf '* soft nofile {4 * wanted}\\n* hard nofile {4 * wanted}\\n'"
-        yield Finding(
+        yield Diagnosis(
             "open files",
             host,
             f"a process may open {soft} files (ulimit -n; at most {hard})",
@@ -179,10 +178,10 @@ def _open_files(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
         )
 
 
-def _disk(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
+def _disk(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
     disk, root = facts["disk"], need.root
     if disk["failed"]:
-        yield Finding(
+        yield Diagnosis(
             "disk",
             host,
             f"{root} cannot be written: {disk['failed']}",
@@ -190,7 +189,7 @@ def _disk(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
             f"df -h {root}; quota -s; or choose another folder with --run.root",
         )
     elif disk["free"] < _DISK_FEW:
-        yield Finding(
+        yield Diagnosis(
             "disk",
             host,
             f"{disk['free'] / _MIB:.0f} MiB are free in {root}",
@@ -199,7 +198,7 @@ def _disk(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
             ERROR if disk["free"] < _DISK_LEAST else WARNING,
         )
     if not disk["locks"]:
-        yield Finding(
+        yield Diagnosis(
             "locks",
             host,
             f"the file system of {root} has no locks (flock)",
@@ -209,11 +208,11 @@ def _disk(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
         )
 
 
-def _locale(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
+def _locale(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
     problem, encoding = facts["locale"]["problem"], facts["locale"]["encoding"]
     if problem or encoding.lower().replace("-", "") != "utf8":
         what = f"its locale {problem} is not there" if problem else f"its encoding is {encoding}"
-        yield Finding(
+        yield Diagnosis(
             "locale",
             host,
             what,
@@ -223,17 +222,17 @@ def _locale(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
         )
 
 
-def _gpus(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
+def _gpus(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
     return check_gpus(host, facts, need.slots)
 
 
-def _python(host: str, facts: Facts, need: Need) -> Iterable[Finding]:
+def _python(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
     if tuple(map(int, facts["python"].split("."))) < (3, 10):
         mend = f"an environment of Python 3.10 or newer at {sys.prefix}"
-        yield Finding("python", host, f"Python {facts['python']}", "3.10 is needed", mend)
+        yield Diagnosis("python", host, f"Python {facts['python']}", "3.10 is needed", mend)
 
 
-CHECKS: tuple[Callable[[str, Facts, Need], Iterable[Finding]], ...] = (
+CHECKS: tuple[Callable[[str, Facts, Need], Iterable[Diagnosis]], ...] = (
     _python,
     _own_name,
     _libraries,
@@ -245,3 +244,79 @@ CHECKS: tuple[Callable[[str, Facts, Need], Iterable[Finding]], ...] = (
     _locale,
     _gpus,
 )
+
+
+# --- GPUs --------------------------------------------------------------------
+
+
+def check_gpus(host: str, facts: Mapping[str, Any], slots: int) -> Iterable[Diagnosis]:
+    """Check the driver's report on each GPU, and whether torch can use the GPUs.
+
+    Args:
+        facts: facts of the host, see host_facts.py.
+        slots: ranks on the host.
+    """
+    for number, gpu in enumerate(facts["gpus"]):
+        yield from _gpu(host, number, gpu)
+    loaded = facts["libraries"]
+    if loaded.get("warning"):
+        yield Diagnosis(
+            "gpu",
+            host,
+            f"torch finds no GPU that it can use: {loaded['warning']}",
+            "ranks would train on the processor",
+            f"a driver for CUDA {loaded['cuda']} or newer, or the torch of an older CUDA",
+        )
+    found = loaded.get("gpus", 0)
+    working = [gpu for gpu in facts["gpus"] if "failed" not in gpu]
+    if working and found and slots > found:
+        yield Diagnosis(
+            "gpu",
+            host,
+            f"{slots} ranks for {found} GPUs",
+            "two ranks share the memory and the time of one GPU",
+            f"--hosts {host}:{found}",
+            WARNING,
+        )
+
+
+def _gpu(host: str, number: int, gpu: Mapping[str, str]) -> Iterable[Diagnosis]:
+    where = f"{host}, GPU {number}"
+    if "failed" in gpu:
+        why = "the driver or the GPU is gone; ranks there do not start"
+        mend = f"dmesg | grep -i xid   # on {host}; then reboot it"
+        yield Diagnosis("gpu", host, f"nvidia-smi: {gpu['failed']}", why, mend)
+        return
+    errors = gpu.get("ecc.errors.uncorrected.volatile.total", "")
+    if errors.isdigit() and int(errors) > 0:
+        yield Diagnosis(
+            "gpu",
+            where,
+            f"{errors} memory errors that could not be corrected",
+            "results may be wrong, and kernels fail",
+            f"drain {host}; nvidia-smi -i {number} -r, or reboot; if it comes back, replace it",
+        )
+    slow = [n for n in ("hw_slowdown", "hw_thermal_slowdown") if _active(gpu, n)]
+    if slow:
+        yield Diagnosis(
+            "gpu",
+            where,
+            f"its clock is held down ({', '.join(slow)})",
+            "all ranks wait for the slowest one",
+            f"nvidia-smi -i {number} -q -d TEMPERATURE,POWER   # cooling and power of {host}",
+            WARNING,
+        )
+    width, most = gpu.get("pcie.link.width.current", ""), gpu.get("pcie.link.width.max", "")
+    if width.isdigit() and most.isdigit() and int(width) < int(most):
+        yield Diagnosis(
+            "gpu",
+            where,
+            f"its PCIe link has {width} of {most} lanes",
+            "copies to and from it take as many times longer",
+            f"reseat the board of {host}; lspci -vv | grep LnkSta",
+            WARNING,
+        )
+
+
+def _active(gpu: Mapping[str, str], reason: str) -> bool:
+    return gpu.get(f"clocks_throttle_reasons.{reason}") == "Active"

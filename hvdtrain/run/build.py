@@ -1,4 +1,4 @@
-"""Construction of a run's objects; see also exporting.py, model.py and exchange/build.py."""
+"""Construction of a run's objects; see also exporting.py and exchange/build.py."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from hvdtrain.config import Config
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.data.loading import Loading
 from hvdtrain.engine.accumulate import Accumulate, InterleavedBackward, Passes
-from hvdtrain.engine.flops import ModelFlops
+from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan
 from hvdtrain.engine.memory import arrange_activations, compile_blocks
 from hvdtrain.engine.state import PRECISION, RunState, Snapshot
@@ -23,25 +25,31 @@ from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.build import build_exchange, parts_exchange
 from hvdtrain.log import logger
 from hvdtrain.optim.ema import Ema
-from hvdtrain.optim.precision import Precision
+from hvdtrain.optim.freeze import freeze
+from hvdtrain.optim.masters import MasterWeights
+from hvdtrain.optim.optimizer import build_optimizer
+from hvdtrain.optim.precision import BF16_PARAMS, Precision, check_parameters, to_bfloat16
 from hvdtrain.optim.schedule import learning_rate
+from hvdtrain.optim.supported import check_device, check_model
 from hvdtrain.parallel.agreement import Agreement
+from hvdtrain.parallel.local_optimizer import LocalOptimizer
+from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.run.bucketing import RunBuckets
 from hvdtrain.run.curve import build_identity
 from hvdtrain.run.fit import Trial, with_micro_size
 from hvdtrain.run.length import dataset_size
-from hvdtrain.run.model import build_flops, build_model
-from hvdtrain.run.optimizer import build_run_optimizer
 from hvdtrain.run.prepare import Prepared
 from hvdtrain.run.spanning import build_norm, form_mesh, shard_model, spanned_parts, split_model
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.device import seed_all
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.mesh import Mesh, Topology
-from hvdtrain.tasks import Datasets, Task
+from hvdtrain.tasks import Datasets, Task, optional
 from hvdtrain.tasks.batch import collate_of
 from hvdtrain.telemetry.exporter import Exporter
+from hvdtrain.telemetry.peaks import peak_of
 from hvdtrain.telemetry.trackers import check_packages
 
 if TYPE_CHECKING:
@@ -270,3 +278,59 @@ def build_passes(config: Config, components: RunComponents, context: RankContext
     group = context.mesh.model.get_group("pipeline")
     schedule = config.parallel.schedule
     return Pipeline(task, cut, schedule, group, micro_batches, context, precision=precision)
+
+
+# --- model and optimizer ------------------------------------------------------
+
+
+def build_model(task: Task, config: Config, device: torch.device) -> nn.Module:
+    """Build the task's model, initialised from the seed.
+
+    Raises:
+        UserError: the model cannot be trained, or a name in optim.freeze matches nothing in it.
+    """
+    seed_all(config.seed)
+    model: nn.Module = task.model()
+    freeze(model, config.optim.freeze)
+    check_model(model)
+    check_parameters(config.precision.name, model)
+    if config.precision.name == BF16_PARAMS:
+        to_bfloat16(model)
+    model = model.to(device)
+    check_device(model, device)
+    return model
+
+
+def build_flops(
+    config: Config, task: Task, datasets: Datasets, model: nn.Module, dtype: torch.dtype
+) -> ModelFlops | None:
+    """Return the FLOPs of the model and the device; None unless both are known.
+
+    Args:
+        dtype: of matrix products.
+    """
+    device = next(model.parameters()).device
+    if config.batch.max_tokens:
+        return None  # micro-batches differ
+    peak = config.telemetry.peak_flops or peak_of(device, dtype)
+    samples = config.batch.micro_size
+    flops = count(task, model, datasets.train, samples) if peak else None
+    return ModelFlops(flops / samples, peak) if peak and flops else None
+
+
+def build_run_optimizer(
+    config: Config, task: Task, model: nn.Module, precision: Precision
+) -> Optimizer:
+    """Build the optimizer of the trained parameters of `model`.
+
+    Raises:
+        UserError: the optimizer does not fit the model.
+    """
+    groups = optional(task, "param_groups")
+    optimizer = build_optimizer(config.optim, model, groups(model) if groups else None)
+    wrap = MasterWeights if precision.name == BF16_PARAMS else None
+    if config.parallel.zero:
+        return ShardedOptimizer(optimizer, config.parallel.zero_copies, wrap)
+    if config.parallel.spans_ranks:
+        return LocalOptimizer(optimizer)
+    return wrap(optimizer) if wrap else optimizer

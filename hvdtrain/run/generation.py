@@ -5,34 +5,40 @@ A run that is not elastic has exactly one generation.
 
 from __future__ import annotations
 
+import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
+from torch import nn
 
+from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Settings
 from hvdtrain.elastic.failures import HAND_OVER, TRAINING
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.membership import Membership
+from hvdtrain.engine.callbacks.evaluate import evaluating
 from hvdtrain.engine.integrity import TensorHash, state_hash
-from hvdtrain.engine.loop import Interruptions
+from hvdtrain.engine.loop import Interruptions, Loop
 from hvdtrain.engine.state import Snapshot
 from hvdtrain.errors import EXIT_PREEMPTED, UserError
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_loop
 from hvdtrain.run.callbacks import Callbacks, Outputs, build_callbacks
-from hvdtrain.run.held import Held
 from hvdtrain.run.manifest import build_manifest, run_facts, start_facts
-from hvdtrain.run.recorder import RunRecorder
+from hvdtrain.run.recorder import Held, RunRecorder
 from hvdtrain.run.resume import resume
-from hvdtrain.run.source import RankStatus, all_equal, most_advanced
 from hvdtrain.run.start_checks import check_hierarchical, crash
-from hvdtrain.run.summary import log_summary
 from hvdtrain.run_files.owner_token import Claim
+from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.collectives import gather_json, on_all_ranks
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.signals import StopFlag
+from hvdtrain.runtime.terminal import terminal
+from hvdtrain.tasks import optional
 from hvdtrain.telemetry.exporter import Target, write_targets
 
 
@@ -351,3 +357,97 @@ def _check_saved(callbacks: Callbacks) -> None:
     error = callbacks.checkpoint.error
     if error is not None:
         raise crash(f"the last checkpoint could not be written: {error}")
+
+
+# --- the rank whose state all ranks resume from -------------------------------
+#
+# A state is one unit: tensors, progress and whatever else a step changes. On each rank a step
+# changes all of it or nothing. After a failure some ranks may have taken one step more than others.
+# The most advanced ranks all have the state that an undisturbed run has after that step. A rank
+# keeps its own state, even if it is a step behind, until it has received a newer one completely.
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """The status of a rank in a rendezvous.
+
+    Args:
+        trained: it holds the state of this run; a new process does not.
+        step: optimizer steps done.
+        reaches: the step that it can reach by itself, see Agreement; default: `step`.
+    """
+
+    trained: bool
+    step: int
+    reaches: int | None = None
+
+    def caught_up(self, newest: int) -> RankStatus:
+        """Return the status after taking the pending step if another rank has taken that step."""
+        step = newest if self.trained and self.reaches == newest else self.step
+        return replace(self, step=step, reaches=None)
+
+
+def most_advanced(statuses: Sequence[RankStatus]) -> int | None:
+    """Return the lowest of the most advanced ranks; None if no rank has trained."""
+    steps = [s.step if s.trained else -1 for s in statuses]
+    return None if max(steps) < 0 else steps.index(max(steps))
+
+
+def all_equal(statuses: Sequence[RankStatus]) -> bool:
+    """Whether all ranks already hold the same state."""
+    return all(s == statuses[0] and s.trained for s in statuses)
+
+
+# --- final log lines of rank 0 ------------------------------------------------
+
+
+# Time for a launcher to forward this output before output written directly to its terminal.
+_FORWARD_SECONDS = 0.3
+_FINAL = {
+    "final train loss": "loss",
+    "final validation loss": "validation_loss",
+    "final validation loss of the averaged weights": "ema_validation_loss",
+}
+
+
+def log_summary(
+    loop: Loop,
+    callbacks: Callbacks,
+    writer: CheckpointWriter,
+    components: RunComponents,
+    folder: RunDirectory,
+) -> None:
+    """Log the final metrics, show a sample, and log the run directory; on rank 0."""
+    if loop.preempted:
+        logger.info("asked to stop after step %d; %s", loop.progress.step, writer.newest())
+    if writer.failures:
+        logger.warning("%d checkpoints could not be written", writer.failures)
+    last: dict[str, Any] = callbacks.log.last
+    if not last:
+        logger.info("step %d of %d was done already", loop.progress.step, loop.train.steps)
+    sample = optional(components.task, "sample")
+    # Rank 0 alone cannot compute with a model that spans ranks.
+    if sample is not None and not loop.preempted and components.mesh is None:
+        with components.precision.autocast(components.device):
+            _show_sample(sample, components.state.model)
+    further = [key for key in last if key.startswith("validation_") and key not in _FINAL.values()]
+    names = _FINAL | {f"final {key.replace('_', ' ')}": key for key in further}
+    for name, key in names.items():
+        if key in last:
+            logger.info("%s %.4f", name, last[key])
+    if loop.progress.nonfinite:
+        logger.warning("%d steps were skipped: gradient not finite", loop.progress.nonfinite)
+    logger.info("files of this run: %s", folder.path)
+
+
+def _show_sample(sample: Callable[[nn.Module], Any], model: nn.Module) -> None:
+    """Print a sample of the trained model; no failure here fails the finished run."""
+    try:
+        with evaluating(model), torch.no_grad():
+            text = str(sample(model))
+        encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+        print(f"\n{text.encode(encoding, 'replace').decode(encoding)}\n", flush=True)
+        if terminal() not in (None, sys.stderr):
+            time.sleep(_FORWARD_SECONDS)
+    except Exception as error:
+        logger.warning("the sample could not be shown (%s: %s)", type(error).__name__, error)

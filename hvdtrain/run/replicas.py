@@ -23,8 +23,8 @@ from hvdtrain.parallel.regroup import HeldShard, PartLostError, plan, transfer
 from hvdtrain.parallel.spanned_state import SpannedEma, SpannedModel, SpannedOptimizer
 from hvdtrain.parallel.world import Connections, abandon, lost_peers
 from hvdtrain.run.build import RunComponents, build_components
-from hvdtrain.run.held import Held
 from hvdtrain.run.prepare import Prepared
+from hvdtrain.run.recorder import Held
 from hvdtrain.run.spanning import form_mesh
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.mesh import Grid, Mesh, Topology

@@ -17,7 +17,7 @@ notifies the ranks, which abort their collectives at once (`_abort`). Each survi
 
 1. shuts Horovod down, so that no collective writes into its state any more,
 2. restores a complete state if necessary (RunComponents.go_back),
-3. requests its ranks in the next generation from the driver (rejoin.py),
+3. requests its ranks in the next generation from the driver (Rejoin),
 4. agrees with the other ranks on a source rank, receives its state if it is newer, and continues
    to train (generation.py). New processes receive the state in the same way.
 
@@ -31,14 +31,16 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from math import prod
 from typing import TYPE_CHECKING
 
 from hvdtrain import log
 from hvdtrain.config import Settings
 from hvdtrain.elastic import watchdog
-from hvdtrain.elastic.failures import HAND_OVER, TRAINING
+from hvdtrain.elastic.failures import HAND_OVER, RENDEZVOUS, TRAINING, ProcessStatus
 from hvdtrain.elastic.kept_watchdog import KeptWatchdog
 from hvdtrain.elastic.membership import (
     LostError,
@@ -52,10 +54,9 @@ from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_components
 from hvdtrain.run.generation import Cause, Generation, Launched
-from hvdtrain.run.held import Held
 from hvdtrain.run.length import with_global_batch
-from hvdtrain.run.prepare import Start, prepare, prepare_environment
-from hvdtrain.run.rejoin import Failure, Rejoin
+from hvdtrain.run.prepare import Prepared, Start, prepare, prepare_environment
+from hvdtrain.run.recorder import Held
 from hvdtrain.run.spanning import check_spanning, leave_mesh
 from hvdtrain.run.start_checks import (
     check_batch,
@@ -71,6 +72,7 @@ from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json
 from hvdtrain.runtime.failure import abort_all_ranks, force_exit
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.init import abort_collectives, initialise, shut_down
+from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.untrusted import printable_lines
 
@@ -315,3 +317,95 @@ class Session:
                 if cause.name != "failure" or step != failed_at:
                     cause = Cause("failure", time.time())
                 failed_at = step
+
+
+# --- from one generation of an elastic run to the next ------------------------
+
+
+_MAX_FAILED_RENDEZVOUS = 20
+# Factor of elastic.hang_seconds, as in watchdog.py, and further seconds: the other ranks wait this
+# long for the verdict of this process's watchdog.
+_PATIENCE = (10, 60.0)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Failure of the last generation of an elastic run.
+
+    Args:
+        phase: the phase in which it failed, see failures.py; None: it did not fail.
+    """
+
+    phase: str | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """Callable that moves this process to the next generation.
+
+    Args:
+        replicas: if the model spans ranks.
+    """
+
+    membership: Membership
+    launched: Launched
+    prepared: Prepared
+    held: Held
+    replicas: Replicas | None
+
+    def __call__(self, failure: Failure, components: RunComponents | None) -> Topology:
+        """Leave the last generation, join the next one, and return its topology.
+
+        Args:
+            failure: of the last generation.
+            components: of the last generation.
+
+        Raises:
+            RemovedError, RefusedError, LostError: as Membership.join.
+            UserError: the rendezvous fails _MAX_FAILED_RENDEZVOUS times in a row.
+        """
+        for _ in range(_MAX_FAILED_RENDEZVOUS):
+            with heartbeat.OWN.waiting():
+                shut_down()
+            if self.replicas is not None:
+                self.replicas.leave_world()
+            elif components is not None:
+                components.exchange.abort()
+            heartbeat.OWN.beat(Activity.RENDEZVOUS)
+            self.membership.join(partial(self._status, failure), self._set_aside)
+            # Not earlier: the listener may still report the end of the last generation until here.
+            heartbeat.OWN.generation_over = False
+            self.held.phase = RENDEZVOUS
+            try:
+                with heartbeat.OWN.waiting():
+                    return initialise(self.launched.settings.config.runtime.threads)
+            except RankLostError as error:
+                logger.warning("a rank died during the rendezvous, or cannot be reached: %s", error)
+                failure = Failure(RENDEZVOUS, str(error))
+        raise crash(
+            f"the rendezvous failed {_MAX_FAILED_RENDEZVOUS} times in a row: can the hosts reach "
+            "each other on all ports?"
+        )
+
+    def _set_aside(self) -> None:
+        """Become a spare: the other ranks train without this process."""
+        self.held.set_aside()
+        if self.replicas is not None:
+            self.replicas.forget_pending_step()
+
+    def _status(self, failure: Failure) -> ProcessStatus:
+        times, more = _PATIENCE
+        config = self.prepared.config
+        own = self.replicas.status() if self.replicas is not None else None
+        return ProcessStatus(
+            identity=self.prepared.identity(self.launched.digest),
+            trained=self.held.trained,
+            step=own.step if own and own.part is not None else self.prepared.progress.step,
+            patience=times * config.elastic.hang_seconds + more,
+            failed=failure.phase,
+            message=failure.message[:_LONGEST_MESSAGE],
+            replica_size=prod(config.parallel.degrees.values()),
+            part=own.part if own else None,
+            reaches=own.reaches if own else 0,
+        )

@@ -21,7 +21,7 @@ from hvdtrain.elastic.failure_detector import Silence
 from hvdtrain.elastic.failures import HAND_OVER, TRAINING, ProcessStatus
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.process import Process, assign, describe, in_order
-from hvdtrain.run.source import RankStatus, all_equal, most_advanced
+from hvdtrain.run.generation import RankStatus, all_equal, most_advanced
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 
 IDENTITY = Identity("cpu", "digest", 100, None)

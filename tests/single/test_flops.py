@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hvdtrain.config import parse
 from hvdtrain.engine.flops import ModelFlops, count
+from hvdtrain.run.build import build_model
 from hvdtrain.run.data import build_data
-from hvdtrain.run.model import build_model
 from hvdtrain.tasks import Datasets
 from hvdtrain.telemetry.nvml import GAUGES, readings
 from hvdtrain.telemetry.peaks import peak_flops

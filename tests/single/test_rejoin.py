@@ -17,9 +17,9 @@ from hvdtrain.elastic.failures import TRAINING
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.membership import Membership
 from hvdtrain.parallel.agreement import Agreement
-from hvdtrain.run import rejoin, session
-from hvdtrain.run.rejoin import Failure, Rejoin
+from hvdtrain.run import session
 from hvdtrain.run.replicas import Replicas
+from hvdtrain.run.session import Failure, Rejoin
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.runtime.heartbeat import Heartbeat
@@ -53,8 +53,8 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
     """A process after step `STEP`, which holds part 0 of a model of two ranks."""
     monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.setattr(heartbeat, "OWN", Heartbeat())
-    monkeypatch.setattr(rejoin, "shut_down", lambda: None)
-    monkeypatch.setattr(rejoin, "initialise", lambda threads: None)
+    monkeypatch.setattr(session, "shut_down", lambda: None)
+    monkeypatch.setattr(session, "initialise", lambda threads: None)
 
     def make(answers: list[dict[str, Any]]) -> tuple[Rejoin, _Launcher]:
         launcher = _Launcher(answers)

@@ -19,9 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from hvdtrain.telemetry.profile_summary import summarise, to_json
-    from hvdtrain.telemetry.profile_text import to_text
+    from hvdtrain.telemetry.profile_summary import summarize, to_json, to_text
 
-    parts = summarise(args.run)
+    parts = summarize(args.run)
     print(printable_lines(to_json(parts) if args.format == "json" else to_text(parts)))
     return 0

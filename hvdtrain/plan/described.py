@@ -26,7 +26,7 @@ from hvdtrain.run.data import build_data
 from hvdtrain.tasks import Task
 from hvdtrain.tasks.batch import first_batch
 from hvdtrain.tasks.blocks import blocks_of
-from hvdtrain.telemetry.peaks import PEAKS, peak_flops
+from hvdtrain.telemetry.gpu import PEAKS, peak_flops
 
 # --- memory that a forward pass keeps ----------------------------------------
 
@@ -96,7 +96,7 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> JobProfile:
 
     Args:
         flags: flags of a run; `precision.name` selects the peak.
-        gpu: part of a name in telemetry.peaks.PEAKS.
+        gpu: part of a name in telemetry.gpu.PEAKS.
         mfu: fraction of the peak that the model reaches.
 
     Raises:

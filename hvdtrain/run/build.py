@@ -49,8 +49,8 @@ from hvdtrain.runtime.mesh import Mesh, Topology
 from hvdtrain.tasks import Datasets, Task, optional
 from hvdtrain.tasks.batch import collate_of
 from hvdtrain.telemetry.exporter import Exporter
-from hvdtrain.telemetry.peaks import peak_of
-from hvdtrain.telemetry.trackers import check_packages
+from hvdtrain.telemetry.gpu import peak_of
+from hvdtrain.telemetry.sinks import check_packages
 
 if TYPE_CHECKING:
     from hvdtrain.parallel.cut import CutModel

@@ -17,7 +17,7 @@ from hvdtrain.runtime.memory import PeakMemory
 from hvdtrain.runtime.parts import local
 from hvdtrain.runtime.phases import PHASES, PhaseTimer
 from hvdtrain.telemetry.exporter import Exporter
-from hvdtrain.telemetry.nvml import GAUGES, readings
+from hvdtrain.telemetry.gpu import GAUGES, readings
 
 
 @dataclass

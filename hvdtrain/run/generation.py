@@ -39,7 +39,7 @@ from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.runtime.terminal import terminal
 from hvdtrain.tasks import optional
-from hvdtrain.telemetry.exporter import Target, write_targets
+from hvdtrain.telemetry.exporter import ExporterAddress, write_targets
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Generation:
 
     # --- state transfer -------------------------------------------------------
 
-    def _compare_ranks(self) -> tuple[int | None, list[Target]]:
+    def _compare_ranks(self) -> tuple[int | None, list[ExporterAddress]]:
         """Gather the status of all ranks.
 
         Returns:
@@ -136,7 +136,7 @@ class Generation:
                 "newest": held.newest,
                 "run": held.run_id,
                 "identity": asdict(own),
-                "target": Target(topology.host, self._launched.local_rank, port),
+                "target": ExporterAddress(topology.host, self._launched.local_rank, port),
             },
             "rendezvous",
         )
@@ -153,7 +153,7 @@ class Generation:
             problem = own.differs_from(Identity(**theirs["identity"]), topology.hosts[0])
             on_all_ranks("same run", lambda: _refuse(problem))
         held.take_run_id(theirs["run"])
-        return source, [Target(*fact["target"]) for fact in facts]
+        return source, [ExporterAddress(*fact["target"]) for fact in facts]
 
     def _take_over(self, source: int | None) -> int | None:
         """Bring every rank to the same state; all ranks decide identically from the statuses.
@@ -222,7 +222,7 @@ class Generation:
         membership = self._launched.membership
         return Claim(membership.job, membership.generation) if membership else None
 
-    def _open_recorder(self, targets: list[Target]) -> None:
+    def _open_recorder(self, targets: list[ExporterAddress]) -> None:
         """Open the run directory and write config and manifest on rank 0.
 
         No file of the run changes before this.
@@ -267,7 +267,7 @@ class Generation:
         except OSError as error:
             raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from None
 
-    def _write_targets(self, targets: list[Target]) -> None:
+    def _write_targets(self, targets: list[ExporterAddress]) -> None:
         folder, tls = self._held.folder, bool(self._config.telemetry.tls_cert_file)
         write_targets(folder.targets, folder.path.name, targets, tls, self._context.mesh.grid)
         folder.list_targets()

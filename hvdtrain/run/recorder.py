@@ -29,8 +29,7 @@ from hvdtrain.run_files.run_directory import RunDirectory, default_id
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.terminal import terminal
 from hvdtrain.telemetry.exporter import Exporter
-from hvdtrain.telemetry.sinks import BackgroundSink
-from hvdtrain.telemetry.trackers import build_sinks
+from hvdtrain.telemetry.sinks import BackgroundSink, build_sinks
 
 # Wait for the sinks at the end; the short one if another process waits for this one to end.
 _PATIENCE_S = 10.0

@@ -1,4 +1,4 @@
-"""A small HTTP server whose connections are bounded in number and time (see connections.py).
+"""A small HTTP server whose connections are bounded in number and time: see `BoundedConnections`.
 
 Any number of slow clients occupies only a few connections and does not block fast clients.
 """
@@ -7,16 +7,102 @@ from __future__ import annotations
 
 import errno
 import socket
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from socketserver import ThreadingMixIn
+from threading import Condition
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from hvdtrain.telemetry.connections import REQUEST_SECONDS, Connections
-
+MOST = 32
+# Measured from the accept: limit until the client has authenticated and sent its request, including
+# a TLS handshake; and limit until it has its answer (Prometheus waits at most 10 s by default).
+UNAUTHORIZED_SECONDS = 5.0
+REQUEST_SECONDS = 10.0
+_ROOM_SECONDS = 1.0  # for a thread to close a connection that was shut down
 App = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 TRUST = "hvdtrain.trust"  # in a request's environ: function to call once the client is authorized
+
+
+@dataclass
+class _Connection:
+    host: str
+    began: float
+    deadline: float
+    trusted: bool = False
+    cut: bool = False
+
+
+class BoundedConnections:
+    """The open connections. Each is served and closed by its own thread.
+
+    If there are `MOST`, a new connection replaces an old one: the oldest unauthenticated connection
+    of the host that has the most of them. Slow clients therefore neither exhaust this process's
+    file descriptors nor block a fast client.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[socket.socket, _Connection] = {}  # oldest first
+        self._changed = Condition()
+
+    def admit(self, client: socket.socket, host: str) -> bool:
+        """Register a connection, if necessary in place of another one; return False if refused."""
+        now = time.monotonic()
+        with self._changed:
+            if len(self._open) >= MOST:
+                self._evict_one()
+                self._changed.wait_for(lambda: len(self._open) < MOST, _ROOM_SECONDS)
+            if len(self._open) >= MOST:
+                return False
+            self._open[client] = _Connection(host, now, now + UNAUTHORIZED_SECONDS)
+        return True
+
+    def trust(self, client: socket.socket) -> None:
+        """Extend the deadline of a client whose request was authorized."""
+        with self._changed:
+            if client in self._open:
+                connection = self._open[client]
+                connection.trusted = True
+                connection.deadline = connection.began + REQUEST_SECONDS
+
+    def closed(self, client: socket.socket) -> None:
+        with self._changed:
+            self._open.pop(client, None)
+            self._changed.notify_all()
+
+    def cut_late(self) -> None:
+        """Shut down the connections whose deadline has passed; must be called periodically."""
+        now = time.monotonic()
+        with self._changed:
+            for client, connection in self._open.items():
+                if now > connection.deadline:
+                    self._cut(client, connection)
+
+    def cut_all(self) -> None:
+        with self._changed:
+            for client, connection in self._open.items():
+                self._cut(client, connection)
+
+    def _evict_one(self) -> None:
+        uncut = {client: c for client, c in self._open.items() if not c.cut}
+        unauthorized = {client: c for client, c in uncut.items() if not c.trusted}
+        candidates = unauthorized or uncut
+        if candidates:
+            ((host, _),) = Counter(c.host for c in candidates.values()).most_common(1)
+            client = next(client for client, c in candidates.items() if c.host == host)
+            self._cut(client, candidates[client])
+
+    @staticmethod
+    def _cut(client: socket.socket, connection: _Connection) -> None:
+        """Shut down a connection, which wakes up its thread; the thread closes it."""
+        connection.cut = True
+        with suppress(OSError):
+            # Not SSLSocket's: the thread may be in the middle of a handshake.
+            socket.socket.shutdown(client, socket.SHUT_RDWR)
 
 
 class _Handler(WSGIRequestHandler):
@@ -40,7 +126,7 @@ class BoundedServer(ThreadingMixIn, WSGIServer):
     request_queue_size = 64
 
     def __init__(self, *args: Any) -> None:
-        self.connections = Connections()
+        self.connections = BoundedConnections()
         super().__init__(*args)
 
     def server_bind(self) -> None:

@@ -1,4 +1,4 @@
-"""Configuration of metrics and profiles."""
+"""Configuration groups `telemetry` and `profile`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class TelemetryConfig:
         port: a rank serves its metrics on this port + its local rank; a port in use is replaced
             by a free one; 0 = off
         host: address to listen on
-        tls_cert_file: certificate (PEM) for HTTPS; needs `telemetry.tls_key_file`
+        tls_cert_file: certificate (PEM) for HTTPS; requires `telemetry.tls_key_file`
         tls_key_file: its private key (PEM)
         auth_file: a file with one line `user:password`, required of all scrapers
         linger_seconds: how long a rank that was being scraped waits at the end for one more
             scrape; 0 = never
         exchange_every: steps between two comparisons of all ranks' times; 0 = never
         straggler_threshold: a rank with a lower straggler score is reported as slow
-        peak_flops: peak FLOP/s of the device of a rank, for the model FLOPs utilisation (MFU);
+        peak_flops: peak FLOP/s of a rank's device, for the model FLOPs utilization (MFU);
             null = known values of GPUs, by name
         tensorboard: also write metrics to RUN/tensorboard
         wandb_project: also log to a run in this project of Weights & Biases
@@ -47,7 +47,7 @@ class TelemetryConfig:
         require(0 <= self.port <= 65535, f"telemetry.port must lie in 0..65535, not {self.port}")
         require(
             (self.tls_cert_file is None) == (self.tls_key_file is None),
-            "telemetry.tls_cert_file and telemetry.tls_key_file need each other",
+            "telemetry.tls_cert_file and telemetry.tls_key_file require each other",
         )
         require(
             self.linger_seconds >= 0,
@@ -90,7 +90,7 @@ class ProfileConfig:
         )
         require(
             self.ranks is None or re.fullmatch(r"\d+(,\d+)*", self._ranks) is not None,
-            f"profile.ranks must be ranks such as 0,3, not {self.ranks}; leave it away for all",
+            f"profile.ranks must be ranks such as 0,3, not {self.ranks}; omit it for all ranks",
         )
 
     @property

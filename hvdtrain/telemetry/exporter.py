@@ -38,7 +38,7 @@ _RECOVERY_BUCKETS = (0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 900)
 _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
-class _Asked(Collector):
+class _OnScrape(Collector):
     """Metrics that are read when Prometheus scrapes, at no cost for a step."""
 
     def __init__(self) -> None:
@@ -82,46 +82,54 @@ class Exporter:
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
             return Histogram(f"hvdtrain_{name}", text, buckets=buckets, registry=registry)
 
-        self._info = Info("hvdtrain_run", "What runs", registry=registry)
-        self._world_size = gauge("world_size", "Ranks of the run")
-        self._steps = counter("steps", "Optimizer steps that this process has done")
-        self._samples = counter("samples", "Samples of these steps, over all ranks")
-        self._dealt = gauge("micro_batches", "Micro-batches of a step that this rank works on")
-        self._nonfinite = counter("nonfinite", "Steps skipped: gradient not finite")
-        self._healed = counter("replicas_healed", "Ranks healed whose state differed; of rank 0")
-        self._duration = histogram("step_duration_seconds", "Wall time of a step", _STEP_BUCKETS)
+        self._info = Info("hvdtrain_run", "Facts about the run", registry=registry)
+        self._world_size = gauge("world_size", "World size of the run")
+        self._steps = counter("steps", "Optimizer steps that this process has completed")
+        self._samples = counter("samples", "Samples of these steps, summed over all ranks")
+        self._dealt = gauge("micro_batches", "Micro-batches per step assigned to this rank")
+        self._nonfinite = counter("nonfinite", "Steps skipped because the gradient was not finite")
+        self._healed = counter(
+            "replicas_healed", "Ranks whose state differed and was replaced; reported by rank 0"
+        )
+        self._duration = histogram("step_duration_seconds", "Wall time per step", _STEP_BUCKETS)
         self._recovery = histogram(
-            "recovery_seconds", "From a failure to the end of the next step", _RECOVERY_BUCKETS
+            "recovery_seconds", "Time from a failure to the end of the next step", _RECOVERY_BUCKETS
         )
         self._score = gauge(
-            "straggler_score", "Shortest compute time of all ranks / this rank's, in (0, 1]"
+            "straggler_score",
+            "Shortest compute time of all ranks divided by this rank's, in (0, 1]",
         )
         self._slow = Gauge(
             "hvdtrain_straggler",
-            "1 while this rank is named as slow, with the phase in which it loses most",
+            "1 while this rank is reported as slow, by the phase in which it loses most time",
             ["phase"],
             registry=registry,
         )
         self.straggler(1.0, None)
         self._gauges = {
-            "samples_per_second": gauge("samples_per_second", "Global batch / wall time of a step"),
+            "samples_per_second": gauge(
+                "samples_per_second", "Global batch size divided by the step time"
+            ),
             "loss": gauge("loss", "Training loss of the global batch"),
-            "grad_norm": gauge("grad_norm", "Norm of the gradient before clipping"),
+            "grad_norm": gauge("grad_norm", "Gradient norm before clipping"),
             "lr": gauge("learning_rate", "Learning rate"),
             "time": gauge(
-                "last_step_timestamp_seconds", "When the last step ended; at first, the start"
+                "last_step_timestamp_seconds",
+                "End of the last step; before the first step, the start of the process",
             ),
-            "epoch": gauge("epoch", "Passes over the training data that the steps so far are"),
-            "step": gauge("last_step", "Steps of the run so far, those before a restart too"),
+            "epoch": gauge("epoch", "Passes over the training data so far"),
+            "step": gauge("last_step", "Steps of the run so far, including steps before a restart"),
         }
         self._gauges["time"].set_to_current_time()
-        self._mfu = gauge("mfu", "Model FLOP/s / peak FLOP/s of all devices; NaN: not known")
+        self._mfu = gauge(
+            "mfu", "Model FLOP/s divided by the peak FLOP/s of all devices; NaN if unknown"
+        )
         self._mfu.set(math.nan)
         self._last_sync = gauge(
-            "last_sync_step", "Step after which all ranks last had the same state"
+            "last_sync_step", "Last step after which all ranks had the same state"
         )
-        self._asked = _Asked()
-        registry.register(self._asked)
+        self._on_scrape = _OnScrape()
+        registry.register(self._on_scrape)
         process = psutil.Process()
         self.watch("host_memory_bytes", "Resident memory", lambda: process.memory_info().rss)
         self._last_step = 0.0
@@ -174,26 +182,26 @@ class Exporter:
     def watch(self, name: str, text: str, value: Callable[[], float]) -> None:
         """Serve the gauge hvdtrain_NAME, whose value is read at each scrape."""
         full = f"hvdtrain_{name}"
-        self._asked.add(name, lambda: GaugeMetricFamily(full, text, value=value()))
+        self._on_scrape.add(name, lambda: GaugeMetricFamily(full, text, value=value()))
 
     def watch_total(self, name: str, text: str, value: Callable[[], float]) -> None:
         """Same as `watch` for a value that only increases: hvdtrain_NAME_total."""
         full = f"hvdtrain_{name}"
-        self._asked.add(name, lambda: CounterMetricFamily(full, text, value=value()))
+        self._on_scrape.add(name, lambda: CounterMetricFamily(full, text, value=value()))
 
     def watch_totals(
         self, name: str, text: str, label: str, values: Callable[[], Mapping[str, float]]
     ) -> None:
         """Same as `watch_total` for several values, which differ in a label."""
         family = partial(CounterMetricFamily, f"hvdtrain_{name}", text, labels=[label])
-        self._asked.add(name, lambda: _filled(family(), values()))
+        self._on_scrape.add(name, lambda: _filled(family(), values()))
 
     def watch_each(
         self, name: str, text: str, label: str, values: Callable[[], Mapping[str, float]]
     ) -> None:
         """Same as `watch` for several values, which differ in a label."""
         family = partial(GaugeMetricFamily, f"hvdtrain_{name}", text, labels=[label])
-        self._asked.add(name, lambda: _filled(family(), values()))
+        self._on_scrape.add(name, lambda: _filled(family(), values()))
 
     def linger(self, seconds: float, until: Callable[[], bool]) -> None:
         """Wait for one more scrape of the final metrics; return at once if there were no scrapes.
@@ -204,7 +212,7 @@ class Exporter:
         """
         seen, deadline = self._server.scrapes, time.monotonic() + seconds
         if seen and seconds:
-            logger.info("waiting for a last scrape, for at most %g s", seconds)
+            logger.info("waiting at most %g s for one more scrape", seconds)
         while 0 < seen == self._server.scrapes and time.monotonic() < deadline and not until():
             time.sleep(0.05)
 
@@ -212,7 +220,7 @@ class Exporter:
         self._server.close()
 
 
-class Target(NamedTuple):
+class ExporterAddress(NamedTuple):
     """Address of a rank's exporter; port 0 if it has none."""
 
     host: str
@@ -221,7 +229,7 @@ class Target(NamedTuple):
 
 
 def write_targets(
-    path: Path, run_id: str, targets: Sequence[Target], tls: bool, grid: Grid | None = None
+    path: Path, run_id: str, targets: Sequence[ExporterAddress], tls: bool, grid: Grid | None = None
 ) -> None:
     """Write RUN/targets.json for Prometheus' file_sd_configs.
 

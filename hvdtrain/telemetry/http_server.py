@@ -37,13 +37,13 @@ class MetricsServer:
         self.scrapes = 0
         app: App = self._count(make_wsgi_app(registry))
         if config.auth_file is not None:
-            app = _asks_for(read_password(config.auth_file, "telemetry.auth_file"), app)
+            app = _require_password(read_password(config.auth_file, "telemetry.auth_file"), app)
         context = _tls(config)
         try:
             self._server = listen(config.host, port)
         except (OSError, OverflowError) as error:
             raise UserError(
-                f"telemetry: {config.host}:{port} cannot be listened on "
+                f"telemetry: cannot listen on {config.host}:{port} "
                 f"({getattr(error, 'strerror', None) or error}); choose another telemetry.host or "
                 "telemetry.port, or telemetry.port 0 for none"
             ) from None
@@ -105,7 +105,7 @@ def read_password(path: str, option: str) -> bytes:
     return user + b":" + password
 
 
-def _asks_for(secret: bytes, app: App) -> App:
+def _require_password(secret: bytes, app: App) -> App:
     """HTTP basic authentication (RFC 7617) in front of an application."""
 
     def guarded(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
@@ -118,6 +118,6 @@ def _asks_for(secret: bytes, app: App) -> App:
             return app(environ, start)
         headers = [("WWW-Authenticate", 'Basic realm="hvdtrain"'), ("Content-Type", "text/plain")]
         start("401 Unauthorized", headers)
-        return [b"a user and a password are asked for here\n"]
+        return [b"user and password required\n"]
 
     return guarded

@@ -23,8 +23,8 @@ from hvdtrain.runtime.phases import PHASES
 # Values that ranks exchange about the steps since the last exchange: seconds of each phase, and
 # wall_seconds by another clock; inflight_seconds and bytes, see Exchange; micro_batches computed.
 # For a model that spans ranks: seconds of waiting and in pipeline schedules, see PhaseTimer. Bytes
-# of memory now, resident and allocated on the device, and of the rank's part of the parameters; the
-# peak memory so far of each phase, on the device, or resident memory without a device.
+# of memory now, resident and allocated on the device, and of the rank's parameter shards; the peak
+# memory so far of each phase, on the device, or resident memory without a device.
 COLUMNS = (
     *PHASES,
     "wall_seconds",
@@ -43,11 +43,11 @@ KINDS = ("data", "compute", "checkpoint")
 # Number of consecutive exchanges after which a rank is reported as slow, or as no longer slow.
 PATIENCE = 3
 # Fraction of the wall time; a rank that costs less is not reported.
-_WORTH_TELLING = 0.05
+_SIGNIFICANT = 0.05
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StragglerChange:
     """Change of state of ranks that have become slow, or are no longer slow.
 
     Args:
@@ -126,8 +126,8 @@ class _Slow:
         self._in_a_row = torch.zeros(number, dtype=torch.int64)  # consecutive contrary exchanges
         self.kinds: dict[int, str] = {}
 
-    def look(self, own: Tensor, wall: Tensor, groups: Iterable[list[int]]) -> list[Verdict]:
-        """Return the changes; a verdict's `ranks` is the number of one member.
+    def look(self, own: Tensor, wall: Tensor, groups: Iterable[list[int]]) -> list[StragglerChange]:
+        """Return the changes; a change's `ranks` is the number of one member.
 
         Args:
             own: seconds of each member, by kind.
@@ -140,18 +140,18 @@ class _Slow:
             found[group] = _scores(total)
             costs[group] = total - total.nan_to_num(torch.inf).min()
             behind[group] -= own[group].nanmedian(dim=0).values
-        slow = (found < self._threshold) & (costs > _WORTH_TELLING * wall)
+        slow = (found < self._threshold) & (costs > _SIGNIFICANT * wall)
         self._in_a_row = torch.where(slow != self._slow, self._in_a_row + 1, 0)
         changed = self._in_a_row >= PATIENCE
         self._in_a_row[changed] = 0
         self._slow ^= changed
-        verdicts = []
+        changes = []
         for one in changed.nonzero().flatten().tolist():
             kind = self.kinds.pop(one, None) or KINDS[int(behind[one].argmax())]
             if self._slow[one]:
                 self.kinds[one] = kind
-            verdicts.append(Verdict((one,), bool(self._slow[one]), kind, float(found[one])))
-        return verdicts
+            changes.append(StragglerChange((one,), bool(self._slow[one]), kind, float(found[one])))
+        return changes
 
 
 class StragglerWatch:
@@ -175,31 +175,57 @@ class StragglerWatch:
         of_stages = {rank: kind for stage, kind in stages for rank in self._stages[stage]}
         return of_stages | self._ranks.kinds
 
-    def look(self, table: Tensor) -> list[Verdict]:
+    def look(self, table: Tensor) -> list[StragglerChange]:
         """Process the values of all ranks (ranks x `COLUMNS`); return the changes."""
         own, wall = own_seconds(table, self._grid), column(table, "wall_seconds")
-        verdicts = _together(self._ranks.look(own, wall, self._stages), self._grid.in_step)
+        changes = _together(self._ranks.look(own, wall, self._stages), self._grid.in_step)
         fastest = [ranks[_fastest(own[ranks])] for ranks in self._stages]
-        everyone = [[*range(len(fastest))]]
-        for verdict in self._slow_stages.look(own[fastest], wall[fastest], everyone):
-            [stage] = verdict.ranks
-            verdicts.append(replace(verdict, ranks=(*self._stages[stage],), stage=stage))
-        return verdicts
+        all_stages = [[*range(len(fastest))]]
+        for change in self._slow_stages.look(own[fastest], wall[fastest], all_stages):
+            [stage] = change.ranks
+            changes.append(replace(change, ranks=(*self._stages[stage],), stage=stage))
+        return changes
 
 
 def _fastest(own: Tensor) -> int:
     return int(own.sum(dim=1).nan_to_num(torch.inf).argmin())
 
 
-def _together(verdicts: Sequence[Verdict], in_step: Iterable[tuple[int, ...]]) -> list[Verdict]:
-    """Merge verdicts on ranks that compute in step and are all slow: they cannot be told apart."""
-    found = {verdict.ranks: verdict for verdict in verdicts}
+def _together(
+    changes: Sequence[StragglerChange], in_step: Iterable[tuple[int, ...]]
+) -> list[StragglerChange]:
+    """Merge changes of ranks that compute in step and are all slow: they cannot be told apart."""
+    found = {change.ranks: change for change in changes}
     for ranks in in_step:
         own = [found.get((rank,)) for rank in ranks]
         first = own[0]
-        alike = {(v.slow, v.kind) if v else None for v in own}
-        if len(ranks) > 1 and first is not None and alike == {(first.slow, "compute")}:
+        states = {(v.slow, v.kind) if v else None for v in own}
+        if len(ranks) > 1 and first is not None and states == {(first.slow, "compute")}:
             found[ranks] = replace(first, ranks=ranks)
             for rank in ranks:
                 del found[(rank,)]
     return [*found.values()]
+
+
+class DataWatch:
+    """Detector of loading that takes longer than computing; reports it once."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def look(self, table: Tensor) -> float | None:
+        """The median rank's loading time as a multiple of its forward and backward time.
+
+        None if the ratio is at most 1, has not been above 1 PATIENCE times in a row, or was
+        reported before.
+
+        Args:
+            table: float64, ranks x straggler.COLUMNS.
+        """
+        computing = column(table, "forward") + column(table, "backward")
+        ratio = float((column(table, "data") / computing).nanmedian())
+        if ratio > 1:
+            self._in_a_row += 1
+        elif self._in_a_row < PATIENCE:
+            self._in_a_row = 0
+        return ratio if ratio > 1 and self._in_a_row == PATIENCE else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from hvdtrain.telemetry.profile_summary import summarise
+from hvdtrain.telemetry.profile_summary import summarize
 from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob
 
@@ -23,7 +23,7 @@ def test_killed_rank_does_not_lose_the_profiles_of_other_ranks(
         job.end()
     finally:
         job.job.kill()
-    parts = summarise(job.run)
+    parts = summarize(job.run)
     # Every step that was finished is in one part, and each part knows who was ready when.
     spans = [part.steps for part in parts]
     assert spans[0][0] == 10 and spans[-1][1] == 40 and len(spans) > 1, spans

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hvdtrain.telemetry.data_watch import DataWatch
-from hvdtrain.telemetry.straggler import COLUMNS, PATIENCE
+from hvdtrain.telemetry.straggler import COLUMNS, PATIENCE, DataWatch
 
 
 def _table(data: float, compute: float) -> torch.Tensor:

@@ -19,7 +19,7 @@ import pytest
 
 from hvdtrain.errors import UserError
 from hvdtrain.telemetry.config import TelemetryConfig
-from hvdtrain.telemetry.exporter import Exporter, Target, write_targets
+from hvdtrain.telemetry.exporter import Exporter, ExporterAddress, write_targets
 from tests.support import runs
 
 pytestmark = pytest.mark.slow
@@ -53,9 +53,9 @@ def test_port_in_use_is_replaced_by_a_free_one(port: int) -> None:
 
 
 def test_unavailable_address_is_a_user_error() -> None:
-    with pytest.raises(UserError, match=r"203\.0\.113\.1:9855 cannot be listened on"):
+    with pytest.raises(UserError, match=r"cannot listen on 203\.0\.113\.1:9855"):
         Exporter(TelemetryConfig(host="203.0.113.1"), 0)
-    with pytest.raises(UserError, match=r"no-such-host\.invalid:9855 cannot be listened on"):
+    with pytest.raises(UserError, match=r"cannot listen on no-such-host\.invalid:9855"):
         Exporter(TelemetryConfig(host="no-such-host.invalid"), 0)
 
 
@@ -145,7 +145,12 @@ def test_targets_file_lists_every_rank_with_its_labels(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     file = tmp_path / "targets.json"
-    write_targets(file, "mine", [Target("node1", 0, 9855), Target("node2", 0, 9000)], tls=True)
+    write_targets(
+        file,
+        "mine",
+        [ExporterAddress("node1", 0, 9855), ExporterAddress("node2", 0, 9000)],
+        tls=True,
+    )
     first, second = json.loads(file.read_text())
     assert first == {
         "targets": ["node1:9855"],

@@ -19,8 +19,7 @@ from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.run.build import build_model
 from hvdtrain.run.data import build_data
 from hvdtrain.tasks import Datasets
-from hvdtrain.telemetry.nvml import GAUGES, readings
-from hvdtrain.telemetry.peaks import peak_flops
+from hvdtrain.telemetry.gpu import GAUGES, peak_flops, readings
 from tests.support.runs import CORPUS, metrics, run
 from tests.support.tasks import FEATURES, Regression
 

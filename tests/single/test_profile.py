@@ -20,8 +20,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.runtime.environment import prepare
 from hvdtrain.runtime.memory import PeakMemory, Peaks
 from hvdtrain.runtime.phases import PhaseTimer
-from hvdtrain.telemetry.profile_files import TRACE, clear
-from hvdtrain.telemetry.profile_summary import summarise
+from hvdtrain.telemetry.profile_summary import TRACE, clear, summarize
 from tests.support import runs
 from tests.support.job import Finished
 
@@ -75,7 +74,7 @@ def test_profile_contains_steps_ranks_phases_and_late_rank(tmp_path: Path, launc
         for phase in ("data", "forward", "backward", "comm_exposed", "optimizer"):
             known = sum(line["phases"][phase][rank] for line in lines)
             assert spans[f"phase {phase}"] == pytest.approx(known, rel=0.05, abs=0.01), phase
-    (part,) = summarise(tmp_path / "run")
+    (part,) = summarize(tmp_path / "run")
     assert part.steps == (10, 13) and part.late == 1 and not part.problems, part
     assert part.lateness[1].last == 3 and 0.05 < part.lateness[1].mean_seconds < 0.5
     for rank in part.ranks:
@@ -91,7 +90,7 @@ def test_only_selected_ranks_write_traces(tmp_path: Path) -> None:
     _run(tmp_path, "--profile.steps 13:99 --profile.ranks [1]", "gloo:2")
     names = {path.name[:10] for path in (tmp_path / "run/profile").iterdir()}
     assert names == {"rank_00001", "timeline.1"}
-    (part,) = summarise(tmp_path / "run")
+    (part,) = summarize(tmp_path / "run")
     assert part.steps == (13, 15), "the run's last step ends the profile"
 
 
@@ -223,7 +222,7 @@ def test_summary_assigns_time_to_phases_and_operators(tmp_path: Path) -> None:
     calls += [_call("innermost", 15, 5), _call("outer", 200, 10), _call("inner", 0, 7, tid=2)]
     _write(tmp_path / "profile", 0, calls)
     _write(tmp_path / "profile", 1, [])
-    (part,) = summarise(tmp_path)
+    (part,) = summarize(tmp_path)
     own = {one.name: (round(one.seconds * 1e6), one.calls) for one in part.operators}
     assert own == {"outer": (60, 2), "inner": (52, 3), "innermost": (5, 1)}
     rank = part.ranks[0]
@@ -236,7 +235,7 @@ def test_gpu_operators_come_from_device_kernels(tmp_path: Path) -> None:
     (tmp_path / "profile").mkdir()
     calls = [_call("aten::mm", 0, 10), _call("gemm", 5, 400, cat="kernel")]
     _write(tmp_path / "profile", 0, calls, "cuda")
-    (part,) = summarise(tmp_path)
+    (part,) = summarize(tmp_path)
     assert [one.name for one in part.operators] == ["gemm"]
 
 
@@ -266,5 +265,5 @@ def test_summary_runs_without_torch_and_reports_late_rank(tmp_path: Path) -> Non
 
 
 def test_summary_rejects_run_without_profiles(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no profile; train with --profile\.steps"):
-        summarise(tmp_path)
+    with pytest.raises(UserError, match=r"contains no profile; train with --profile\.steps"):
+        summarize(tmp_path)

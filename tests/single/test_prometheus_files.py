@@ -25,7 +25,7 @@ from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.memory import PeakMemory
 from hvdtrain.runtime.phases import PhaseTimer
 from hvdtrain.telemetry.config import TelemetryConfig
-from hvdtrain.telemetry.exporter import Exporter, Target, write_targets
+from hvdtrain.telemetry.exporter import Exporter, ExporterAddress, write_targets
 from tests.support.dashboard import PROMETHEUS, queries, rules
 
 UNIT_TESTS = PROMETHEUS / "tests/alerts.yml"
@@ -132,7 +132,7 @@ def test_prometheus_discovers_only_active_runs(tmp_path: Path) -> None:
     for name in ("one", "two"):
         folder = RunDirectory(tmp_path / name)
         folder.path.mkdir()
-        write_targets(folder.targets, name, [Target("node1", 0, 9855)], tls=False)
+        write_targets(folder.targets, name, [ExporterAddress("node1", 0, 9855)], tls=False)
         folder.list_targets()
         assert folder.listed_targets.read_bytes() == folder.targets.read_bytes()
     assert {path.stem for path in tmp_path.glob(where)} == {"one", "two"}
@@ -144,7 +144,7 @@ def test_prometheus_discovers_only_active_runs(tmp_path: Path) -> None:
 def test_unusable_targets_directory_does_not_end_run(tmp_path: Path) -> None:
     folder = RunDirectory(tmp_path / "one")
     folder.path.mkdir()
-    write_targets(folder.targets, "one", [Target("node1", 0, 9855)], tls=False)
+    write_targets(folder.targets, "one", [ExporterAddress("node1", 0, 9855)], tls=False)
     (tmp_path / ".targets").write_text("no folder: root may write into any")
     folder.list_targets()
     folder.remove_targets()

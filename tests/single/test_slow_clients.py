@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from hvdtrain.errors import EXIT_PREEMPTED
-from hvdtrain.telemetry import connections
+from hvdtrain.telemetry import bounded_server
+from hvdtrain.telemetry.bounded_server import BoundedConnections
 from hvdtrain.telemetry.config import TelemetryConfig
-from hvdtrain.telemetry.connections import Connections
 from hvdtrain.telemetry.exporter import Exporter
 from tests.support.job import Job, poll
 from tests.support.runs import start
@@ -72,7 +72,7 @@ def test_slow_handshakes_do_not_exhaust_files_or_block_prometheus(training: Job,
                     client.send(b"\x16")
             assert "hvdtrain_step" in _scrape(port)
             assert trainer.num_fds() < FILES / 2
-        seconds = connections.STRANGER_SECONDS + GRACE_SECONDS
+        seconds = bounded_server.UNAUTHORIZED_SECONDS + GRACE_SECONDS
         poll(lambda: not any(map(_is_open, slow)), seconds, "the end of those that are late")
     finally:
         for client in slow:
@@ -85,7 +85,7 @@ def test_slow_handshakes_do_not_exhaust_files_or_block_prometheus(training: Job,
 def test_slow_sender_is_disconnected_after_a_time_limit(
     monkeypatch: pytest.MonkeyPatch, port: int
 ) -> None:
-    monkeypatch.setattr(connections, "STRANGER_SECONDS", 1.0)
+    monkeypatch.setattr(bounded_server, "UNAUTHORIZED_SECONDS", 1.0)
     exporter = Exporter(TelemetryConfig(host=HOST, port=port), 0)
     client, began = _connect(port), time.monotonic()
     with client, pytest.raises(OSError):
@@ -125,10 +125,10 @@ def _scrape(port: int) -> str:
 def test_full_server_drops_untrusted_connections_of_the_busiest_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "MOST", 4)
-    monkeypatch.setattr(connections, "_ROOM_SECONDS", 0.0)  # nobody serves them here
+    monkeypatch.setattr(bounded_server, "MOST", 4)
+    monkeypatch.setattr(bounded_server, "_ROOM_SECONDS", 0.0)  # nobody serves them here
     pairs = [socket.socketpair() for _ in range(6)]
-    open_ = Connections()
+    open_ = BoundedConnections()
     for (client, _), host in zip(pairs[:4], ["friend", "lonely", "crowd", "crowd"], strict=True):
         assert open_.admit(client, host)
     open_.trust(pairs[0][0])

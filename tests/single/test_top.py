@@ -25,8 +25,7 @@ from rich.console import Console
 
 from hvdtrain.runtime.mesh import Grid
 from hvdtrain.telemetry.config import TelemetryConfig
-from hvdtrain.telemetry.exporter import Exporter, write_targets
-from hvdtrain.telemetry.exporter import Target as Published
+from hvdtrain.telemetry.exporter import Exporter, ExporterAddress, write_targets
 from hvdtrain.top.scrape import Rank, Scraper, Target, read_targets
 from hvdtrain.top.table import View, fit
 from tests.single.test_exporter import certificate as certificate  # a fixture
@@ -212,7 +211,7 @@ def _serve(folder: Path, **config: Any) -> Exporter:
     )
     exporter.step(RECORD, 8, False)
     tls = "tls_cert_file" in config
-    write_targets(folder / "targets.json", "mine", [Published(HOST, 0, exporter.port)], tls)
+    write_targets(folder / "targets.json", "mine", [ExporterAddress(HOST, 0, exporter.port)], tls)
     return exporter
 
 
@@ -236,7 +235,7 @@ def test_ranks_added_by_a_resize_of_the_run_are_shown(
     screen = Screen((20, 100), [str(tmp_path), "--interval", "0.2"])
     screens.append(screen)
     screen.wait_for("1 of 1 ranks answer")
-    there = Published(HOST, 0, exporter.port)
+    there = ExporterAddress(HOST, 0, exporter.port)
     write_targets(tmp_path / "targets.json", "mine", [there, there], tls=False)
     screen.wait_for("2 of 2 ranks answer")
     exporter.close()
@@ -245,8 +244,8 @@ def test_ranks_added_by_a_resize_of_the_run_are_shown(
 def test_silent_ranks_do_not_delay_the_scrape_of_other_ranks(tmp_path: Path) -> None:
     exporter = _serve(tmp_path)
     with socket.create_server((HOST, 0)) as silent:
-        there = Published(HOST, 0, exporter.port)
-        gone = [Published(HOST, 0, silent.getsockname()[1])] * 100
+        there = ExporterAddress(HOST, 0, exporter.port)
+        gone = [ExporterAddress(HOST, 0, silent.getsockname()[1])] * 100
         write_targets(tmp_path / "targets.json", "mine", [*gone, there], tls=False)
         scraper, targets = Scraper(None, None), read_targets(tmp_path / "targets.json")
         rounds = []
@@ -386,7 +385,7 @@ def test_top_exits_cleanly_if_the_targets_file_breaks(
 
 def test_layout_is_shown_without_hiding_ranks(tmp_path: Path) -> None:
     grid = Grid((0, 1, 2, 3), {"pipeline": 2, "tensor": 1})
-    there = [Published(f"node{rank // 2}", 0, 1) for rank in range(4)]
+    there = [ExporterAddress(f"node{rank // 2}", 0, 1) for rank in range(4)]
     write_targets(tmp_path / "targets.json", "mine", there, tls=False, grid=grid)
     waits = {"pipeline_wait_seconds": 3.0, "pipeline_schedule_seconds_total": 10.0}
     ranks = [

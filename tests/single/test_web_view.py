@@ -361,7 +361,7 @@ def test_public_server_requires_the_token(root: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--serve", "nowhere"], "is no folder"),
+        (["--serve", "nowhere"], "is not a directory"),
         (["--serve", ".", "--host", "192.0.2.1"], "cannot be listened on"),
         (["--serve", ".", "--host", "a..b"], "cannot be listened on"),
         (["--serve", ".", "--port", "70000"], "a port is from 0"),

@@ -46,7 +46,7 @@ from hvdtrain.report.web.live import LiveRun
 from hvdtrain.run_files import owner_token
 from hvdtrain.run_files.listing import runs_under
 from hvdtrain.supervise import run_progress
-from hvdtrain.telemetry.profile_files import READY, TRACE, rank_path, timeline_path
+from hvdtrain.telemetry.profile_summary import READY, TRACE, rank_path, timeline_path
 from hvdtrain.top.scrape import Rank, read_targets
 from hvdtrain.top.table import View, header, picture, table
 from tests.support.history import History

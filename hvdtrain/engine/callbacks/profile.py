@@ -15,13 +15,13 @@ from hvdtrain.runtime import init
 from hvdtrain.runtime.collectives import begin_sum, completed
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.telemetry.config import ProfileConfig
-from hvdtrain.telemetry.profile_files import (
+from hvdtrain.telemetry.profile_summary import (
     READY,
     TRACE,
     clear,
     rank_path,
     timeline_path,
-    write_figures,
+    write_measurements,
 )
 from hvdtrain.telemetry.trace import Trace, warm_up
 
@@ -151,7 +151,7 @@ class Profile:
             path = rank_path(self._folder, rank, host, first, TRACE)
             trace.write(path, {"backend": "horovod", **facts})
             figures |= {"host": host, "steps": [first, end], "device": self._device.type, **facts}
-            write_figures(rank_path(self._folder, rank, host, first, ".json"), figures)
+            write_measurements(rank_path(self._folder, rank, host, first, ".json"), figures)
             logger.info("profile of steps %d to %d: %s", first, end - 1, path)
 
     def _try(self, part: Callable[[], None]) -> None:

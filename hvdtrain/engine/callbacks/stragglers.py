@@ -28,9 +28,15 @@ from hvdtrain.runtime.mesh import WAITED
 from hvdtrain.runtime.parts import local
 from hvdtrain.runtime.phases import PHASES
 from hvdtrain.telemetry.config import TelemetryConfig
-from hvdtrain.telemetry.data_watch import DataWatch
 from hvdtrain.telemetry.exporter import Exporter
-from hvdtrain.telemetry.straggler import COLUMNS, StragglerWatch, Verdict, column, scores
+from hvdtrain.telemetry.straggler import (
+    COLUMNS,
+    DataWatch,
+    StragglerChange,
+    StragglerWatch,
+    column,
+    scores,
+)
 
 _PROCESS = psutil.Process()
 # Number of comparisons whose medians determine an assignment; all were made under the current one.
@@ -46,7 +52,7 @@ class Destinations:
     Args:
         exporter: this rank's exporter.
         file: RUN/ranks.jsonl, on rank 0: one line per exchange.
-        emit: called with each verdict ("straggler" or "straggler_ended", fields), on rank 0.
+        emit: called with each change ("straggler" or "straggler_ended", fields), on rank 0.
     """
 
     exporter: Exporter | None
@@ -149,7 +155,7 @@ class DetectStragglers:
         """Evaluate the metrics of all ranks, which every rank now has."""
         self._handle = None
         found = scores(table, self._grid)
-        verdicts = self._watch.look(table)
+        changes = self._watch.look(table)
         rank = loop.topology.rank
         if self._exporter is not None:
             self._exporter.straggler(float(found[rank]), self._watch.slow.get(rank))
@@ -164,8 +170,8 @@ class DetectStragglers:
                 )
         if self._file is None:
             return
-        for verdict in verdicts:
-            self._tell(loop, verdict)
+        for change in changes:
+            self._tell(loop, change)
         if (ratio := self._data_watch.look(table)) is not None:
             self._emit("data_bound", step=self._line["step"], ratio=round(ratio, 3))
             logger.warning(
@@ -178,31 +184,31 @@ class DetectStragglers:
             score = {"score": _round(found, 4)}
             self._file.write({**self._line, **_columns(table), **spanned, **score})
 
-    def _tell(self, loop: Loop, verdict: Verdict) -> None:
-        ranks, hosts = verdict.ranks, loop.topology.hosts
+    def _tell(self, loop: Loop, change: StragglerChange) -> None:
+        ranks, hosts = change.ranks, loop.topology.hosts
         fields = {"step": self._line["step"], "rank": ranks[0], "host": hosts[ranks[0]]}
-        fields |= {"phase": verdict.kind}
-        if verdict.stage is not None:
-            fields["stage"] = verdict.stage
+        fields |= {"phase": change.kind}
+        if change.stage is not None:
+            fields["stage"] = change.stage
         if len(ranks) > 1:
             fields["ranks"] = [*ranks]
-        who, they = _named(verdict, hosts)
-        if not verdict.slow:
+        who, they = _named(change, hosts)
+        if not change.slow:
             self._emit("straggler_ended", **fields)
             logger.info("%s %s not slow any more", who, they)
             return
-        self._emit("straggler", **fields, score=round(verdict.score, 3))
+        self._emit("straggler", **fields, score=round(change.score, 3))
         logger.warning(
             "%s %s slow: %s own part of a step takes %.1f times as long as the fastest %s's "
             "(straggler score %.2f), and %s most in: %s",
             who,
             they,
             "its" if they == "is" else "their",
-            1 / verdict.score,
-            "rank" if verdict.stage is None else "stage",
-            verdict.score,
+            1 / change.score,
+            "rank" if change.stage is None else "stage",
+            change.score,
             "it loses" if they == "is" else "they lose",
-            verdict.kind,
+            change.kind,
         )
 
     def close(self) -> None:
@@ -271,16 +277,16 @@ def _spanned_columns(table: Tensor) -> dict[str, Any]:
     }
 
 
-def _named(verdict: Verdict, hosts: Sequence[str]) -> tuple[str, str]:
+def _named(change: StragglerChange, hosts: Sequence[str]) -> tuple[str, str]:
     """(such as "pipeline stage 1 (ranks 2, 3 on node2)", "is" or "are")."""
     by_host: dict[str, list[str]] = {}
-    for rank in verdict.ranks:
+    for rank in change.ranks:
         by_host.setdefault(hosts[rank], []).append(str(rank))
-    several = len(verdict.ranks) > 1
+    several = len(change.ranks) > 1
     where = " and ".join(f"{', '.join(ranks)} on {host}" for host, ranks in by_host.items())
     who = f"rank{'s' if several else ''} {where}"
-    if verdict.stage is not None:
-        return f"pipeline stage {verdict.stage} ({who})", "is"
+    if change.stage is not None:
+        return f"pipeline stage {change.stage} ({who})", "is"
     return (f"{who}, which compute in step,", "are") if several else (who, "is")
 
 

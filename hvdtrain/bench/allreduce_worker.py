@@ -150,7 +150,7 @@ def _mpi() -> Side:
 def _torch_gloo() -> Side:
     import torch.distributed as dist
 
-    from hvdtrain.bench.torch_ranks import join_ranks
+    from hvdtrain.bench.plain import join_ranks
     from hvdtrain.parallel.world import leave
 
     join_ranks()

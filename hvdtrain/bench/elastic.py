@@ -10,10 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.bench.jobs import Job, train
+from hvdtrain.bench.jobs import (
+    ControlledJob,
+    JobTurn,
+    median_range,
+    step_time_ratios,
+    take_turns,
+    train,
+)
 from hvdtrain.bench.processes import BenchError
 from hvdtrain.bench.report import Figure, Report
-from hvdtrain.bench.turns import Turn, median_range, ratios, take_turns
 from hvdtrain.launch.commands import elastic_horovodrun, horovodrun
 
 RANKS = 2
@@ -32,23 +38,23 @@ def elastic(flags: Sequence[str], steps: int, rounds: int) -> Report:
         command = train(sys.executable, flags, Path(other))
         jobs = {
             "elastic": _elastic_job(flags, RANKS, f"localhost:{RANKS}", Path(one), patient=True),
-            "not elastic": Job(horovodrun(RANKS, command), Path(other), patient=True),
+            "not elastic": ControlledJob(horovodrun(RANKS, command), Path(other), patient=True),
         }
         with jobs["elastic"], jobs["not elastic"]:
             for name, job in jobs.items():
                 job.wait_for_more(_WARM_UP_STEPS)
                 if name == "not elastic":
-                    job.rest_watchdogs()
+                    job.suspend_watchdogs()
                 job.freeze()
-            used = {name: job.used_beside_ranks() for name, job in jobs.items()}
+            used = {name: job.seconds_outside_ranks() for name, job in jobs.items()}
             turns = take_turns(jobs, steps, rounds)
-            used = {name: job.used_beside_ranks() - used[name] for name, job in jobs.items()}
+            used = {name: job.seconds_outside_ranks() - used[name] for name, job in jobs.items()}
     return _compare(turns, used)
 
 
-def _compare(turns: Mapping[str, Sequence[Turn]], used: Mapping[str, float]) -> Report:
-    found = ratios(turns, "elastic", "not elastic")
-    figures = [Figure(name, "ms a step", [t.step * 1000 for t in turns[name]]) for name in turns]
+def _compare(turns: Mapping[str, Sequence[JobTurn]], used: Mapping[str, float]) -> Report:
+    found = step_time_ratios(turns, "elastic", "not elastic")
+    figures = [Figure(name, "ms/step", [t.step * 1000 for t in turns[name]]) for name in turns]
     figures.append(Figure("elastic / not elastic", "x", found, at_most=1.005))
     for name in turns:
         share = 100 * used[name] / sum(turn.awake for turn in turns[name])
@@ -86,7 +92,7 @@ def recovery(
     found = [recovered(lines, events, since, np) for since in killed_at]
     figures = [
         Figure("pause after a kill", "s", [one.pause for one in found]),
-        Figure("of which re-initialisation", "s", [one.initialisation for one in found]),
+        Figure("of which re-initialization", "s", [one.initialisation for one in found]),
         Figure("pause when the new rank joins", "s", [one.joining for one in found]),
         Figure("until all ranks are back", "s", [one.whole for one in found]),
         Figure("step", "s", [line["step_seconds"] for line in lines if line["world_size"] == np]),
@@ -128,7 +134,7 @@ def recovered(lines: Lines, events: Lines, since: float, np: int) -> Recovery:
     failure = next((e for e in starts if e["cause"] == "failure"), None)
     back = next((e for e in starts if e["world_size"] == np), None)
     if failure is None or back is None:
-        raise BenchError("a killed rank was not noticed, or not replaced")
+        raise BenchError("the killed rank was not detected, or not replaced")
     before, after = _around(lines, failure["time"])
     last, first = _around(lines, back["time"])
     return Recovery(after - max(before, since), failure["seconds"], first - last, first - since)
@@ -140,13 +146,13 @@ def _around(lines: Lines, at: float) -> tuple[float, float]:
     return max(t for t in times if t <= at), min(t for t in times if t > at)
 
 
-def _wait_for_ranks(job: Job, np: int) -> None:
+def _wait_for_ranks(job: ControlledJob, np: int) -> None:
     job.wait_for(lambda lines: bool(lines) and lines[-1]["world_size"] == np, f"{np} ranks train")
 
 
 def _elastic_job(
     flags: Sequence[str], np: int, hosts: str, root: Path, patient: bool = False
-) -> Job:
+) -> ControlledJob:
     discover = [sys.executable, "-m", "hvdtrain.cli", "discover", "--hosts", hosts]
     command = train(sys.executable, flags, root)
-    return Job(elastic_horovodrun(np, 1, np, discover, command), root, patient)
+    return ControlledJob(elastic_horovodrun(np, 1, np, discover, command), root, patient)

@@ -1,14 +1,19 @@
-"""A real training job under its launcher, controlled from outside: frozen, killed, inspected."""
+"""A real training job under its launcher, controlled from outside: frozen, killed, inspected.
+
+Jobs that are compared take turns: while one trains, the others are frozen.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +28,7 @@ _RUN = "bench"
 _WAIT_S = 300.0
 _END_S = 20.0
 # Timeout of a collective; frozen ranks do not respond for a while.
-_PATIENCE_S = 600
+_COLLECTIVE_TIMEOUT_S = 600
 # Omit what is not part of a plain step; two concurrent jobs cannot serve on one port.
 _FLAGS = ("--eval.every=0", "--checkpoint.every=0", "--telemetry.port=0", "--train.steps=1000000")
 
@@ -33,7 +38,7 @@ def train(python: str, flags: Sequence[str], root: Path) -> list[str]:
     return [python, *RANK, *_FLAGS, *flags, f"--run.root={root}", f"--run.id={_RUN}"]
 
 
-class Job:
+class ControlledJob:
     """A job that runs inside the `with` block.
 
     Args:
@@ -49,12 +54,12 @@ class Job:
         self._log = root / "output"
         self._env = {"OMP_NUM_THREADS": "1"} | os.environ
         if patient:
-            self._env["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(_PATIENCE_S)
-        self._resting: set[psutil.Process] = set()
+            self._env["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(_COLLECTIVE_TIMEOUT_S)
+        self._suspended: set[psutil.Process] = set()
         self._read = 0  # bytes of metrics.jsonl
         self._lines: list[dict[str, Any]] = []
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> ControlledJob:
         with self._log.open("wb") as log:
             try:
                 self._launcher = psutil.Popen(
@@ -91,11 +96,11 @@ class Job:
 
     def thaw(self) -> None:
         """Undo `freeze`."""
-        for process in set(self._tree()) - self._resting:
+        for process in set(self._tree()) - self._suspended:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
 
-    def rest_watchdogs(self) -> None:
+    def suspend_watchdogs(self) -> None:
         """Permanently stop the watchdogs of this host's ranks; the ranks continue to train.
 
         A watchdog that ends would be restarted.
@@ -104,9 +109,9 @@ class Job:
             with suppress(psutil.NoSuchProcess):
                 if "hvdtrain.elastic.watchdog" in process.cmdline():
                     process.suspend()
-                    self._resting.add(process)
+                    self._suspended.add(process)
 
-    def used_beside_ranks(self) -> float:
+    def seconds_outside_ranks(self) -> float:
         """CPU seconds of the launcher, the watchdogs and their child processes."""
         ranks, seconds = self._ranks().values(), 0.0
         for process in self._tree():
@@ -123,7 +128,7 @@ class Job:
         """
         ranks = self._ranks()
         if not ranks:
-            raise BenchError("no rank runs on this host, so none can be killed")
+            raise BenchError("no rank to kill on this host")
         numbers = sorted(ranks)
         ranks[numbers[min(1, len(numbers) - 1)]].kill()
 
@@ -185,3 +190,61 @@ def _seconds(process: psutil.Process) -> float:
     """CPU time, including children that have ended."""
     times = process.cpu_times()
     return float(times.user + times.system + times.children_user + times.children_system)
+
+
+@dataclass(frozen=True)
+class JobTurn:
+    """Seconds per step in one turn of a job, and seconds for which the job was not frozen."""
+
+    step: float
+    awake: float
+
+
+def take_turns(
+    jobs: Mapping[str, ControlledJob], steps: int, rounds: int
+) -> dict[str, list[JobTurn]]:
+    """Run every job for `steps` steps in each round, alternating the order.
+
+    Args:
+        jobs: jobs by name; they are frozen before and after.
+    """
+    turns: dict[str, list[JobTurn]] = {name: [] for name in jobs}
+    for number in range(rounds):
+        for name in sorted(jobs, reverse=number % 2 == 1):
+            turns[name].append(_one_turn(jobs[name], steps))
+    return turns
+
+
+def _one_turn(job: ControlledJob, steps: int) -> JobTurn:
+    """Run one turn, ignoring the step in which the job was last frozen."""
+    start = time.monotonic()
+    job.thaw()
+    seconds = seconds_per_step(job, steps)
+    job.freeze()
+    return JobTurn(seconds, time.monotonic() - start)
+
+
+def seconds_per_step(job: ControlledJob, steps: int) -> float:
+    """Seconds per step over the next steps of a training job, after one step that is ignored."""
+    begin = len(job.lines())
+    job.wait_for_more(steps + 1)
+    times = [line["time"] for line in job.lines()[begin : begin + steps + 1]]
+    return float(times[-1] - times[0]) / steps
+
+
+def step_time_ratios(turns: Mapping[str, Sequence[JobTurn]], one: str, other: str) -> list[float]:
+    """Ratio of the seconds per step, round by round."""
+    return [a.step / b.step for a, b in zip(turns[one], turns[other], strict=True)]
+
+
+def median_range(values: Sequence[float]) -> tuple[float, float]:
+    """95 % confidence interval of the median of the distribution of `values`.
+
+    Uses order statistics (David and Nagaraja, Order Statistics, 7.1) in the normal approximation of
+    the binomial; no distribution is assumed.
+    """
+    ordered, count = sorted(values), len(values)
+    reach = 1.96 * math.sqrt(count) / 2
+    low = max(0, math.floor(count / 2 - reach) - 1)
+    high = min(count - 1, math.ceil(count / 2 + reach))
+    return ordered[low], ordered[high]

@@ -88,7 +88,9 @@ class PlainLoop:
         self.step = 0
         self.losses: list[float] = []
         if has_own_order(dataset):
-            raise UserError("hvdtrain bench: the plain PyTorch loop wants a data set with an index")
+            raise UserError(
+                "hvdtrain bench: the plain PyTorch loop requires a dataset with an index"
+            )
         size, steps = len(dataset), config.train.steps  # type: ignore[arg-type]
         order = sample_order(0, steps * config.batch.global_size, size, config.seed)
         micro_batches = order.reshape(-1, config.batch.micro_size)[rank::world_size]
@@ -141,3 +143,16 @@ class PlainLoop:
         if isinstance(self.forward, DistributedDataParallel):
             return self.forward.no_sync()
         return nullcontext()
+
+
+def join_ranks() -> None:
+    """Join torch.distributed with Horovod as the rendezvous, then shut Horovod down.
+
+    For ranks that horovodrun started, on one or several hosts.
+    """
+    from hvdtrain.parallel.world import join
+    from hvdtrain.runtime.init import initialise, shut_down
+
+    topology = initialise()
+    join(range(topology.world_size), topology, torch.device("cpu"))
+    shut_down()

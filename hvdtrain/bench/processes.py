@@ -59,7 +59,7 @@ def choose_hosts(text: str, np: int) -> str:
     """
     hosts = parse_hosts(text)
     if (slots := total_slots(hosts)) < np:
-        raise UserError(f"--hosts {text} has {slots} of the slots that --np {np} takes")
+        raise UserError(f"--hosts {text} provides {slots} of the {np} slots that --np requires")
     return as_text(first_slots(hosts, np))
 
 

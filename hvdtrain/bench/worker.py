@@ -96,8 +96,7 @@ def _rate_of_plain(settings: Settings, steps: int, exchange: bool) -> dict[str, 
     """Measure the plain PyTorch loop; without exchange each rank trains on its own."""
     import torch.distributed as dist
 
-    from hvdtrain.bench.plain import PlainLoop
-    from hvdtrain.bench.torch_ranks import join_ranks
+    from hvdtrain.bench.plain import PlainLoop, join_ranks
     from hvdtrain.parallel.world import leave
     from hvdtrain.run.data import build_task
 
@@ -148,7 +147,7 @@ def _checkpoint(settings: Settings, steps: int, rounds: int, directory: Path) ->
             result["stall"].append(writer.stall_seconds)
             result["write"].append(writer.seconds)
         if writer.failures:
-            raise UserError(f"run.root: nothing could be saved below {root}: {writer.error}")
+            raise UserError(f"run.root: no checkpoint could be saved below {root}: {writer.error}")
         return result | _reading(manager.finished()[-1], rounds)
 
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.bench.plots import check_plot
+from hvdtrain.commands.output import check_plot
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
 
 if TYPE_CHECKING:
-    from hvdtrain.bench.allreduce_report import AllreduceReport
-    from hvdtrain.bench.exchange_report import ExchangeReport
+    from hvdtrain.bench.allreduce import AllreduceReport
+    from hvdtrain.bench.exchange import ExchangeReport
     from hvdtrain.bench.report import Report
 
 HELP = "measure a training step and its scaling"
@@ -183,14 +183,20 @@ def _allreduce(args: argparse.Namespace) -> AllreduceReport:
         check_plot(args.plot)  # before measuring, which takes minutes
     report = allreduce(sizes, args.rounds, args.np, hosts)
     if args.plot is not None:
-        from hvdtrain.report.bandwidth_plot import bandwidth_svg
+        from hvdtrain.report.bench_plots import bandwidth_svg
 
         write_atomic(args.plot, bandwidth_svg(report.bus_bandwidths()).encode())
     return report
 
 
 def _exchange(args: argparse.Namespace) -> ExchangeReport:
-    from hvdtrain.bench.exchange import STRATEGIES, Ranks, check_steps, exchange, parse_strategies
+    from hvdtrain.bench.exchange import (
+        STRATEGIES,
+        RankPlacement,
+        check_steps,
+        exchange,
+        parse_strategies,
+    )
     from hvdtrain.bench.processes import choose_hosts
     from hvdtrain.config import parse
 
@@ -201,10 +207,10 @@ def _exchange(args: argparse.Namespace) -> ExchangeReport:
     _check_shares(parse(flags).config.batch.micro_batches, [args.np])
     if args.plot is not None:
         check_plot(args.plot)
-    ranks = Ranks(args.np, hosts, args.launcher)
+    ranks = RankPlacement(args.np, hosts, args.launcher)
     report = exchange(flags, strategies, args.steps, args.rounds, ranks)
     if args.plot is not None:
-        from hvdtrain.report.loss_plot import loss_svg
+        from hvdtrain.report.bench_plots import loss_svg
 
         curves = {name: found[0].smoothed() for name, found in report.curves.items()}
         write_atomic(args.plot, loss_svg(curves).encode())
@@ -212,16 +218,16 @@ def _exchange(args: argparse.Namespace) -> ExchangeReport:
 
 
 def _of_a_run(args: argparse.Namespace) -> Report:
-    from hvdtrain.bench import benchmarks, elastic, scaling
+    from hvdtrain.bench import benchmarks, elastic
     from hvdtrain.config import parse
 
     flags = ["--config", args.preset, *_FLAGS.get(args.action, ()), *args.flags]
     config = parse(flags).config
     if args.action == "scaling":
-        scale = scaling.Scale(args.np, args.hosts, config.batch.global_size, args.weak)
+        scale = benchmarks.Scale(args.np, args.hosts, config.batch.global_size, args.weak)
         if not scale.weak:
             _check_shares(config.batch.micro_batches, scale.ranks, ", or --weak")
-        return scaling.scaling(flags, args.steps, args.rounds, scale)
+        return benchmarks.scaling(flags, args.steps, args.rounds, scale)
     if args.action == "elastic":
         return elastic.elastic(flags, args.steps, args.rounds)
     if args.action == "recovery":

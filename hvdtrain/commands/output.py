@@ -1,7 +1,8 @@
-"""Write output files of commands."""
+"""Output files of commands."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from hvdtrain.errors import UserError
@@ -24,4 +25,22 @@ def write_out(path: Path, text: str, make_directory: bool = False) -> None:
     except OSError as error:
         raise UserError(
             f"{path} cannot be written ({error.strerror}); choose another place with --out"
+        ) from None
+
+
+def check_plot(path: Path) -> None:
+    """Check the destination of a plot before measuring.
+
+    Raises:
+        UserError: the file cannot be written, or the plotting package is missing.
+    """
+    if path.suffix != ".svg":
+        raise UserError(f"--plot {path}: the file name must end in .svg")
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UserError(f"--plot {path} cannot be written; choose another place")
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"--plot requires {error.name}, which is not installed: pip install 'hvdtrain[report]'"
         ) from None

@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hvdtrain.bench.plots import check_plot
+from hvdtrain.commands.output import check_plot
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
 
@@ -203,7 +203,7 @@ def _cluster(args: argparse.Namespace, found: list[Found]) -> tuple[Cluster, lis
 
         costs = measure_costs()
         launch, busy = costs.launch_seconds, costs.busy_seconds_per_byte
-        beside = costs.beside_seconds
+        beside = costs.contention_seconds
     else:
         assumed.append(
             "what starts a collective and what it takes of a processor: 0 is assumed; give --from "

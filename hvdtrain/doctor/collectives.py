@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
-from hvdtrain.bench.allreduce_report import bus_bandwidth
+from hvdtrain.bench.allreduce import bus_bandwidth
 from hvdtrain.bench.processes import MARK, BenchError, finish, launch, on_threads
 from hvdtrain.doctor.findings import WARNING, Diagnosis
 from hvdtrain.errors import UserError

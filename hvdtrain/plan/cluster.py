@@ -56,7 +56,7 @@ class Cluster:
             Horovod's negotiation.
         busy_seconds_per_byte: time of a rank's own processor for each byte that it sends; 0 if a
             separate device computes.
-        beside_seconds: extra delay of a collective while the ranks compute, on processors for
+        contention_seconds: extra delay of a collective while the ranks compute, on processors for
             which its threads have to wait.
     """
 
@@ -67,7 +67,7 @@ class Cluster:
     algorithm: Algorithm = "ring"
     launch_seconds: float = 0.0
     busy_seconds_per_byte: float = 0.0
-    beside_seconds: float = 0.0
+    contention_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         require(self.hosts >= 1, f"a cluster has 1 host or more, not {self.hosts}")

@@ -29,12 +29,12 @@ class CollectiveCosts:
     Args:
         launch_seconds: time of a short collective.
         busy_seconds_per_byte: per byte that a rank sends.
-        beside_seconds: extra time of the short collective while the ranks compute.
+        contention_seconds: extra time of the short collective while the ranks compute.
     """
 
     launch_seconds: float
     busy_seconds_per_byte: float
-    beside_seconds: float
+    contention_seconds: float
 
 
 def measure_job(flags: Sequence[str], at_once: int = 1) -> JobProfile:
@@ -97,7 +97,7 @@ def costs_from(
     return CollectiveCosts(
         launch_seconds=seconds[small],
         busy_seconds_per_byte=grown / (large - small) / (2 * (ranks - 1) / ranks),
-        beside_seconds=max(0.0, computing[str(small)] - seconds[small]),
+        contention_seconds=max(0.0, computing[str(small)] - seconds[small]),
     )
 
 

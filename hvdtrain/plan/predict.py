@@ -243,7 +243,7 @@ def _transfers(
     cost = job.costs[strategy]
     backward = job.backward_seconds + cost.before
     control = all_reduce(job.control_bytes, cluster) + cluster.launch_seconds
-    beside = cluster.beside_seconds
+    beside = cluster.contention_seconds
     found = [BucketTransfer(0.0, control, beside=beside)] if job.control_bytes else []
     for bucket in job.buckets:
         what = sent(bucket, strategy, config, job.element_bytes)
@@ -286,7 +286,7 @@ def _limit(job: JobProfile, cluster: Cluster, strategy: str, config: ExchangeCon
     faster = {
         "bandwidth": replace(cluster, between=wide[0], within=wide[1], busy_seconds_per_byte=0.0),
         "latency": replace(
-            cluster, between=short[0], within=short[1], launch_seconds=0.0, beside_seconds=0.0
+            cluster, between=short[0], within=short[1], launch_seconds=0.0, contention_seconds=0.0
         ),
     }
     gains = {n: now - _exposed(job, c, strategy, config) for n, c in faster.items()}

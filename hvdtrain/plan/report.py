@@ -39,7 +39,7 @@ def _scaling(plan: PlanResult) -> Table:
     for name in ("hosts", "ranks"):
         table.add_column(name, justify="right")
     table.add_column("exchange")
-    for name in ("ms a step", "samples/s", "efficiency", "exposed ms", "sent"):
+    for name in ("ms/step", "samples/s", "efficiency", "exposed ms", "sent"):
         table.add_column(name, justify="right")
     table.add_column("limit")
     for hosts, found in plan.scaling:
@@ -64,7 +64,7 @@ def _layouts(plan: PlanResult) -> Table:
     title = f"Layouts on {plan.cluster.ranks} ranks, the fastest first"
     table = Table(title=title, title_justify="left")
     table.add_column("flags", overflow="fold")
-    for name in ("a rank's memory", "fits", "ms a step", "price of 1M samples"):
+    for name in ("a rank's memory", "fits", "ms/step", "price of 1M samples"):
         table.add_column(name, justify="right")
     for one in shown:
         fits = "?" if one.fits is None else "yes" if one.fits else "no"

@@ -22,7 +22,7 @@ from statistics import median
 import torch
 
 from hvdtrain.bench.elastic import recovered
-from hvdtrain.bench.jobs import Job
+from hvdtrain.bench.jobs import ControlledJob
 from hvdtrain.bench.jobs import train as endless_training
 from hvdtrain.errors import EXIT_USER
 from hvdtrain.launch.commands import elastic_horovodrun, horovodrun, mpirun
@@ -164,7 +164,7 @@ def kill(machine: Machine) -> str:
     flags = ["--config", machine.preset, *machine.model]
     command = [*machine.wrapper, *endless_training(sys.executable, flags, root)]
     try:
-        with Job(elastic_horovodrun(2, 1, 2, discover, command), root) as job:
+        with ControlledJob(elastic_horovodrun(2, 1, 2, discover, command), root) as job:
             job.wait_for(lambda lines: bool(lines) and lines[-1]["world_size"] == 2, "2 ranks")
             job.wait_for_more(5)
             since = time.time()

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from hvdtrain.bench import benchmarks, processes, scaling
+from hvdtrain.bench import benchmarks, processes
 from hvdtrain.bench.elastic import Recovery, recovered
+from hvdtrain.bench.jobs import median_range
 from hvdtrain.bench.processes import BenchError
 from hvdtrain.bench.report import Figure, Report
-from hvdtrain.bench.turns import median_range
 from hvdtrain.cli import main
 from tests.support import warm
 
@@ -39,10 +39,9 @@ def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured processes are forked, see warm.py."""
-    for module in (benchmarks, scaling):
-        monkeypatch.setattr(
-            module, "worker", lambda *given: [warm.python(2), *processes.worker(*given)[1:]]
-        )
+    monkeypatch.setattr(
+        benchmarks, "worker", lambda *given: [warm.python(2), *processes.worker(*given)[1:]]
+    )
 
 
 def _bench_here(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -143,7 +142,7 @@ def test_elastic_bench_reports_ratio_and_launcher_cpu_usage() -> None:
 
 def test_recovery_bench_measures_pause_and_replacement_of_killed_rank(tmp_path: Path) -> None:
     _, figures = _figures("recovery", "--rounds", "1", more=[f"--run.root={tmp_path}"])
-    pause, of_it = figures["pause after a kill"], figures["of which re-initialisation"]
+    pause, of_it = figures["pause after a kill"], figures["of which re-initialization"]
     assert of_it["median"] < pause["median"] < figures["until all ranks are back"]["median"]
     assert list(tmp_path.iterdir()) == []  # it leaves nothing
 
@@ -184,7 +183,7 @@ def test_median_range_matches_the_binomial_tables() -> None:
 def test_table_marks_missed_aims() -> None:
     figures = [
         Figure("a", "x", [1.0, 3.0, 1.5], at_least=1.8),
-        Figure("b", "ms a step", [2.0]),
+        Figure("b", "ms/step", [2.0]),
         Figure("c", "x", [1.0], at_most=1.02),
     ]
     head, a, b, c, last = Report("none", figures, {"bit_identical": True}).to_table().splitlines()
@@ -204,7 +203,7 @@ def test_table_marks_missed_aims() -> None:
         (["--", "--model.layer=1"], "did you mean model.layers?"),
         (["--", "--batch.micro_size=32"], "1 micro-batches cannot be shared evenly"),
         (["--np", "1,2,x"], "x is not >= 1"),
-        (["--np", "2", "--hosts", "a:1"], "has 1 of the slots that --np 2 takes"),
+        (["--np", "2", "--hosts", "a:1"], "provides 1 of the 2 slots that --np requires"),
     ],
 )
 def test_invalid_command_line_is_rejected(arguments: list[str], message: str) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.bench.allreduce_report import AllreduceReport, algorithm_bandwidth, bus_bandwidth
+from hvdtrain.bench.allreduce import AllreduceReport, algorithm_bandwidth, bus_bandwidth
 from hvdtrain.cli import main
-from hvdtrain.report.bandwidth_plot import bandwidth_svg
+from hvdtrain.report.bench_plots import bandwidth_svg
 
 MIB = 1 << 20
 REPORT = AllreduceReport(
@@ -59,7 +59,7 @@ def test_table_shows_skipped_contenders_and_missed_aims() -> None:
     numbers = ["3000", "2000", "4000", "0.000341", "0.000512", "0.33", "2.00"]
     assert rows[0].split() == ["1", "KiB", "Horovod,", "Gloo", *numbers]
     assert "0.50 >= 0.9 MISSED" in rows[3]
-    assert left_out == "Horovod, MPI: left out, mpirun is not installed"
+    assert left_out == "Horovod, MPI: omitted, mpirun is not installed"
     assert last.startswith("4 ranks (a:2,b:2), load ")
 
 
@@ -73,13 +73,13 @@ def test_plot_includes_every_contender() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--sizes 1K,many", "--sizes: many is no size of float32 values"),
-        ("--sizes 6", "--sizes: 6 is no size of float32 values"),
-        ("--sizes 1K,,2K", "--sizes: an empty size is no size"),
+        ("--sizes 1K,many", "--sizes: invalid size 'many'"),
+        ("--sizes 6", "--sizes: invalid size '6'"),
+        ("--sizes 1K,,2K", "--sizes: invalid size ''"),
         ("--sizes 3G", "up to 2G"),
-        ("--np 3 --hosts a:1,b:1", "--hosts a:1,b:1 has 2 of the slots that --np 3 takes"),
+        ("--np 3 --hosts a:1,b:1", "--hosts a:1,b:1 provides 2 of the 3 slots that --np requires"),
         ("--hosts a:x", "a host and its slots are expected"),
-        ("--plot out.png", "--plot out.png: it is drawn as SVG"),
+        ("--plot out.png", "--plot out.png: the file name must end in .svg"),
         ("--plot /none/out.svg", "--plot /none/out.svg cannot be written"),
     ],
 )

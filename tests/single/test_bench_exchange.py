@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hvdtrain.bench.exchange import STRATEGIES, parse_strategies, read_curve
-from hvdtrain.bench.exchange_report import Curve, ExchangeReport
+from hvdtrain.bench.exchange import STRATEGIES, Curve, ExchangeReport, parse_strategies, read_curve
 from hvdtrain.cli import main
-from hvdtrain.report.loss_plot import loss_svg
+from hvdtrain.report.bench_plots import loss_svg
 from hvdtrain.run_files.run_directory import RunDirectory
 
 
@@ -74,7 +73,7 @@ def test_table_lists_every_strategy_and_blanks_nonfinite_losses() -> None:
     report = ExchangeReport(FACTS, curves, REPORT.alone)
     head, units, alone, dense, topk, last = report.to_table().splitlines()
     assert head.endswith("sent  step 20  at 11 s  validation")
-    assert units.split()[-6:] == ["MB", "a", "step", "loss", "loss", "loss"]
+    assert units.split()[-4:] == ["MB/step", "loss", "loss", "loss"]
     assert alone.split() == ["no", "exchange", "100", "100", "150", *"------"]
     losses = ["4.5000", "18.0000", "2.5000"]  # 5, 2 and 3 steps were done by 11 s
     assert dense.split() == ["dense", "300", "200", "400", "2.000", "-", "8", *losses]
@@ -124,13 +123,16 @@ def test_curve_reads_times_losses_and_sent_bytes_of_a_run(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--strategies dense,zip", f"--strategies: zip is none of {', '.join(STRATEGIES)}"),
-        ("--strategies dense,", "--strategies: an empty name is none of dense"),
-        ("--steps 19", "--steps 19: the first 10 steps count neither"),
-        ("--np 3 --hosts a:1,b:1", "--hosts a:1,b:1 has 2 of the slots that --np 3 takes"),
+        (
+            "--strategies dense,zip",
+            f"--strategies: unknown strategy 'zip'; choose from {', '.join(STRATEGIES)}",
+        ),
+        ("--strategies dense,", "--strategies: unknown strategy ''; choose from dense"),
+        ("--steps 19", "--steps 19: the first 10 steps are excluded"),
+        ("--np 3 --hosts a:1,b:1", "--hosts a:1,b:1 provides 2 of the 3 slots that --np requires"),
         ("--np 3", "8 micro-batches cannot be shared evenly among 3 ranks"),
         ("--preset gpt-nanu", "no preset"),
-        ("--plot out.png", "--plot out.png: it is drawn as SVG"),
+        ("--plot out.png", "--plot out.png: the file name must end in .svg"),
         ("-- --exchange.wire=float16", "exchange.wire float16: the strategies set this key"),
         ("-- --exchange.ratio=2", "exchange.ratio must be in (0, 1], not 2"),
         ("-- --run.root=/dev/null/x", "run.root /dev/null/x cannot be written: Not a directory"),

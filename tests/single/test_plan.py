@@ -311,7 +311,7 @@ def test_measurements_of_several_processes_are_averaged() -> None:
     assert mean_of([A_JOB, slow]).forward_seconds == pytest.approx(0.2)
     assert mean_of([A_JOB, A_JOB]).buckets == A_JOB.buckets
     costs = costs_from({"1000": 0.001, "1001000": 0.101}, {"1000": 0.004}, ranks=2)
-    assert costs.launch_seconds == 0.001 and costs.beside_seconds == pytest.approx(0.003)
+    assert costs.launch_seconds == 0.001 and costs.contention_seconds == pytest.approx(0.003)
     assert costs.busy_seconds_per_byte == pytest.approx(1e-7)
 
 

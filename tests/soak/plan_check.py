@@ -108,7 +108,7 @@ def _cells(
             within=LOOPBACK,
             launch_seconds=costs.launch_seconds,
             busy_seconds_per_byte=costs.busy_seconds_per_byte,
-            beside_seconds=costs.beside_seconds,
+            contention_seconds=costs.contention_seconds,
         )
         predicted = predict(job, cluster, strategy, config).step_seconds
         found.append(Cell(mbit, ranks, strategy, seconds, predicted))

@@ -139,4 +139,4 @@ def test_sixteen_ranks_recover_from_a_kill_faster_than_upstream(
     with capsys.disabled():
         print(f"\n{SIXTEEN} ranks on 2 hosts: {seconds}")
     # horovod#3556 reports 15.8 s, on hosts with a processor for each rank.
-    assert seconds["of which re-initialisation"] < 15.8, done
+    assert seconds["of which re-initialization"] < 15.8, done

@@ -20,8 +20,8 @@ def layout_speed(flags: Sequence[str], steps: int, rounds: int) -> Report:
         result = measure(launch("mpi", 2, on_threads(1, command)))
         own, theirs = result["seconds"]["hvdtrain"], result["seconds"]["torch"]
         figures += [
-            Figure(f"{axis} 2: hvdtrain", "ms a step", [s * 1000 for s in own]),
-            Figure(f"{axis} 2: torch", "ms a step", [s * 1000 for s in theirs]),
+            Figure(f"{axis} 2: hvdtrain", "ms/step", [s * 1000 for s in own]),
+            Figure(f"{axis} 2: torch", "ms/step", [s * 1000 for s in theirs]),
             Figure(f"{axis} 2: hvdtrain / torch", "x", ratios(own, theirs), at_most=1.05),
         ]
         apart[axis] = f"{result['apart']:.1e}"

@@ -99,7 +99,7 @@ class LayoutsReport:
         return json.dumps(content, indent=1)
 
     def to_table(self) -> str:
-        head = ("layout", "ranks", "losses", "norms", "validation", "aim", "", "ms a step")
+        head = ("layout", "ranks", "losses", "norms", "validation", "aim", "", "ms/step")
         table = [head, *map(_cells, self.rows)]
         widths = [max(len(row[column]) for row in table) for column in range(len(head))]
         lines = []

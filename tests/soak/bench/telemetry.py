@@ -11,10 +11,9 @@ from pathlib import Path
 from threading import Event, Thread
 
 from hvdtrain.bench.benchmarks import ratios
-from hvdtrain.bench.jobs import Job, train
+from hvdtrain.bench.jobs import ControlledJob, median_range, seconds_per_step, train
 from hvdtrain.bench.processes import QUIET, launch, measure
 from hvdtrain.bench.report import Figure, Report
-from hvdtrain.bench.turns import median_range, seconds_a_step
 from hvdtrain.launch.commands import horovodrun
 from tests.soak.bench.scraper import read
 from tests.soak.bench.worker import worker
@@ -35,8 +34,8 @@ def telemetry(flags: Sequence[str], steps: int, rounds: int) -> Report:
     seconds = measure(launch("gloo", _RANKS, command))["seconds"]
     found = ratios(seconds["with"], seconds["without"])
     figures = [
-        Figure("with telemetry", "ms a step", [s * 1000 for s in seconds["with"]]),
-        Figure("without", "ms a step", [s * 1000 for s in seconds["without"]]),
+        Figure("with telemetry", "ms/step", [s * 1000 for s in seconds["with"]]),
+        Figure("without", "ms/step", [s * 1000 for s in seconds["without"]]),
         Figure("with / without", "x", found, at_most=1.01),
     ]
     return Report("telemetry", figures, _range(found))
@@ -54,22 +53,22 @@ def scrape(flags: Sequence[str], steps: int, rounds: int, np: int) -> Report:
             for scraping in sorted((True, False), reverse=turn % 2 == 1):  # who begins, changes
                 if scraping:
                     with _scraping(job.targets):
-                        scraped.append(seconds_a_step(job, steps))
+                        scraped.append(seconds_per_step(job, steps))
                 else:
-                    left.append(seconds_a_step(job, steps))
+                    left.append(seconds_per_step(job, steps))
     found = ratios(scraped, left)
     cost = measure(worker("scrape", 1, [*flags, *QUIET], rounds))
     figures = [
-        Figure("scraped every second", "ms a step", [s * 1000 for s in scraped]),
-        Figure("not scraped", "ms a step", [s * 1000 for s in left]),
+        Figure("scraped every second", "ms/step", [s * 1000 for s in scraped]),
+        Figure("not scraped", "ms/step", [s * 1000 for s in left]),
         Figure("scraped / not scraped", "x", found, at_most=1.01),
         Figure("one scrape", "ms of CPU time", [s * 1000 for s in cost["seconds"]], at_most=1.0),
     ]
     return Report("scrape", figures, {"ranks": np, **_range(found)})
 
 
-def _job(np: int, flags: Sequence[str], root: Path) -> Job:
-    return Job(horovodrun(np, train(sys.executable, flags, root)), root, patient=True)
+def _job(np: int, flags: Sequence[str], root: Path) -> ControlledJob:
+    return ControlledJob(horovodrun(np, train(sys.executable, flags, root)), root, patient=True)
 
 
 def _range(values: Sequence[float]) -> dict[str, str]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 
 from matplotlib.ticker import NullFormatter
 
 from hvdtrain.report import units
-from hvdtrain.report.draw import BLUE, GREEN, GREY, ORANGE, PURPLE, canvas, legend
+from hvdtrain.report.draw import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, canvas, legend
 
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, GREY)
+# One per side: the second six are dashed.
+_LINES = tuple(product(("-", "--"), (BLUE, ORANGE, GREEN, PURPLE, RED, GREY)))
 
 
 def bandwidth_svg(sides: Mapping[str, Mapping[int, float]]) -> str:
@@ -32,4 +35,21 @@ def bandwidth_svg(sides: Mapping[str, Mapping[int, float]]) -> str:
         axes.set_xlabel("bytes of the all-reduce")
         axes.set_ylabel("bus bandwidth, GB/s")
         legend(axes, len(sides))
+    return svg[0]
+
+
+def loss_svg(sides: Mapping[str, Sequence[tuple[float, float]]]) -> str:
+    """Return a standalone SVG.
+
+    Args:
+        sides: name -> (seconds, loss) of each step.
+    """
+    with canvas(3.5, above=0.5) as (axes, svg):
+        for (side, points), (style, colour) in zip(sides.items(), _LINES, strict=False):
+            seconds, losses = zip(*points, strict=True)
+            axes.plot(seconds, losses, style, color=colour, label=side)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("seconds of training")
+        axes.set_ylabel("training loss, mean of 10 steps")
+        legend(axes, min(len(sides), 6))
     return svg[0]

@@ -30,7 +30,7 @@ from hvdtrain.engine.config import (
     RunConfig,
     TrainConfig,
 )
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UserError, require
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.launch.hostfile import parse_hosts
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
@@ -93,6 +93,7 @@ class Config:
     profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
+        require(self.seed >= 0, f"seed must be >= 0, not {self.seed}")
         check_together(self)
 
     @property

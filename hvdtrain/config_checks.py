@@ -1,160 +1,480 @@
-"""Checks of keys in different groups that exclude or require each other."""
+"""The table of combinations of keys that are refused; docs/configuration.md lists it.
+
+`CHECKS` needs only the configuration: the parser, and thereby every command that reads a
+configuration, applies it. `RANK_CHECKS` also needs to know the ranks of a run: every run applies it
+at its start, and `hvdtrain doctor` to the hosts that it examines. Checks of one key's value stand
+in the key's dataclass.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from hvdtrain.errors import require
+from hvdtrain.errors import UserError
+
+# This module is below the configuration's own: in the annotations, a Config is Any.
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What checks need to know of a run's ranks.
+
+    Args:
+        world_size: number of ranks.
+        elastic: ranks may join and leave; then `world_size` says nothing about later.
+        mpi: Horovod's controller is MPI; None: unknown.
+        patched: Horovod has hvdtrain's patches; None: unknown.
+    """
+
+    world_size: int
+    elastic: bool
+    mpi: bool | None = None
+    patched: bool | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """A refused combination.
+
+    Args:
+        combination: in Markdown, for the documentation.
+        why: the reason, for the documentation.
+        find: the message if a configuration has the combination, else "".
+    """
+
+    combination: str
+    why: str
+    find: Callable[[Any], str]
+
+
+@dataclass(frozen=True)
+class RankCheck:
+    """A combination of keys and ranks that is refused; fields as in `Check`."""
+
+    combination: str
+    why: str
+    find: Callable[[Any, Ranks], str]
 
 
 def check_together(config: Any) -> None:
-    """Check keys of different groups; `config`: a Config, whose module imports this one.
+    """Apply `CHECKS`; `config`: a Config.
 
     Raises:
         ValueError: with a message for the user.
     """
-    require(config.seed >= 0, f"seed must be >= 0, not {config.seed}")
-    require(
-        not config.exchange.exact or config.runtime.threads > 0,
-        "exchange.name exact needs runtime.threads: results of matrix products depend on the "
-        "number of threads, so give all runs that are to be the same one number, such as the "
-        "cores of a host divided by the most ranks it will have",
+    for check in CHECKS:
+        if message := check.find(config):
+            raise ValueError(message)
+
+
+def check_ranks(config: Any, ranks: Ranks) -> None:
+    """Apply `RANK_CHECKS`.
+
+    Args:
+        config: a Config whose global batch is known.
+
+    Raises:
+        UserError: the configuration and the ranks do not fit.
+    """
+    for check in RANK_CHECKS:
+        if message := check.find(config, ranks):
+            raise UserError(message)
+
+
+# --- terms ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Term:
+    """A condition on one key: `key`, `key a|b` or `key !a`.
+
+    `key` alone is true if its value is neither 0, false, null nor none.
+    """
+
+    text: str
+
+    @property
+    def key(self) -> str:
+        return self.text.partition(" ")[0]
+
+    @property
+    def values(self) -> list[str]:
+        return self.text.partition(" ")[2].removeprefix("!").split("|")
+
+    def holds(self, config: Any) -> bool:
+        value = self._value(config)
+        if " " not in self.text:
+            return bool(value) and value != "none"
+        return (_text(value) in self.values) != (" !" in self.text)
+
+    def shown(self, config: Any) -> str:
+        """The key with its current value, as on the command line."""
+        value = self._value(config)
+        return self.key if value is True else f"{self.key} {_text(value)}"
+
+    @property
+    def markdown(self) -> str:
+        if " " not in self.text:
+            return f"`{self.key}`"
+        first, *more = self.values
+        if " !1" in self.text:
+            return f"`{self.key}` above 1"
+        if " !" in self.text:
+            return f"`{self.key}` other than `{first}`"
+        *names, last = [f"`{self.key} {first}`", *(f"`{value}`" for value in more)]
+        return f"{', '.join(names)} or {last}" if names else last
+
+    def _value(self, config: Any) -> Any:
+        group, _, name = self.key.partition(".")
+        return getattr(getattr(config, group), name)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _excludes(first: str, second: str, why: str) -> Check:
+    """A check of two terms that exclude each other; `first` may list alternatives: `a, b`."""
+    ones, other = [_Term(text) for text in first.split(", ")], _Term(second)
+
+    def find(config: Any) -> str:
+        one = next((term for term in ones if term.holds(config)), None)
+        if one is None or not other.holds(config):
+            return ""
+        return f"{one.shown(config)} excludes {other.shown(config)}: {why}"
+
+    names = " or ".join(one.markdown for one in ones)
+    return Check(f"{names} excludes {other.markdown}", why, find)
+
+
+def _requires(first: str, second: str, why: str) -> Check:
+    """A check of a term that requires another one."""
+    one, other = _Term(first), _Term(second)
+
+    def find(config: Any) -> str:
+        if not one.holds(config) or other.holds(config):
+            return ""
+        wanted = other.markdown.replace("`", "")
+        return f"{one.shown(config)} requires {wanted}: {why}"
+
+    return Check(f"{one.markdown} requires {other.markdown}", why, find)
+
+
+# --- checks of the configuration --------------------------------------------
+
+
+def _find_late_profile(config: Any) -> str:
+    steps, last = config.profile.range, config.train.steps
+    if not steps or not last or steps[0] <= last:
+        return ""
+    return f"profile.steps {config.profile.steps} begins after the last step (train.steps {last})"
+
+
+def _find_uneven_shards(config: Any) -> str:
+    shard, micro_batches = config.parallel.shard, config.batch.micro_batches
+    if micro_batches % shard == 0:
+        return ""
+    return (
+        f"parallel.shard {shard}: its ranks compute the same number of micro-batches, so the "
+        f"micro-batches of a step (batch.global_size / batch.micro_size = {micro_batches}) must be "
+        f"a multiple of {shard}"
     )
-    require(
-        config.batch.deal == "even" or config.telemetry.exchange_every > 0,
-        "batch.deal speed needs the ranks' comparisons: telemetry.exchange_every must not be 0",
-    )
-    require(
-        config.batch.deal == "even" or config.exchange.reduce == "average",
-        "batch.deal speed excludes exchange.reduce adasum, which weighs ranks alike",
-    )
-    require(
-        not (config.memory.fit and config.batch.max_tokens),
+
+
+_EXACT_BITS = "the bits of a run would depend on the machine that it began on"
+_NOT_TESTED = "not tested together"
+_SPANS = "parallel.tensor !1, parallel.context !1, parallel.shard !1, parallel.pipeline !1"
+_ELEMENTWISE = "optim.name adamw|adam|sgd|lion"
+_FOR_GRADIENTS = "it is for gradients that are exchanged in each step"
+_ADASUM_WHOLE = "it combines whole float32 gradients"
+
+CHECKS: tuple[Check, ...] = (
+    # the length of a run
+    _excludes("train.epochs", "train.steps", "give one of them"),
+    _excludes("train.patience", "eval.every 0", "it needs evaluations"),
+    _excludes("checkpoint.keep_best", "eval.every 0", "it needs evaluations"),
+    Check(
+        "`profile.steps` that begin after `train.steps`",
+        "these steps never run",
+        _find_late_profile,
+    ),
+    # the batch
+    _excludes(
+        "batch.max_tokens",
+        "batch.per_rank_size",
+        "a step is batch.per_step micro-batches for any number of ranks",
+    ),
+    _excludes(
+        "memory.fit",
+        "batch.max_tokens",
         "memory.fit finds batch.micro_size, which batch.max_tokens replaces: give one of them",
-    )
-    interleaved = config.batch.interleave > 1
-    for key, on, why in (
-        ("memory.fit", config.memory.fit, "it measures one pass at a time"),
-        ("compile.enabled", config.compile.enabled, "not tried together"),
-    ):
-        both = f"batch.interleave {config.batch.interleave} excludes {key}"
-        require(not (interleaved and on), f"{both}: {why}")
-    for key, on in (
-        ("compile.enabled", config.compile.enabled),
-        ("memory.fit", config.memory.fit),
-        ("precision.cudnn_benchmark", config.precision.cudnn_benchmark),
-    ):
-        reason = "the bits of a run would depend on the machine that it began on"
-        require(not (on and config.exchange.exact), f"{key} excludes exchange.name exact: {reason}")
-    require(
-        not config.exchange.sync_every or config.precision.name != "bf16-params",
-        f"exchange.sync_every {config.exchange.sync_every} averages parameters, which "
-        "precision.name bf16-params rounds: use precision.name bf16",
-    )
-    require(
-        config.optim.scale_lr == "none" or config.batch.per_rank_size > 0,
-        f"optim.scale_lr {config.optim.scale_lr} needs batch.per_rank_size: batch.global_size "
-        "does not grow with the ranks",
-    )
-    require(
-        not config.optim.ema_decay or not config.exchange.sync_every,
-        "optim.ema_decay excludes exchange.sync_every: ranks that step on their own have "
-        "averages of their own",
-    )
-    require(
-        config.optim.name != "adamw8bit" or not config.exchange.sync_every,
-        "optim.name adamw8bit excludes exchange.sync_every: its moments cannot be averaged",
-    )
-    if config.parallel.spans_ranks:
-        _check_spanning(config)
-    _check_zero(config)
-    wants = "train.patience" if config.train.patience else "checkpoint.keep_best"
-    require(
-        config.eval.every > 0 or not (config.train.patience or config.checkpoint.keep_best),
-        f"{wants} needs evaluations: eval.every must not be 0",
-    )
-    steps = config.profile.range
-    require(
-        not steps or not config.train.steps or steps[0] <= config.train.steps,
-        f"profile.steps {config.profile.steps} begins after the last step (train.steps "
-        f"{config.train.steps})",
-    )
-
-
-def _check_spanning(config: Any) -> None:
-    """Check keys that cannot be combined with a model that spans ranks."""
-    exchange = config.exchange
-    key = next(
-        f"parallel.{axis} {degree}"
-        for axis, degree in config.parallel.degrees.items()
-        if degree > 1
-    )
-    for other, on, why in (
-        ("exchange.name exact", exchange.exact, "its sums are those of whole gradients"),
-        (f"exchange.compression {exchange.compression}", exchange.compression != "none",
-         "it compresses whole gradients"),
-        (f"exchange.wire {exchange.wire}", exchange.wire != "float32",
-         "parts travel in their own precision"),
-        (f"exchange.reduce {exchange.reduce}", exchange.reduce != "average",
-         "it compares whole gradients"),
-        (f"exchange.sync_every {exchange.sync_every}", exchange.sync_every > 0,
-         "ranks would step on their own with parts of a model"),
-        (f"optim.name {config.optim.name}",
-         config.optim.name in ("muon", "adafactor", "adamw8bit"),
-         "its update of a matrix needs the whole matrix: use adamw, adam, sgd or lion"),
-        ("batch.deal speed", config.batch.deal == "speed", "a replica is as fast as its slowest"),
-        ("batch.per_rank_size", config.batch.per_rank_size > 0,
-         "ranks of a replica share their samples: give batch.global_size"),
-        (f"batch.interleave {config.batch.interleave}", config.batch.interleave > 1,
-         "it is for models that each rank holds whole"),
-        ("memory.fit", config.memory.fit, "it measures a whole model on one rank"),
-        ("compile.enabled", config.compile.enabled, "not tried together"),
-        (f"precision.name {config.precision.name}",
-         config.precision.name in ("fp16", "bf16-params"),
-         "use bf16, whose gradients need no scale and whose parameters no masters"),
-    ):  # fmt: skip
-        require(not on, f"{key} excludes {other}: {why}")
-    parallel = config.parallel
-    for axis in ("tensor", "shard"):
-        degree = getattr(parallel, axis)
-        require(
-            parallel.schedule != "zero-bubble" or 1 in (degree, parallel.pipeline),
-            f"parallel.{axis} {degree} excludes parallel.schedule zero-bubble, which has torch "
-            "compute the gradients of weights apart from the others: use interleaved1f1b",
+    ),
+    _requires(
+        "optim.scale_lr",
+        "batch.per_rank_size",
+        "batch.global_size does not grow with the ranks",
+    ),
+    _excludes(
+        "batch.deal speed",
+        "telemetry.exchange_every 0",
+        "it needs the ranks' comparisons",
+    ),
+    _excludes("batch.deal speed", "exchange.reduce adasum", "it gives all ranks the same weight"),
+    _excludes("batch.interleave !1", "memory.fit", "it measures one pass at a time"),
+    _excludes("batch.interleave !1", "compile.enabled", _NOT_TESTED),
+    # the optimizer
+    _requires("optim.fused", "optim.name adamw|adam", "the other optimizers have no such kernel"),
+    # gradient synchronization
+    _requires(
+        "exchange.name exact",
+        "runtime.threads",
+        "results of matrix products depend on the number of threads, so give all runs that must "
+        "be identical the same number, such as the cores of a host divided by the most ranks it "
+        "will have",
+    ),
+    _excludes("compile.enabled", "exchange.name exact", _EXACT_BITS),
+    _excludes("memory.fit", "exchange.name exact", _EXACT_BITS),
+    _excludes("precision.cudnn_benchmark", "exchange.name exact", _EXACT_BITS),
+    _excludes("exchange.wire !float32", "exchange.name exact", "it sends integers"),
+    _excludes(
+        "exchange.compression", "exchange.name exact", "it omits values that exact has to add"
+    ),
+    _excludes("exchange.compression", "exchange.wire !float32", "it sends float32"),
+    _excludes("exchange.reduce adasum", "exchange.name exact", _ADASUM_WHOLE),
+    _excludes("exchange.reduce adasum", "exchange.wire !float32", _ADASUM_WHOLE),
+    _excludes("exchange.reduce adasum", "exchange.compression", _ADASUM_WHOLE),
+    _excludes(
+        "exchange.sync_every",
+        "exchange.name exact",
+        "ranks that step independently have different models",
+    ),
+    _excludes("exchange.sync_every", "exchange.compression", _FOR_GRADIENTS),
+    _excludes("exchange.sync_every", "exchange.wire !float32", _FOR_GRADIENTS),
+    _excludes("exchange.sync_every", "exchange.reduce adasum", _FOR_GRADIENTS),
+    _excludes(
+        "exchange.sync_every",
+        "precision.name bf16-params",
+        "it averages parameters, which bf16-params rounds: use precision.name bf16",
+    ),
+    _excludes(
+        "optim.ema_decay",
+        "exchange.sync_every",
+        "ranks that step independently have different averages",
+    ),
+    _excludes("optim.name adamw8bit", "exchange.sync_every", "its moments cannot be averaged"),
+    _requires("exchange.outer", "exchange.sync_every", "the number of steps between its own"),
+    # a model that spans ranks
+    _excludes(_SPANS, "exchange.name exact", "it adds whole gradients"),
+    _excludes(_SPANS, "exchange.compression", "it compresses whole gradients"),
+    _excludes(_SPANS, "exchange.wire !float32", "shards are sent in their own precision"),
+    _excludes(_SPANS, "exchange.reduce adasum", "it compares whole gradients"),
+    _excludes(
+        _SPANS, "exchange.sync_every", "ranks would step independently with shards of a model"
+    ),
+    _excludes(
+        _SPANS,
+        "optim.name muon|adafactor|adamw8bit",
+        "its update of a matrix needs the whole matrix: use adamw, adam, sgd or lion",
+    ),
+    _excludes(_SPANS, "batch.deal speed", "a replica is as fast as its slowest rank"),
+    _excludes(
+        _SPANS,
+        "batch.per_rank_size",
+        "ranks of a replica share their samples: give batch.global_size",
+    ),
+    _excludes(_SPANS, "batch.interleave !1", "it is for models that each rank holds whole"),
+    _excludes(_SPANS, "memory.fit", "it measures a whole model on one rank"),
+    _excludes(_SPANS, "compile.enabled", _NOT_TESTED),
+    _excludes(
+        _SPANS,
+        "precision.name fp16|bf16-params",
+        "use bf16, which needs neither a loss scale nor master weights",
+    ),
+    *(
+        Check(
+            f"`parallel.{axis}` and `parallel.pipeline` exclude `parallel.schedule zero-bubble`",
+            "torch computes the gradients of weights separately there: use interleaved1f1b",
+            lambda config, axis=axis: (  # type: ignore[misc]
+                f"parallel.{axis} {getattr(config.parallel, axis)} excludes parallel.schedule "
+                "zero-bubble, in which torch computes the gradients of weights separately: use "
+                "interleaved1f1b"
+                if config.parallel.schedule == "zero-bubble"
+                and 1 not in (getattr(config.parallel, axis), config.parallel.pipeline)
+                else ""
+            ),
         )
+        for axis in ("tensor", "shard")
+    ),
+    _requires(
+        "parallel.reshard_after_forward false",
+        "parallel.shard !1",
+        "it is about parameters that ranks hold in shards",
+    ),
+    _requires(
+        "parallel.offload",
+        "parallel.shard !1",
+        "it is about parameters that ranks hold in shards",
+    ),
+    Check(
+        "`parallel.shard` that does not divide the micro-batches of a step",
+        "its ranks compute the same number of micro-batches",
+        _find_uneven_shards,
+    ),
+    # a sharded optimizer
+    _excludes(
+        _SPANS,
+        "parallel.zero",
+        "parallel.zero is for models that each rank holds whole: use parallel.shard, which also "
+        "shards the optimizer state",
+    ),
+    _requires(
+        "parallel.zero",
+        _ELEMENTWISE,
+        "ranks update slices of parameters, and the other optimizers need whole parameters",
+    ),
+    _excludes(
+        "parallel.zero",
+        "optim.fused",
+        "it rounds an element depending on its position in the slice",
+    ),
+    _excludes(
+        "parallel.zero",
+        "exchange.sync_every",
+        "ranks that step independently need the whole optimizer state",
+    ),
+    _excludes("parallel.zero", "exchange.reduce adasum", "not implemented together"),
+    _excludes("parallel.zero", "optim.ema_decay", "averaged weights would be whole on every rank"),
+    # the exporter
+    _requires("telemetry.tls_cert_file", "telemetry.tls_key_file", "HTTPS needs both"),
+    _requires("telemetry.tls_key_file", "telemetry.tls_cert_file", "HTTPS needs both"),
+)
 
 
-_ELEMENTWISE = ("adamw", "adam", "sgd", "lion")
+# --- checks of the configuration and the ranks -------------------------------
 
 
-def _check_zero(config: Any) -> None:
-    """Check keys for parallel.zero, with which a rank steps on slices of parameters."""
-    if not config.parallel.zero:
-        return
-    key = f"parallel.zero {config.parallel.zero}"
-    require(
-        not config.parallel.spans_ranks,
-        f"{key} is for models that each rank holds whole: use parallel.shard, which spreads the "
-        "optimizer's state too",
+def _find_missing_patches(config: Any, ranks: Ranks) -> str:
+    terms = [_Term("exchange.wire bfloat16"), _Term("precision.name bf16-params")]
+    needs = next((term.text for term in terms if term.holds(config)), "")
+    if not needs or ranks.patched is not False:
+        return ""
+    return (
+        f"this Horovod was not built by hvdtrain, and {needs} requires its patches: "
+        "`hvdtrain horovod build --install`"
     )
-    require(
-        config.optim.name in _ELEMENTWISE,
-        f"{key} gives each rank slices of parameters, and optim.name {config.optim.name} wants "
-        f"whole ones: use {', '.join(_ELEMENTWISE[:-1])} or {_ELEMENTWISE[-1]}",
+
+
+def _find_adasum_without_mpi(config: Any, ranks: Ranks) -> str:
+    if config.exchange.reduce != "adasum":
+        return ""
+    if not ranks.elastic and (ranks.world_size == 1 or ranks.mpi is not False):
+        return ""
+    return (
+        "exchange.reduce adasum requires MPI, and cannot be elastic: start with mpirun, or with "
+        "horovodrun --mpi"
     )
-    require(
-        not config.optim.fused,
-        f"{key} excludes optim.fused, which rounds an element by where it lies in its slice",
+
+
+def _find_adasum_ranks(config: Any, ranks: Ranks) -> str:
+    size = ranks.world_size
+    if config.exchange.reduce != "adasum" or ranks.elastic or not size & (size - 1):
+        return ""
+    return (
+        "exchange.reduce adasum combines pairs of ranks, then pairs of pairs: it requires 2, 4, "
+        f"8, ... ranks, not {size}"
     )
-    require(
-        not config.exchange.sync_every,
-        f"{key} excludes exchange.sync_every: ranks that step on their own need the whole state",
+
+
+def _find_adasum_batch(config: Any, ranks: Ranks) -> str:
+    micro_batches = config.batch.micro_batches
+    if config.exchange.reduce != "adasum" or micro_batches % ranks.world_size == 0:
+        return ""
+    return (
+        "exchange.reduce adasum gives all ranks the same weight: the micro-batches of a step "
+        f"(batch.global_size / batch.micro_size = {micro_batches}) must be a multiple of the "
+        f"{ranks.world_size} ranks"
     )
-    require(
-        config.exchange.reduce == "average",
-        f"{key} excludes exchange.reduce adasum, which cannot be elastic",
+
+
+def _find_too_many_copies(config: Any, ranks: Ranks) -> str:
+    copies, size = config.parallel.zero_copies, ranks.world_size
+    if not config.parallel.zero or ranks.elastic or not copies > size > 1:
+        return ""
+    return (
+        f"parallel.zero_copies {copies} exceeds the {size} ranks: give at most {size}, with which "
+        "each rank holds the whole optimizer state"
     )
-    require(
-        not config.optim.ema_decay,
-        f"{key} excludes optim.ema_decay: averaged weights would be whole on every rank",
+
+
+def _find_elastic_fit(config: Any, ranks: Ranks) -> str:
+    if not (config.memory.fit and ranks.elastic):
+        return ""
+    return (
+        "memory.fit derives the size of micro-batches from the memory of the ranks, which join and "
+        "leave an elastic run: set batch.micro_size, which a run with fixed ranks can find"
     )
+
+
+def _find_elastic_batch(config: Any, ranks: Ranks) -> str:
+    if not (config.batch.per_rank_size and ranks.elastic):
+        return ""
+    return (
+        "batch.per_rank_size derives the global batch from the number of ranks, which changes in "
+        "an elastic run: set batch.global_size, or start without --host-discovery-script"
+    )
+
+
+def _find_missing_profiled_rank(config: Any, ranks: Ranks) -> str:
+    named = config.profile.named_ranks or ()
+    missing = sorted(rank for rank in named if rank >= ranks.world_size)
+    if ranks.elastic or not missing:
+        return ""
+    return f"profile.ranks {missing[0]}: the run's ranks are 0 to {ranks.world_size - 1}"
+
+
+RANK_CHECKS: tuple[RankCheck, ...] = (
+    RankCheck(
+        "`exchange.wire bfloat16` or `precision.name bf16-params` without hvdtrain's Horovod",
+        "Horovod 0.28.1 needs patches for it",
+        _find_missing_patches,
+    ),
+    RankCheck(
+        "`exchange.reduce adasum` without MPI, or in an elastic run",
+        "Horovod implements it for MPI only",
+        _find_adasum_without_mpi,
+    ),
+    RankCheck(
+        "`exchange.reduce adasum` on a number of ranks that is not a power of 2",
+        "it combines pairs of ranks, then pairs of pairs",
+        _find_adasum_ranks,
+    ),
+    RankCheck(
+        "`exchange.reduce adasum` with ranks that do not divide the micro-batches of a step",
+        "it gives all ranks the same weight",
+        _find_adasum_batch,
+    ),
+    RankCheck(
+        "`parallel.zero_copies` above the number of ranks, except in an elastic run",
+        "at most all ranks hold a shard",
+        _find_too_many_copies,
+    ),
+    RankCheck(
+        "`memory.fit` in an elastic run",
+        "the size of micro-batches would change with the ranks",
+        _find_elastic_fit,
+    ),
+    RankCheck(
+        "`batch.per_rank_size` in an elastic run",
+        "the global batch would change with the ranks",
+        _find_elastic_batch,
+    ),
+    RankCheck(
+        "`profile.ranks` that do not exist, except in an elastic run",
+        "they would write no trace",
+        _find_missing_profiled_rank,
+    ),
+)

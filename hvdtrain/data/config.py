@@ -114,11 +114,6 @@ class BatchConfig:
         )
         require(self.interleave >= 1, f"batch.interleave must be >= 1, not {self.interleave}")
         require(self.per_step >= 1, f"batch.per_step must be >= 1, not {self.per_step}")
-        require(
-            not (self.max_tokens and self.per_rank_size),
-            "batch.max_tokens excludes batch.per_rank_size: with it a step is batch.per_step "
-            "micro-batches, whatever the ranks",
-        )
         key = "per_rank_size" if self.per_rank_size else "global_size"
         size = self.per_rank_size or self.global_size
         require(

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     from hvdtrain.config import parse
     from hvdtrain.errors import UserError
     from hvdtrain.run.data import build_data
-    from hvdtrain.run.length import dataset_size
+    from hvdtrain.run.resolve import dataset_size
 
     try:
         datasets = build_data(parse(argv))[1]

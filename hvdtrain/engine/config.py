@@ -74,11 +74,6 @@ class TrainConfig:
         require(
             self.steps >= (0 if self.epochs else 1), f"train.steps must be >= 1, not {self.steps}"
         )
-        require(
-            not (self.steps and self.epochs),
-            f"train.steps {self.steps} and train.epochs {self.epochs:g} exclude each other: give "
-            "one of them",
-        )
         require(self.patience >= 0, f"train.patience must be >= 0 (0 = never), not {self.patience}")
         require(self.log_every >= 1, f"train.log_every must be >= 1, not {self.log_every}")
         require(

@@ -49,10 +49,6 @@ class OptimConfig:
         if isinstance(self.freeze, str):
             self.freeze = [self.freeze]
         require(
-            not self.fused or self.name in ("adamw", "adam"),
-            f"optim.fused is for adamw and adam: {self.name} has no such kernel",
-        )
-        require(
             0 <= self.ema_decay < 1,
             f"optim.ema_decay must lie in [0, 1) (0 = none), not {self.ema_decay}",
         )

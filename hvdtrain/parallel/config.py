@@ -53,15 +53,6 @@ class ParallelConfig:
             sorted(self.place) == sorted(AXES),
             f"parallel.place must name each of {', '.join(AXES)} once, not {self.place}",
         )
-        for name, on in (
-            ("reshard_after_forward false", not self.reshard_after_forward),
-            (f"offload {self.offload}", self.offload != "none"),
-        ):
-            require(
-                self.shard > 1 or not on,
-                f"parallel.{name} is about parameters that ranks hold in parts: it needs "
-                "parallel.shard 2 or more",
-            )
         require(self.zero in (0, 1), f"parallel.zero must be 0 or 1, not {self.zero}")
 
     @property

@@ -34,11 +34,10 @@ from hvdtrain.optim.supported import check_device, check_model
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.parallel.local_optimizer import LocalOptimizer
 from hvdtrain.parallel.zero import ShardedOptimizer
-from hvdtrain.run.bucketing import RunBuckets
 from hvdtrain.run.curve import build_identity
 from hvdtrain.run.fit import Trial, with_micro_size
-from hvdtrain.run.length import dataset_size
 from hvdtrain.run.prepare import Prepared
+from hvdtrain.run.resolve import RunBuckets
 from hvdtrain.run.spanning import build_norm, form_mesh, shard_model, spanned_parts, split_model
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
@@ -62,7 +61,7 @@ class RunComponents:
 
     Args:
         prepared: objects built before the rank knew other ranks.
-        config: the configuration, with values derived from the ranks and the data, see length.py.
+        config: the configuration, with values derived from the ranks and the data, see resolve.py.
         snapshot: last common state; in an elastic run whose ranks step independently.
         older: this rank's own state, complete and a step behind, while it receives a newer one.
         flops: None if the model's FLOPs or the device's peak are unknown.
@@ -219,7 +218,8 @@ def build_loop(
 ) -> Loop:
     """Build the loop of one generation."""
     state, exchange = components.state, components.exchange
-    batch, buckets = config.batch, components.buckets.train
+    resolved, buckets = components.prepared.resolved, components.buckets.train
+    batch = config.batch
     passes = build_passes(config, components, context)
     if config.precision.name == "auto":
         chosen = components.precision.name, context.device.type
@@ -250,8 +250,8 @@ def build_loop(
             config.train,
             config.batch,
             rate,
-            lambda step: buckets.samples_of(step, batch.per_step) if buckets else batch.global_size,
-            dataset_size(components.datasets),
+            resolved.samples_of,
+            resolved.epoch_samples,
             config.exchange.sync_every or 1,
         ),
         TrainStep(passes, exchange, update, batch, context, buckets, sharded, components.agreement),

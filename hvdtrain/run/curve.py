@@ -6,7 +6,7 @@ from typing import Any
 
 from hvdtrain.config import Config
 from hvdtrain.data.buckets import SampleBuckets
-from hvdtrain.run.length import dataset_size
+from hvdtrain.run.resolve import dataset_size
 from hvdtrain.tasks import Datasets
 
 

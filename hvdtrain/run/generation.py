@@ -30,7 +30,7 @@ from hvdtrain.run.callbacks import Callbacks, Outputs, build_callbacks
 from hvdtrain.run.manifest import build_manifest, run_facts, start_facts
 from hvdtrain.run.recorder import Held, RunRecorder
 from hvdtrain.run.resume import resume
-from hvdtrain.run.start_checks import check_hierarchical, crash
+from hvdtrain.run.start_checks import check_hierarchical, crash, raise_first
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.collectives import gather_json, on_all_ranks
@@ -129,13 +129,13 @@ class Generation:
         step, agreement = components.state.progress.step, components.agreement
         status = RankStatus(held.trained, step, agreement.reaches(step) if agreement else step)
         port = components.exporter.port if components.exporter else 0
-        own = components.prepared.identity(self._launched.digest)
+        identity = components.prepared.identity(self._launched.digest)
         facts = gather_json(
             {
                 "status": asdict(status),
                 "newest": held.newest,
                 "run": held.run_id,
-                "identity": asdict(own),
+                "identity": asdict(identity),
                 "target": ExporterAddress(topology.host, self._launched.local_rank, port),
             },
             "rendezvous",
@@ -150,8 +150,9 @@ class Generation:
         source = most_advanced(self._statuses)
         theirs = facts[source or 0]
         if source is None:  # otherwise the launcher has compared identities
-            problem = own.differs_from(Identity(**theirs["identity"]), topology.hosts[0])
-            on_all_ranks("same run", lambda: _refuse(problem))
+            expected, host = Identity(**theirs["identity"]), topology.hosts[0]
+            identities = (Identity(**fact["identity"]) for fact in facts)
+            raise_first([own.differs_from(expected, host) for own in identities])
         held.take_run_id(theirs["run"])
         return source, [ExporterAddress(*fact["target"]) for fact in facts]
 
@@ -346,11 +347,6 @@ class Generation:
             recorder.emit_end(self._components.state.progress.step, code)
         gather_json(None, "done")  # the launcher treats a rank's end as the end of all ranks
         return code
-
-
-def _refuse(problem: str) -> None:
-    if problem:
-        raise UserError(problem)
 
 
 def _check_saved(callbacks: Callbacks) -> None:

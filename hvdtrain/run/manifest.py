@@ -17,7 +17,7 @@ from hvdtrain.data.fingerprint import former_of
 from hvdtrain.data.iterable import has_own_order
 from hvdtrain.engine.state import PRECISION
 from hvdtrain.run.build import RunComponents
-from hvdtrain.run.length import dataset_size
+from hvdtrain.run.resolve import dataset_size
 from hvdtrain.runtime.init import built_with, controller
 from hvdtrain.runtime.mesh import Grid, Topology
 

@@ -13,10 +13,9 @@ from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.memory import CompileClock
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.optim.precision import Precision, build_precision
-from hvdtrain.run.bucketing import RunBuckets, build_buckets
 from hvdtrain.run.data import build_data
 from hvdtrain.run.exporting import Exported, build_exporter
-from hvdtrain.run.length import dataset_size, with_global_batch, with_steps
+from hvdtrain.run.resolve import Resolved, RunBuckets, resolve
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.device import (
@@ -52,11 +51,11 @@ class Prepared:
     """Objects of this process for all generations.
 
     Args:
-        config: the configuration, with the number of steps derived from the data.
+        resolved: the configuration, with the values derived from ranks and data.
         progress: the only record of the run's progress.
     """
 
-    config: Config
+    resolved: Resolved
     start: Start
     task: Task
     datasets: Datasets
@@ -64,10 +63,17 @@ class Prepared:
     precision: Precision
     timer: PhaseTimer
     memory: PeakMemory
-    buckets: RunBuckets
     progress: Progress = field(default_factory=Progress)
     exporter: Exporter | None = field(init=False, default=None)
     _exported: Exported | None = field(init=False, default=None)
+
+    @property
+    def config(self) -> Config:
+        return self.resolved.config
+
+    @property
+    def buckets(self) -> RunBuckets:
+        return self.resolved.buckets
 
     def identity(self, digest: str) -> Identity:
         """Return the identity of this process, which must be equal on all processes of a run.
@@ -75,7 +81,7 @@ class Prepared:
         Args:
             digest: of the configuration.
         """
-        size, fingerprint = dataset_size(self.datasets), self.datasets.fingerprint
+        size, fingerprint = self.resolved.epoch_samples, self.datasets.fingerprint
         rounded = rounding(self.device, products=self.config.optim.name == "muon")
         name = self.precision.name
         return Identity(self.device.type, digest, size, fingerprint, name, rounded)
@@ -124,19 +130,23 @@ def prepare(
     Raises:
         AgreedError: a rank cannot build one.
     """
-    given = with_global_batch(settings.config, topology.world_size)
-    if given.exchange.exact:
+    if settings.config.exchange.exact:
         use_deterministic_kernels()
     # In an elastic run local ranks change, but a process keeps its GPU.
     device_index = start.local_rank if start.elastic else None
     device = on_all_ranks("device", lambda: choose_device(topology, device_index))
-    precision = on_all_ranks("precision", lambda: build_precision(given.precision, device))
+    precision = on_all_ranks(
+        "precision", lambda: build_precision(settings.config.precision, device)
+    )
     timer = comm.OWN.timer = _build_timer(start.clock, device)
-    task, datasets = data or on_all_ranks("data", lambda: build_data(settings))
-    buckets = on_all_ranks("batch.max_tokens", lambda: build_buckets(given, datasets))
-    config = on_all_ranks("train.epochs", lambda: with_steps(given, datasets, buckets.train))
+
+    def read_data() -> tuple[Task, Datasets, Resolved]:
+        task, datasets = data or build_data(settings)
+        return task, datasets, resolve(settings, topology, datasets)
+
+    task, datasets, resolved = on_all_ranks("data", read_data)
     memory = PeakMemory(device, timer)
-    return Prepared(config, start, task, datasets, device, precision, timer, memory, buckets)
+    return Prepared(resolved, start, task, datasets, device, precision, timer, memory)
 
 
 def _build_timer(began: float, device: torch.device) -> PhaseTimer:

@@ -18,7 +18,6 @@ from hvdtrain.log import logger
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.huggingface import from_huggingface
 from hvdtrain.run.build import RunComponents, build_model
-from hvdtrain.run.length import dataset_size, describe
 from hvdtrain.run.recorder import Held
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import broadcast_json, on_all_ranks
@@ -41,8 +40,7 @@ def resume(config: Config, components: RunComponents, held: Held, topology: Topo
     state, group = components.state, Mesh.replicated(topology).data
     if state.sharded is not None:
         state.sharded.begin(topology)
-    size = dataset_size(components.datasets)
-    logger.info("%s", describe(components.config, size, components.buckets.train))
+    logger.info("%s", components.prepared.resolved.describe_length())
     for note in components.datasets.notes:
         logger.info("%s", note)
     folder = on_all_ranks("resume", lambda: _load(config, components, held, group))

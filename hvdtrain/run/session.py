@@ -54,21 +54,12 @@ from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_components
 from hvdtrain.run.generation import Cause, Generation, Launched
-from hvdtrain.run.length import with_global_batch
 from hvdtrain.run.prepare import Prepared, Start, prepare, prepare_environment
 from hvdtrain.run.recorder import Held
-from hvdtrain.run.spanning import check_spanning, leave_mesh
-from hvdtrain.run.start_checks import (
-    check_batch,
-    check_elastic,
-    check_exchange,
-    check_profiled_ranks,
-    check_same_configuration,
-    check_zero,
-    crash,
-)
+from hvdtrain.run.spanning import leave_mesh
+from hvdtrain.run.start_checks import agree_to_start, crash
 from hvdtrain.runtime import environment, heartbeat, notices
-from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json, on_all_ranks
+from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json
 from hvdtrain.runtime.failure import abort_all_ranks, force_exit
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.init import abort_collectives, initialise, shut_down
@@ -233,27 +224,10 @@ class Session:
 
     def _prepare(self) -> None:
         settings, membership, topology = self._launched.settings, self._membership, self.topology
-        config = with_global_batch(settings.config, topology.world_size)
-        if membership is not None:
-            on_all_ranks("launcher", lambda: check_elastic(membership))
-        on_all_ranks(
-            "same configuration",
-            lambda: check_same_configuration(self._launched.digest, topology),
-        )
-        on_all_ranks(
-            "exchange",
-            lambda: check_exchange(config, topology.world_size, membership is not None),
-        )
-        on_all_ranks(
-            "zero", lambda: check_zero(config, topology.world_size, membership is not None)
-        )
-        on_all_ranks("batch", lambda: check_batch(config, membership is not None))
-        on_all_ranks("parallel", lambda: check_spanning(config, topology, membership is not None))
-        if membership is None:
-            on_all_ranks("profile", lambda: check_profiled_ranks(config, topology.world_size))
+        agree_to_start(settings, self._launched.digest, topology, membership)
         start = Start(self._began_clock, self._local_rank, elastic=membership is not None)
         self._prepared = prepare(settings, topology, start)
-        if membership is not None and config.parallel.spans_ranks:
+        if membership is not None and settings.config.parallel.spans_ranks:
             from hvdtrain.run.replicas import Replicas
 
             self._replicas = Replicas(self._prepared, self.held)

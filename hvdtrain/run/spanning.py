@@ -1,4 +1,4 @@
-"""Models that span ranks: configuration checks, the mesh of replicas, and sharding."""
+"""Models that span ranks: the mesh of replicas, and sharding."""
 
 from __future__ import annotations
 
@@ -59,25 +59,6 @@ def leave_mesh() -> None:
     from hvdtrain.parallel.world import leave
 
     leave()
-
-
-def check_spanning(config: Config, topology: Topology, elastic: bool) -> None:
-    """Check that the configuration and the ranks fit a model that spans ranks.
-
-    Raises:
-        UserError: they do not fit.
-    """
-    parallel = config.parallel
-    if not parallel.spans_ranks:
-        return
-    if not elastic:  # the elastic driver forms whole replicas
-        Grid.of(topology.hosts, parallel.degrees, parallel.place)
-    if config.batch.micro_batches % parallel.shard:
-        raise UserError(
-            f"parallel.shard {parallel.shard}: its ranks compute equally many micro-batches, so "
-            f"those of a step (batch.global_size / batch.micro_size = "
-            f"{config.batch.micro_batches}) must be a multiple of it"
-        )
 
 
 def split_model(

@@ -1,19 +1,87 @@
-"""Checks before ranks train together."""
+"""Checks before ranks train together, and their agreement on the outcome.
+
+Ranks compare themselves twice. `agree_to_start` is the first collective after the start, before any
+rank reads data: different configurations may lead to different collectives. What depends on device
+and data (elastic/identity.py) is compared in the rendezvous of each generation. Both gather a small
+structure from every rank, so all ranks reach the same verdict without another collective.
+"""
 
 from __future__ import annotations
 
-from hvdtrain.config import Config
+from collections.abc import Sequence
+
+from hvdtrain.config import Config, Settings
+from hvdtrain.config_checks import Ranks, check_ranks
 from hvdtrain.elastic.identity import other_configuration
 from hvdtrain.elastic.membership import LostError, Membership
-from hvdtrain.errors import EXIT_CRASH, UserError
+from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError
 from hvdtrain.horovod_wheel import recipe
 from hvdtrain.log import logger
-from hvdtrain.runtime.collectives import broadcast_json
+from hvdtrain.run.resolve import with_global_batch
+from hvdtrain.runtime.collectives import AgreedError, gather_json
 from hvdtrain.runtime.init import controller
-from hvdtrain.runtime.mesh import Topology
+from hvdtrain.runtime.mesh import Grid, Topology
 
 
-def check_elastic(membership: Membership) -> None:
+def agree_to_start(
+    settings: Settings, digest: str, topology: Topology, membership: Membership | None
+) -> None:
+    """Check on all ranks that this run can start with this configuration on these ranks.
+
+    Processes of an elastic run call it alone; the launcher then compares their digests.
+
+    Args:
+        digest: of this rank's configuration; hosts may have different YAML files.
+
+    Raises:
+        AgreedError: on all ranks; it cannot start.
+    """
+    failure = None
+    try:
+        _check_start(settings, topology, membership)
+    except UserError as error:
+        failure = str(error), error.exit_code
+    facts = gather_json({"digest": digest, "failure": failure}, "start")
+    expected, host = facts[0]["digest"], topology.hosts[0]
+    raise_first([other_configuration(host) if fact["digest"] != expected else "" for fact in facts])
+    for rank, fact in enumerate(facts):
+        if fact["failure"] is not None:
+            message, exit_code = fact["failure"]
+            raise AgreedError(message, exit_code, rank)
+
+
+def raise_first(problems: Sequence[str]) -> None:
+    """Raise the first problem, which is known on all ranks.
+
+    Args:
+        problems: of each rank, identical on all ranks; "": none.
+
+    Raises:
+        AgreedError: from the first rank with a problem; it names the other ranks with the same.
+    """
+    first = next((rank for rank, problem in enumerate(problems) if problem), None)
+    if first is None:
+        return
+    problem = problems[first]
+    others = [str(r) for r, theirs in enumerate(problems) if r > first and theirs == problem]
+    if others:
+        ranks = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(others)}"
+        problem += f" (also on {ranks})"
+    raise AgreedError(problem, EXIT_USER, first)
+
+
+def _check_start(settings: Settings, topology: Topology, membership: Membership | None) -> None:
+    if membership is not None:
+        _check_launcher(membership)
+    config, elastic = settings.config, membership is not None
+    ranks = Ranks(topology.world_size, elastic, controller() == "mpi", recipe.is_ours())
+    check_ranks(with_global_batch(config, topology.world_size), ranks)
+    parallel = config.parallel
+    if parallel.spans_ranks and not elastic:  # the elastic driver forms whole replicas
+        Grid.of(topology.hosts, parallel.degrees, parallel.place)
+
+
+def _check_launcher(membership: Membership) -> None:
     """Check that an elastic run has hvdtrain's patched Horovod and its own driver.
 
     Raises:
@@ -21,38 +89,18 @@ def check_elastic(membership: Membership) -> None:
     """
     if not recipe.is_ours():
         raise UserError(
-            "this Horovod was not built by hvdtrain, and an elastic run needs its patches: "
+            "this Horovod was not built by hvdtrain, and an elastic run requires its patches: "
             "`hvdtrain horovod build --install`"
         )
     try:
         served = membership.served()
     except LostError as error:
-        raise crash(f"the launcher does not answer ({error})") from None
+        raise crash(f"the launcher does not respond ({error})") from None
     if not served:
         raise UserError(
-            "horovodrun cannot see that this is hvdtrain: let it start `python -m hvdtrain.train` "
-            "itself, or set HVDTRAIN_ELASTIC=1 where a script starts it"
+            "horovodrun does not recognize hvdtrain: let it start `python -m hvdtrain.train` "
+            "itself, or set HVDTRAIN_ELASTIC=1 if a script starts it"
         )
-
-
-def crash(message: str) -> UserError:
-    """Return an error that is reported like a user error, but for which a retry may help."""
-    error = UserError(message)
-    error.exit_code = EXIT_CRASH
-    return error
-
-
-def check_same_configuration(digest: str, topology: Topology) -> None:
-    """Check that this rank has rank 0's configuration; hosts may have different YAML files.
-
-    Args:
-        digest: of this rank's configuration.
-
-    Raises:
-        UserError: the digest differs from rank 0's.
-    """
-    if digest != broadcast_json(digest, "configuration"):
-        raise UserError(other_configuration(topology.hosts[0]))
 
 
 def check_hierarchical(config: Config, topology: Topology) -> None:
@@ -61,90 +109,13 @@ def check_hierarchical(config: Config, topology: Topology) -> None:
     possible = len(of_hosts) == 1 and of_hosts != {1} and len(topology.ranks_by_host()) > 1
     if config.exchange.hierarchical is True and not possible and topology.rank == 0:
         logger.warning(
-            "exchange.hierarchical takes several hosts with several ranks each, equally many: "
-            "here one ring goes through all ranks"
+            "exchange.hierarchical requires several hosts with the same number of ranks, at least "
+            "2: one ring is used instead"
         )
 
 
-def check_exchange(config: Config, world_size: int, elastic: bool) -> None:
-    """Check what the exchange requires of Horovod, its controller and the ranks.
-
-    Args:
-        elastic: processes prepare alone, each a world of one rank.
-
-    Raises:
-        UserError: a requirement is not met.
-    """
-    sends_bfloat16 = {
-        "exchange.wire bfloat16": config.exchange.wire == "bfloat16",
-        "precision.name bf16-params": config.precision.name == "bf16-params",
-    }
-    for key, sends in sends_bfloat16.items():
-        if sends and not recipe.is_ours():
-            raise UserError(
-                f"this Horovod was not built by hvdtrain, and {key} needs its patches: "
-                "`hvdtrain horovod build --install`"
-            )
-    if config.exchange.reduce != "adasum":
-        return
-    if elastic or (world_size > 1 and controller() != "mpi"):
-        raise UserError(
-            "exchange.reduce adasum is there over MPI only: start with mpirun, or with horovodrun "
-            "--mpi; an elastic run cannot have it"
-        )
-    if world_size & (world_size - 1):
-        raise UserError(
-            "exchange.reduce adasum combines pairs of ranks, then pairs of pairs: it takes 2, 4, "
-            f"8, ... ranks, and there are {world_size}"
-        )
-    if config.batch.micro_batches % world_size:
-        raise UserError(
-            "exchange.reduce adasum weighs ranks alike: the micro-batches of a step "
-            f"(batch.global_size / batch.micro_size = {config.batch.micro_batches}) must be a "
-            f"multiple of the {world_size} ranks"
-        )
-
-
-def check_zero(config: Config, world_size: int, elastic: bool) -> None:
-    """Check that there are enough ranks for all copies; an elastic run may get more ranks later.
-
-    Raises:
-        UserError: parallel.zero_copies is too large.
-    """
-    copies = config.parallel.zero_copies
-    if config.parallel.zero and not elastic and copies > world_size > 1:
-        raise UserError(
-            f"parallel.zero_copies {copies} is more than the {world_size} ranks: give at most "
-            f"{world_size}, with which each of them holds all of the optimizer's state"
-        )
-
-
-def check_batch(config: Config, elastic: bool) -> None:
-    """Check that in an elastic run no batch size depends on the ranks.
-
-    Raises:
-        UserError: the run is elastic, and batch.per_rank_size or memory.fit is set.
-    """
-    if config.memory.fit and elastic:
-        raise UserError(
-            "memory.fit makes micro-batches follow the memory of the ranks, which come and go in "
-            "an elastic run: set batch.micro_size, which a run with fixed ranks can find"
-        )
-    if config.batch.per_rank_size and elastic:
-        raise UserError(
-            "batch.per_rank_size makes the global batch follow the number of ranks, which changes "
-            "in an elastic run: set batch.global_size, or start without --host-discovery-script"
-        )
-
-
-def check_profiled_ranks(config: Config, world_size: int) -> None:
-    """Check that the profiled ranks exist; only in an elastic run may a rank join later.
-
-    Raises:
-        UserError: profile.ranks names a rank that does not exist.
-    """
-    missing = sorted(rank for rank in config.profile.named_ranks or () if rank >= world_size)
-    if missing:
-        raise UserError(
-            f"profile.ranks names rank {missing[0]}, but the run's ranks are 0 to {world_size - 1}"
-        )
+def crash(message: str) -> UserError:
+    """Return an error that is reported like a user error, but for which a retry may help."""
+    error = UserError(message)
+    error.exit_code = EXIT_CRASH
+    return error

@@ -46,10 +46,6 @@ class TelemetryConfig:
     def __post_init__(self) -> None:
         require(0 <= self.port <= 65535, f"telemetry.port must lie in 0..65535, not {self.port}")
         require(
-            (self.tls_cert_file is None) == (self.tls_key_file is None),
-            "telemetry.tls_cert_file and telemetry.tls_key_file require each other",
-        )
-        require(
             self.linger_seconds >= 0,
             f"telemetry.linger_seconds must be >= 0, not {self.linger_seconds}",
         )

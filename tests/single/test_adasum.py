@@ -9,9 +9,9 @@ import pytest
 
 from hvdtrain.cli import main
 from hvdtrain.config import Config
+from hvdtrain.config_checks import Ranks, check_ranks
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.config import ExchangeConfig
-from hvdtrain.run.start_checks import check_exchange
 from tests.support.runs import REPOSITORY, TINY, losses, run, start, train, weights
 
 STEPS, HALF = 60, 30
@@ -42,10 +42,14 @@ def test_adasum_run_learns_resumes_exactly_and_reports_rank_dependence(
 
 # Launcher, more flags, what is said. The global batch is of 4 micro-batches.
 MISTAKES = [
-    ("gloo:2", "", "exchange.reduce adasum is there over MPI only"),
-    ("mpirun:3", "", "it takes 2, 4, 8, ... ranks, and there are 3"),
+    ("gloo:2", "", "exchange.reduce adasum requires MPI"),
+    ("mpirun:3", "", "it requires 2, 4, 8, ... ranks, not 3"),
     ("mpirun:2", "--batch.micro_size 8", "batch.micro_size = 1) must be a multiple of the 2 ranks"),
-    ("", "--exchange.wire float16", "it needs exchange.name dense, exchange.wire float32 and"),
+    (
+        "",
+        "--exchange.wire float16",
+        "exchange.reduce adasum excludes exchange.wire float16: it combines whole",
+    ),
 ]
 
 
@@ -63,6 +67,6 @@ def test_unsupported_adasum_configuration_is_a_one_line_error(
 
 def test_elastic_run_rejects_adasum() -> None:
     config = Config(exchange=ExchangeConfig(reduce="adasum"))
-    check_exchange(config, 1, elastic=False)
-    with pytest.raises(UserError, match="an elastic run cannot have it"):
-        check_exchange(config, 1, elastic=True)
+    check_ranks(config, Ranks(1, elastic=False))
+    with pytest.raises(UserError, match="requires MPI, and cannot be elastic"):
+        check_ranks(config, Ranks(1, elastic=True))

@@ -21,7 +21,7 @@ from hvdtrain.data.loader import TrainLoader
 from hvdtrain.data.loading import Loading
 from hvdtrain.data.validation import ValidationData
 from hvdtrain.errors import UserError
-from hvdtrain.run.length import with_steps
+from hvdtrain.run.resolve import with_steps
 from hvdtrain.runtime.mesh import Group
 from hvdtrain.tasks import Datasets
 from tests.support.ragged import TRAIN, VALIDATION, Ragged, Sentences

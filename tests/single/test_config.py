@@ -136,7 +136,7 @@ def test_printed_configuration_round_trips(tmp_path: Path) -> None:
         (["--schedule.final_ratio", "2"], "schedule.final_ratio .*not 2"),
         (["--checkpoint.keep", "0"], "checkpoint.keep must be >= 1, not 0"),
         (["--telemetry.port", "70000"], "telemetry.port .*65535.*70000"),
-        (["--telemetry.tls_cert_file", "x.pem"], "tls_cert_file and telemetry.tls_key_file need"),
+        (["--telemetry.tls_cert_file", "x.pem"], "requires telemetry.tls_key_file"),
         (["--telemetry.exchange_every", "-1"], "telemetry.exchange_every must be >= 0, not -1"),
         (["--telemetry.straggler_threshold", "1"], "straggler_threshold must lie .*1.0"),
         (["--telemetry.linger_seconds", "-2"], "telemetry.linger_seconds must be >= 0, not -2"),

@@ -12,7 +12,7 @@ from hvdtrain.checkpoint.layout import best, finished
 from hvdtrain.config import parse
 from hvdtrain.engine.loop import is_best, since_best, with_evaluation
 from hvdtrain.errors import UserError
-from hvdtrain.run.length import with_steps
+from hvdtrain.run.resolve import with_steps
 from hvdtrain.tasks import Datasets
 from tests.support.job import Finished
 from tests.support.runs import metrics, run
@@ -60,8 +60,11 @@ def test_step_that_is_evaluated_again_counts_once() -> None:
     ("flags", "message"),
     [
         (["--train.patience", "-1"], r"train.patience must be >= 0"),
-        (["--train.patience", "2", "--eval.every", "0"], r"train.patience needs evaluations"),
-        (["--checkpoint.keep_best", "true", "--eval.every", "0"], r"keep_best needs evaluations"),
+        (["--train.patience", "2", "--eval.every", "0"], r"patience 2 excludes eval.every 0"),
+        (
+            ["--checkpoint.keep_best", "true", "--eval.every", "0"],
+            r"keep_best excludes eval.every 0",
+        ),
     ],
 )
 def test_early_stopping_that_cannot_trigger_is_rejected(flags: list[str], message: str) -> None:
@@ -117,5 +120,5 @@ def test_early_stopping_works_on_two_ranks_and_after_a_resume(
 def test_early_stopping_requires_validation_data() -> None:
     for flags in (["--train.patience", "2"], ["--checkpoint.keep_best", "true"]):
         key = flags[0].removeprefix("--")
-        with pytest.raises(UserError, match=f"{key} needs validation data, and the task"):
+        with pytest.raises(UserError, match=f"{key} requires validation data, and the task"):
             with_steps(parse(flags).config, Datasets([0] * 64))  # type: ignore[arg-type]

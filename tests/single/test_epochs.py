@@ -9,7 +9,7 @@ import pytest
 
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
-from hvdtrain.run.length import describe, with_steps
+from hvdtrain.run.resolve import Resolved, RunBuckets, with_steps
 from hvdtrain.tasks import Datasets
 from tests.support.runs import metrics, run
 
@@ -32,10 +32,11 @@ def test_epochs_are_converted_to_the_steps_that_all_samples_need(
 
 def test_description_of_the_run_length_is_accurate() -> None:
     config = parse(["--train.steps", "94", "--batch.global_size", "32"]).config
-    said = describe(config, 1000)
-    assert said.startswith("94 steps of 32 samples are 3.01 epochs of 1000 samples; no sample is")
+    said = Resolved(config, RunBuckets(), 1000).describe_length()
+    assert said.startswith("94 steps of 32 samples are 3.01 epochs of 1000 samples; all samples")
     assert said.endswith("the last step ends 8 samples into epoch 4")
-    whole = describe(parse(["--train.steps", "8"]).config, 64)
+    config = parse(["--train.steps", "8"]).config
+    whole = Resolved(config, RunBuckets(), 64).describe_length()
     assert whole.endswith("4.00 epochs of 64 samples; an epoch is a whole number of steps")
 
 
@@ -60,7 +61,7 @@ def test_last_specified_length_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--train.epochs", "2", "--train.steps", "5"], "5 and train.epochs 2 exclude each other"),
+        (["--train.epochs", "2", "--train.steps", "5"], "train.epochs 2 excludes train.steps 5"),
         (["--train.epochs", "-1"], "train.epochs must be > 0 .*not -1"),
         (["--train.epochs", "inf"], "train.epochs: expected float, not inf"),
         (["--train.epochs", "some"], "train.epochs: expected float, not some"),

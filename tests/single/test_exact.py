@@ -104,7 +104,7 @@ def test_statistics_weights_and_skipped_steps_do_not_depend_on_ranks(tmp_path: P
 
 
 MISTAKES: dict[str, tuple[list[str], str]] = {
-    "threads": (EXACT[:2], "exchange.name exact needs runtime.threads"),
+    "threads": (EXACT[:2], "exchange.name exact requires runtime.threads"),
     "name": (["--exchange.name", "exakt"], "exchange.name"),
     "negative": (["--runtime.threads", "-1"], "runtime.threads must be >= 0"),
 }

@@ -89,8 +89,8 @@ MISTAKES = {
     "--exchange.sync_every 8 --exchange.compression topk": (
         "exchange.sync_every 8 excludes exchange.compression topk"
     ),
-    "--exchange.sync_every 8 --exchange.wire float16": "exchange.wire float16 is for gradients",
-    "--exchange.outer nesterov": "exchange.outer nesterov needs exchange.sync_every",
+    "--exchange.sync_every 8 --exchange.wire float16": "excludes exchange.wire float16",
+    "--exchange.outer nesterov": "exchange.outer nesterov requires exchange.sync_every",
     "--exchange.sync_every 8 --exchange.outer_lr 0": "exchange.outer_lr must be > 0",
     "--exchange.sync_every 8 --exchange.outer_momentum 1": "outer_momentum must be in (0, 1)",
 }

@@ -11,7 +11,7 @@ import pytest
 from hvdtrain import cli
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
-from hvdtrain.run.length import with_global_batch
+from hvdtrain.run.resolve import with_global_batch
 from tests.support.job import Job
 from tests.support.runs import TRAIN, environment, metrics, run
 
@@ -32,7 +32,7 @@ def test_learning_rate_follows_scaling_rule(rule: str, lr: float) -> None:
     [
         (["--batch.per_rank_size", "10"], r"batch.per_rank_size 10 is not a multiple of .* 4; .*5"),
         (["--batch.per_rank_size", "-4"], r"batch.per_rank_size must be >= 0"),
-        (["--optim.scale_lr", "linear"], r"optim.scale_lr linear needs batch.per_rank_size"),
+        (["--optim.scale_lr", "linear"], r"optim.scale_lr linear requires batch.per_rank_size"),
     ],
 )
 def test_invalid_per_rank_batch_is_rejected(flags: list[str], message: str) -> None:
@@ -73,4 +73,4 @@ def test_elastic_run_rejects_per_rank_batch(tmp_path: Path) -> None:
     done = Job([], [*launcher, *TRAIN, *keys], environment({}), tmp_path / "job").wait(120)
     output = done.stdout + done.stderr
     assert done.returncode != 0 and "Traceback" not in output, done
-    assert output.count("hvdtrain: error: batch.per_rank_size makes the global batch follow") == 1
+    assert output.count("hvdtrain: error: batch.per_rank_size derives the global batch") == 1

@@ -105,7 +105,7 @@ def test_sharded_checkpoint_is_exported_as_whole_weights(
             "parallel.shard 2 excludes parallel.schedule zero-bubble",
         ),
         (["--parallel.place", "[tensor, shard]"], "parallel.place must name each of"),
-        (["--parallel.offload", "cpu"], "parallel.offload cpu is about parameters that ranks"),
+        (["--parallel.offload", "cpu"], "parallel.offload cpu requires parallel.shard"),
     ],
 )
 def test_impossible_layout_is_refused_with_the_reason(

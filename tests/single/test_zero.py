@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.config import parse
+from hvdtrain.config_checks import Ranks, check_ranks
 from hvdtrain.engine.integrity import PartHash, TensorHash
 from hvdtrain.errors import UserError
 from hvdtrain.optim.config import OptimConfig
@@ -22,7 +23,6 @@ from hvdtrain.parallel.handover import PartLostError, hand_over
 from hvdtrain.parallel.parts import deal, hosts_that_hold_alone
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
-from hvdtrain.run.start_checks import check_zero
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.runtime.mesh import Topology
 from tests.support.thread_ranks import Death, DiedError, exchange, on_ranks
@@ -284,9 +284,9 @@ def _continue(rank: _Rank) -> None:
 
 
 EXCLUDED = {
-    "--optim.name muon": "optim.name muon wants whole ones: use adamw, adam, sgd or lion",
-    "--optim.name adafactor": "optim.name adafactor wants whole ones",
-    "--optim.name adamw8bit": "optim.name adamw8bit wants whole ones",
+    "--optim.name muon": "requires optim.name adamw, adam, sgd or lion",
+    "--optim.name adafactor": "requires optim.name adamw, adam, sgd or lion",
+    "--optim.name adamw8bit": "requires optim.name adamw, adam, sgd or lion",
     "--optim.fused true": "excludes optim.fused",
     "--optim.ema_decay 0.9": "excludes optim.ema_decay",
     "--exchange.sync_every 4": "excludes exchange.sync_every",
@@ -305,10 +305,10 @@ def test_options_incompatible_with_zero_are_refused(flags: str) -> None:
 def test_more_copies_than_ranks_are_refused() -> None:
     flags = ["--parallel.zero", "1", "--parallel.zero_copies", "3"]
     config = parse(["--task", "tests.support.tasks:Regression", *flags]).config
-    with pytest.raises(UserError, match="zero_copies 3 is more than the 2 ranks"):
-        check_zero(config, 2, elastic=False)
+    with pytest.raises(UserError, match="zero_copies 3 exceeds the 2 ranks"):
+        check_ranks(config, Ranks(2, elastic=False))
     for ranks, elastic in ((1, False), (2, True), (3, False)):
-        check_zero(config, ranks, elastic)
+        check_ranks(config, Ranks(ranks, elastic))
 
 
 def test_noncontiguous_parameters_are_refused() -> None:

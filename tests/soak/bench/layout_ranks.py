@@ -16,7 +16,6 @@ from hvdtrain.bench.app import AppLoop
 from hvdtrain.bench.processes import MARK
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
-from hvdtrain.run.spanning import check_spanning
 from hvdtrain.run_files.events_file import read_lines
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime import environment
@@ -45,7 +44,6 @@ def main(steps: str, *of_layouts: str) -> int:
 def _curve(flags: Sequence[str], steps: int, topology: Topology) -> dict[str, list[float]]:
     """See layouts_report.Curve; on rank 0."""
     settings = parse(flags)
-    check_spanning(settings.config, topology, elastic=False)
     with tempfile.TemporaryDirectory() as folder:
         app = AppLoop(settings, Path(folder), topology=topology)
         try:

@@ -1,0 +1,159 @@
+"""The configuration of a run with all values that depend on its ranks and its data.
+
+`resolve` derives them once per process:
+
+- `batch.global_size` and `optim.lr`, if `batch.per_rank_size` is set, from the number of ranks;
+- `train.steps`, if `train.epochs` is set, from the number of samples;
+- the buckets of samples by length, if `batch.max_tokens` is set.
+
+`memory.fit` derives `batch.micro_size` later, because it needs the model (fit.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
+from typing import Any, NamedTuple
+
+from torch.utils.data import Dataset
+
+from hvdtrain.config import Config, Settings
+from hvdtrain.data.buckets import SampleBuckets, lengths_of
+from hvdtrain.data.iterable import has_own_order
+from hvdtrain.errors import UserError
+from hvdtrain.runtime.mesh import Topology
+from hvdtrain.tasks import Datasets
+
+
+class RunBuckets(NamedTuple):
+    """Buckets of the training and validation data; None without `batch.max_tokens`."""
+
+    train: SampleBuckets | None = None
+    validation: SampleBuckets | None = None
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A resolved configuration.
+
+    Args:
+        config: with the derived values; `train.epochs` is 0.
+        buckets: of the samples, by length.
+        epoch_samples: samples of an epoch of the training data.
+    """
+
+    config: Config
+    buckets: RunBuckets
+    epoch_samples: int
+
+    def samples_of(self, step: int) -> int:
+        """Return the number of samples of a step, over all ranks."""
+        batch, buckets = self.config.batch, self.buckets.train
+        return batch.global_size if buckets is None else buckets.samples_of(step, batch.per_step)
+
+    def describe_length(self) -> str:
+        """Describe steps, epochs and samples in one line, and how the last samples are used."""
+        steps, batch = self.config.train.steps, self.config.batch
+        size, buckets = self.epoch_samples, self.buckets.train
+        if buckets is not None:
+            each = batch.micro_batches
+            return (
+                f"{steps} steps of {each} micro-batches are {steps * each / len(buckets):.2f} "
+                f"epochs of {len(buckets)} micro-batches, which hold {size} samples in "
+                f"{len(buckets.sizes)} buckets, padded to at most {batch.max_tokens} tokens; all "
+                "samples are used: a step at the end of an epoch continues with the next epoch"
+            )
+        total = steps * batch.global_size
+        epochs, beyond = divmod(total, size)
+        whole = (
+            "all samples are used: a step at the end of an epoch continues with the next epoch"
+            if size % batch.global_size
+            else "an epoch is a whole number of steps"
+        )
+        rest = f"; the last step ends {beyond} samples into epoch {epochs + 1}" if beyond else ""
+        return (
+            f"{steps} steps of {batch.global_size} samples are {total / size:.2f} epochs of {size} "
+            f"samples; {whole}{rest}"
+        )
+
+
+def resolve(settings: Settings, topology: Topology, datasets: Datasets) -> Resolved:
+    """Derive the values of the configuration that depend on the ranks and the data.
+
+    Raises:
+        UserError: a key refers to a step beyond the last one, requires validation data, or the
+            samples cannot be sorted by length.
+    """
+    config = with_global_batch(settings.config, topology.world_size)
+    buckets = build_buckets(config, datasets)
+    return Resolved(with_steps(config, datasets, buckets.train), buckets, dataset_size(datasets))
+
+
+def dataset_size(datasets: Datasets) -> int:
+    """Return the number of samples of an epoch."""
+    return len(datasets.train)  # type: ignore[arg-type]
+
+
+def with_global_batch(config: Config, world_size: int) -> Config:
+    """Return the configuration with global batch and learning rate derived from the world size.
+
+    Applies only if `batch.per_rank_size` is set. The learning rate is scaled as in Goyal et al.,
+    arXiv:1706.02677, with the batch of one rank as the reference.
+    """
+    if not config.batch.per_rank_size:
+        return config
+    batch = replace(config.batch, global_size=config.batch.per_rank_size * world_size)
+    factor = {"none": 1.0, "linear": float(world_size), "sqrt": world_size**0.5}
+    optim = replace(config.optim, lr=config.optim.lr * factor[config.optim.scale_lr])
+    return replace(config, batch=batch, optim=optim)
+
+
+def with_steps(config: Config, datasets: Datasets, buckets: SampleBuckets | None = None) -> Config:
+    """Return the configuration with the number of steps in `train.epochs`, if that is set.
+
+    Args:
+        buckets: of the training data, with batch.max_tokens.
+
+    Raises:
+        UserError: a key refers to a step beyond the last one, or requires validation data.
+    """
+    if datasets.validation is None and (config.train.patience or config.checkpoint.keep_best):
+        key = "train.patience" if config.train.patience else "checkpoint.keep_best"
+        raise UserError(f"{key} requires validation data, and the task {config.task} has none")
+    if not config.train.epochs:
+        return config
+    # As written in the configuration: 0.1 is exactly a tenth, not a binary float.
+    epochs = Fraction(repr(config.train.epochs))
+    if buckets is None:
+        steps = ceil(epochs * dataset_size(datasets) / config.batch.global_size)
+    else:
+        steps = ceil(epochs * len(buckets) / config.batch.micro_batches)
+    try:
+        return replace(config, train=replace(config.train, steps=steps, epochs=0.0))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def build_buckets(config: Config, datasets: Datasets) -> RunBuckets:
+    """Sort the samples by length, with `batch.max_tokens`.
+
+    Raises:
+        UserError: the samples have no lengths, or a length exceeds the budget.
+    """
+    if not config.batch.max_tokens:
+        return RunBuckets()
+    train = _buckets(config, datasets.train, "training")
+    if datasets.validation is None:
+        return RunBuckets(train)
+    return RunBuckets(train, _buckets(config, datasets.validation, "validation"))
+
+
+def _buckets(config: Config, dataset: Dataset[Any], name: str) -> SampleBuckets:
+    if has_own_order(dataset):
+        raise UserError(
+            f"batch.max_tokens {config.batch.max_tokens}: the {name} data is an IterableDataset, "
+            "whose samples have their own order: use 0"
+        )
+    budget = config.batch.max_tokens
+    return SampleBuckets(lengths_of(dataset, budget, name), budget, config.seed)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hvdtrain.audit.ledger import Generation, Ledger
+from hvdtrain.audit.ledger import GenerationRecord, Ledger
 
 # Part -> its description in the report.
 PARTS = {
     "steps": "steps that count",
-    "redone": "steps that were taken back and done again",
+    "redone": "steps that were rolled back and repeated",
     "recovery": "recovery in memory: from the last step before a failure or a change of hosts",
-    "start": "first start of the program, until its first step",
-    "restart": "later starts of the program, each until its first step",
-    "down": "from the last step before the program ended until it was started again",
-    "checkpoint": "held up by checkpoints, at most",
+    "start": "first start of the program, up to its first step",
+    "restart": "later starts of the program, each up to its first step",
+    "down": "program not running: from the last step before it ended until its next start",
+    "checkpoint": "stalls by checkpoints, at most",
     "evaluation": "evaluation",
     "other": "other",
 }
@@ -60,7 +60,7 @@ def measure(ledger: Ledger) -> Goodput:
 
 
 def _add_steps(
-    parts: dict[str, float], generation: Generation, now: float, stop: float
+    parts: dict[str, float], generation: GenerationRecord, now: float, stop: float
 ) -> tuple[float, int]:
     """Add the time from `now` to the generation's last line; return that line's (time, step)."""
     step = generation.start.step
@@ -74,7 +74,7 @@ def _add_steps(
 
 
 def _add_gap(
-    parts: dict[str, float], generation: Generation, step: int, following: int, gap: float
+    parts: dict[str, float], generation: GenerationRecord, step: int, following: int, gap: float
 ) -> None:
     """Add time in which no step ran, between the lines of two steps."""
     start = generation.start

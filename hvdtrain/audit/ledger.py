@@ -32,7 +32,7 @@ _MOST_SECONDS = 1e11  # a date in the year 5138
 
 
 @dataclass(frozen=True)
-class Start:
+class StartEvent:
     """A start event; step and samples describe the state from which the run continues.
 
     Args:
@@ -102,7 +102,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Line:
+class MetricsLine:
     """The step that a line of metrics describes; `kept` if no restart rolled it back.
 
     Args:
@@ -128,7 +128,7 @@ class Line:
 
 
 @dataclass
-class Generation:
+class GenerationRecord:
     """A start and all that followed it.
 
     Args:
@@ -145,8 +145,8 @@ class Generation:
         log_every: steps between lines
     """
 
-    start: Start
-    lines: list[Line] = field(default_factory=list)
+    start: StartEvent
+    lines: list[MetricsLine] = field(default_factory=list)
     checkpoints: dict[int, float] = field(default_factory=dict)
     stalls: dict[int, float] = field(default_factory=dict)
     failed: list[int] = field(default_factory=list)
@@ -180,7 +180,7 @@ class Ledger:
     """
 
     path: Path
-    generations: list[Generation]
+    generations: list[GenerationRecord]
     saved: list[int]
     strays: list[int]
 
@@ -202,8 +202,8 @@ def read(path: Path) -> Ledger:
         raise UserError(f"{path} is not a run directory: it has no manifest.json")
     if not directory.events.exists():
         raise UserError(
-            f"{path} has no events.jsonl: the run was made by a version of hvdtrain that wrote "
-            "none, so its restarts are not known and it cannot be audited"
+            f"{path} has no events.jsonl: the run was made by a version of hvdtrain that did not "
+            "write it, so its restarts are unknown and it cannot be audited"
         )
     try:
         events = read_lines(directory.events)
@@ -214,21 +214,21 @@ def read(path: Path) -> Ledger:
     except OSError as error:
         raise UserError(f"{error.filename}: cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: a file is not as hvdtrain writes it ({error})") from None
+        raise UserError(f"{path}: a file is not in hvdtrain's format ({error})") from None
     if not generations:
-        raise UserError(f"{directory.events} names no start of the run")
+        raise UserError(f"{directory.events} has no start event")
     for generation in generations:
         start = generation.start
         generation.log_every = start.log_every or _log_every(configs, start.time, directory)
     return Ledger(path, generations, _saved(directory), strays)
 
 
-def _generations(events: list[dict[str, Any]]) -> list[Generation]:
-    generations: list[Generation] = []
+def _generations(events: list[dict[str, Any]]) -> list[GenerationRecord]:
+    generations: list[GenerationRecord] = []
     for event in events:
         kind = event.get("event")
         if kind == "start":
-            generations.append(Generation(checked(Start, event)))
+            generations.append(GenerationRecord(checked(StartEvent, event)))
             continue
         if not generations:
             continue
@@ -269,7 +269,7 @@ def _in_range(name: str, value: float, low: float, most: float) -> None:
         raise ValueError(f"{name} is {value}")
 
 
-def _lines(directory: RunDirectory) -> list[Line]:
+def _lines(directory: RunDirectory) -> list[MetricsLine]:
     found = []
     for path, kept in ((directory.metrics, True), (directory.superseded_metrics, False)):
         lines = each_line(path) if path.exists() else ()
@@ -279,13 +279,13 @@ def _lines(directory: RunDirectory) -> list[Line]:
             facts = {"generation": None, **line, "kept": kept}
             facts["evaluated"] = "validation_loss" in line
             try:
-                found.append(checked(Line, facts))
+                found.append(checked(MetricsLine, facts))
             except ValueError as error:
                 raise ValueError(f"{path.name}, line {number}: {error}") from None
     return found
 
 
-def _assign(lines: list[Line], generations: list[Generation]) -> list[int]:
+def _assign(lines: list[MetricsLine], generations: list[GenerationRecord]) -> list[int]:
     """Assign lines to their generations; return the steps of lines without a generation."""
     numbered = {generation.start.generation: generation for generation in generations}
     times = list(accumulate((generation.start.time for generation in generations), max))
@@ -305,7 +305,7 @@ def _assign(lines: list[Line], generations: list[Generation]) -> list[int]:
     return strays
 
 
-def _correct_times(generations: list[Generation]) -> None:
+def _correct_times(generations: list[GenerationRecord]) -> None:
     """Shift the times after a clock was set back, or after a change to a host with a slow clock.
 
     The shift leaves the time that is known to have passed, for a start or for steps.
@@ -350,5 +350,5 @@ def _log_every(starts: list[dict[str, Any]], at: float, directory: RunDirectory)
         if not is_of(every, int) or every < 1:
             raise ValueError(f"train.log_every is {shown(every)}")
     except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{directory.manifest} is not as hvdtrain writes it ({error})") from None
+        raise UserError(f"{directory.manifest} is not in hvdtrain's format ({error})") from None
     return int(every)

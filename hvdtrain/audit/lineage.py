@@ -1,4 +1,4 @@
-"""Check whether each step of the newest state was applied exactly once.
+"""Check whether each step of the newest state was applied exactly once, to samples used once.
 
 Each generation must show the steps from its start on, in order and each once. A later start at
 step s rolls back all steps beyond s. So, if every start resumes from a state that existed, and the
@@ -15,15 +15,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hvdtrain.audit.ledger import Generation, Ledger, Line, Start
+import numpy as np
+
+from hvdtrain.audit.ledger import GenerationRecord, Ledger, MetricsLine, StartEvent
+from hvdtrain.data.buckets import Buckets
+from hvdtrain.data.order import Indices, permute
 
 # Values of start events that must not change during a run.
 _IDENTITY = ("seed", "global_size", "dataset_size", "fingerprint", "per_step", "buckets")
 _NORMAL_EXITS = (0, 75)
+# Positions whose samples are computed: takes about a second.
+LIMIT = 1 << 21
 
 
 @dataclass(frozen=True)
-class Finding:
+class AuditFinding:
     """A problem; a warning does not concern the steps."""
 
     kind: str
@@ -69,16 +75,16 @@ class Lineage:
         skipped: steps of the newest state whose gradient was not finite
     """
 
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[AuditFinding] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     redone: list[Redone] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
 
     def wrong(self, kind: str, message: str) -> None:
-        self.findings.append(Finding(kind, message))
+        self.findings.append(AuditFinding(kind, message))
 
     def warn(self, kind: str, message: str) -> None:
-        self.findings.append(Finding(kind, message, warning=True))
+        self.findings.append(AuditFinding(kind, message, warning=True))
 
 
 def trace(ledger: Ledger) -> Lineage:
@@ -86,17 +92,15 @@ def trace(ledger: Ledger) -> Lineage:
     lineage = Lineage()
     generations = ledger.generations
     if ledger.strays:
-        lineage.wrong(
-            "ledger", f"no start event is known for the generation of steps {ledger.strays}"
-        )
-    taken_back = _taken_back(generations)
+        lineage.wrong("ledger", f"the generation of steps {ledger.strays} has no start event")
+    rollbacks = _rollback_steps(generations)
     for number, generation in enumerate(generations):
         _check_start(lineage, generations[0], generation, number)
-        _check_lines(lineage, generation, number, taken_back[number])
+        _check_lines(lineage, generation, number, rollbacks[number])
         stops = {before.early_stop for before in generations[: number + 1]}
         _check_end(lineage, generation, number, stops)
     _check_states(lineage, ledger)
-    for number, (generation, beyond) in enumerate(zip(generations, taken_back, strict=True)):
+    for number, (generation, beyond) in enumerate(zip(generations, rollbacks, strict=True)):
         first = generation.start.step
         last = generation.reached if beyond is None else beyond
         if last > first:
@@ -107,7 +111,7 @@ def trace(ledger: Ledger) -> Lineage:
     return lineage
 
 
-def redone_steps(before: Generation, start: Start) -> Redone:
+def redone_steps(before: GenerationRecord, start: StartEvent) -> Redone:
     """Return the number of steps of a generation that the next start rolled back.
 
     Steps after the last line are known only from an end event; a killed process writes none.
@@ -122,7 +126,7 @@ def redone_steps(before: Generation, start: Start) -> Redone:
     return Redone(max(0, reached - start.step), max(0, most - start.step))
 
 
-def _taken_back(generations: list[Generation]) -> list[int | None]:
+def _rollback_steps(generations: list[GenerationRecord]) -> list[int | None]:
     """For each generation, the step beyond which a later start rolled back its steps."""
     result: list[int | None] = []
     lowest: int | None = None
@@ -133,13 +137,15 @@ def _taken_back(generations: list[Generation]) -> list[int | None]:
     return result[::-1]
 
 
-def _check_start(lineage: Lineage, first: Generation, generation: Generation, number: int) -> None:
+def _check_start(
+    lineage: Lineage, first: GenerationRecord, generation: GenerationRecord, number: int
+) -> None:
     start = generation.start
     if start.generation != number:
         lineage.wrong(
             "ledger",
-            f"start {number} of the run calls itself generation {start.generation}: a start is "
-            "missing, or stands there twice",
+            f"start event {number} has generation {start.generation}: a start event is missing or "
+            "duplicated",
         )
     for name in _IDENTITY:
         was, now = getattr(first.start, name), getattr(start, name)
@@ -169,7 +175,9 @@ def _check_start(lineage: Lineage, first: Generation, generation: Generation, nu
         )
 
 
-def _check_lines(lineage: Lineage, generation: Generation, number: int, beyond: int | None) -> None:
+def _check_lines(
+    lineage: Lineage, generation: GenerationRecord, number: int, beyond: int | None
+) -> None:
     """Check that the lines of one generation are consecutive and that the right ones were kept."""
     where, before = f"generation {number}", generation.start.step
     for line in generation.lines:
@@ -183,15 +191,15 @@ def _check_lines(lineage: Lineage, generation: Generation, number: int, beyond: 
             lineage.wrong("double", f"step {line.step} was done twice in {where}")
         _check_gap(lineage, generation, number, before, line.step)
         _check_line(lineage, generation, number, line)
-        taken_back = beyond is not None and line.step > beyond
-        if line.kept == taken_back:
+        rolled_back = beyond is not None and line.step > beyond
+        if line.kept == rolled_back:
             lineage.wrong(
                 "double" if line.kept else "gap",
                 f"step {line.step} of {where} "
                 + (
-                    f"was taken back by a later start at step {beyond}, but still counts"
+                    f"was rolled back by a later start at step {beyond}, but still counts"
                     if line.kept
-                    else "was taken back, but no later start did so"
+                    else "is marked as rolled back, but no later start rolled it back"
                 ),
             )
         before = line.step
@@ -200,17 +208,24 @@ def _check_lines(lineage: Lineage, generation: Generation, number: int, beyond: 
 
 
 def _check_gap(
-    lineage: Lineage, generation: Generation, number: int, before: int, step: int
+    lineage: Lineage, generation: GenerationRecord, number: int, before: int, step: int
 ) -> None:
     """Check that every multiple of train.log_every between two steps has a line."""
     every = generation.log_every
     first, last = (before // every + 1) * every, (step - 1) // every * every
     if first <= last:
-        steps = f"step {first}" if first == last else f"steps {first} to {last}"
-        lineage.wrong("gap", f"{steps} of generation {number} left no line of metrics")
+        where = f"of generation {number}"
+        which = (
+            f"step {first} {where} has"
+            if first == last
+            else f"steps {first} to {last} {where} have"
+        )
+        lineage.wrong("gap", f"{which} no line of metrics")
 
 
-def _check_line(lineage: Lineage, generation: Generation, number: int, line: Line) -> None:
+def _check_line(
+    lineage: Lineage, generation: GenerationRecord, number: int, line: MetricsLine
+) -> None:
     start = generation.start
     if line.samples != start.samples_at(line.step):
         lineage.wrong(
@@ -226,7 +241,9 @@ def _check_line(lineage: Lineage, generation: Generation, number: int, line: Lin
         )
 
 
-def _check_end(lineage: Lineage, generation: Generation, number: int, stops: set[int]) -> None:
+def _check_end(
+    lineage: Lineage, generation: GenerationRecord, number: int, stops: set[int]
+) -> None:
     """Check the end of a generation.
 
     Args:
@@ -238,7 +255,9 @@ def _check_end(lineage: Lineage, generation: Generation, number: int, stops: set
     steps = [generation.start.step, *(line.step for line in generation.lines)]
     if code in _NORMAL_EXITS and step != max(steps):
         lineage.wrong(
-            "gap", f"generation {number} ended after step {step}, its last line is of {max(steps)}"
+            "gap",
+            f"generation {number} ended after step {step}, but its last line of metrics is of step "
+            f"{max(steps)}",
         )
     if code == 0 and step < generation.start.total_steps and step not in stops:
         lineage.wrong(
@@ -279,7 +298,8 @@ def _check_state(
         before_hash = _hash_before(ledger.generations[:number], start.step)
         if None not in (before_hash, start.state_hash) and before_hash != start.state_hash:
             lineage.wrong(
-                "state", f"{where} from another state than that after this step (hashes differ)"
+                "state",
+                f"{where} from a state that differs from the state after this step (hashes differ)",
             )
         # Steps between lines are unknown. The ranks are at most one step apart, or return to the
         # last step with a common state: every `apart` steps, and at the end of a generation.
@@ -291,17 +311,19 @@ def _check_state(
         elif start.step < reached and not known:
             lineage.wrong(
                 "state",
-                f"{where} from memory, but the ranks had no state in common there "
+                f"{where} from memory, but the ranks had no common state at that step "
                 f"(exchange.sync_every {apart})",
             )
     elif start.source == "new":
         if start.step != 0 or begin.source != "new":
             lineage.wrong("state", f"{where} as a new run, but the run began at step {begin.step}")
     elif start.step not in {*saved, *ledger.saved} and start.step != begin.step:
-        lineage.wrong("state", f"{where} from a checkpoint, but none of that step was finished")
+        lineage.wrong(
+            "state", f"{where} from a checkpoint, but no checkpoint of that step was finished"
+        )
 
 
-def _hash_before(generations: Sequence[Generation], step: int) -> str | None:
+def _hash_before(generations: Sequence[GenerationRecord], step: int) -> str | None:
     """Hash of the newest state after `step`; None if it is unknown."""
     for generation in reversed(generations):
         hashes = [line.state_hash for line in generation.lines if line.step == step]
@@ -312,3 +334,78 @@ def _hash_before(generations: Sequence[Generation], step: int) -> str | None:
         if generation.start.state_hash is not None:
             return generation.start.state_hash
     return None
+
+
+@dataclass(frozen=True)
+class OrderCheck:
+    """Positions `start`..`stop`-1 of the run, over epochs of `size` samples.
+
+    Args:
+        checked: number of positions in the interval whose sample was computed
+        repeated: epochs in which two of these positions have the same sample, or in which a sample
+            is not in the data
+    """
+
+    start: int
+    stop: int
+    size: int
+    checked: int
+    repeated: list[int]
+
+    @property
+    def epochs(self) -> float:
+        return self.stop / self.size
+
+    @property
+    def all_checked(self) -> bool:
+        return self.checked == self.stop - self.start
+
+
+def check_order(start: int, stop: int, size: int, seed: int, limit: int = LIMIT) -> OrderCheck:
+    """Compute the samples of up to about `limit` positions and look for repetitions.
+
+    If there are more positions, check evenly spaced epochs, and evenly spaced positions in each of
+    them.
+
+    Args:
+        start, stop: positions of the run, stop not included.
+        size: samples in the dataset, >= 1.
+        seed: the seed of the run.
+    """
+    epochs = range(start // size, -(-stop // size))
+    spread = epochs[:: -(-len(epochs) * min(size, limit) // limit) or 1]
+    checked, repeated = 0, []
+    for epoch in spread:
+        first, last = max(start, epoch * size), min(stop, (epoch + 1) * size)
+        positions = np.arange(first, last, -(-(last - first) // limit) or 1, dtype=np.int64)
+        samples = permute(positions - epoch * size, size, seed, epoch)
+        if _repeats(samples, size):
+            repeated.append(epoch)
+        checked += len(positions)
+    return OrderCheck(start, stop, size, checked, repeated)
+
+
+def check_buckets(start: int, stop: int, buckets: Buckets, limit: int = LIMIT) -> OrderCheck:
+    """Check samples that are grouped by length, as `check_order` does.
+
+    Args:
+        start, stop: positions of micro-batches in the run, stop not included.
+    """
+    epochs = range(start // len(buckets), -(-stop // len(buckets)))
+    spread = epochs[:: -(-len(epochs) * min(buckets.samples, limit) // limit) or 1]
+    checked, repeated = 0, []
+    for epoch in spread:
+        begin = epoch * len(buckets)
+        first, last = max(start, begin), min(stop, begin + len(buckets))
+        every = -(-(last - first) * buckets.samples // (limit * len(buckets))) or 1
+        places = buckets.places(np.arange(first, last, every, dtype=np.int64) - begin, epoch)
+        if _repeats(places, buckets.samples):
+            repeated.append(epoch)
+        checked += len(places)
+    samples = buckets.samples_before(start), buckets.samples_before(stop)
+    return OrderCheck(*samples, buckets.samples, checked, repeated)
+
+
+def _repeats(samples: Indices, size: int) -> bool:
+    inside = ((samples >= 0) & (samples < size)).all()
+    return not inside or len(np.unique(samples)) < len(samples)

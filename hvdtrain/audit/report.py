@@ -9,8 +9,7 @@ from typing import Any
 
 from hvdtrain.audit.goodput import PARTS, Goodput, measure
 from hvdtrain.audit.ledger import Ledger, read
-from hvdtrain.audit.lineage import Lineage, Redone, trace
-from hvdtrain.audit.order import OrderCheck, check_buckets, check_order
+from hvdtrain.audit.lineage import Lineage, OrderCheck, Redone, check_buckets, check_order, trace
 
 
 @dataclass
@@ -44,7 +43,7 @@ class Audit:
 
     def to_text(self) -> str:
         return "\n".join(
-            [*_verdict(self), "", *_generations(self), "", *_samples(self), "", *_time(self)]
+            [*_summary(self), "", *_generations(self), "", *_samples(self), "", *_time(self)]
         )
 
 
@@ -95,14 +94,14 @@ def _row(audit: Audit, number: int) -> dict[str, Any]:
     }
 
 
-def _verdict(audit: Audit) -> list[str]:
+def _summary(audit: Audit) -> list[str]:
     begin = audit.ledger.generations[0].start.step
     last = max([begin, *(segment.last for segment in audit.lineage.segments)])
     wrong = [finding for finding in audit.lineage.findings if not finding.warning]
     name, restarts = audit.ledger.path, len(audit.ledger.generations) - 1
     redone = Redone(*map(sum, zip(*audit.lineage.redone, strict=True)))
     if wrong:
-        lines = [f"{name}: NOT clean, {len(wrong)} findings"]
+        lines = [f"{name}: NOT clean, {len(wrong)} finding{'' if len(wrong) == 1 else 's'}"]
     else:
         lines = [
             f"{name}: clean. Steps {begin + 1} to {last} were each applied exactly once; "
@@ -114,14 +113,16 @@ def _verdict(audit: Audit) -> list[str]:
     for setting in sorted({g.start.depends_on_ranks for g in audit.ledger.generations} - {""}):
         lines.append(f"  the curve depends on the number of ranks: {setting}")
     if audit.lineage.skipped:
-        lines.append(f"  skipped, their gradient was not finite: steps {audit.lineage.skipped}")
+        lines.append(
+            f"  skipped because the gradient was not finite: steps {audit.lineage.skipped}"
+        )
     for number, generation in enumerate(audit.ledger.generations):
         start, redone = generation.start, audit.lineage.redone[number]
         if start.sync_every and start.source == "memory" and any(redone):
             lines.append(
-                f"  generation {number}: went back to step {start.step}, after which all ranks "
-                f"last had the same state (exchange.sync_every {start.sync_every}); steps redone: "
-                f"{redone}"
+                f"  generation {number}: rolled back to step {start.step}, the last step "
+                f"with the same state on all ranks (exchange.sync_every {start.sync_every}); "
+                f"steps redone: {redone}"
             )
         if start.lost_step is not None:
             lines.append(
@@ -174,7 +175,7 @@ def _samples(audit: Audit) -> list[str]:
     order = audit.order
     epochs = f"{order.epochs:.2f} epochs of {order.size} samples"
     if audit.ledger.generations[0].start.own_order:
-        return [*lines, f"{epochs}, in the order of the data set itself"]
+        return [*lines, f"{epochs}, in the dataset's own order"]
     if order.all_checked:
         looked = "at every position"
     else:
@@ -182,7 +183,7 @@ def _samples(audit: Audit) -> list[str]:
     return [
         *lines,
         f"{epochs}; {looked} the order was computed, and "
-        + ("a sample comes TWICE in an epoch" if order.repeated else "no epoch has a sample twice"),
+        + ("an epoch uses a sample TWICE" if order.repeated else "no epoch uses a sample twice"),
     ]
 
 

@@ -48,16 +48,16 @@ class Comparison:
         both = f"{self.runs[0]} and {self.runs[1]}"
         compared = f"{self.steps} steps up to {self.last_step} compared"
         if self.first_step is not None:
-            figures = [f"  {n}: {a} and {b}" for n, (a, b) in self.differing.items()]
-            head = f"{both}: NOT the same; the first step that differs is {self.first_step}"
-            return "\n".join([f"{head} ({compared})", *figures])
+            values = [f"  {n}: {a} and {b}" for n, (a, b) in self.differing.items()]
+            head = f"{both}: NOT identical; the first step that differs is {self.first_step}"
+            return "\n".join([f"{head} ({compared})", *values])
         if not self.hashes:
             return (
-                f"{both}: no figure of a step differs ({compared}), but no state was: no step has "
-                f"a {HASH} in both (train.replica_check_every, checkpoint.every)"
+                f"{both}: no metric differs ({compared}), but states were not compared: no step "
+                f"has a {HASH} in both runs (train.replica_check_every, checkpoint.every)"
             )
         return (
-            f"{both}: the same, bit by bit ({compared}; hashes of parameters and optimizer state "
+            f"{both}: bitwise identical ({compared}; hashes of parameters and optimizer state "
             f"after {self.hashes} of them)"
         )
 
@@ -91,7 +91,9 @@ def _steps(path: Path) -> dict[int, dict[str, Any]]:
     try:
         lines = [line for line in each_line(metrics) if line and isinstance(line.get("step"), int)]
     except OSError as error:
-        raise UserError(f"{metrics}: cannot be read ({error.strerror}); is it a run?") from None
+        raise UserError(
+            f"{metrics}: cannot be read ({error.strerror}); is it a run directory?"
+        ) from None
     return {line["step"]: {n: v for n, v in line.items() if _counts(n)} for line in lines}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvdtrain.audit.goodput import Goodput, measure
-from hvdtrain.audit.ledger import Generation
+from hvdtrain.audit.ledger import GenerationRecord
 from hvdtrain.audit.lineage import redone_steps
 from hvdtrain.report.layout import layout
 from hvdtrain.report.run import Column, Ranks, Run
@@ -69,7 +69,7 @@ def _train_steps(run: Run) -> int | None:
     return steps if isinstance(steps, int) and steps > 0 else None
 
 
-def _epochs(last: Generation) -> float:
+def _epochs(last: GenerationRecord) -> float:
     """Passes over the training data up to the last line of a run."""
     samples = max([last.start.samples, *(line.samples for line in last.lines)])
     return samples / last.start.dataset_size
@@ -242,12 +242,12 @@ def restarts(run: Run) -> list[Figures] | None:
     ]
 
 
-def _redone(before: Generation, now: Generation) -> Figures:
+def _redone(before: GenerationRecord, now: GenerationRecord) -> Figures:
     redone = redone_steps(before, now.start)
     return {"redone_steps": redone.least, "redone_steps_at_most": redone.most}
 
 
-def _pause(before: Generation, now: Generation) -> float:
+def _pause(before: GenerationRecord, now: GenerationRecord) -> float:
     """Seconds between the last step before a start and the first step after it."""
     stopped = before.start.time
     if before.lines:

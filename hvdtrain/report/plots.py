@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from matplotlib.ticker import NullFormatter
 
-from hvdtrain.audit.ledger import Line
+from hvdtrain.audit.ledger import MetricsLine
 from hvdtrain.report import rank_plots, units
 from hvdtrain.report.draw import (
     BLUE,
@@ -105,7 +105,7 @@ def _progress(run: Run, figures: Figures) -> Plot | None:
     return Plot(title, caption, svg[0])
 
 
-def _some(lines: list[Line]) -> list[Line]:
+def _some(lines: list[MetricsLine]) -> list[MetricsLine]:
     """At most about _POINTS lines, including the last one: time and step only grow."""
     every = -(-len(lines) // _POINTS) or 1
     return lines[::every] + (lines[-1:] if (len(lines) - 1) % every else [])

@@ -19,11 +19,11 @@ from hvdtrain.runtime.mesh import LABELS
 from hvdtrain.telemetry.http_server import read_password
 from hvdtrain.untrusted import parse_json, printable, read_regular
 
-_ANSWER_SECONDS = 2.0
+_RESPONSE_SECONDS = 2.0
 _AT_ONCE = 64  # concurrent connections
-_ANSWER_BYTES = 16 << 20
+_RESPONSE_BYTES = 16 << 20
 _AXES = {label: axis for axis, label in LABELS.items()}
-_NOT_ASKED = "not asked yet"  # because too many other ranks did not answer
+_NOT_QUERIED = "not queried yet"  # because too many other ranks did not answer
 _PEAKS = ("phase_host_memory_peak_bytes", "phase_device_memory_peak_bytes")
 # The other metrics of an exporter are mostly histograms, which are slow to parse.
 _WANTED = (
@@ -71,7 +71,7 @@ class Rank:
         values: of series without labels, by name without hvdtrain_; also AXIS_wait_seconds
         phases: seconds of the process in each phase so far
         shares: of the time since the previous answer, in [0, 1]; empty without a previous answer
-        slow: phase in which the rank is named as slow; "" if it is not
+        slow: phase in which the rank is reported as slow; "" if it is not
         peak: (peak memory in bytes, phase that used it): of the device if there is one
     """
 
@@ -98,7 +98,9 @@ def read_targets(file: Path) -> list[Target]:
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror})") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        raise UserError(f"{file} is no list of targets as a run's targets.json has it") from None
+        raise UserError(
+            f"{file} is not a list of targets in the format of a run's targets.json"
+        ) from None
 
 
 def _targets(entries: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
@@ -111,7 +113,7 @@ def _targets(entries: Sequence[Mapping[str, Any]]) -> Iterator[Target]:
         place = tuple((_AXES[name], int(at)) for name, at in labels.items() if name in _AXES)
         places.add(tuple(axis for axis, _ in place))
         if len(places) > 1 or not all(0 <= at < len(entries) for _, at in place):
-            raise ValueError("the ranks are not those of one grid")
+            raise ValueError("the ranks do not form one grid")
         for address in entry["targets"]:
             yield Target(printable(str(address)), scheme, run, rank, host, place)
 
@@ -145,9 +147,9 @@ class Scraper:
     def ranks(self, targets: Sequence[Target]) -> list[Rank]:
         """Query all ranks without waiting for those that do not answer in time."""
         # Ranks that did not answer last time are queried last, so that no other rank waits.
-        turns = {"": 0, _NOT_ASKED: 1}
+        turns = {"": 0, _NOT_QUERIED: 1}
         order = sorted(targets, key=lambda target: turns.get(self._of(target).problem, 2))
-        asked = {target: self._pool.submit(self._ask, target) for target in order}
+        asked = {target: self._pool.submit(self._query, target) for target in order}
         _wait_for(list(asked.values()))
         found = {target: self._result(target, asked[target]) for target in targets}
         self._last = found
@@ -159,28 +161,28 @@ class Scraper:
     def _of(self, target: Target) -> Rank:
         return self._last.get(target, Rank(target))
 
-    def _ask(self, target: Target) -> str:
+    def _query(self, target: Target) -> str:
         name, _, port = target.address.rpartition(":")
         host = name.strip("[]")
         connection: http.client.HTTPConnection
         if target.scheme == "https":
             connection = http.client.HTTPSConnection(
-                host, int(port), timeout=_ANSWER_SECONDS, context=self._tls
+                host, int(port), timeout=_RESPONSE_SECONDS, context=self._tls
             )
         else:
-            connection = http.client.HTTPConnection(host, int(port), timeout=_ANSWER_SECONDS)
+            connection = http.client.HTTPConnection(host, int(port), timeout=_RESPONSE_SECONDS)
         try:
             connection.request("GET", "/metrics", headers=self._headers)
             answer = connection.getresponse()
             if answer.status != http.client.OK:
                 raise OSError(f"{answer.status} {answer.reason}")
-            return answer.read(_ANSWER_BYTES).decode()
+            return answer.read(_RESPONSE_BYTES).decode()
         finally:
             connection.close()
 
     def _result(self, target: Target, answer: Future[str]) -> Rank:
         if answer.cancel() or not answer.done():
-            problem = _NOT_ASKED if answer.cancelled() else "timed out"
+            problem = _NOT_QUERIED if answer.cancelled() else "timed out"
             return Rank(target, problem, phases=self._of(target).phases)
         try:
             return _parse(target, answer.result(), self._of(target).phases)
@@ -192,8 +194,8 @@ class Scraper:
 def _wait_for(answers: Sequence[Future[str]]) -> None:
     """Wait until all answers are there, or none has arrived for the time limit of one rank."""
     waiting, since = set(answers), time.monotonic()
-    while waiting and time.monotonic() - since < _ANSWER_SECONDS:
-        done, waiting = wait(waiting, timeout=_ANSWER_SECONDS / 10)
+    while waiting and time.monotonic() - since < _RESPONSE_SECONDS:
+        done, waiting = wait(waiting, timeout=_RESPONSE_SECONDS / 10)
         if any(not answer.cancelled() and answer.exception() is None for answer in done):
             since = time.monotonic()
 
@@ -225,7 +227,7 @@ def _parse(target: Target, text: str, before: Mapping[str, float]) -> Rank:
             else:
                 values[name] = sample.value
     if not phases:
-        raise ValueError("no figures of hvdtrain")
+        raise ValueError("no metrics of hvdtrain")
     host, device = (peaks.get(name, (0.0, "")) for name in _PEAKS)
     peak = device if device[0] else host
     return Rank(target, "", values, phases, _shares(phases, before), slow, peak)

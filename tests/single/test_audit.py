@@ -16,7 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hvdtrain import cli
-from hvdtrain.audit.order import check_order
+from hvdtrain.audit.lineage import check_order
 from hvdtrain.audit.report import audit
 from hvdtrain.errors import UserError
 from tests.support.history import SIZE, TOTAL, History
@@ -133,7 +133,7 @@ def test_metrics_line_of_a_generation_without_start_is_reported(history: History
     lines[30]["generation"] = 9
     _write(history.folder, "metrics", lines)
     messages = [finding.message for finding in audit(history.folder).lineage.findings]
-    assert "no start event is known for the generation of steps [31]" in messages
+    assert "the generation of steps [31] has no start event" in messages
 
 
 def _without(record: dict[str, Any], key: str) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def test_altered_history_is_reported(name: str, play: Callable[[Path], History],
         try:
             found = audit(history.folder)
         except UserError as error:
-            assert "names no start" in str(error) and not starts
+            assert "has no start event" in str(error) and not starts
             return
         assert not found.clean
         assert kinds & {finding.kind for finding in found.lineage.findings}, found.to_text()
@@ -363,7 +363,7 @@ def test_missing_metrics_line_before_a_failure_is_reported(history: History) -> 
     lines = _read(history.folder, "metrics")
     _write(history.folder, "metrics", [line for line in lines if line["step"] != 17])
     messages = [finding.message for finding in audit(history.folder).lineage.findings]
-    assert "step 17 of generation 1 left no line of metrics" in messages
+    assert "step 17 of generation 1 has no line of metrics" in messages
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_missing_metrics_line_before_a_failure_is_reported(history: History) -> 
         (21, 5, None),  # to the synchronisation before
         (24, 8, None),  # the rank that had done this one is gone
         (21, 0, None),  # it was made there, as others joined
-        (21, 4, "the ranks had no state in common there"),
+        (21, 4, "the ranks had no common state at that step"),
         (21, 13, "step 21 had been reached"),
     ],
 )
@@ -388,7 +388,7 @@ def test_local_steps_may_roll_back_only_to_the_last_common_state(
     found = audit(history.folder)
     assert found.clean == (message is None), found.to_text()
     if message is None:
-        said = f"generation 1: went back to step {at - back}, after which all ranks last had"
+        said = f"generation 1: rolled back to step {at - back}, the last step with the same"
         assert (said in found.to_text()) == (back > 0), found.to_text()
         assert f"1 restart, {back} steps redone" in found.to_text()
     else:
@@ -465,7 +465,7 @@ def test_unclean_run_exits_with_1(history: History, capsys: pytest.CaptureFixtur
     del lines[30]
     _write(history.folder, "metrics", lines)
     assert cli.main(["audit", str(history.folder)]) == 1
-    assert "gap: step 31 of generation 3 left no line of metrics" in capsys.readouterr().out
+    assert "gap: step 31 of generation 3 has no line of metrics" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("limit", [7, 64, 1000, 10**6])
@@ -476,9 +476,9 @@ def test_order_check_examines_at_most_twice_its_limit(limit: int) -> None:
 
 
 def test_repeated_samples_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hvdtrain.audit.order.permute", lambda p, size, seed, epoch: p // 2)
+    monkeypatch.setattr("hvdtrain.audit.lineage.permute", lambda p, size, seed, epoch: p // 2)
     assert check_order(100, 391, 130, seed=3).repeated == [0, 1, 2]
-    monkeypatch.setattr("hvdtrain.audit.order.permute", lambda p, size, seed, epoch: p + 1)
+    monkeypatch.setattr("hvdtrain.audit.lineage.permute", lambda p, size, seed, epoch: p + 1)
     assert check_order(100, 390, 130, seed=3).repeated == [0, 1, 2]
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hvdtrain.audit.order import check_buckets
+from hvdtrain.audit.lineage import check_buckets
 from hvdtrain.config import parse
 from hvdtrain.data.buckets import SampleBuckets, lengths_of
 from hvdtrain.data.config import BatchConfig, LoaderConfig

@@ -60,7 +60,7 @@ def test_run_is_bitwise_identical_on_other_ranks_and_launchers(
     for line, alone in zip(metrics(folder), metrics(root / "alone"), strict=True):
         assert [line.get(name) for name in figures] == [alone.get(name) for name in figures]
     code, said = _audit(folder, root / "alone", capsys)
-    assert code == 0 and "the same, bit by bit" in said, said
+    assert code == 0 and "bitwise identical" in said, said
     assert "30 steps up to 30" in said and "after 3 of them" in said, said
 
 
@@ -82,7 +82,7 @@ def test_audit_same_names_the_first_step_that_differs(
     folder = train(root, "changed", changed)
     code, said = _audit(root / "alone", folder, capsys)
     assert code == 1, said
-    assert "NOT the same; the first step that differs is 11 " in said, said
+    assert "NOT identical; the first step that differs is 11 " in said, said
     assert "  lr: " in said and "  loss: " not in said, said
     assert main(["audit", "--same", str(root / "alone"), str(folder), "--format", "json"]) == 1
     found = json.loads(capsys.readouterr().out)

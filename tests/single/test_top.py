@@ -27,7 +27,7 @@ from hvdtrain.runtime.mesh import Grid
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter, ExporterAddress, write_targets
 from hvdtrain.top.scrape import Rank, Scraper, Target, read_targets
-from hvdtrain.top.table import View, fit
+from hvdtrain.top.screen import RankTable, fit
 from tests.single.test_exporter import certificate as certificate  # a fixture
 from tests.support.job import Finished, Job, poll
 from tests.support.runs import REPOSITORY, environment, start
@@ -225,7 +225,7 @@ def test_top_reports_the_end_of_the_run_and_exits(tmp_path: Path, screens: list[
     screen.wait_for("no answer: Connection refused")
     (tmp_path / "targets.json").unlink()
     assert screen.end() == 0
-    assert "targets.json is gone: the run has ended" in screen.output.replace("\r\n", "")
+    assert "the run has ended" in screen.output.replace("\r\n", "")
 
 
 def test_ranks_added_by_a_resize_of_the_run_are_shown(
@@ -286,9 +286,9 @@ def test_top_scrapes_over_https_with_a_password(
 
 WRONG = {
     "no file": ({}, ["--once"], "there is no such file"),
-    "no json": ({"targets.json": "{"}, ["--once"], "is no list of targets"),
-    "no targets": ({"targets.json": '[{"labels": {}}]'}, ["--once"], "is no list of targets"),
-    "no list": ({"targets.json": "[1]"}, ["--once"], "is no list of targets"),
+    "no json": ({"targets.json": "{"}, ["--once"], "is not a list of targets"),
+    "no targets": ({"targets.json": '[{"labels": {}}]'}, ["--once"], "is not a list of targets"),
+    "no list": ({"targets.json": "[1]"}, ["--once"], "is not a list of targets"),
     "no auth file": ({}, ["--once", "--auth-file", "nowhere"], "--auth-file nowhere cannot"),
     "no ca file": ({}, ["--once", "--ca-file", "nowhere"], "--ca-file nowhere cannot"),
     "no terminal": ({"targets.json": "[]"}, [], "use --once"),
@@ -322,7 +322,7 @@ def _ranks(count: int) -> list[Rank]:
 def _drawn(ranks: Sequence[Rank], width: int, height: int) -> list[str]:
     console = Console(width=width, height=height, color_system=None)
     with console.capture() as captured:
-        console.print(View(ranks))
+        console.print(RankTable(ranks))
     return captured.get().splitlines()
 
 
@@ -380,7 +380,7 @@ def test_top_exits_cleanly_if_the_targets_file_breaks(
     exporter.close()
     (tmp_path / "targets.json").write_text("{")
     assert screen.end() == 2
-    assert "is no list of targets" in screen.output and "Traceback" not in screen.output
+    assert "is not a list of targets" in screen.output and "Traceback" not in screen.output
 
 
 def test_layout_is_shown_without_hiding_ranks(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_iterable_dataset_has_the_same_curve_on_two_ranks_and_resumed(
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
     assert cli.main(["audit", str(tmp_path / "mpi/case")]) == 0
     said = capsys.readouterr().out
-    assert "1.51 epochs of 37 samples, in the order of the data set itself" in said
+    assert "1.51 epochs of 37 samples, in the dataset's own order" in said
 
 
 def _embedding(**flags: bool) -> nn.Module:

@@ -48,7 +48,7 @@ from hvdtrain.run_files.listing import runs_under
 from hvdtrain.supervise import run_progress
 from hvdtrain.telemetry.profile_summary import READY, TRACE, rank_path, timeline_path
 from hvdtrain.top.scrape import Rank, read_targets
-from hvdtrain.top.table import View, header, picture, table
+from hvdtrain.top.screen import RankTable, header, picture, table
 from tests.support.history import History
 
 _NUMBERS = st.one_of(
@@ -215,7 +215,7 @@ def run_directory(root: Path, data: DataObject) -> None:
             look()
     with contextlib.suppress(UserError, FileNotFoundError):
         ranks = [Rank(target) for target in read_targets(run / "targets.json")]
-        header(ranks), picture(ranks), table(ranks), View(ranks)
+        header(ranks), picture(ranks), table(ranks), RankTable(ranks)
 
 
 def configuration(root: Path, data: DataObject) -> None:

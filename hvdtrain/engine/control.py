@@ -31,14 +31,11 @@ class Flags:
         stop: this rank received a request to stop.
         membership_changed: this rank was notified that processes join or leave.
         step: steps done before this one.
-        synchronise: all ranks synchronize their state after this step, whatever their flags; not
-            sent.
     """
 
     stop: bool
     membership_changed: bool
     step: int
-    synchronise: bool = False
 
 
 @dataclass(frozen=True)

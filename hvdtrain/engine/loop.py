@@ -5,8 +5,8 @@
         the step: micro-batches, exchange, clip, optimizer   (step.py);
             with parallel.zero each rank updates a shard, and all ranks receive the other
             shards after the step is counted;
-            with exchange.sync_every ranks step on their own; their states are averaged every
-            sync_every steps, after the last step, and when they stop or the membership changes
+            with local SGD the ranks step on their own, and their states are averaged
+            periodically (local_steps.py)
         step += 1
         for each callback, in the order of the list:
             on_step(loop, record)      evaluate adds to the record, log writes it,
@@ -17,24 +17,24 @@
 
 The loop and all its decisions are identical on every rank: a decision depends on
 the configuration, on numbers that all ranks hold, or on sums sent with the exchange.
-Code that reads the state (`due`, `synchronised`) does so only when all ranks hold the same state.
+Code that reads the state (`Loop.due`) does so only when all ranks hold the same state.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
-from hvdtrain.data.loader import TrainLoader
+from hvdtrain.data.loader import Batch, TrainLoader
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.control import Flags
-from hvdtrain.engine.step import AppliedSteps, StepResult, TrainStep
+from hvdtrain.engine.step import AppliedSteps, StepResult
 from hvdtrain.errors import EXIT_NOT_FINITE
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError
@@ -72,7 +72,6 @@ class Plan:
         learning_rate: rate of step s, from 0.
         step_samples: samples of step s, over all ranks together.
         dataset_size: samples of an epoch.
-        sync_every: steps from one synchronization of the ranks' states to the next.
     """
 
     train: TrainConfig
@@ -80,7 +79,6 @@ class Plan:
     learning_rate: Callable[[int], float]
     step_samples: Callable[[int], int]
     dataset_size: int
-    sync_every: int = 1
 
 
 @dataclass(frozen=True)
@@ -128,6 +126,23 @@ class Progress:
         return kept
 
 
+class Step(Protocol):
+    """One optimizer step: TrainStep, or LocalSteps, which wraps it. See there."""
+
+    def __call__(
+        self,
+        batches: Iterator[Batch],
+        deal: Deal,
+        lr: float,
+        flags: Flags,
+        advance: Callable[[StepResult], None] = ...,
+    ) -> StepResult: ...
+
+    def complete(self) -> None: ...
+
+    def due(self, step: int, every: int) -> bool: ...
+
+
 class Loop:
     """Run steps and call the callbacks.
 
@@ -146,7 +161,7 @@ class Loop:
     def __init__(
         self,
         plan: Plan,
-        step: TrainStep,
+        step: Step,
         loader: TrainLoader,
         progress: Progress,
         applied: AppliedSteps,
@@ -164,7 +179,6 @@ class Loop:
         self._learning_rate = plan.learning_rate
         self._step_samples = plan.step_samples
         self._dataset_size = plan.dataset_size
-        self._sync_every = plan.sync_every
         self._callbacks = callbacks
         self._interruptions = interruptions
         self._heartbeat = context.heartbeat
@@ -207,20 +221,14 @@ class Loop:
         """Whether the validation loss has not improved for `train.patience` evaluations."""
         return 0 < self.train.patience <= since_best(self.progress.evaluations)
 
-    @property
-    def synchronised(self) -> bool:
-        """Whether all ranks hold the same state and can save, compare and evaluate it."""
-        return self._step.synchronised
-
     def due(self, every: int) -> bool:
         """Whether an action on the state, taken every `every` steps, is due after this step.
 
-        It is due after each step whose number is a multiple of `every`; with local SGD, after the
-        next synchronization.
+        It is due after each step whose number is a multiple of `every`, or if the ranks' states
+        differ then (local_steps.py), after the next step at which they are equal. So `due(1)` is
+        whether all ranks hold the same state and can save, compare and evaluate it.
         """
-        step = self.progress.step
-        before = (step - 1) // self._sync_every * self._sync_every
-        return self.synchronised and step // every > before // every
+        return self._step.due(self.progress.step, every)
 
     def run(self) -> None:
         """Run until the last step, or until some rank receives a stop request.
@@ -266,7 +274,6 @@ class Loop:
                 stop=self._interruptions.stop.raised,
                 membership_changed=self._interruptions.membership_changed(),
                 step=progress.step,
-                synchronise=self._synchronises_after(progress.step + 1),
             ),
             partial(self._advance, lr, start),
         )
@@ -319,9 +326,6 @@ class Loop:
             **({} if result.applied else {"skipped": True}),
             **({"overflow": True} if result.overflow else {}),
         }
-
-    def _synchronises_after(self, step: int) -> bool:
-        return step % self._sync_every == 0 or step >= self.train.steps
 
     def _check_finite(self) -> None:
         in_a_row = self.progress.nonfinite_in_a_row

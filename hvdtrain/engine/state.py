@@ -355,7 +355,7 @@ class Snapshot:
         self._state.applied.count = self._applied
 
 
-class KeepSynchronised:
+class KeepCommonState:
     """Keep the snapshot that is restored after a failure with local SGD.
 
     Comes after all callbacks that may change the state (ReplicaCheck).
@@ -366,7 +366,7 @@ class KeepSynchronised:
         snapshot.keep()  # state at the start of the generation
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
-        if loop.synchronised:
+        if loop.due(every=1):
             self._snapshot.keep()
 
     def close(self) -> None:

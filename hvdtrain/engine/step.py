@@ -11,11 +11,11 @@ TrainStep runs a step in this order:
 4. Scale the gradients, compute their norm, clip them (Update.prepare).
 5. If ranks hold shards, wait until every rank can take the step (parallel/agreement.py).
 6. Update parameters, optimizer state and progress without communication (TrainStep._commit).
-7. With local SGD, average the ranks' states if it is due; with parallel.zero, gather the
-   parameters that other ranks have updated (TrainStep.complete).
+7. With parallel.zero, gather the parameters that other ranks have updated (TrainStep.complete);
+   with local SGD, average the ranks' states if it is due (local_steps.py).
 
 If a rank is lost in 2 to 5, the step raises RankLostError and leaves the state as it was before the
-step (exception: local SGD, see TrainStep). An elastic run then continues in a new generation
+step (exception: local SGD, see LocalSteps). An elastic run then continues in a new generation
 (run/session.py), which repeats the step; any other run ends. If another rank has already taken the
 step after 5, this rank takes it late (Agreement.catch_up).
 """
@@ -83,8 +83,7 @@ class TrainStep:
 
     A step that is skipped (its gradient was not finite) or that fails changes no state: parameters,
     optimizer state and saved buffers (see SavedBuffers) stay bitwise identical to their values
-    before the step, on every rank. With local SGD, a failed step may change some of the state;
-    Snapshot holds the state to restore.
+    before the step, on every rank. (LocalSteps wraps the step for local SGD.)
 
     Args:
         batch: sizes of a step and of a micro-batch.
@@ -115,13 +114,11 @@ class TrainStep:
         self._buffers = passes.buffers
         self._exposed = "comm_exposed" if context.mesh.world.size > 1 else "other"
         self._sizes = Sizes(
-            len(passes.forward.names), len(exchange.frozen()), passes.statistics.numel, passes.exact
+            len(passes.forward.names),
+            len(exchange.trained.all_names),
+            passes.statistics.numel,
+            passes.exact,
         )
-
-    @property
-    def synchronised(self) -> bool:
-        """Whether all ranks hold the same state."""
-        return self._exchange.synchronised
 
     def __call__(
         self,
@@ -162,17 +159,13 @@ class TrainStep:
             timer.enter("other")
         self._check(agreed, flags.step)
         values = means(self._passes.forward.names, agreed.sums, self._batch.micro_batches)
-        self._exchange.rest([ranks > 0 for ranks in agreed.frozen])
+        self._exchange.trained.drop_frozen([ranks > 0 for ranks in agreed.frozen])
         with timer.inside("optimizer"):
             scale = self._passes.forward.gradient_scale(agreed.sums[1][0])
             ready = self._ready(lr, scale)
             commit = partial(self._commit, ready, agreed, values, advance, time.perf_counter())
             self._wait_for_all(flags.step + 1, ready, commit)
             result = commit()
-        pauses = agreed.stops > 0 or agreed.changes > 0
-        if not self.synchronised and (pauses or flags.synchronise):
-            with timer.inside(self._exposed):
-                self._exchange.synchronise()
         return result
 
     def _ready(self, lr: float, gradient_scale: float) -> ReadyUpdate:
@@ -235,6 +228,10 @@ class TrainStep:
         advance(result)
         return result
 
+    def due(self, step: int, every: int) -> bool:
+        """Whether an action on the state, taken every `every` steps, is due after this step."""
+        return step % every == 0
+
     def complete(self) -> None:
         """After a counted step, give every rank the parameters that other ranks have updated.
 
@@ -257,14 +254,14 @@ class TrainStep:
 
         def send() -> None:
             # A task freezes parameters in its forward pass; without a pass, none is known.
-            control.send(self._exchange.frozen() if len(deal) else ())
+            control.send(self._exchange.trained.frozen() if len(deal) else ())
 
         self._passes.train(batches, deal, control, before_last=send)
         if not len(deal):
             send()
         heartbeat.beat(Activity.WAITING)
         timer.enter(self._exposed)
-        self._exchange.finish()
+        self._exchange.reduce()
         self._passes.finish()
         agreed = control.receive()
         self._passes.statistics.apply(agreed.statistics)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import horovod.torch as hvd
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from hvdtrain.exchange.bucketed import BucketedExchange, flat_views
+from hvdtrain.exchange.base import TrainedParameters, gradient_buckets
+from hvdtrain.exchange.bucketed import Bucket, BucketedExchange, set_gradients
 from hvdtrain.runtime.collectives import begin_adasum, completed
 
 
@@ -28,48 +28,27 @@ def adasum_exchange(optimizer: Optimizer, model: nn.Module) -> BucketedExchange:
     result depends on the number of ranks by design.
     """
 
-    def make(number: int, parameters: Sequence[nn.Parameter]) -> _Bucket:
-        return _Bucket(f"adasum.{number}", parameters)
+    trained = TrainedParameters(optimizer, model)
+    groups = gradient_buckets(trained.in_order)
+    buckets = [AdasumBucket(f"adasum.{number}", group) for number, group in enumerate(groups)]
+    return BucketedExchange(trained, buckets)
 
-    return BucketedExchange(optimizer, model, make)
 
-
-class _Bucket:
-    """See bucketed.Bucket.
-
-    Args:
-        name: of the bucket's all-reduce.
-    """
+class AdasumBucket(Bucket):
+    """Bucket whose gradients Horovod combines, each parameter's as one vector."""
 
     def __init__(self, name: str, parameters: Sequence[nn.Parameter]) -> None:
-        sizes = [p.numel() for p in parameters]
-        wide = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
-        self._name = name
-        self._sum = torch.zeros(sum(sizes), dtype=wide, device=parameters[0].device)
-        self._sum_of = flat_views(self._sum, parameters)
-        self._vectors: tuple[Tensor, ...] = self._sum.split(sizes)
-        self._handle: int | None = None
+        super().__init__(name, parameters)
+        self._vectors = self.flat.split([p.numel() for p in parameters])
 
-    def begin(self) -> None:
-        self._sum.zero_()
-        self._handle = None
-
-    @torch.no_grad()
-    def arrived(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        self._sum_of[parameter].add_(gradient)
-
-    def send(self, several: bool) -> None:
-        if several:
+    def send(self, alone: bool) -> None:
+        if not alone:
             # The gradient was divided by the micro-batches of all ranks; make it this rank's mean.
-            self._sum.mul_(hvd.size())
-            self._handle = begin_adasum(self._vectors, self._name)
+            self.flat.mul_(hvd.size())
+            self.handle = begin_adasum(self._vectors, self.name)
 
     def receive(self) -> int:
-        if self._handle is not None:
-            completed(self._handle)
-        for parameter, view in self._sum_of.items():
-            parameter.grad = view.to(parameter.dtype)
-        return self._sum.nbytes
-
-    def commit(self, applied: bool) -> None:
-        """Nothing is kept from step to step."""
+        if self.handle is not None:
+            completed(self.handle)
+        set_gradients(self.view_of)
+        return self.flat.nbytes

@@ -1,82 +1,92 @@
-"""Interface of a gradient exchange, which every step uses.
+"""Interface of a gradient exchange, and what its implementations share.
 
 Where a gradient is compressed depends on the implementation, which build.py selects:
 
 - dense.py: Horovod casts a bucket to the wire dtype (wire.py) and sums it, in the last backward
   pass.
 - topk.py, powersgd.py: a bucket (bucketed.py) compresses and sends its gradients in `Bucket.send`,
-  in the last backward pass, and decompresses them in `Bucket.receive`, in `finish`.
+  in the last backward pass, and decompresses them in `Bucket.receive`, in `reduce`.
 - exact.py, adasum.py: the same structure without compression; exact converts each gradient to
   fixed point in `Bucket.arrived`.
-- parts.py: sums the gradients of a model that spans ranks, uncompressed, in `finish`.
-- local_sgd.py: exchanges no gradients; `synchronise` averages parameters and optimizer state.
+- spanning.py: sums the gradients of a model that spans ranks, uncompressed, in `reduce`.
+- local_sgd.py: reduces no gradients; it averages parameters and optimizer state periodically.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
 
+from hvdtrain.errors import UnsupportedTaskError
+from hvdtrain.optim.optimizer import parameter_names
+from hvdtrain.optim.supported import SPARSE
 from hvdtrain.runtime.state_part import StatePart
 
+T = TypeVar("T", bound=Tensor)
+# Replacement of a gradient that autograd is about to accumulate; None: unchanged.
+Replacement = tuple[Tensor | None, ...] | None
 
-class Exchange(Protocol):
+# Large enough that transfer takes longer than negotiation.
+BUCKET_BYTES = 8 << 20
+SMALLEST_BUCKET_BYTES = 1 << 20
+
+
+class Exchange:
     """Replace each rank's gradients by the gradients of the global batch, over the data axis.
 
-    A step consists of `begin(passes)`, that many backward passes, `finish()`, `rest(...)`, the
-    optimizer step, and `commit(...)`. Every rank participates in each step, even if it has no
-    backward pass or if a pass did not reach some parameters: these gradients count as zero.
+    A step consists of `begin(passes)`, that many backward passes, `reduce()`, the removal of frozen
+    parameters (`trained`), `agreed_norm(...)`, the optimizer step, and `commit(...)`. Every rank
+    participates in each step, even if it has no backward pass or if a pass did not reach some
+    parameters: these gradients count as zero.
 
-    If `synchronised` is False after a step, each rank has its own parameters and optimizer state
-    until `synchronise()`. In that case an error does not leave them as they were before the step.
+    Norm and frozen parameters are not results of `reduce`: both depend on the control vector
+    (engine/step.py), whose all-reduce overlaps with the exchange. It carries the loss weights that
+    scale the gradients, and the ranks' frozen parameters.
 
     If a rank is lost, the waiting call raises HorovodInternalError. An elastic run then shuts
     Horovod down, calls `abort()` and joins the next generation, which repeats the step.
 
+    Args:
+        trained: the parameters whose gradients are exchanged.
+
     Attributes:
-        parameters: the exchanged parameters, in the model's order.
-        synchronised: all ranks hold the same state.
         inflight_seconds: from the start of the first bucket to the end of the last one, summed over
             the steps so far; an upper bound of the communication time.
         bytes: size of the gradients exchanged in these steps, in their wire format.
     """
 
-    synchronised: bool
-    inflight_seconds: float
-    bytes: int
+    def __init__(self, trained: TrainedParameters) -> None:
+        self.trained = trained
+        self.inflight_seconds = 0.0
+        self.bytes = 0
 
     @property
-    def parameters(self) -> Sequence[Tensor]: ...
+    def parameters(self) -> Sequence[nn.Parameter]:
+        """The exchanged parameters, in the model's order."""
+        return self.trained.in_order
 
     def begin(self, passes: int) -> None:
         """Announce the number of backward passes of this step on this rank; may be 0."""
 
-    def finish(self) -> None:
-        """Wait until every gradient is the gradient of the global batch.
+    def reduce(self) -> None:
+        """Wait until every `parameter.grad` is the gradient of the global batch.
 
         Raises:
             HorovodInternalError: another rank is gone.
         """
-
-    def frozen(self) -> list[bool]:
-        """Whether the task has frozen each of `parameters` here; same length on all ranks.
-
-        For a model whose ranks have different parameters: an entry for every parameter of the
-        model, False for parameters that this rank does not hold.
-
-        Raises:
-            UnsupportedTaskError: the task unfroze a parameter that was frozen when it created the
-                model.
-        """
-        ...
-
-    def rest(self, frozen: Sequence[bool]) -> None:
-        """Remove the gradients of frozen parameters; `frozen` must be identical on every rank."""
+        raise NotImplementedError
 
     def agreed_norm(self, own: Tensor) -> Tensor:
-        """Norm by which all ranks make the same decision whether to apply the step.
+        """Return the norm by which all ranks make the same decision whether to apply the step.
+
+        Only ranks with gradients of their own (local_sgd.py) need to communicate.
 
         Args:
             own: norm of the gradients on this rank.
@@ -84,21 +94,198 @@ class Exchange(Protocol):
         Raises:
             HorovodInternalError: another rank is gone.
         """
-        ...
+        return own
 
     def commit(self, applied: bool) -> None:
         """Complete a step, after the update or after it was skipped (gradient not finite)."""
 
-    def synchronise(self) -> None:
-        """Make the state of all ranks identical, if it is not; every rank calls it.
+    def abort(self) -> None:
+        """Clear the state of a failed step, so that the next one can begin.
 
-        Raises:
-            HorovodInternalError: another rank is gone.
+        Call it after `hvd.shutdown()`, which ends every pending collective.
         """
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def state_parts(self) -> Sequence[StatePart]:
-        """State that the exchange keeps from step to step."""
-        ...
+        """Return the state that the exchange keeps from step to step."""
+        return ()
 
-    def abort(self) -> None:
-        """Clear the state of a failed step, so that the next one can begin."""
+
+class TrainedParameters:
+    """Parameters of an optimizer, in the model's order: backward reaches them in reverse order.
+
+    A task may freeze parameters during a run (`requires_grad_(False)`) and unfreeze them again.
+    Their gradients are still sent, as zeros, so that no rank waits for another and sums are rounded
+    as before; then `drop_frozen` removes them, and the optimizer skips these parameters: no
+    momentum, no weight decay.
+
+    Args:
+        optimizer: over parameters of `model`.
+        model: gives the parameters their names and their order.
+
+    Attributes:
+        in_order: the parameters.
+        names: name of each parameter.
+        all_names: names of the parameters of all ranks, identical on all ranks; if a model spans
+            ranks, some of them are not on this rank.
+    """
+
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        self.names = parameter_names(optimizer, model)
+        self.in_order = [p for p in model.parameters() if p in self.names]
+        self.all_names = [self.names[p] for p in self.in_order]
+        self._unknown = [(n, p) for n, p in model.named_parameters() if p not in self.names]
+
+    def frozen(self) -> list[bool]:
+        """Whether the task has frozen each of `all_names` here; False if it is not on this rank.
+
+        Raises:
+            UnsupportedTaskError: the task unfroze a parameter that was frozen when it created the
+                model.
+        """
+        for name, parameter in self._unknown:
+            if parameter.requires_grad:
+                raise UnsupportedTaskError(
+                    f"the model's parameter {name} was frozen when the task made the model, so "
+                    "the optimizer does not know it: let model() return it trainable, and freeze "
+                    "it in loss() until it is to be trained"
+                )
+        frozen = {self.names[p] for p in self.in_order if not p.requires_grad}
+        return [name in frozen for name in self.all_names]
+
+    def drop_frozen(self, frozen: Sequence[bool]) -> None:
+        """Remove gradients of frozen parameters from this step; `frozen` is equal on all ranks."""
+        if not any(frozen):
+            return
+        names = {name for name, is_frozen in zip(self.all_names, frozen, strict=True) if is_frozen}
+        for parameter in self.in_order:
+            if self.names[parameter] in names:
+                parameter.grad = None
+
+
+def gradient_buckets(parameters: Sequence[T], widening: int = 1) -> list[list[T]]:
+    """Return buckets whose gradients are sent while backward still computes others.
+
+    Buckets are fixed groups of parameters in the order in which backward reaches them, so that
+    Horovod reduces the same buffers in every run: with more than two ranks a ring all-reduce adds
+    in an order that depends on the position in the buffer, and buffers fused by timing would make
+    the last bit of a run depend on timing.
+
+    A small model also has several buckets. The first one is small, so that it is sent early: until
+    then the network is idle.
+
+    Args:
+        widening: bytes sent per byte of gradient.
+    """
+    total = sum(p.numel() * p.element_size() for p in parameters)
+    limit = min(BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, total // 4)) // widening
+    return buckets(parameters, limit, first=limit // 8)
+
+
+def buckets(
+    parameters: Sequence[T], limit: int = BUCKET_BYTES, first: int | None = None
+) -> list[list[T]]:
+    """Group parameters, last first, into buckets of one dtype and at most `limit` bytes.
+
+    A parameter larger than `limit` has its own bucket.
+
+    Args:
+        first: bytes with which the first bucket is full; None: the same limit as the others.
+    """
+    groups: list[list[T]] = []
+    size = 0
+    for parameter in reversed(parameters):
+        full = first is not None and len(groups) == 1 and size >= first
+        grown = size + parameter.numel() * parameter.element_size()
+        if not groups or full or grown > limit or groups[-1][0].dtype != parameter.dtype:
+            groups.append([])
+            grown -= size
+        groups[-1].append(parameter)
+        size = grown
+    return groups
+
+
+class Arrivals:
+    """Count the gradients of each parameter, up to the number of backward passes of a step.
+
+    Args:
+        groups: the buckets.
+        arrived: called with a parameter and its gradient of one pass, before autograd adds the
+            gradient to `parameter.grad`; the gradient is None if a pass gives none.
+        complete: called with a bucket's number when all its gradients of the last pass have
+            arrived.
+
+    Attributes:
+        first_complete_at: time.perf_counter() when the step's first bucket was complete; None
+            before.
+    """
+
+    def __init__(
+        self,
+        parameters: TrainedParameters,
+        groups: Sequence[Sequence[nn.Parameter]],
+        arrived: Callable[[nn.Parameter, Tensor | None], Replacement],
+        complete: Callable[[int], None],
+    ) -> None:
+        self._parameters = parameters
+        self._arrived = arrived
+        self._complete = complete
+        self._bucket_of = {p: number for number, bucket in enumerate(groups) for p in bucket}
+        self._bucket_sizes = [len(bucket) for bucket in groups]
+        self._missing: list[int] = []  # parameters of each bucket that are not ready yet
+        self._reached: dict[Tensor, int] = {}
+        self._passes = 0
+        self.first_complete_at: float | None = None
+        # Runs before other hooks at the same node, and also if nothing is accumulated.
+        self._nodes = [get_gradient_edge(p).node for p in parameters.in_order]
+        self._hooks = [
+            node.register_prehook(partial(self._count, parameter))
+            for node, parameter in zip(self._nodes, parameters.in_order, strict=True)
+        ]
+
+    def begin(self, passes: int) -> None:
+        """Begin a step of `passes` backward passes; at least 1 is counted."""
+        self._passes = passes
+        self._reached.clear()
+        self._missing = list(self._bucket_sizes)
+        self.first_complete_at = None
+
+    def unreached(self) -> list[nn.Parameter]:
+        """Parameters that some pass has not reached so far."""
+        return [p for p in self._parameters.in_order if self._reached.get(p, 0) < self._passes]
+
+    def is_last(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient that has arrived is from the step's last pass."""
+        return self._reached.get(parameter, 0) == self._passes
+
+    def incomplete(self) -> list[int]:
+        """Numbers of the incomplete buckets."""
+        return [number for number, missing in enumerate(self._missing) if missing]
+
+    def stop(self) -> None:
+        """Remove the hooks and stop counting."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _count(self, parameter: nn.Parameter, gradients: tuple[Tensor | None, ...]) -> Replacement:
+        gradient = gradients[0]
+        name = self._parameters.names[parameter]
+        if gradient is not None and gradient.layout != torch.strided:
+            raise UnsupportedTaskError(f"the model's parameter {name} {SPARSE}")
+        self._reached[parameter] = reached = self._reached.get(parameter, 0) + 1
+        if reached > self._passes:
+            raise UnsupportedTaskError(
+                f"the model's parameter {name} got its gradient more than once in a backward "
+                "pass, as reentrant checkpointing of a layer that is used twice does: give "
+                "torch.utils.checkpoint use_reentrant=False"
+            )
+        replacement = self._arrived(parameter, gradient)
+        if reached == self._passes:
+            bucket = self._bucket_of[parameter]
+            self._missing[bucket] -= 1
+            if self._missing[bucket] == 0:
+                if self.first_complete_at is None:
+                    self.first_complete_at = time.perf_counter()
+                self._complete(bucket)
+        return replacement

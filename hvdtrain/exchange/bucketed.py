@@ -3,32 +3,65 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Protocol, TypeVar
+from collections.abc import Mapping, Sequence
 
 import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from hvdtrain.exchange.arrivals import Arrivals, Replacement
-from hvdtrain.exchange.buckets import gradient_buckets
-from hvdtrain.exchange.parameters import TrainedParameters
-from hvdtrain.runtime.state_part import StatePart
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.base import Arrivals, Exchange, Replacement, TrainedParameters
+from hvdtrain.runtime.state_part import Scope, StatePart
 
 
-class Bucket(Protocol):
-    """Gradients that are sent together."""
+class Bucket:
+    """Gradients that are sent together; by default it adds the gradients of this rank.
+
+    Args:
+        name: of the bucket's collectives.
+        parameters: of one dtype and on one device.
+        error_feedback: keep a residual: what `send` leaves in `flat` is added to the next step's
+            gradients.
+
+    Attributes:
+        flat: (n,), float32, or float64 for float64 parameters.
+        view_of: for each parameter its part of `flat`, in the parameter's shape and memory order.
+        residual: of the shape and dtype of `flat`; it changes when a step is committed. None: no
+            error feedback.
+        handle: of the collective in progress.
+    """
+
+    def __init__(
+        self, name: str, parameters: Sequence[nn.Parameter], error_feedback: bool = False
+    ) -> None:
+        numel, device = sum(p.numel() for p in parameters), parameters[0].device
+        wide = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
+        self.name = name
+        self.parameters = parameters
+        self.flat = torch.zeros(numel, dtype=wide, device=device)
+        self.view_of = flat_views(self.flat, parameters)
+        self.residual = torch.zeros_like(self.flat) if error_feedback else None
+        self.handle: int | None = None
 
     def begin(self) -> None:
         """Begin a step; discard data of an earlier step."""
+        if self.residual is None:
+            self.flat.zero_()
+        else:
+            self.flat.copy_(self.residual)
+        self.handle = None
 
+    @torch.no_grad()
     def arrived(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add the gradient of one micro-batch; `gradient` is not changed."""
+        self.view_of[parameter].add_(gradient)
 
-    def send(self, several: bool) -> None:
-        """Send when all gradients of this rank have arrived; `several`: there are other ranks."""
+    def send(self, alone: bool) -> None:
+        """Send when all gradients of this rank have arrived; `alone`: there are no other ranks."""
+        raise NotImplementedError
+
+    def answer(self) -> None:
+        """Send what depends on the result of `send`, if anything does."""
 
     def receive(self) -> int:
         """Set each parameter's gradient of the global batch; return the number of bytes sent.
@@ -36,55 +69,36 @@ class Bucket(Protocol):
         Raises:
             HorovodInternalError: another rank is gone.
         """
-        ...
+        raise NotImplementedError
 
     def commit(self, applied: bool) -> None:
-        """See Exchange."""
+        """See Exchange.commit. A skipped step does not change the residual."""
+        if applied and self.residual is not None:
+            self.residual.copy_(self.flat)
 
 
-B = TypeVar("B", bound=Bucket)
-
-
-def receive_each(buckets: Sequence[Bucket]) -> int:
-    """Call Bucket.receive of each bucket; return the number of bytes sent."""
-    return sum(bucket.receive() for bucket in buckets)
-
-
-class BucketedExchange:
+class BucketedExchange(Exchange):
     """See Exchange. A bucket is sent in the last backward pass, when its gradients are complete.
 
     Args:
-        optimizer: over parameters of `model`.
-        model: gives the parameters their names.
-        make: creates a bucket from its number and its parameters, of one dtype and on one device.
-        parts: state that the buckets keep from step to step.
-        widening: bytes that a bucket needs per byte of gradient.
-        receive: receives all buckets; default: Bucket.receive of each.
+        trained: the parameters.
+        buckets: of all these parameters, in the order in which they are sent.
+        parts: state of the buckets in addition to their residuals.
     """
 
     def __init__(
         self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        make: Callable[[int, Sequence[nn.Parameter]], B],
-        parts: Callable[[Sequence[B]], Sequence[StatePart]] = lambda buckets: (),
-        widening: int = 1,
-        receive: Callable[[Sequence[B]], int] = receive_each,
+        trained: TrainedParameters,
+        buckets: Sequence[Bucket],
+        parts: Sequence[StatePart] = (),
     ) -> None:
-        self._trained = TrainedParameters(optimizer, model)
-        self.parameters = self._trained.in_order
-        groups = gradient_buckets(self.parameters, widening)
-        made = [make(number, group) for number, group in enumerate(groups)]
-        self._buckets: Sequence[Bucket] = made
-        self._bucket_of = {
-            p: bucket for bucket, group in zip(self._buckets, groups, strict=True) for p in group
-        }
-        self._arrivals = Arrivals(self._trained, groups, self._arrived, self._send)
-        self._parts = parts(made)
-        self._receive = partial(receive, made)
-        self.synchronised = True
-        self.inflight_seconds = 0.0
-        self.bytes = 0
+        super().__init__(trained)
+        self._buckets = buckets
+        self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+        groups = [bucket.parameters for bucket in buckets]
+        self._arrivals = Arrivals(trained, groups, self._arrived, self._send)
+        residuals = [bucket.residual for bucket in buckets if bucket.residual is not None]
+        self._parts = [*parts, Residuals(residuals)] if residuals else parts
 
     def begin(self, passes: int) -> None:
         for bucket in self._buckets:
@@ -98,40 +112,77 @@ class BucketedExchange:
         return (None,)  # autograd has nothing left to accumulate
 
     def _send(self, number: int) -> None:
-        self._buckets[number].send(hvd.size() > 1)
+        self._buckets[number].send(alone=hvd.size() == 1)
 
-    def finish(self) -> None:
+    def reduce(self) -> None:
         for number in self._arrivals.incomplete():
             self._send(number)
-        sent = self._receive()
+        # Answers are sent while later buckets may still be in transfer.
+        for bucket in self._buckets:
+            bucket.answer()
+        sent = sum(bucket.receive() for bucket in self._buckets)
         sent_at = self._arrivals.first_complete_at
         if hvd.size() > 1 and sent_at is not None:
             self.inflight_seconds += time.perf_counter() - sent_at
             self.bytes += sent
 
-    def frozen(self) -> list[bool]:
-        return self._trained.frozen()
-
-    def rest(self, frozen: Sequence[bool]) -> None:
-        self._trained.rest(frozen)
-
-    def agreed_norm(self, own: Tensor) -> Tensor:
-        return own
-
     def commit(self, applied: bool) -> None:
         for bucket in self._buckets:
             bucket.commit(applied)
 
-    def synchronise(self) -> None:
-        """Nothing to do: all ranks take the same steps."""
-
     def state_parts(self) -> Sequence[StatePart]:
         return self._parts
 
-    def abort(self) -> None:
-        """Drop the gradients after Horovod was shut down; the next `begin` clears the rest."""
-        for parameter in self.parameters:
-            parameter.grad = None
+
+class Residuals:
+    """The local part "residual": what compression has omitted from a rank's gradients so far.
+
+    A rank that inherits from several ranks holds the sum of their residuals: nothing is lost when
+    there are fewer ranks. A rank that joins starts with zero. The residual of a killed rank is
+    lost.
+
+    Args:
+        residuals: of each bucket.
+    """
+
+    name = "residual"
+    scope: Scope = "local"
+
+    def __init__(self, residuals: Sequence[Tensor]) -> None:
+        self._residuals = residuals
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {f"bucket.{number}": tensor for number, tensor in enumerate(self._residuals)}
+
+    def norm(self) -> float:
+        """Euclidean norm of all residuals; another thread may call it in the middle of a step."""
+        return float(sum(tensor.double().square().sum() for tensor in self._residuals)) ** 0.5
+
+    def compared(self) -> dict[str, Tensor]:
+        return {}
+
+    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        """Raise UserError if the residuals belong to other buckets."""
+        own = self.tensors()
+        for piece in pieces:
+            require_same_buckets(own, piece)
+        for name, tensor in own.items():
+            tensor.zero_()
+            for piece in pieces:
+                tensor.add_(piece[name].to(tensor.device))
+
+
+def require_same_buckets(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Check that state saved by bucket fits the current buckets.
+
+    Raises:
+        UserError: the buckets differ.
+    """
+    if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in saved.items()}:
+        raise UserError(
+            "what the checkpoint has of exchange.compression was saved by another version of "
+            "hvdtrain, or with other keys of it; use these, or another run.id"
+        )
 
 
 def flat_views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
@@ -143,3 +194,9 @@ def flat_views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> dict[nn.Para
         views[parameter] = flat.as_strided(parameter.shape, strides, offset)
         offset += parameter.numel()
     return views
+
+
+def set_gradients(views: Mapping[nn.Parameter, Tensor]) -> None:
+    """Set each parameter's gradient, converted to the parameter's dtype."""
+    for parameter, view in views.items():
+        parameter.grad = view.to(parameter.dtype)

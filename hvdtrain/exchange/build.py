@@ -16,11 +16,11 @@ from hvdtrain.exchange.topk import topk_exchange
 from hvdtrain.runtime.mesh import Mesh
 
 
-def parts_exchange(optimizer: Optimizer, model: nn.Module, mesh: Mesh) -> Exchange:
+def spanning_exchange(optimizer: Optimizer, model: nn.Module, mesh: Mesh) -> Exchange:
     """Build the exchange of a model that spans ranks."""
-    from hvdtrain.exchange.parts import PartsExchange
+    from hvdtrain.exchange.spanning import SpanningExchange
 
-    return PartsExchange(optimizer, model, mesh)
+    return SpanningExchange(optimizer, model, mesh)
 
 
 def build_exchange(
@@ -37,10 +37,9 @@ def build_exchange(
         elastic: the number of ranks may change.
     """
     if config.sync_every:
-        outer = Nesterov(config.outer_lr, config.outer_momentum)
-        return LocalSgd(
-            optimizer, model, micro_batches, outer if config.outer == "nesterov" else None
-        )
+        nesterov = Nesterov(config.outer_lr, config.outer_momentum)
+        outer = nesterov if config.outer == "nesterov" else None
+        return LocalSgd(optimizer, model, micro_batches, config.sync_every, outer)
     if config.exact:
         return exact_exchange(optimizer, model, micro_batches)
     if config.reduce == "adasum":

@@ -10,19 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain.exchange.arrivals import Arrivals, Replacement
-from hvdtrain.exchange.bucket_memory import BucketMemory
-from hvdtrain.exchange.buckets import gradient_buckets
-from hvdtrain.exchange.parameters import TrainedParameters
+from hvdtrain.exchange.base import (
+    Arrivals,
+    Exchange,
+    Replacement,
+    TrainedParameters,
+    gradient_buckets,
+)
 from hvdtrain.exchange.wire import WIRES
 from hvdtrain.runtime.state_part import StatePart
 
 
-class DenseExchange:
+class DenseExchange(Exchange):
     """Sum the gradients of all ranks with hvd.DistributedOptimizer; see Exchange.
 
     The exchange of a bucket starts in the last backward pass, when its gradients are complete.
-    Horovod compresses them (`wire`) before the all-reduce and decompresses the sums in `finish`.
+    Horovod compresses them (`wire`) before the all-reduce and decompresses the sums in `reduce`.
 
     Args:
         optimizer: over parameters of `model`.
@@ -39,22 +42,18 @@ class DenseExchange:
         elastic: bool = False,
         wire: str = "float32",
     ) -> None:
-        self._trained = TrainedParameters(optimizer, model)
-        self.parameters = self._trained.in_order
+        super().__init__(TrainedParameters(optimizer, model))
         groups = gradient_buckets(self.parameters)
         self._wire = WIRES[wire]()
         # Only used to exchange gradients: `optimizer` itself steps. Horovod would create a copy of
         # `optimizer` from its parameters alone, which does not work for every optimizer.
         self._horovod = hvd.DistributedOptimizer(
             torch.optim.SGD(self.parameters),
-            named_parameters=[(self._trained.names[p], p) for p in self.parameters],
+            named_parameters=[(self.trained.names[p], p) for p in self.parameters],
             compression=self._wire,
             op=hvd.Sum,
             groups=groups,
         )
-        self.synchronised = True
-        self.inflight_seconds = 0.0
-        self.bytes = 0
         self._step_bytes = sum(p.numel() * self._wire.element_size(p) for p in self.parameters)
         self._distributed = elastic or hvd.size() > 1
         in_place = (
@@ -62,7 +61,7 @@ class DenseExchange:
         )
         self._memory = BucketMemory(groups) if in_place else None
         # Horovod's own hooks, which run after these, send a complete bucket.
-        self._arrivals = Arrivals(self._trained, groups, self._arrived, lambda bucket: None)
+        self._arrivals = Arrivals(self.trained, groups, self._arrived, lambda bucket: None)
 
     def _arrived(self, parameter: nn.Parameter, gradient: Tensor | None) -> Replacement:
         if gradient is None or not parameter.requires_grad:
@@ -71,21 +70,15 @@ class DenseExchange:
                 parameter.grad = torch.zeros_like(parameter)
             return None
         if self._memory is not None and self._arrivals.is_last(parameter):
-            return (self._memory.take(parameter, gradient),)
+            return (self._memory.accumulate(parameter, gradient),)
         return None
 
     def begin(self, passes: int) -> None:
-        """Announce the number of backward passes of this step on this rank; may be 0."""
         passes = max(passes, 1)
         self._arrivals.begin(passes)
         self._horovod.set_backward_passes_per_step(passes)
 
-    def finish(self) -> None:
-        """Wait until every gradient is the sum over the ranks.
-
-        Raises:
-            HorovodInternalError: another rank is gone.
-        """
+    def reduce(self) -> None:
         if not self._distributed:
             for parameter in self.parameters:
                 if parameter.grad is None:
@@ -108,29 +101,47 @@ class DenseExchange:
             self.inflight_seconds += time.perf_counter() - sent_at
             self.bytes += self._step_bytes
 
-    def frozen(self) -> list[bool]:
-        return self._trained.frozen()
-
-    def rest(self, frozen: Sequence[bool]) -> None:
-        self._trained.rest(frozen)
-
-    def agreed_norm(self, own: Tensor) -> Tensor:
-        return own
-
     def commit(self, applied: bool) -> None:
         self._wire.commit(applied)
-
-    def synchronise(self) -> None:
-        """Nothing to do: all ranks take the same steps."""
 
     def state_parts(self) -> Sequence[StatePart]:
         return self._wire.state_parts()
 
     def abort(self) -> None:
-        """Clear the state of a failed exchange: handles, counters, incomplete gradients.
-
-        Call it after `hvd.shutdown()`, which ends every pending exchange.
-        """
         self._horovod.abandon_step()
-        for parameter in self.parameters:
-            parameter.grad = None
+        super().abort()
+
+
+class BucketMemory:
+    """Contiguous memory for the gradients of each bucket, in which Horovod sums them in place.
+
+    Horovod (patch 0024) copies gradients elsewhere into a buffer and back. The memory has the
+    gradients' size; with several passes, the last one holds gradients twice.
+
+    Args:
+        groups: the buckets, each of one dtype and on one device.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._place_of: dict[nn.Parameter, tuple[Tensor, tuple[int, ...], int]] = {}
+        for group in groups:
+            bucket = torch.empty(sum(p.numel() for p in group), dtype=group[0].dtype)
+            offset = 0
+            for parameter in group:
+                strides = torch.empty_like(parameter).stride()  # dense, without gaps
+                self._place_of[parameter] = bucket, strides, offset
+                offset += parameter.numel()
+
+    def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        """Return `parameter.grad` plus the last pass's gradient, which becomes the new grad.
+
+        It is rounded like autograd's own sum.
+        """
+        bucket, strides, offset = self._place_of[parameter]
+        # Not stored: autograd uses a tensor as the grad if it has no other reference, else a copy.
+        place = bucket.as_strided(parameter.shape, strides, offset)
+        if parameter.grad is None:
+            return place.copy_(gradient)
+        torch.add(parameter.grad, gradient, out=place)
+        parameter.grad = None
+        return place

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain.exchange.bucketed import BucketedExchange, flat_views
+from hvdtrain.exchange.base import TrainedParameters, gradient_buckets
+from hvdtrain.exchange.bucketed import Bucket, BucketedExchange, set_gradients
 from hvdtrain.runtime.collectives import begin_sum, completed
 
 # Represents float32 gradient elements of at least 1e-6 without loss, and sums up to 5e5.
@@ -37,14 +38,16 @@ def exact_exchange(optimizer: Optimizer, model: nn.Module, micro_batches: int) -
     """
     largest = 2.0**62 * UNIT / micro_batches  # the sum over all of them fits in 63 bits
 
-    def make(number: int, parameters: Sequence[nn.Parameter]) -> _Bucket:
-        return _Bucket(f"exact.{number}", parameters, largest)
+    trained = TrainedParameters(optimizer, model)
+    groups = gradient_buckets(trained.in_order, widening=2)
+    buckets = [
+        ExactBucket(f"exact.{number}", group, largest) for number, group in enumerate(groups)
+    ]
+    return BucketedExchange(trained, buckets)
 
-    return BucketedExchange(optimizer, model, make, widening=2)
 
-
-class _Bucket:
-    """See bucketed.Bucket.
+class ExactBucket(Bucket):
+    """Bucket whose gradients are added as integers; `flat` holds one micro-batch's gradients.
 
     The gradients of a micro-batch are converted together when all have arrived: a model has many
     small gradients, for which one call each would cost more than the arithmetic.
@@ -55,29 +58,24 @@ class _Bucket:
     """
 
     def __init__(self, name: str, parameters: Sequence[nn.Parameter], largest: float) -> None:
-        numel, device = sum(p.numel() for p in parameters), parameters[0].device
-        self._name = name
+        super().__init__(name, parameters)
+        numel, device = len(self.flat), self.flat.device
         self._largest = largest
         self._sums = torch.zeros(numel + 1, dtype=torch.int64, device=device)
         self._misfits = self._sums[-1:]  # how often gradients were not finite or too large
-        # int64 to float32 is a single rounding, to nearest, on CPUs and on GPUs.
-        wide = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
-        self._floats = torch.empty(numel, dtype=wide, device=device)
-        self._float_of = flat_views(self._floats, parameters)
         self._pending: dict[nn.Parameter, Tensor] = {}
         self._at_once = _AT_ONCE if device.type == "cpu" else numel
-        self._handle: int | None = None
 
     def begin(self) -> None:
         self._sums.zero_()
         self._pending.clear()
-        self._handle = None
+        self.handle = None
 
     def arrived(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         if parameter in self._pending:  # the next micro-batch has begun; this one is incomplete
             self._add_pending()
         self._pending[parameter] = gradient
-        if len(self._pending) == len(self._float_of):
+        if len(self._pending) == len(self.view_of):
             self._add_pending()
 
     @torch.no_grad()
@@ -85,33 +83,30 @@ class _Bucket:
         """Add the gradients of one micro-batch that have arrived."""
         if not self._pending:
             return
-        for parameter, view in self._float_of.items():
+        for parameter, view in self.view_of.items():
             if parameter not in self._pending:
                 view.zero_()
-        torch._foreach_copy_([self._float_of[p] for p in self._pending], [*self._pending.values()])
+        torch._foreach_copy_([self.view_of[p] for p in self._pending], [*self._pending.values()])
         self._pending.clear()
-        smallest, largest = torch.aminmax(self._floats)
+        smallest, largest = torch.aminmax(self.flat)
         fits = (smallest >= -self._largest) & (largest <= self._largest)  # False for NaN
         self._misfits.add_(~fits)
-        parts = self._floats.split(self._at_once), self._sums[:-1].split(self._at_once)
+        parts = self.flat.split(self._at_once), self._sums[:-1].split(self._at_once)
         for part, total in zip(*parts, strict=True):
             total.add_(part.mul_(_UNITS).long())
 
-    def send(self, several: bool) -> None:
+    def send(self, alone: bool) -> None:
         self._add_pending()
-        if several:
-            self._handle = begin_sum(self._sums, self._name)
+        if not alone:
+            self.handle = begin_sum(self._sums, self.name)
 
     def receive(self) -> int:
-        if self._handle is not None:
-            completed(self._handle)
+        if self.handle is not None:
+            completed(self.handle)
         if self._misfits.item():
-            self._floats.fill_(float("nan"))
+            self.flat.fill_(float("nan"))
         else:
-            self._floats.copy_(self._sums[:-1]).mul_(UNIT)
-        for parameter, view in self._float_of.items():
-            parameter.grad = view.to(parameter.dtype)
+            # int64 to float32 is a single rounding, to nearest, on CPUs and on GPUs.
+            self.flat.copy_(self._sums[:-1]).mul_(UNIT)
+        set_gradients(self.view_of)
         return self._sums.nbytes
-
-    def commit(self, applied: bool) -> None:
-        """Integer sums keep nothing from step to step."""

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.errors import UnsupportedTaskError
-from hvdtrain.exchange.buckets import buckets
-from hvdtrain.exchange.parameters import TrainedParameters
+from hvdtrain.exchange.base import Exchange, TrainedParameters, buckets
 from hvdtrain.optim.supported import SPARSE
 from hvdtrain.runtime.collectives import begin_sum, completed, sum_
 from hvdtrain.runtime.state_part import Scope, StatePart
@@ -39,20 +38,20 @@ class Nesterov:
     momentum: float
 
 
-class LocalSgd:
+class LocalSgd(Exchange):
     """See Exchange. A rank steps with the mean gradient of its own micro-batches.
 
-    `synchronise` replaces parameters by their mean over the ranks, weighted with the number of each
-    rank's micro-batches since the last synchronization. A step with plain SGD followed by a
-    synchronization therefore equals a step of `dense`. With an outer optimizer, its result from
+    `average` replaces parameters by their mean over the ranks, weighted with the number of each
+    rank's micro-batches since the last average. A step with plain SGD followed by an average
+    therefore equals a step of `dense`. With an outer optimizer, its result from
     start and mean replaces the parameters.
 
     The inner optimizer's state (momenta, second moments) is averaged too. If each rank kept its
     own, as in DiLoCo's paper, a rank that joins would have none, and a checkpoint would fit only
-    one number of ranks. With averaging, all ranks are replicas after each synchronization, which
-    all other code relies on. Convergence is also proven for averaging (Local Adam; Iacob et al.,
-    arXiv:2505.22549, compare both). The cost is bytes: with AdamW three times the bytes of the
-    parameters.
+    one number of ranks. With averaging, all ranks are replicas after each average, which all other
+    code relies on (engine/local_steps.py calls it). Convergence is also proven for averaging (Local
+    Adam; Iacob et al., arXiv:2505.22549, compare both). The cost is bytes: with AdamW three times
+    the bytes of the parameters.
 
     Buffers are not changed: BatchNorm's statistics are averaged in each step, see BatchStatistics.
 
@@ -60,10 +59,12 @@ class LocalSgd:
         optimizer: the inner one, over parameters of `model`.
         model: gives the parameters their names.
         micro_batches: in one step, over all ranks together.
+        every: steps from one average to the next.
         outer: None: parameters become their mean.
 
     Attributes:
-        synchronised: no step was begun since the last synchronization.
+        diverged: a step was begun since the last average: each rank has its own parameters and
+            optimizer state.
     """
 
     def __init__(
@@ -71,55 +72,46 @@ class LocalSgd:
         optimizer: Optimizer,
         model: nn.Module,
         micro_batches: int,
+        every: int,
         outer: Nesterov | None = None,
     ) -> None:
-        self._trained = TrainedParameters(optimizer, model)
-        self.parameters = self._trained.in_order
+        super().__init__(TrainedParameters(optimizer, model))
+        self.every = every
+        self.diverged = False
         self._optimizer = optimizer
         self._micro_batches = micro_batches
         self._outer = outer
         kept = self.parameters if outer else []
-        self._start = [p.detach().clone() for p in kept]  # values at the last synchronization
+        self._start = [p.detach().clone() for p in kept]  # values at the last average
         self._momentum = {p: torch.zeros_like(p, requires_grad=False) for p in kept}
-        self.synchronised = True
-        self.inflight_seconds = 0.0
-        self.bytes = 0
         self._passes = 0  # of this step
-        self._rests = [False] * len(self.parameters)
-        # Since the last synchronization: steps, backward passes, and changed parameters.
+        # Since the last average: steps, backward passes, and changed parameters.
         self._steps = self._all_passes = 0
         self._moved: set[nn.Parameter] = set()
 
     def begin(self, passes: int) -> None:
-        if self.synchronised:
+        if not self.diverged:
             for start, parameter in zip(self._start, self.parameters, strict=bool(self._start)):
                 start.copy_(parameter.detach())
             self._steps = self._all_passes = 0
             self._moved.clear()
-        self.synchronised = False
+        self.diverged = True
         self._passes = passes
 
     @torch.no_grad()
-    def finish(self) -> None:
+    def reduce(self) -> None:
         """Turn gradients, sums divided by all ranks' micro-batches, into this rank's mean."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             elif parameter.grad.layout != torch.strided:
-                name = self._trained.names[parameter]
+                name = self.trained.names[parameter]
                 raise UnsupportedTaskError(f"the model's parameter {name} {SPARSE}")
             if self._passes:
                 parameter.grad.mul_(self._micro_batches / self._passes)
 
-    def frozen(self) -> list[bool]:
-        return self._trained.frozen()
-
-    def rest(self, frozen: Sequence[bool]) -> None:
-        self._rests = [*frozen]
-        self._trained.rest(frozen)
-
     def agreed_norm(self, own: Tensor) -> Tensor:
-        """Root mean square of all ranks' norms: non-finite on all ranks if it is on any."""
+        """Return the root mean square of all ranks' norms: non-finite on all ranks if on any."""
         squares = own.detach().double().square()
         return (sum_(squares, "local_sgd.norm") / hvd.size()).sqrt()
 
@@ -128,11 +120,10 @@ class LocalSgd:
             return
         self._steps += 1
         self._all_passes += self._passes
-        moved = (p for p, rests in zip(self.parameters, self._rests, strict=True) if not rests)
-        self._moved.update(moved)
+        self._moved.update(p for p in self.parameters if p.grad is not None)  # others are frozen
 
     @torch.no_grad()
-    def synchronise(self) -> None:
+    def average(self) -> None:
         """Make parameters and optimizer state identical on every rank.
 
         Raises:
@@ -149,7 +140,7 @@ class LocalSgd:
             self.inflight_seconds += time.perf_counter() - began
         if self._outer is not None:
             self._step_outer(self._outer)
-        self.synchronised = True
+        self.diverged = False
 
     def _state_of(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """State of the inner optimizer, except step counts, which are identical on all ranks."""
@@ -166,14 +157,13 @@ class LocalSgd:
             parameter.copy_(start.add(step, alpha=-outer.lr))
 
     def state_parts(self) -> Sequence[StatePart]:
-        names = self._trained.names
+        names = self.trained.names
         return [_Momentum({names[p]: t for p, t in self._momentum.items()})] if self._outer else []
 
     def abort(self) -> None:
-        """Mark the state as synchronized; the caller has restored the last synchronized state."""
-        self.synchronised = True
-        for parameter in self.parameters:
-            parameter.grad = None
+        """Mark the state as common; the caller has restored the last state that all ranks had."""
+        self.diverged = False
+        super().abort()
 
 
 class _Momentum:

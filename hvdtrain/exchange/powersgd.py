@@ -12,14 +12,25 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from torch.optim import Optimizer
 
-from hvdtrain.exchange.bucketed import BucketedExchange, flat_views, receive_each
+from hvdtrain.exchange.base import TrainedParameters, gradient_buckets
+from hvdtrain.exchange.bucketed import (
+    Bucket,
+    BucketedExchange,
+    flat_views,
+    require_same_buckets,
+    set_gradients,
+)
 from hvdtrain.exchange.config import ExchangeConfig
-from hvdtrain.exchange.identical import orthonormal, product
-from hvdtrain.exchange.residuals import Residuals, require_same_buckets
 from hvdtrain.runtime.collectives import begin_sum, completed
-from hvdtrain.runtime.state_part import Scope, StatePart
+from hvdtrain.runtime.state_part import Scope
+
+# Noise that makes columns independent: relative to their largest element, far below its precision
+# in float32; absolute for a column of zeros.
+_NOISE, _TINY = 1e-12, 1e-30
+_CACHED = 1 << 16  # elements that stay in a processor's cache
 
 
 def powersgd_exchange(
@@ -32,24 +43,15 @@ def powersgd_exchange(
     iteration. Vectors, and matrices for which P and Q would not be smaller, are sent uncompressed;
     in the first `start_step` steps all gradients are. The result depends on the number of ranks by
     design. Each rank makes P orthonormal and multiplies by Q itself, with bitwise identical results
-    on different processors (identical.py).
+    on different processors (`orthonormal`, `product`).
     """
 
-    def make(number: int, parameters: Sequence[nn.Parameter]) -> _Bucket:
-        return _Bucket(f"powersgd.{number}", parameters, config)
-
-    def parts(buckets: Sequence[_Bucket]) -> list[StatePart]:
-        owed = Residuals([bucket.residual for bucket in buckets])
-        return [_WarmStart(buckets), *([owed] if config.error_feedback else [])]
-
-    return BucketedExchange(optimizer, model, make, parts, receive=_receive)
-
-
-def _receive(buckets: Sequence[_Bucket]) -> int:
-    """Send each bucket's Q when its P has arrived, while later buckets may still be in transfer."""
-    for bucket in buckets:
-        bucket.answer()
-    return receive_each(buckets)
+    trained = TrainedParameters(optimizer, model)
+    groups = gradient_buckets(trained.in_order)
+    buckets = [
+        PowerSgdBucket(f"powersgd.{number}", group, config) for number, group in enumerate(groups)
+    ]
+    return BucketedExchange(trained, buckets, [_WarmStart(buckets)])
 
 
 class _WarmStart:
@@ -58,7 +60,7 @@ class _WarmStart:
     name = "powersgd"
     scope: Scope = "replicated"
 
-    def __init__(self, buckets: Sequence[_Bucket]) -> None:
+    def __init__(self, buckets: Sequence[PowerSgdBucket]) -> None:
         self._buckets = buckets
 
     def tensors(self) -> dict[str, Tensor]:
@@ -83,43 +85,30 @@ class _WarmStart:
             own.copy_(tensors[name])
 
 
-class _Bucket:
-    """See bucketed.Bucket.
-
-    Args:
-        name: of the bucket's all-reduces.
+class PowerSgdBucket(Bucket):
+    """Bucket whose matrices are sent as P and Q.
 
     Attributes:
         qs: (columns, rank) of each matrix, after the last committed step.
         steps: number of committed steps.
-        residual: (n,), error feedback; like `qs` and `steps` it changes when a step is committed.
     """
 
     def __init__(
         self, name: str, parameters: Sequence[nn.Parameter], config: ExchangeConfig
     ) -> None:
-        numel, device = sum(p.numel() for p in parameters), parameters[0].device
-        wide = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
-        self._name = name
+        super().__init__(name, parameters, config.error_feedback)
         self._config = config
-        self.residual = torch.zeros(numel, dtype=wide, device=device)
-        self._sum = torch.zeros_like(self.residual)
-        self._sum_of = flat_views(self._sum, parameters)
-        self._gradient = torch.zeros_like(self.residual)
+        self._gradient = torch.zeros_like(self.flat)
         self._gradient_of = flat_views(self._gradient, parameters)
         self._matrices = [p for p in parameters if _worth_it(p, config.rank)]
         self._others = [p for p in parameters if not _worth_it(p, config.rank)]
-        self.qs = [
-            torch.empty(p.numel() // len(p), config.rank, dtype=wide, device=device)
-            for p in self._matrices
-        ]
+        self.qs = [self.flat.new_empty(p.numel() // len(p), config.rank) for p in self._matrices]
         self.steps = torch.tensor(0)
         self.start_over()
         self._new_qs = self._own_qs = self.qs
         self._ps: list[Tensor] = []
-        self._sent = self._sent_qs = self._sum
-        self._several = False
-        self._handle: int | None = None
+        self._sent = self._sent_qs = self.flat
+        self._alone = True
 
     @property
     def _compresses(self) -> bool:
@@ -131,80 +120,69 @@ class _Bucket:
             q.copy_(torch.randn(q.shape, generator=generator, dtype=q.dtype))
         self.steps.zero_()
 
-    def begin(self) -> None:
-        self._sum.copy_(self.residual)
-        self._handle = None
-
     @torch.no_grad()
-    def arrived(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        self._sum_of[parameter].add_(gradient)
-
-    @torch.no_grad()
-    def send(self, several: bool) -> None:
+    def send(self, alone: bool) -> None:
         """Send all P, and the uncompressed gradients; in the first steps the whole sum."""
-        self._several = several
+        self._alone = alone
         if self._compresses:
             pairs = zip(self._matrices, self.qs, strict=True)
-            ps = [_matrix(self._sum_of[parameter]) @ q for parameter, q in pairs]
-            self._sent = _joined([*ps, *(self._sum_of[p] for p in self._others)])
+            ps = [_matrix(self.view_of[parameter]) @ q for parameter, q in pairs]
+            self._sent = _joined([*ps, *(self.view_of[p] for p in self._others)])
         else:
-            self._sent = self._sum.clone()
-        if several:
-            self._handle = begin_sum(self._sent, f"{self._name}.p")
+            self._sent = self.flat.clone()
+        if not alone:
+            self.handle = begin_sum(self._sent, f"{self.name}.p")
 
     @torch.no_grad()
     def answer(self) -> None:
         """Send all Q, when P has arrived."""
-        if self._handle is not None:
-            completed(self._handle)
-        self._handle = None
+        if self.handle is not None:
+            completed(self.handle)
+        self.handle = None
         if not self._compresses:
             return
         shapes = [(len(p), self._config.rank) for p in self._matrices]
-        *ps, _ = _parted(self._sent, shapes)
+        *ps, _ = _split(self._sent, shapes)
         self._ps = orthonormal(ps)
-        sums = (_matrix(self._sum_of[p]) for p in self._matrices)
+        sums = (_matrix(self.view_of[p]) for p in self._matrices)
         self._own_qs = [m.t() @ p for m, p in zip(sums, self._ps, strict=True)]
         self._sent_qs = _joined(self._own_qs)
-        if self._several:
-            self._handle = begin_sum(self._sent_qs, f"{self._name}.q")
+        if not self._alone:
+            self.handle = begin_sum(self._sent_qs, f"{self.name}.q")
 
     @torch.no_grad()
     def receive(self) -> int:
-        if self._handle is not None:
-            completed(self._handle)
+        if self.handle is not None:
+            completed(self.handle)
         sent = self._sent.nbytes
         if self._compresses:
             self._multiply()
             sent += self._sent_qs.nbytes
         else:
             self._gradient.copy_(self._sent)
-            self._sum.zero_()
-        for parameter, view in self._gradient_of.items():
-            parameter.grad = view.to(parameter.dtype)
+            self.flat.zero_()
+        set_gradients(self._gradient_of)
         return sent
 
     def _multiply(self) -> None:
-        """Compute the gradient, P times Q transposed, and this rank's residual in `_sum`."""
-        self._new_qs = _parted(self._sent_qs, [q.shape for q in self._own_qs])[:-1]
+        """Compute the gradient, P times Q transposed, and this rank's residual in `flat`."""
+        self._new_qs = _split(self._sent_qs, [q.shape for q in self._own_qs])[:-1]
         products = zip(self._matrices, self._ps, self._own_qs, self._new_qs, strict=True)
         for parameter, p, own_q, q in products:
             product(p, q, out=_matrix(self._gradient_of[parameter]))
-            owed = _matrix(self._sum_of[parameter]) - p @ own_q.t()
-            self._sum_of[parameter].copy_(owed.view(parameter.shape))
+            omitted = _matrix(self.view_of[parameter]) - p @ own_q.t()
+            self.view_of[parameter].copy_(omitted.view(parameter.shape))
         offset = sum(p.numel() for p in self._ps)
         for parameter in self._others:
-            part = self._sent[offset : offset + parameter.numel()]
-            self._gradient_of[parameter].copy_(part.view(parameter.shape))
-            self._sum_of[parameter].zero_()
+            summed = self._sent[offset : offset + parameter.numel()]
+            self._gradient_of[parameter].copy_(summed.view(parameter.shape))
+            self.view_of[parameter].zero_()
             offset += parameter.numel()
 
     def commit(self, applied: bool) -> None:
-        # A skipped step changes nothing.
+        super().commit(applied)
         if not applied:
             return
-        if self._config.error_feedback:
-            self.residual.copy_(self._sum)
         if self._compresses:
             torch._foreach_copy_(self.qs, self._new_qs)
         self.steps += 1
@@ -226,8 +204,69 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _parted(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+def _split(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Split into matrices of these shapes, and as the last item the remainder."""
     sizes = [rows * columns for rows, columns in shapes]
-    *parts, rest = flat.split([*sizes, flat.numel() - sum(sizes)])
-    return [*(part.view(*shape) for part, shape in zip(parts, shapes, strict=True)), rest]
+    *rows, remainder = flat.split([*sizes, flat.numel() - sum(sizes)])
+    return [*(row.view(*shape) for row, shape in zip(rows, shapes, strict=True)), remainder]
+
+
+# Linear algebra with bitwise identical results on every processor. The summation order and the
+# fusion of operations in libraries, including torch's own reductions, depend on the processor. Here
+# each operation is a separate kernel of one correctly rounded addition, product, quotient or root
+# for each element, in a fixed order (IEEE 754).
+
+
+def orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Orthonormal columns that span the columns of each (rows, rank) matrix, on one device.
+
+    Gram-Schmidt in float64, twice. A column that depends on earlier ones is replaced by an
+    arbitrary one.
+    """
+    if not matrices:
+        return []
+    # (matrices, rank, rows); the zero padding of a shorter matrix stays zero.
+    columns = pad_sequence([m.double() for m in matrices], batch_first=True).transpose(1, 2)
+    columns = columns.contiguous()
+    noise = pad_sequence([_noise(m) for m in matrices], batch_first=True).transpose(1, 2)
+    largest = columns.abs().amax(dim=2, keepdim=True)
+    columns.add_(noise * (largest * _NOISE + _TINY))
+    for i in range(columns.shape[1]):
+        column = columns[:, i]
+        for _ in range(2):
+            factors = _sum(columns[:, :i] * column.unsqueeze(1))
+            for j in range(i):
+                column.sub_(factors[:, j : j + 1] * columns[:, j])
+        column.div_(_sum(column * column).sqrt().unsqueeze(1))
+    return [
+        found[:, : len(m)].t().to(m.dtype)
+        for m, found in zip(matrices, columns.unbind(), strict=True)
+    ]
+
+
+def product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write left (rows, rank) times right (columns, rank) transposed to `out` (rows, columns)."""
+    rows_of_right = right.t().contiguous()
+    # On a GPU, passes over memory cost less than kernel launches.
+    size = len(out) if out.is_cuda else max(1, _CACHED // max(1, out.shape[1]))
+    for own, target in zip(left.split(size), out.split(size), strict=True):
+        torch.mul(own[:, :1], rows_of_right[0], out=target)
+        for i in range(1, len(rows_of_right)):
+            target.add_(own[:, i : i + 1] * rows_of_right[i])
+
+
+def _noise(matrix: Tensor) -> Tensor:
+    # Uniform: normal random numbers need functions that processors round differently.
+    generator = torch.Generator().manual_seed(0)
+    uniform = torch.rand(matrix.shape, generator=generator, dtype=torch.float64)
+    return uniform.sub_(0.5).to(matrix.device)
+
+
+def _sum(values: Tensor) -> Tensor:
+    """Sum over the last dimension: add halves until one element is left."""
+    while (size := values.shape[-1]) > 1:
+        half = (size + 1) // 2
+        first = values[..., :half].clone()
+        first[..., : size - half] += values[..., half:]
+        values = first
+    return values.squeeze(-1)

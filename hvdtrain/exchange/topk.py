@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from hvdtrain.exchange.bucketed import BucketedExchange, flat_views
-from hvdtrain.exchange.residuals import Residuals
+from hvdtrain.exchange.base import TrainedParameters, gradient_buckets
+from hvdtrain.exchange.bucketed import Bucket, BucketedExchange, flat_views, set_gradients
 from hvdtrain.runtime.collectives import begin_gather, completed
-from hvdtrain.runtime.state_part import StatePart
 
 
 def topk_exchange(
@@ -33,71 +32,43 @@ def topk_exchange(
         error_feedback: elements that were not sent are added to the next step's sum.
     """
 
-    def make(number: int, parameters: Sequence[nn.Parameter]) -> _Bucket:
-        return _Bucket(f"topk.{number}", parameters, ratio, error_feedback)
+    trained = TrainedParameters(optimizer, model)
+    groups = gradient_buckets(trained.in_order)
+    buckets = [
+        TopKBucket(f"topk.{number}", group, ratio, error_feedback)
+        for number, group in enumerate(groups)
+    ]
+    return BucketedExchange(trained, buckets)
 
-    def parts(buckets: Sequence[_Bucket]) -> list[StatePart]:
-        return [Residuals([bucket.residual for bucket in buckets])] if error_feedback else []
 
-    return BucketedExchange(optimizer, model, make, parts)
-
-
-class _Bucket:
-    """See bucketed.Bucket.
-
-    Args:
-        name: of the bucket's all-gather.
-
-    Attributes:
-        residual: float32 or float64 (n,): error feedback; it changes when a step is committed.
-    """
+class TopKBucket(Bucket):
+    """Bucket of which the largest elements are sent, by an all-gather."""
 
     def __init__(
         self, name: str, parameters: Sequence[nn.Parameter], ratio: float, error_feedback: bool
     ) -> None:
-        numel, device = sum(p.numel() for p in parameters), parameters[0].device
-        wide = torch.float64 if parameters[0].dtype == torch.float64 else torch.float32
-        self._name = name
-        self._count = max(1, round(ratio * numel))
-        self._error_feedback = error_feedback
-        self.residual = torch.zeros(numel, dtype=wide, device=device)
-        self._sum = torch.zeros_like(self.residual)
-        self._gradient = torch.zeros_like(self.residual)
-        self._sum_of = flat_views(self._sum, parameters)
+        super().__init__(name, parameters, error_feedback)
+        self._count = max(1, round(ratio * len(self.flat)))
+        self._gradient = torch.zeros_like(self.flat)
         self._gradient_of = flat_views(self._gradient, parameters)
         self._sent = torch.empty(0)  # 1 x bytes: indices, then values
-        self._handle: int | None = None
 
-    def begin(self) -> None:
-        self._sum.copy_(self.residual)
-        self._handle = None
-
-    @torch.no_grad()
-    def arrived(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        self._sum_of[parameter].add_(gradient)
-
-    def send(self, several: bool) -> None:
+    def send(self, alone: bool) -> None:
         """Move the sent elements out of the sum: the remainder is the residual."""
-        indices = self._sum.abs().topk(self._count, sorted=False).indices
-        values = self._sum[indices]
-        self._sum[indices] = 0.0
+        indices = self.flat.abs().topk(self._count, sorted=False).indices
+        values = self.flat[indices]
+        self.flat[indices] = 0.0
         packed = (indices.to(torch.int32).view(torch.uint8), values.view(torch.uint8))
         self._sent = torch.cat(packed).unsqueeze(0)
-        if several:
-            self._handle = begin_gather(self._sent, self._name)
+        if not alone:
+            self.handle = begin_gather(self._sent, self.name)
 
     def receive(self) -> int:
-        table = self._sent if self._handle is None else completed(self._handle)
+        table = self._sent if self.handle is None else completed(self.handle)
         self._gradient.zero_()
         for row in table:  # sequentially: the order of the additions is identical on all ranks
             indices = row[: 4 * self._count].clone().view(torch.int32).long()
             values = row[4 * self._count :].clone().view(self._gradient.dtype)
             self._gradient[indices] += values
-        for parameter, view in self._gradient_of.items():
-            parameter.grad = view.to(parameter.dtype)
+        set_gradients(self._gradient_of)
         return self._sent.nbytes
-
-    def commit(self, applied: bool) -> None:
-        # A skipped step changes nothing: the residual stays as it was.
-        if applied and self._error_feedback:
-            self.residual.copy_(self._sum)

@@ -108,8 +108,8 @@ def apply_tensor(model: nn.Module, mesh: DeviceMesh, plan: Mapping[str, str]) ->
     identical on all ranks. After backward, the gradient of a split parameter is a DTensor with the
     parameter's placements; the gradient of a plain parameter is a plain tensor, identical on all
     ranks. The gradient of a parameter that all ranks hold completely, such as a norm's, may be a
-    partial sum on each rank (PartsExchange sums it). Parameters that are not trained must already
-    be frozen.
+    partial sum on each rank (SpanningExchange sums it). Parameters that are not trained must
+    already be frozen.
 
     Args:
         mesh: of one dimension.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.errors import UserError, require
-from hvdtrain.exchange.buckets import BUCKET_BYTES, SMALLEST_BUCKET_BYTES, gradient_buckets
+from hvdtrain.exchange.base import BUCKET_BYTES, SMALLEST_BUCKET_BYTES, gradient_buckets
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.buckets import BUCKET_BYTES
+from hvdtrain.exchange.base import BUCKET_BYTES
 from hvdtrain.plan.result import Placed, PlanResult
 from hvdtrain.plan.sources import MeasuredLink
 from hvdtrain.report import units

@@ -17,12 +17,14 @@ from hvdtrain.data.loader import TrainLoader
 from hvdtrain.data.loading import Loading
 from hvdtrain.engine.accumulate import Accumulate, InterleavedBackward, Passes
 from hvdtrain.engine.flops import ModelFlops, count
+from hvdtrain.engine.local_steps import LocalSteps
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan
 from hvdtrain.engine.memory import arrange_activations, compile_blocks
 from hvdtrain.engine.state import PRECISION, RunState, Snapshot
 from hvdtrain.engine.step import TrainStep, Update
 from hvdtrain.exchange.base import Exchange
-from hvdtrain.exchange.build import build_exchange, parts_exchange
+from hvdtrain.exchange.build import build_exchange, spanning_exchange
+from hvdtrain.exchange.local_sgd import LocalSgd
 from hvdtrain.log import logger
 from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.freeze import freeze
@@ -127,7 +129,8 @@ class RunComponents:
         Returns:
             Whether this rank holds its own older state again.
         """
-        if self.snapshot is not None and not self.exchange.synchronised:
+        diverged = isinstance(self.exchange, LocalSgd) and self.exchange.diverged
+        if self.snapshot is not None and diverged:
             self.snapshot.restore()
         older, self.older = self.older, None
         if older is None:
@@ -172,7 +175,7 @@ def build_components(
     exchange = (
         build_exchange(config.exchange, micro_batches, optimizer, model, elastic)
         if mesh.model is None
-        else parts_exchange(optimizer, model, mesh)
+        else spanning_exchange(optimizer, model, mesh)
     )
     parts = [*exchange.state_parts()]
     if precision.loss_scale is not None:
@@ -192,7 +195,7 @@ def build_components(
     spans = mesh.model is not None
     return RunComponents(
         prepared, config, state, exchange, exporter,
-        snapshot=Snapshot(state) if elastic and config.exchange.sync_every else None,
+        snapshot=Snapshot(state) if elastic and isinstance(exchange, LocalSgd) else None,
         flops=flops,
         ema=ema,
         mesh=mesh if spans else None,
@@ -244,6 +247,9 @@ def build_loop(
         loading=components.loading(),
         buckets=buckets,
     )
+    step = TrainStep(
+        passes, exchange, update, batch, context, buckets, sharded, components.agreement
+    )
     rate = partial(learning_rate, config.schedule, config.optim.lr, steps=config.train.steps)
     return Loop(
         Plan(
@@ -252,9 +258,10 @@ def build_loop(
             rate,
             resolved.samples_of,
             resolved.epoch_samples,
-            config.exchange.sync_every or 1,
         ),
-        TrainStep(passes, exchange, update, batch, context, buckets, sharded, components.agreement),
+        LocalSteps(step, exchange, config.train.steps, context)
+        if isinstance(exchange, LocalSgd)
+        else step,
         loader,
         state.progress,
         state.applied,

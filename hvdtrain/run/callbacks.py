@@ -17,7 +17,7 @@ from hvdtrain.engine.callbacks.profile import Profile
 from hvdtrain.engine.callbacks.replicas import ReplicaCheck
 from hvdtrain.engine.callbacks.stragglers import Destinations, DetectStragglers
 from hvdtrain.engine.loop import Callback, StepRecord
-from hvdtrain.engine.state import KeepSynchronised
+from hvdtrain.engine.state import KeepCommonState
 from hvdtrain.run.build import RunComponents, build_passes
 from hvdtrain.run.recorder import RunRecorder
 from hvdtrain.run_files.run_directory import RunDirectory
@@ -36,7 +36,7 @@ class Callbacks:
     evaluate: Evaluate | None
     log: LogMetrics
     checkpoint: SaveCheckpoints
-    snapshot: KeepSynchronised | None
+    snapshot: KeepCommonState | None
     profile: Profile | None
 
     def as_list(self) -> list[Callback]:
@@ -119,7 +119,7 @@ def build_callbacks(
             build_saving(components, outputs, context),
             context.timer,
         ),
-        snapshot=KeepSynchronised(components.snapshot) if components.snapshot else None,
+        snapshot=KeepCommonState(components.snapshot) if components.snapshot else None,
         profile=Profile(
             config.profile,
             outputs.folder.profile,

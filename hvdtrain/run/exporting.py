@@ -11,7 +11,7 @@ from hvdtrain import comm
 from hvdtrain.config import Config
 from hvdtrain.engine.memory import CompileClock
 from hvdtrain.exchange.base import Exchange
-from hvdtrain.exchange.residuals import Residuals
+from hvdtrain.exchange.bucketed import Residuals
 from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.runtime.memory import PeakMemory
 from hvdtrain.runtime.parts import local

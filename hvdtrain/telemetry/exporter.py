@@ -162,7 +162,7 @@ class Exporter:
         """Count steps after this one again, because the run repeats them."""
         self._last_step = min(self._last_step, step)
 
-    def synchronised(self, step: int) -> None:
+    def states_agree(self, step: int) -> None:
         """Record that all ranks have the same state after this step."""
         self._last_sync.set(step)
 

@@ -67,7 +67,7 @@ def _step(exchange: BucketedExchange, model: Model, own: dict[str, Tensor], rank
     for _ in range(2):
         products = [(p * own[name]).sum().double() for name, p in model.named_parameters()]
         (torch.stack(products).sum() / (2 * ranks)).backward()
-    exchange.finish()
+    exchange.reduce()
 
 
 def test_adasum_equals_the_formula_of_the_paper(topology: Topology) -> None:

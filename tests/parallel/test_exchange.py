@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain.exchange.base import Exchange
-from hvdtrain.exchange.buckets import buckets
+from hvdtrain.exchange.base import Exchange, buckets
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.exchange.exact import UNIT, exact_exchange
@@ -120,7 +119,7 @@ def test_gradient_equals_one_process_over_all_micro_batches(
         exchange.begin(len(own))
         for number in own:
             _loss(model, step, number).backward()
-        exchange.finish()
+        exchange.reduce()
         for parameter, gradient in zip(_trained(model), expected[step], strict=True):
             atol = (1 + 10 * step) * ROUNDING[name]
             torch.testing.assert_close(_gradient(parameter), gradient, rtol=1e-12, atol=atol)
@@ -140,7 +139,7 @@ def test_interrupted_step_does_not_affect_the_next_one(topology: Topology, name:
     exchange.begin(len(own))
     for number in own:
         _loss(model, 0, number).backward()
-    exchange.finish()
+    exchange.reduce()
     for parameter, gradient in zip(_trained(model), expected, strict=True):
         atol = ROUNDING[name]
         torch.testing.assert_close(_gradient(parameter), gradient, rtol=1e-12, atol=atol)
@@ -157,7 +156,7 @@ def test_gradients_of_a_bucket_are_contiguous_in_memory(topology: Topology, pass
         exchange.begin(passes)
         for number in range(passes):
             model(torch.ones(4, WIDTH, dtype=torch.float64), 2 * number + 1).sum().backward()
-        exchange.finish()
+        exchange.reduce()
         reached = [model.last.bias, model.last.weight]  # backward comes to them in this order
         first, second = (_gradient(parameter) for parameter in reached)
         assert first.data_ptr() + first.nbytes == second.data_ptr(), step
@@ -172,7 +171,7 @@ def test_ranks_stay_bitwise_identical(topology: Topology) -> None:
         exchange.begin(1)
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step + topology.rank))
         model(x, step).square().mean().backward()
-        exchange.finish()
+        exchange.reduce()
         optimizer.step()
     bits = [p.detach().view(torch.int32).flatten().tolist() for p in model.parameters()]
     assert all(other == bits for other in gather_json(bits, "weights"))
@@ -190,7 +189,7 @@ def _gradients_on(wire: str, topology: Topology) -> Callable[[float], tuple[list
         exchange.begin(len(own))
         for number in own:
             (scale * _loss(model, 0, number)).backward()
-        exchange.finish()
+        exchange.reduce()
         found = [_gradient(p).clone() for p in _trained(model)]
         exchange.commit(applied=all(gradient.isfinite().all() for gradient in found))
         alone = _alone(SHARES["even"], 1, topology.world_size)[0]
@@ -246,7 +245,7 @@ def test_compression_keeps_residuals_and_ranks_receive_identical_bits(
         optimizer.zero_grad()
         exchange.begin(1)
         model(x).square().mean().backward()
-        exchange.finish()
+        exchange.reduce()
         exchange.commit(applied=step != 2)  # that step was skipped: it is as if it never was
         bits = [_gradient(p).tolist() for p in received]
         assert all(other == bits for other in gather_json(bits, "gradients"))
@@ -279,7 +278,7 @@ def test_powersgd_is_exact_for_a_low_rank_matrix(topology: Topology) -> None:
         optimizer.zero_grad()
         exchange.begin(1)
         model(x).sum().backward()
-        exchange.finish()
+        exchange.reduce()
         exchange.commit(applied=True)
         torch.testing.assert_close(_gradient(model.weight), expected, rtol=1e-9, atol=1e-12)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,20 +70,22 @@ class _Rank:
         self.task = _Task()
         model = self.task.model()
         optimizer = _optimizer(model, name)
-        self.exchange = LocalSgd(optimizer, model, micro_batches, outer)
+        self.exchange = LocalSgd(optimizer, model, micro_batches, EVERY, outer)
         parts = self.exchange.state_parts()
         self.state = RunState(model, optimizer, Progress(), {}, parts)
         self.run_step = _step(self.task, model, optimizer, self.exchange, self)
         self.deal = Deal(micro_batches, Group(topology.rank, topology.world_size))
 
-    def step(self, step: int, synchronise: bool, poisoned: bool = False) -> bool:
+    def step(self, step: int, average: bool, poisoned: bool = False) -> bool:
         """Whether it was applied."""
         batches = [_batch(step, j) for j in self.deal]
         if poisoned and self.topology.rank == self.topology.world_size - 1:
             batches[0][0, 0] = float("nan")
-        flags = replace(Flags(False, False, step), synchronise=synchronise)
         self.state.progress.step = step + 1
-        return self.run_step(iter(batches), self.deal, LR, flags).applied
+        result = self.run_step(iter(batches), self.deal, LR, Flags(False, False, step))
+        if average:
+            self.exchange.average()
+        return result.applied
 
     def digests(self) -> set[bytes]:
         """Of the states of all ranks; one where they are replicas."""
@@ -121,7 +122,7 @@ class _Plain:
                 self.shared.parameters(), lr=outer.lr, momentum=outer.momentum, nesterov=True
             )
 
-    def step(self, step: int, synchronise: bool) -> None:
+    def step(self, step: int, average: bool) -> None:
         for model, optimizer, share in zip(self.models, self.optimizers, self.shares, strict=True):
             optimizer.zero_grad()
             for parameter in model.parameters():
@@ -132,11 +133,11 @@ class _Plain:
             for group in optimizer.param_groups:
                 group["lr"] = LR
             optimizer.step()
-        if synchronise:
-            self._synchronise()
+        if average:
+            self._average()
 
     @torch.no_grad()
-    def _synchronise(self) -> None:
+    def _average(self) -> None:
         for shared, *own in zip(
             self.shared.parameters(), *(m.parameters() for m in self.models), strict=True
         ):
@@ -172,21 +173,21 @@ def test_local_sgd_equals_a_plain_loop_over_models(
     rank = _Rank(topology, name, SHARES[share], outer)
     plain = _Plain(name, topology.world_size, SHARES[share], outer)
     for number in range(4 * EVERY + 1):
-        synchronise = (number + 1) % EVERY == 0
-        rank.step(number, synchronise)
-        plain.step(number, synchronise)
+        average = (number + 1) % EVERY == 0
+        rank.step(number, average)
+        plain.step(number, average)
         own = plain.models[topology.rank]
         for parameter, expected in zip(
             rank.state.model.parameters(), own.parameters(), strict=True
         ):
             torch.testing.assert_close(parameter, expected, **CLOSE)
-        assert rank.exchange.synchronised == synchronise
+        assert rank.exchange.diverged != average
         alone = topology.world_size == 1
-        assert (len(rank.digests()) == 1) == (synchronise or alone)
+        assert (len(rank.digests()) == 1) == (average or alone)
 
 
 @pytest.mark.parametrize("share", SHARES)
-def test_synchronizing_each_step_equals_steps_with_the_mean_gradient(
+def test_averaging_after_each_step_equals_steps_with_the_mean_gradient(
     topology: Topology, share: str
 ) -> None:
     rank = _Rank(topology, "sgd", SHARES[share])
@@ -198,7 +199,7 @@ def test_synchronizing_each_step_equals_steps_with_the_mean_gradient(
     step = _step(dense.task, model, optimizer, exchange, dense)
     step._update._clip_norm = 0.0
     for number in range(5):
-        rank.step(number, synchronise=True)
+        rank.step(number, average=True)
         batches = [_batch(number, j) for j in dense.deal]
         step(iter(batches), dense.deal, LR, Flags(False, False, number))
         for parameter, expected in zip(
@@ -212,52 +213,52 @@ def test_synchronizing_each_step_equals_steps_with_the_mean_gradient(
 
 def test_nonfinite_step_is_skipped_on_all_ranks(topology: Topology) -> None:
     rank = _Rank(topology, "adamw", 2 * topology.world_size, OUTER)
-    assert rank.step(0, synchronise=False)
+    assert rank.step(0, average=False)
     before = rank.copy()
-    assert not rank.step(1, synchronise=False, poisoned=True)
+    assert not rank.step(1, average=False, poisoned=True)
     assert all(torch.equal(t, before[name]) for name, t in rank.copy().items())
-    assert rank.step(2, synchronise=True)
+    assert rank.step(2, average=True)
     assert len(rank.digests()) == 1
     before = rank.copy()
     # A period of which nothing counts: no momentum moves anything.
-    assert not rank.step(3, synchronise=True, poisoned=True)
-    assert rank.exchange.synchronised
+    assert not rank.step(3, average=True, poisoned=True)
+    assert not rank.exchange.diverged
     assert all(torch.equal(t, before[name]) for name, t in rank.copy().items())
 
 
-def test_synchronization_does_not_change_frozen_parameters(topology: Topology) -> None:
+def test_averaging_does_not_change_frozen_parameters(topology: Topology) -> None:
     rank = _Rank(topology, "sgd", 3, OUTER)  # weights that are rounded
-    rank.step(0, synchronise=False)
-    rank.step(1, synchronise=True)
+    rank.step(0, average=False)
+    rank.step(1, average=True)
     first = [p.detach().clone() for p in rank.state.model[0].parameters()]  # type: ignore[index]
     rank.task.frozen = True
     for number in range(2, 6):
-        rank.step(number, synchronise=number % 2 == 1)
+        rank.step(number, average=number % 2 == 1)
     for parameter, before in zip(rank.state.model[0].parameters(), first, strict=True):  # type: ignore[index]
         assert torch.equal(parameter, before)
     assert len(rank.digests()) == 1
 
 
-def test_failure_between_synchronizations_restores_the_last_one(topology: Topology) -> None:
+def test_failure_between_averages_restores_the_last_common_state(topology: Topology) -> None:
     rank = _Rank(topology, "adamw", 2 * topology.world_size, OUTER)
     snapshot = Snapshot(rank.state)
     snapshot.keep()  # before the first step, where the optimizer has no state
     beginning = rank.copy()
     for number in range(2):
-        rank.step(number, synchronise=False)
+        rank.step(number, average=False)
     snapshot.restore()
     rank.exchange.abort()
     restored = rank.copy()
     assert restored.keys() == beginning.keys() and rank.state.progress.step == 0
     assert all(torch.equal(t, beginning[name]) for name, t in restored.items())
     for number in range(EVERY):
-        rank.step(number, synchronise=number == EVERY - 1)
+        rank.step(number, average=number == EVERY - 1)
     snapshot.keep()
     kept = rank.copy()
     digests = []
     for _ in range(2):
         for number in range(EVERY, EVERY + 2):
-            rank.step(number, synchronise=False)
+            rank.step(number, average=False)
         snapshot.restore()
         rank.exchange.abort()
         assert rank.state.progress.step == EVERY and rank.copy().keys() == kept.keys()

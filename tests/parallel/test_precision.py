@@ -14,11 +14,13 @@ from hvdtrain.data.deal import Deal
 from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.control import Flags
 from hvdtrain.engine.integrity import TensorHash
-from hvdtrain.engine.loop import Progress
+from hvdtrain.engine.local_steps import LocalSteps
+from hvdtrain.engine.loop import Progress, Step
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import StepResult, TrainStep, Update
 from hvdtrain.exchange.build import build_exchange
 from hvdtrain.exchange.config import ExchangeConfig
+from hvdtrain.exchange.local_sgd import LocalSgd
 from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.precision import build_precision, to_bfloat16
@@ -80,13 +82,16 @@ class _Rank:
         self.state = RunState(model, optimizer, Progress(), {}, further)
         context = replicated(topology)
         exact = exchange.exact
-        self._step = TrainStep(
+        step = TrainStep(
             Accumulate(task, model, micro_batches, context, exact, self.precision),
             self.exchange,
             Update(optimizer, self.exchange, 1.0, scale),
             batch,
             context,
         )
+        self._step: Step = step
+        if isinstance(self.exchange, LocalSgd):
+            self._step = LocalSteps(step, self.exchange, 100, context)
         self._deal = Deal(micro_batches, Group(topology.rank, topology.world_size))
 
     def step(self, step: int, overflows: bool = False) -> StepResult:
@@ -94,8 +99,7 @@ class _Rank:
         last = self._topology.rank == self._topology.world_size - 1
         factors = {next(iter(self._deal)): 1e4 if overflows and last else 0.1}
         batches = [_batch(step, j, factors.get(j, 0.1)) for j in self._deal]
-        flags = Flags(False, False, step, synchronise=True)
-        return self._step(iter(batches), self._deal, 0.01, flags)
+        return self._step(iter(batches), self._deal, 0.01, Flags(False, False, step))
 
     def digests(self) -> set[bytes]:
         """Of the states of all ranks; one where they are replicas."""

@@ -83,9 +83,12 @@ class Training:
         self.weight = torch.zeros(1)
         self.writer = CheckpointWriter(CheckpointManager(root, config.keep), saved=0)
         self.loop: Any = SimpleNamespace(
-            progress=SimpleNamespace(step=0), preempted=False, asked_to_stop_at=0.0, ending=False
+            progress=SimpleNamespace(step=0),
+            preempted=False,
+            asked_to_stop_at=0.0,
+            ending=False,
+            due=lambda every: True,
         )
-        self.loop.synchronised = True
         self._steps = steps
         state: Any = SimpleNamespace(capture=self._capture, of_scope=lambda *_: [])
         saving = Saving(state, ALONE, self.writer, lambda: None)
@@ -118,7 +121,7 @@ class _Shard:
         manager: Any = CheckpointManager(root, 1) if rank == 0 else self
         self._writer = CheckpointWriter(manager)
         self._loop: Any = SimpleNamespace(
-            progress=SimpleNamespace(step=0), preempted=False, ending=False, synchronised=True
+            progress=SimpleNamespace(step=0), preempted=False, ending=False, due=lambda every: True
         )
         state: Any = SimpleNamespace(capture=self._capture, of_scope=lambda *_: ["optimizer"])
         saving = Saving(state, Group(rank, 2), self._writer, lambda: None)

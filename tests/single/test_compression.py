@@ -16,11 +16,10 @@ from hvdtrain.cli import main
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.state import RunState
 from hvdtrain.exchange.base import Exchange
+from hvdtrain.exchange.bucketed import Residuals
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.exchange.dense import DenseExchange
-from hvdtrain.exchange.identical import orthonormal
-from hvdtrain.exchange.powersgd import powersgd_exchange
-from hvdtrain.exchange.residuals import Residuals
+from hvdtrain.exchange.powersgd import orthonormal, powersgd_exchange
 from hvdtrain.runtime.init import initialise
 from tests.support.runs import TINY, TRAIN, environment, losses, run, start, train, weights
 
@@ -140,7 +139,7 @@ def test_conflicting_keys_are_a_one_line_error(tmp_path: Path, flags: str) -> No
 
 ON_A_PROCESSOR = """
 import hashlib, torch
-from hvdtrain.exchange.identical import orthonormal, product
+from hvdtrain.exchange.powersgd import orthonormal, product
 numbers = [torch.arange(n * 4, dtype=torch.float32).mul(0.7).frac().view(n, 4) for n in (1000, 333)]
 ps = orthonormal(numbers)
 out = torch.empty(1000, 333)

@@ -138,7 +138,7 @@ def _gradients(order: list[int], scale: float = 1.0) -> tuple[list[Tensor], list
     exchange = exact_exchange(optimizer, model, micro_batches=6)
     exchange.begin(len(order))
     backward()
-    exchange.finish()
+    exchange.reduce()
     return [_gradient(p) for p in model.parameters()], plain
 
 
@@ -174,7 +174,7 @@ def test_gradient_in_channels_last_memory_format_is_correct() -> None:
     exchange = exact_exchange(torch.optim.SGD(other.parameters(), lr=0.1), other, 1)
     exchange.begin(1)
     other(data).square().sum().backward()
-    exchange.finish()
+    exchange.reduce()
     for a, b in zip(usual.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(_gradient(a), _gradient(b), rtol=1e-4, atol=1e-4)
         assert _gradient(b).stride() == b.stride()

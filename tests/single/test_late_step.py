@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
@@ -17,6 +18,7 @@ from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.loop import Interruptions, Loop, Plan, Progress
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import TrainStep, Update
+from hvdtrain.exchange.base import Exchange, TrainedParameters
 from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.parallel.agreement import Agreement
@@ -34,26 +36,14 @@ class _Task:
         return {"loss": model(batch).square().mean()}
 
 
-class _Exchange:
-    """Of one rank; counts the steps that it committed, as error feedback would."""
+class _Exchange(Exchange):
+    """Exchange of one rank; it counts the steps that it committed, as error feedback would."""
 
-    synchronised = True
-
-    def __init__(self, model: nn.Module) -> None:
-        self.parameters: Sequence[nn.Parameter] = [*model.parameters()]
+    def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
+        super().__init__(TrainedParameters(optimizer, model))
         self.committed: list[bool] = []
 
-    def begin(self, passes: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def rest(self, frozen: Sequence[bool]) -> None: ...
-
-    def frozen(self) -> list[bool]:
-        return [False] * len(self.parameters)
-
-    def agreed_norm(self, own: Tensor) -> Tensor:
-        return own
+    def reduce(self) -> None: ...
 
     def commit(self, applied: bool) -> None:
         self.committed.append(applied)
@@ -81,18 +71,17 @@ class _Rank:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
         optimizer = torch.optim.AdamW(model.parameters())
-        self.exchange, self.agreement, scale = _Exchange(model), Agreement(), LossScale()
+        self.exchange, self.agreement, scale = _Exchange(optimizer, model), Agreement(), LossScale()
         parts = [Ema(optimizer, model, 0.5), scale]
         self.state = RunState(model, optimizer, Progress(), {}, parts)
         context = replicated(Topology(0, 1, 0, 1, ("a",)))
         batch = BatchConfig(global_size=8 * MICRO_BATCHES, micro_size=8)
-        exchange: Any = self.exchange
         task: Any = _Task()
         loader: Any = _Loader(poisoned)
         step = TrainStep(
             Accumulate(task, model, MICRO_BATCHES, context),
-            exchange,
-            Update(optimizer, exchange, 0.1, scale),
+            self.exchange,
+            Update(optimizer, self.exchange, 0.1, scale),
             batch,
             context,
             agreement=self.agreement,
@@ -176,7 +165,7 @@ def test_step_applied_by_no_rank_is_recomputed() -> None:
     assert rank.agreement.reaches(LOST + 1) == LOST + 1
 
 
-@pytest.mark.parametrize("place", ["finish", "agreed_norm"])
+@pytest.mark.parametrize("place", ["reduce", "agreed_norm"])
 def test_failed_collective_leaves_state_unchanged(place: str) -> None:
     rank = _Rank()
     rank.run(2)

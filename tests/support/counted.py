@@ -40,8 +40,8 @@ class Counting(DenseExchange):
         super().__init__(*args)
         self._counter = Counter()
 
-    def finish(self) -> None:
-        super().finish()
+    def reduce(self) -> None:
+        super().reduce()
         self._counter.steps += 1
 
     def state_parts(self) -> Sequence[StatePart]:

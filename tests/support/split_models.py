@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import AdamW, Optimizer
 
 from hvdtrain.errors import UserError
-from hvdtrain.exchange.parts import complete_gradients
+from hvdtrain.exchange.spanning import complete_gradients
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.sampling import Sampling, continue_tokens

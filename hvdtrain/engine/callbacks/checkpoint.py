@@ -124,7 +124,7 @@ class SaveCheckpoints:
         self.error: Exception | None = None  # why the run's last state is not saved
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
-        if not loop.synchronised:
+        if not loop.due(every=1):
             return
         if loop.preempted or (loop.ending and self._config.enabled):
             with self._timer.inside("checkpoint"):

@@ -167,8 +167,8 @@ class Export:
         self._failed_at = failed_at
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
-        if loop.synchronised:
-            self._exporter.synchronised(record["step"])
+        if loop.due(every=1):
+            self._exporter.states_agree(record["step"])
         nonfinite = "skipped" in record and "overflow" not in record
         new = self._exporter.step(record, loop.step_samples, nonfinite)
         if new and self._failed_at is not None:

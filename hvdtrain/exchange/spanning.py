@@ -13,15 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from hvdtrain import comm
-from hvdtrain.exchange.buckets import buckets
-from hvdtrain.exchange.parameters import TrainedParameters
+from hvdtrain.exchange.base import Exchange, TrainedParameters, buckets
 from hvdtrain.runtime.collectives import gather_json, lost_ranks, set_of_part
 from hvdtrain.runtime.mesh import Mesh
 from hvdtrain.runtime.parts import local
-from hvdtrain.runtime.state_part import StatePart
 
 
-class PartsExchange:
+class SpanningExchange(Exchange):
     """See Exchange. Gradients are summed after the last backward pass.
 
     First over the ranks that split matrices between them, for the parameters that each of these
@@ -36,8 +34,7 @@ class PartsExchange:
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, mesh: Mesh) -> None:
-        self._trained = TrainedParameters(optimizer, model)
-        self.parameters = self._trained.in_order
+        super().__init__(TrainedParameters(optimizer, model))
         self._replicas = mesh.grid.replicas
         self._same_part = set_of_part(mesh.grid, mesh.topology.rank)
         self._context = (
@@ -46,18 +43,11 @@ class PartsExchange:
             else None
         )
         self._buckets = buckets(self.parameters)
-        own = [self._trained.names[p] for p in self.parameters]
-        everywhere = gather_json(own, "parts.names")
-        self._names = [*dict.fromkeys(name for names in everywhere for name in names)]
+        everywhere = gather_json(self.trained.all_names, "parts.names")
+        self.trained.all_names = [*dict.fromkeys(name for names in everywhere for name in names)]
         self._bytes = sum(local(p).numel() * p.element_size() for p in self.parameters)
-        self.synchronised = True
-        self.inflight_seconds = 0.0
-        self.bytes = 0
 
-    def begin(self, passes: int) -> None:
-        """Nothing is sent before the last backward pass is done."""
-
-    def finish(self) -> None:
+    def reduce(self) -> None:
         for bucket in self._buckets:
             complete_gradients(bucket)
         gradients = [[_own_gradient(p) for p in bucket] for bucket in self._buckets]
@@ -88,32 +78,6 @@ class PartsExchange:
         ]
         for handle in handles:
             hvd.synchronize(handle)
-
-    def frozen(self) -> list[bool]:
-        names = self._trained.names
-        frozen = zip(self.parameters, self._trained.frozen(), strict=True)
-        here = {names[parameter] for parameter, rests in frozen if rests}
-        return [name in here for name in self._names]
-
-    def rest(self, frozen: Sequence[bool]) -> None:
-        at_rest = {name for name, rests in zip(self._names, frozen, strict=True) if rests}
-        self._trained.rest([self._trained.names[p] in at_rest for p in self.parameters])
-
-    def agreed_norm(self, own: Tensor) -> Tensor:
-        return own
-
-    def commit(self, applied: bool) -> None:
-        """Nothing is kept from step to step."""
-
-    def synchronise(self) -> None:
-        """Nothing to do: all ranks take the same steps."""
-
-    def state_parts(self) -> Sequence[StatePart]:
-        return ()
-
-    def abort(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
 
 
 def complete_gradients(parameters: Sequence[nn.Parameter]) -> None:

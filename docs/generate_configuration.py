@@ -1,8 +1,9 @@
-"""Makes the configuration reference from the dataclasses that the configuration is made of.
+"""Generate the configuration reference from the configuration's dataclasses and checks.
 
     python docs/generate_configuration.py > docs/configuration.md
 
-`make docs` does that. Descriptions come from the "Args:" of the dataclasses' docstrings.
+`make docs` does that. Descriptions come from the "Args:" of the dataclasses' docstrings, refused
+combinations from the tables in hvdtrain/config_checks.py.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import json
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import docstring_parser
 
 from hvdtrain.config import Config
+from hvdtrain.config_checks import CHECKS, RANK_CHECKS, Check, RankCheck
 from hvdtrain.tasks import BUILT_IN, load_class, optional
 
 HEAD = """\
@@ -39,10 +41,24 @@ optim:
   lr: 6.0e-4
 ```
 
-An unknown key, a wrong type or an impossible value ends the program with exit code 2 and one
-message before any work is done.
+An unknown key, a wrong type, an impossible value or a [refused
+combination](#combinations-that-are-refused) ends the program with exit code 2 and one message
+before any work is done.
 """
 Defaults = Mapping[str, Mapping[str, Any]]  # task -> key -> its default there
+
+COMBINATIONS = """
+## Combinations that are refused
+
+The parser checks these, so every command that reads a configuration refuses them:
+
+"""
+
+RANKS = """
+These also depend on the ranks. A run checks them at its start, and `hvdtrain doctor` for the hosts
+that it examines:
+
+"""
 
 OF_TASKS = """
 A [custom task](custom-tasks.md) has keys of its own in place of those that follow.
@@ -50,12 +66,16 @@ A [custom task](custom-tasks.md) has keys of its own in place of those that foll
 
 
 def page() -> Iterator[str]:
-    """The lines of the page, each with what ends it."""
+    """Yield the page in parts, with line ends."""
     tasks = {name: load_class(name) for name in BUILT_IN}
     defaults = {name: optional(task, "defaults") for name, task in tasks.items()}
     yield HEAD
     yield from table(Config, "", defaults)
     yield from groups(Config, "##", defaults)
+    yield COMBINATIONS
+    yield from combinations(CHECKS)
+    yield RANKS
+    yield from combinations(RANK_CHECKS)
     yield OF_TASKS
     shown: dict[str, str] = {}
     for name, task in tasks.items():
@@ -68,10 +88,10 @@ def page() -> Iterator[str]:
 def groups(
     owner: type, heading: str, task_defaults: Defaults, shown: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """A section for each group of keys: the fields that are dataclasses themselves.
+    """Yield a section for each group of keys: the fields that are dataclasses themselves.
 
     Args:
-        shown: groups that other tasks have too -> the first of these, where their keys stand.
+        shown: group that another task has too -> the task whose section lists its keys.
     """
     said = descriptions(owner)
     for name, group in vars(owner()).items():
@@ -84,7 +104,7 @@ def groups(
 
 
 def table(owner: type, prefix: str, task_defaults: Defaults) -> Iterator[str]:
-    """A row for each key of one dataclass.
+    """Yield a table with a row for each key of one dataclass.
 
     Raises:
         KeyError: its docstring does not say what a key means.
@@ -101,21 +121,27 @@ def table(owner: type, prefix: str, task_defaults: Defaults) -> Iterator[str]:
             yield f"| `{key}` | {kind(hints[field.name])} | {default} | {said[field.name]} |\n"
 
 
+def combinations(checks: Sequence[Check | RankCheck]) -> Iterator[str]:
+    """Yield a table of refused combinations."""
+    yield "| combination | reason |\n| --- | --- |\n"
+    yield from (f"| {check.combination} | {check.why} |\n" for check in checks)
+
+
 def descriptions(owner: type) -> dict[str, str]:
-    """Field -> what the docstring of its dataclass says, on one line."""
+    """Return field -> its description in the dataclass's docstring, on one line."""
     parsed = docstring_parser.parse(owner.__doc__ or "", docstring_parser.DocstringStyle.GOOGLE)
     return {param.arg_name: " ".join((param.description or "").split()) for param in parsed.params}
 
 
 def code(value: Any) -> str:
-    """A value as YAML takes it."""
+    """Format a value as in YAML."""
     # YAML reads 1e-08 as text.
     text = re.sub(r"^(\d)e", r"\1.0e", json.dumps(value)) if isinstance(value, float) else None
     return f"`{value if isinstance(value, str) else text or json.dumps(value)}`"
 
 
 def kind(hint: Any) -> str:
-    """A type in words: `a`, `b` for the values of a Literal, null for None."""
+    """Describe a type: `a`, `b` for the values of a Literal, null for None."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Literal:
         return ", ".join(code(value) for value in arguments)

@@ -138,7 +138,7 @@ def _text(value: Any) -> str:
 
 
 def _excludes(first: str, second: str, why: str) -> Check:
-    """A check of two terms that exclude each other; `first` may list alternatives: `a, b`."""
+    """A check of two terms that exclude each other; `first`: a term, or `_SPANS`."""
     ones, other = [_Term(text) for text in first.split(", ")], _Term(second)
 
     def find(config: Any) -> str:
@@ -147,7 +147,7 @@ def _excludes(first: str, second: str, why: str) -> Check:
             return ""
         return f"{one.shown(config)} excludes {other.shown(config)}: {why}"
 
-    names = " or ".join(one.markdown for one in ones)
+    names = ones[0].markdown if len(ones) == 1 else "a degree of `parallel` above 1"
     return Check(f"{names} excludes {other.markdown}", why, find)
 
 
@@ -189,14 +189,14 @@ _EXACT_BITS = "the bits of a run would depend on the machine that it began on"
 _NOT_TESTED = "not tested together"
 _SPANS = "parallel.tensor !1, parallel.context !1, parallel.shard !1, parallel.pipeline !1"
 _ELEMENTWISE = "optim.name adamw|adam|sgd|lion"
-_FOR_GRADIENTS = "it is for gradients that are exchanged in each step"
-_ADASUM_WHOLE = "it combines whole float32 gradients"
+_FOR_GRADIENTS = "parameters are exchanged, not the gradients of each step"
+_ADASUM_WHOLE = "Adasum combines whole float32 gradients"
 
 CHECKS: tuple[Check, ...] = (
     # the length of a run
     _excludes("train.epochs", "train.steps", "give one of them"),
-    _excludes("train.patience", "eval.every 0", "it needs evaluations"),
-    _excludes("checkpoint.keep_best", "eval.every 0", "it needs evaluations"),
+    _excludes("train.patience", "eval.every 0", "it needs validation losses"),
+    _excludes("checkpoint.keep_best", "eval.every 0", "it needs validation losses"),
     Check(
         "`profile.steps` that begin after `train.steps`",
         "these steps never run",
@@ -206,7 +206,7 @@ CHECKS: tuple[Check, ...] = (
     _excludes(
         "batch.max_tokens",
         "batch.per_rank_size",
-        "a step is batch.per_step micro-batches for any number of ranks",
+        "with batch.max_tokens a step is batch.per_step micro-batches for any number of ranks",
     ),
     _excludes(
         "memory.fit",
@@ -221,10 +221,12 @@ CHECKS: tuple[Check, ...] = (
     _excludes(
         "batch.deal speed",
         "telemetry.exchange_every 0",
-        "it needs the ranks' comparisons",
+        "speeds come from the comparisons of the ranks",
     ),
-    _excludes("batch.deal speed", "exchange.reduce adasum", "it gives all ranks the same weight"),
-    _excludes("batch.interleave !1", "memory.fit", "it measures one pass at a time"),
+    _excludes(
+        "batch.deal speed", "exchange.reduce adasum", "Adasum gives all ranks the same weight"
+    ),
+    _excludes("batch.interleave !1", "memory.fit", "memory.fit measures one pass at a time"),
     _excludes("batch.interleave !1", "compile.enabled", _NOT_TESTED),
     # the optimizer
     _requires("optim.fused", "optim.name adamw|adam", "the other optimizers have no such kernel"),
@@ -239,11 +241,15 @@ CHECKS: tuple[Check, ...] = (
     _excludes("compile.enabled", "exchange.name exact", _EXACT_BITS),
     _excludes("memory.fit", "exchange.name exact", _EXACT_BITS),
     _excludes("precision.cudnn_benchmark", "exchange.name exact", _EXACT_BITS),
-    _excludes("exchange.wire !float32", "exchange.name exact", "it sends integers"),
+    _excludes("exchange.wire !float32", "exchange.name exact", "exact sends integers"),
     _excludes(
-        "exchange.compression", "exchange.name exact", "it omits values that exact has to add"
+        "exchange.compression",
+        "exchange.name exact",
+        "a compression omits values that exact has to add",
     ),
-    _excludes("exchange.compression", "exchange.wire !float32", "it sends float32"),
+    _excludes(
+        "exchange.compression", "exchange.wire !float32", "compressed gradients are sent as float32"
+    ),
     _excludes("exchange.reduce adasum", "exchange.name exact", _ADASUM_WHOLE),
     _excludes("exchange.reduce adasum", "exchange.wire !float32", _ADASUM_WHOLE),
     _excludes("exchange.reduce adasum", "exchange.compression", _ADASUM_WHOLE),
@@ -258,7 +264,7 @@ CHECKS: tuple[Check, ...] = (
     _excludes(
         "exchange.sync_every",
         "precision.name bf16-params",
-        "it averages parameters, which bf16-params rounds: use precision.name bf16",
+        "bf16-params would round the averaged parameters: use precision.name bf16",
     ),
     _excludes(
         "optim.ema_decay",
@@ -266,19 +272,21 @@ CHECKS: tuple[Check, ...] = (
         "ranks that step independently have different averages",
     ),
     _excludes("optim.name adamw8bit", "exchange.sync_every", "its moments cannot be averaged"),
-    _requires("exchange.outer", "exchange.sync_every", "the number of steps between its own"),
+    _requires(
+        "exchange.outer", "exchange.sync_every", "the outer optimizer steps once in that many steps"
+    ),
     # a model that spans ranks
-    _excludes(_SPANS, "exchange.name exact", "it adds whole gradients"),
-    _excludes(_SPANS, "exchange.compression", "it compresses whole gradients"),
+    _excludes(_SPANS, "exchange.name exact", "exact adds whole gradients"),
+    _excludes(_SPANS, "exchange.compression", "a compression needs whole gradients"),
     _excludes(_SPANS, "exchange.wire !float32", "shards are sent in their own precision"),
-    _excludes(_SPANS, "exchange.reduce adasum", "it compares whole gradients"),
+    _excludes(_SPANS, "exchange.reduce adasum", "Adasum compares whole gradients"),
     _excludes(
         _SPANS, "exchange.sync_every", "ranks would step independently with shards of a model"
     ),
     _excludes(
         _SPANS,
         "optim.name muon|adafactor|adamw8bit",
-        "its update of a matrix needs the whole matrix: use adamw, adam, sgd or lion",
+        "the update of a matrix needs the whole matrix: use adamw, adam, sgd or lion",
     ),
     _excludes(_SPANS, "batch.deal speed", "a replica is as fast as its slowest rank"),
     _excludes(
@@ -286,8 +294,10 @@ CHECKS: tuple[Check, ...] = (
         "batch.per_rank_size",
         "ranks of a replica share their samples: give batch.global_size",
     ),
-    _excludes(_SPANS, "batch.interleave !1", "it is for models that each rank holds whole"),
-    _excludes(_SPANS, "memory.fit", "it measures a whole model on one rank"),
+    _excludes(
+        _SPANS, "batch.interleave !1", "batch.interleave is for models that each rank holds whole"
+    ),
+    _excludes(_SPANS, "memory.fit", "memory.fit measures a whole model on one rank"),
     _excludes(_SPANS, "compile.enabled", _NOT_TESTED),
     _excludes(
         _SPANS,
@@ -312,12 +322,12 @@ CHECKS: tuple[Check, ...] = (
     _requires(
         "parallel.reshard_after_forward false",
         "parallel.shard !1",
-        "it is about parameters that ranks hold in shards",
+        "the key is about parameters that ranks hold in shards",
     ),
     _requires(
         "parallel.offload",
         "parallel.shard !1",
-        "it is about parameters that ranks hold in shards",
+        "the key is about parameters that ranks hold in shards",
     ),
     Check(
         "`parallel.shard` that does not divide the micro-batches of a step",
@@ -339,7 +349,7 @@ CHECKS: tuple[Check, ...] = (
     _excludes(
         "parallel.zero",
         "optim.fused",
-        "it rounds an element depending on its position in the slice",
+        "the fused kernel rounds an element depending on its position in the slice",
     ),
     _excludes(
         "parallel.zero",

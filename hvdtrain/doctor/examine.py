@@ -9,13 +9,16 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hvdtrain.config import Config, parse
+from hvdtrain.config_checks import Ranks, check_ranks
 from hvdtrain.doctor import collectives, host_checks, hosts, network
-from hvdtrain.doctor.findings import ERROR, Diagnosis, Examination
+from hvdtrain.doctor.findings import ERROR, WARNING, Diagnosis, Examination
 from hvdtrain.doctor.host_checks import Facts, Need
 from hvdtrain.doctor.session import HostSession, opened, together
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.launch.discovery import is_this_host
 from hvdtrain.launch.hostfile import Host, first_slots
+from hvdtrain.run.resolve import with_global_batch
 from hvdtrain.runtime.machine import resolve
 
 LIBRARIES, NETWORK, ALONE, SUMS = "libraries", "network", "alone", "all-reduce"
@@ -64,6 +67,8 @@ def examine(request: Request) -> Examination:
         for name, theirs in facts.items():
             of_host = slots.get(name, 0) if slots else ranks
             found.findings += host_checks.check_host(name, theirs, Need(of_host, ranks, root))
+        if request.flags is not None:
+            found.findings += _check_configuration(parse(request.flags).config, facts[own], ranks)
         asked = {name: sessions[name] for name in facts}
         _compare(found, facts, own, asked, request)
         if NETWORK in request.stages and len(asked) > 1:
@@ -151,6 +156,23 @@ def _compare(
         data = together(sessions.values(), lambda s: s.ask("data", _DATA_SECONDS, flags=flags))
         found.measured["data"] = data
         found.findings += hosts.compare_data(data, own)
+
+
+def _check_configuration(config: Config, facts: Facts, ranks: int) -> Iterator[Diagnosis]:
+    """Check that a run with a fixed number of ranks accepts the configuration."""
+    built = facts["libraries"].get("built", {})
+    mpi = None if built.get("mpi") else False
+    try:
+        check_ranks(with_global_batch(config, ranks), Ranks(ranks, elastic=False, mpi=mpi))
+    except UserError as error:
+        yield Diagnosis(
+            "configuration",
+            f"{ranks} ranks",
+            str(error),
+            "a run with a fixed number of ranks ends at its start",
+            "change the key that the message names, or the number of ranks",
+            WARNING,
+        )
 
 
 def _clock(session: HostSession) -> tuple[float, float]:

@@ -124,7 +124,7 @@ def _carried(state: RunState) -> dict[str, torch.Tensor]:
 TOPK_FLAG = "--exchange.compression topk"
 MISTAKES = {
     f"{TOPK_FLAG} --exchange.name exact --runtime.threads 1": "excludes exchange.name exact",
-    f"{TOPK_FLAG} --exchange.wire float16": "exchange.wire float16 is for",
+    f"{TOPK_FLAG} --exchange.wire float16": "excludes exchange.wire float16",
     f"{TOPK_FLAG} --exchange.ratio 0": "exchange.ratio must be in (0, 1], not 0.0",
     "--exchange.compression powersgd --exchange.rank 0": "exchange.rank must be >= 1, not 0",
 }

@@ -84,7 +84,7 @@ def test_run_of_epochs_equals_the_run_of_as_many_steps(tmp_path: Path) -> None:
     for name in ("loss", "lr", "epoch"):
         assert [line[name] for line in ours] == [line[name] for line in theirs]
     assert ours[-1]["epoch"] == 16 * 24 / SAMPLES == 1.5
-    assert "16 steps of 24 samples are 1.50 epochs of 256 samples; no sample" in by_epochs.stderr
+    assert "16 steps of 24 samples are 1.50 epochs of 256 samples; all samples" in by_epochs.stderr
     assert re.search(r"step 16/16  epoch 1.50  loss", by_epochs.stderr), by_epochs
     again = run(tmp_path / "o", [*common, "--run.id", "e", "--train.epochs", "1.5"])
     assert again.returncode == 0 and "step 16 of 16 was done already" in again.stderr, again

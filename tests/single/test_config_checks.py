@@ -1,0 +1,140 @@
+"""The tables of refused combinations, and what ranks agree on at their start."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from hvdtrain.config import parse
+from hvdtrain.config_checks import CHECKS, RANK_CHECKS, Ranks, check_ranks
+from hvdtrain.errors import EXIT_USER, UserError
+from hvdtrain.run.start_checks import raise_first
+from hvdtrain.runtime.collectives import AgreedError
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+AXES = ("tensor", "pipeline", "context", "shard")
+
+# A value that switches a key on, or that a check names, for each term of the tables.
+TERM = re.compile(r"`([a-z_]+\.[a-z_0-9]+)(?: ([^`]+))?`( above 1| other than `(\S+)`)?")
+ON = {
+    "train.epochs": "2",
+    "train.steps": "5",
+    "train.patience": "2",
+    "checkpoint.keep_best": "true",
+    "batch.max_tokens": "64",
+    "batch.per_rank_size": "4",
+    "optim.scale_lr": "linear",
+    "optim.fused": "true",
+    "optim.ema_decay": "0.9",
+    "exchange.wire": "float16",
+    "exchange.compression": "topk",
+    "exchange.sync_every": "4",
+    "exchange.outer": "nesterov",
+    "memory.fit": "true",
+    "compile.enabled": "true",
+    "precision.cudnn_benchmark": "true",
+    "parallel.zero": "1",
+    "parallel.offload": "cpu",
+    "telemetry.tls_cert_file": "cert.pem",
+    "telemetry.tls_key_file": "key.pem",
+}
+# A value that is not among those that a check requires.
+OTHER = {"optim.name": "lion", "parallel.zero": "1"}
+EXCLUSIONS = [check for check in CHECKS if " excludes " in check.combination]
+REQUIREMENTS = [check for check in CHECKS if " requires " in check.combination]
+
+
+def _flags(text: str) -> list[str]:
+    """Flags that make all terms in a combination's text true."""
+    if text.startswith("a degree of `parallel`"):
+        return ["--parallel.tensor=2"]
+    match = TERM.match(text)
+    assert match is not None, text
+    key, value, above, _ = match.groups()
+    return [f"--{key}={value or ('2' if above == ' above 1' else ON[key])}"]
+
+
+@pytest.mark.parametrize("check", EXCLUSIONS, ids=lambda check: check.combination)
+def test_each_excluded_combination_is_refused_with_its_reason(check: object) -> None:
+    combination, why = check.combination, check.why  # type: ignore[attr-defined]
+    first, second = combination.split(" excludes ")
+    flags = [*_flags(first), *_flags(second)]
+    if "exchange.name exact" in combination:
+        flags.append("--runtime.threads=1")
+    with pytest.raises(UserError) as refused:
+        parse(["--task", "tests.support.tasks:Regression", *flags])
+    assert str(refused.value).endswith(why) and " excludes " in str(refused.value)
+
+
+@pytest.mark.parametrize("check", REQUIREMENTS, ids=lambda check: check.combination)
+def test_each_missing_requirement_is_reported_with_its_reason(check: object) -> None:
+    combination, why = check.combination, check.why  # type: ignore[attr-defined]
+    first, second = combination.split(" requires ")
+    flags = _flags(first)
+    if second.startswith("`optim.name"):
+        flags.append("--optim.name=muon")
+    with pytest.raises(UserError) as refused:
+        parse(["--task", "tests.support.tasks:Regression", *flags])
+    assert str(refused.value).endswith(why) and " requires " in str(refused.value)
+
+
+def test_combinations_are_listed_once() -> None:
+    listed = [check.combination for check in (*CHECKS, *RANK_CHECKS)]
+    assert len(listed) == len(set(listed))
+    for a, b in itertools.combinations([c.combination for c in EXCLUSIONS], 2):
+        assert a.split(" excludes ") != b.split(" excludes ")[::-1]
+
+
+def test_table_of_parallel_axes_lists_every_exclusion() -> None:
+    """A key that excludes models that span ranks has "no" in the columns of all axes."""
+    refused = ""
+    for line in (DOCS / "parallel.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 6 and cells[2:] == ["no"] * 4:
+            refused += cells[0]
+    for check in EXCLUSIONS:
+        first, _, second = check.combination.partition(" excludes ")
+        if first.startswith("a degree of `parallel`"):
+            key, value, *_ = TERM.match(second).groups()  # type: ignore[union-attr]
+            assert key in refused and (value or "") in refused, second
+
+
+def test_rank_checks_pass_default_configuration_on_any_ranks() -> None:
+    config = parse([]).config
+    for size, elastic in itertools.product((1, 2, 3, 64), (False, True)):
+        check_ranks(config, Ranks(size, elastic, mpi=False, patched=False))
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "message"),
+    [
+        ("--exchange.wire=bfloat16", Ranks(2, False, patched=False), "requires its patches"),
+        ("--precision.name=bf16-params", Ranks(2, False, patched=False), "requires its patches"),
+        ("--exchange.reduce=adasum", Ranks(2, False, mpi=False), "requires MPI"),
+        ("--exchange.reduce=adasum", Ranks(1, True, mpi=True), "cannot be elastic"),
+        ("--exchange.reduce=adasum", Ranks(3, False, mpi=True), "2, 4, 8, ... ranks, not 3"),
+        ("--exchange.reduce=adasum", Ranks(64, False, mpi=True), "multiple of the 64 ranks"),
+        ("--parallel.zero=1 --parallel.zero_copies=3", Ranks(2, False), "exceeds the 2 ranks"),
+        ("--memory.fit=true", Ranks(1, True), "set batch.micro_size"),
+        ("--batch.per_rank_size=4", Ranks(1, True), "set batch.global_size"),
+        ("--profile.steps=1:2 --profile.ranks=0,3", Ranks(2, False), "ranks are 0 to 1"),
+    ],
+)
+def test_configuration_that_excludes_the_ranks_is_refused(
+    flags: str, ranks: Ranks, message: str
+) -> None:
+    config = parse(["--task", "tests.support.tasks:Regression", *flags.split()]).config
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_ranks(config, ranks)
+
+
+def test_first_rank_that_differs_speaks_and_names_the_others() -> None:
+    raise_first(["", "", ""])
+    with pytest.raises(AgreedError, match=r"^other data \(also on ranks 2, 4\)$") as error:
+        raise_first(["", "other data", "other data", "other device", "other data"])
+    assert (error.value.rank, error.value.exit_code) == (1, EXIT_USER)
+    with pytest.raises(AgreedError, match=r"^other data$"):
+        raise_first(["", "", "other data"])

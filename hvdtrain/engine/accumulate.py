@@ -2,8 +2,8 @@
 
 Passes is the interface that the step and the evaluation use. Accumulate implements it for a rank
 that holds the whole model, Pipeline (pipeline.py) for a rank that holds pipeline stages. Forward
-computes a task's loss and metrics for one micro-batch and sums them. InterleavedBackward overlaps
-the gradient exchange with more of the backward passes.
+computes a task's loss and metrics for one micro-batch; Totals sums them, without rounding if
+requested. SavedBuffers and BatchStatistics care for the buffers that a forward pass changes.
 
 Gradients are accumulated in `parameter.grad`. They are not compressed or sent here: hooks of the
 exchange (hvdtrain/exchange) do that during the last backward pass.
@@ -11,38 +11,28 @@ exchange (hvdtrain/exchange) do that during the last backward pass.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # private, see tasks/sync_batchnorm.py
 
-# Private: the leaves of any nesting that torch supports. If torch removes it, this import fails;
-# tests/single/test_torch_private.py detects it.
-from torch.utils._pytree import tree_leaves
-
 from hvdtrain import comm
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch, to_device
-from hvdtrain.engine.buffers import BatchStatistics, SavedBuffers
-from hvdtrain.engine.control import ControlVector, Totals
-from hvdtrain.errors import UserError
+from hvdtrain.engine.interleave import InterleavedBackward
+from hvdtrain.errors import EXIT_USER
 from hvdtrain.optim.precision import FLOAT32, Precision
+from hvdtrain.runtime.collectives import AgreedError
 from hvdtrain.runtime.context import RankContext
-from hvdtrain.runtime.heartbeat import Activity, Heartbeat
+from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.tasks import Task, optional
-from hvdtrain.tasks.blocks import blocks_of
 
 Measures = Callable[[Tensor], dict[str, float]]
-_NO_COLLECTIVES = (
-    "called in a backward pass, and with batch.interleave ranks with other numbers of "
-    "micro-batches would call it in another order: set batch.interleave 1"
-)
+# A float64 sum of multiples of one power of two is exact as long as it has at most 53 bits.
+_COARSE = 2.0**-10  # so sums up to 2**43 are exact
+_FINE = 2.0**-44  # smaller remainders are rounded off
 
 
 class Passes(Protocol):
@@ -66,7 +56,7 @@ class Passes(Protocol):
         self,
         batches: Iterator[Batch],
         deal: Deal,
-        control: ControlVector,
+        totals: StepTotals,
         before_last: Callable[[], None],
     ) -> None:
         """Run forward and backward for each micro-batch of this rank; gradients accumulate.
@@ -80,7 +70,7 @@ class Passes(Protocol):
             batches: this rank's micro-batches; taking one also seeds the random numbers that its
                 forward pass draws.
             deal: the micro-batches assigned to this rank; may be empty.
-            control: receives the sums and statistics of the forward passes.
+            totals: receives the values and statistics of the forward passes.
             before_last: called when these are complete, unless there is no micro-batch; before the
                 last backward pass if possible.
         """
@@ -139,7 +129,7 @@ class Accumulate:
         self,
         batches: Iterator[Batch],
         deal: Deal,
-        control: ControlVector,
+        totals: StepTotals,
         before_last: Callable[[], None],
     ) -> None:
         """See Passes."""
@@ -155,9 +145,9 @@ class Accumulate:
             enter("forward")
             self.statistics.prepare()
             values = self._forward(on_device, len(losses) if len(deal) - done < together else None)
-            self.forward.add(control.values, values)
+            self.forward.add(totals.values, values)
             if self._context.mesh.counts:
-                self.statistics.collect(control.statistics)
+                self.statistics.collect(totals.statistics)
             losses.append(self.forward.scaled(values.loss))
             del values
             if done == len(deal):
@@ -198,6 +188,18 @@ class Accumulate:
             on_device = to_device(batch, self._context.device)
             values = self.forward(self.model, on_device, self.forward.evaluation_names, rows)
             self.forward.add_samples(totals, values, samples)
+
+
+class StepTotals(NamedTuple):
+    """Sums over the forward passes of a step.
+
+    Args:
+        values: of the loss and the metrics, 3 rows, see `rows_of`.
+        statistics: of the changes of BatchNorm's running statistics, see BatchStatistics.
+    """
+
+    values: Totals
+    statistics: Totals
 
 
 class Values(NamedTuple):
@@ -351,133 +353,206 @@ def rows_of(
     return rows
 
 
+def means(names: Sequence[str], sums: Sequence[Sequence[float]], batches: int) -> dict[str, float]:
+    """Mean of each value over all micro-batches.
+
+    Args:
+        names: names of the values.
+        sums: the 3 rows of `accumulate.rows_of`, summed over all ranks.
+        batches: number of micro-batches.
+
+    Raises:
+        AgreedError: some micro-batches gave a value as (sum, weight), others as a mean; raised on
+            every rank.
+    """
+    found = {}
+    for name, total, weight, pairs in zip(names, *sums, strict=True):
+        if 0 < pairs < batches:
+            raise AgreedError(
+                f"the task's loss() returned {name!r} as (sum, weight) for {pairs:.0f} and as a "
+                f"mean for {batches - pairs:.0f} of {batches} micro-batches whose average is "
+                "taken: return it in the same form for each",
+                EXIT_USER,
+                rank=0,
+            )
+        # In training, means have no weight: their sums are means already.
+        found[name] = total / weight if weight else total
+    return found
+
+
+class Totals:
+    """Elementwise sums of float64 numbers.
+
+    Args:
+        parts: float64 zeros, (1, ...) or (2, ...). With one part, sums are rounded as usual, and
+            the last bits depend on the order of the additions. With two, each number is added as a
+            multiple of 2**-10, and its remainder as a multiple of 2**-44: both sums are exact, so
+            the result does not depend on the order or the number of the ranks.
+
+    Attributes:
+        parts: as given; to sum over ranks, sum these.
+    """
+
+    def __init__(self, parts: Tensor) -> None:
+        self.parts = parts
+
+    @staticmethod
+    def number_of_parts(exact: bool) -> int:
+        return 2 if exact else 1
+
+    def add(self, numbers: Tensor) -> None:
+        """Add `numbers`, which have the shape of a part and any floating-point dtype."""
+        if len(self.parts) == 1:
+            self.parts[0].add_(numbers)
+            return
+        numbers = numbers.double()
+        coarse = _rounded(numbers, _COARSE)
+        self.parts[0].add_(coarse)
+        # An infinite number has no remainder.
+        self.parts[1].add_(_rounded((numbers - coarse).nan_to_num_(0.0), _FINE))
+
+    def value(self) -> Tensor:
+        """Return the sums."""
+        return self.parts.sum(dim=0)
+
+
+def _rounded(numbers: Tensor, unit: float) -> Tensor:
+    return (numbers / unit).round_().mul_(unit)
+
+
+class SavedBuffers:
+    """Copies of saved buffers, such as BatchNorm's statistics, which change before a step can fail.
+
+    Covers the buffers in `state_dict`, even if a module replaces a buffer by a new tensor. Not
+    covered: buffers registered with persistent=False and tensors that are plain attributes. They
+    are not saved either, so they are not part of a run's state.
+
+    Attributes:
+        places: module and name of each buffer.
+        values: values at the last `keep`, in the order of `places`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        saved = model.state_dict()
+        self.places = [
+            (module, name)
+            for prefix, module in model.named_modules()
+            for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)
+            if (f"{prefix}.{name}" if prefix else name) in saved
+        ]
+        self.values: list[Tensor] = []
+        self._tensors: list[Tensor] = []
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy the current values."""
+        tensors = [getattr(module, name) for module, name in self.places]
+        if [t.shape for t in tensors] != [v.shape for v in self.values]:
+            self.values = [tensor.detach().clone() for tensor in tensors]
+        elif tensors:
+            torch._foreach_copy_(self.values, tensors)  # private, see step.py
+        self._tensors = tensors
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Restore the values of the last `keep`, and keep the current values in their place."""
+        now = [getattr(module, name).detach().clone() for module, name in self.places]
+        self.restore()
+        self.values = now
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the values of the last `keep`."""
+        for (module, name), tensor, value in zip(
+            self.places, self._tensors, self.values, strict=True
+        ):
+            tensor.copy_(value)
+            setattr(module, name, tensor)
+
+
+class BatchStatistics:
+    """Average of the micro-batches' changes to the running statistics, over the global batch.
+
+    A layer normalizes with the statistics of its micro-batch, as in plain PyTorch. In plain PyTorch
+    the running statistics depend on the order of a rank's micro-batches. Here each micro-batch
+    starts from the statistics before the step, and the step adds the mean of all changes: with
+    momentum m they become (1 - m) * before + m * (mean over all micro-batches of the global batch).
+
+    A layer in eval mode keeps its statistics bitwise identical.
+
+    Args:
+        saved: the model's saved buffers; `keep` must run before a step begins.
+        micro_batches: in one step, over all ranks together.
+
+    Attributes:
+        numel: of all statistics together.
+    """
+
+    def __init__(self, saved: SavedBuffers, micro_batches: int) -> None:
+        self._saved = saved
+        self._numbers = [
+            number for number, (m, _) in enumerate(saved.places) if isinstance(m, _NormBase)
+        ]
+        self._micro_batches = micro_batches
+        buffers = self._buffers()
+        self.numel = sum(buffer.numel() for buffer in buffers)
+        # All statistics as one float64 vector, and a view of it for each buffer.
+        self._start, self._start_of = _vector(buffers)
+        self._now, self._now_of = _vector(buffers)
+        self._before: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Prepare for a step; call it before the first forward pass."""
+        if not self.numel:
+            return
+        self._before = [self._saved.values[number] for number in self._numbers]
+        torch._foreach_copy_(self._start_of, self._before)
+
+    def prepare(self) -> None:
+        """Reset the statistics to those of `begin`, before the forward pass of a micro-batch.
+
+        Backward also changes the statistics if it recomputes activations.
+        """
+        if self.numel:
+            torch._foreach_copy_(self._buffers(), self._before)
+
+    @torch.no_grad()
+    def collect(self, changes: Totals) -> None:
+        """Add the changes of a micro-batch to `changes`; call it after its forward pass.
+
+        Args:
+            changes: `numel` elements.
+        """
+        if self.numel:
+            torch._foreach_copy_(self._now_of, self._buffers())
+            changes.add(self._now.sub_(self._start))
+
+    @torch.no_grad()
+    def apply(self, changes: Tensor) -> None:
+        """Apply the mean change.
+
+        Args:
+            changes: summed over all micro-batches of the global batch.
+        """
+        if self.numel:
+            # Divided after summing: a counter that each micro-batch raises by one rises by one.
+            torch.add(self._start, changes / self._micro_batches, out=self._now)
+            torch._foreach_copy_(self._buffers(), self._now_of)
+
+    def _buffers(self) -> list[Tensor]:
+        # Looked up each time: a forward pass may replace a buffer by a new tensor.
+        places = self._saved.places
+        return [getattr(*places[number]) for number in self._numbers]
+
+
+def _vector(buffers: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    sizes = [buffer.numel() for buffer in buffers]
+    device = buffers[0].device if buffers else None
+    vector = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
+    parts = vector.split(sizes) if sizes else ()
+    return vector, [p.view_as(b) for p, b in zip(parts, buffers, strict=True)]
+
+
 def _wide(value: Tensor) -> Tensor:
     """Convert 16-bit values to float32: a mean over micro-batches in 16 bits is inaccurate."""
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-
-
-class InterleavedBackward:
-    """Backward passes of several micro-batches that take turns, block by block.
-
-    A gradient is complete, and its bucket can be sent, when the backward pass of the last
-    micro-batch reaches its layer. In sequential passes that happens only during the last pass.
-    Interleaved, each micro-batch runs backward through the last block, then each through the block
-    before it, and so on: breadth-first accumulation (Lamy-Poirier, "Breadth-First Pipeline
-    Parallelism", arXiv:2211.05953). Micro-batches add to a gradient in the same order, so sums are
-    bitwise identical. The passes run in threads, one at a time.
-
-    Args:
-        task, model: determine the blocks; at the start of a block the next micro-batch takes its
-            turn.
-        count: number of interleaved micro-batches.
-        device: of the model; on a GPU all graphs would share one autograd thread.
-        heartbeat: beats at each turn.
-
-    Raises:
-        UserError: passes through this model cannot be interleaved.
-    """
-
-    def __init__(
-        self, task: Any, model: nn.Module, count: int, device: torch.device, heartbeat: Heartbeat
-    ) -> None:
-        self.count = count
-        self._blocks = blocks_of(task, model)
-        self._heartbeat = heartbeat
-        self._turns = _Turns(0)
-        # Persistent threads: each has its own thread pool for parallel kernels.
-        self._threads = ThreadPoolExecutor(count - 1, thread_name_prefix="backward")
-        key = f"batch.interleave {count}"
-        if device.type != "cpu":
-            raise UserError(f"{key} is for models on CPUs, and this rank computes on {device.type}")
-        if not self._blocks:
-            raise UserError(
-                f"{key} takes turns at blocks, and the model has none (no nn.ModuleList, and the "
-                "task no blocks(model) that names them)"
-            )
-        if any(isinstance(m, _NormBase) and m.track_running_stats for m in model.modules()):
-            raise UserError(
-                f"{key} excludes BatchNorm, whose running statistics the forward pass of a "
-                "micro-batch changes before an earlier one has gone back"
-            )
-
-    @contextmanager
-    def forward(self, number: int) -> Iterator[None]:
-        """Wrap the forward pass of interleaved micro-batch `number`, counted from 0."""
-
-        def begins(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            for value in tree_leaves((args, kwargs)):
-                if isinstance(value, Tensor) and value.requires_grad:
-                    value.register_hook(partial(self._is_behind, number))
-                    return
-
-        hooks = [b.register_forward_pre_hook(begins, with_kwargs=True) for b in self._blocks]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def backward(self, losses: Sequence[Tensor]) -> None:
-        """Run backward from all losses, in the order of their numbers.
-
-        Raises:
-            Exception: the first error of any pass; the other passes have ended.
-        """
-        turns = self._turns = _Turns(len(losses))
-        with comm.OWN.refused(_NO_COLLECTIVES):
-            others = [
-                self._threads.submit(turns.run, number, loss.backward)
-                for number, loss in enumerate(losses[1:], start=1)
-            ]
-            turns.run(0, losses[0].backward)
-            for other in others:
-                other.result()
-        if turns.failure is not None:
-            raise turns.failure
-
-    def _is_behind(self, number: int, gradient: Tensor) -> None:
-        """Called with the gradient of a block's input: micro-batch `number` has left the block."""
-        self._heartbeat.beat(Activity.WORKING)
-        self._turns.next(number)
-
-
-class _Turns:
-    """Scheduler of the threads; waits need no timeout, as the watchdog detects a stuck turn.
-
-    Attributes:
-        failure: the first error of any thread.
-    """
-
-    def __init__(self, count: int) -> None:
-        self.failure: BaseException | None = None
-        self._left = list(range(count))
-        self._may_run = [threading.Semaphore(int(number == 0)) for number in range(count)]
-
-    def run(self, number: int, work: Callable[[], Any]) -> None:
-        """Run `work` when it is its turn; errors are stored in `failure`, not raised."""
-        try:
-            self._wait(number)
-            work()
-        except BaseException as error:
-            self.failure = self.failure or error
-        following = self._following(number)
-        self._left.remove(number)
-        if self._left:
-            self._may_run[following].release()
-
-    def next(self, number: int) -> None:
-        """Let the other threads take their turns.
-
-        Raises:
-            RuntimeError: another thread has failed.
-        """
-        self._may_run[self._following(number)].release()
-        self._wait(number)
-
-    def _following(self, number: int) -> int:
-        return self._left[(self._left.index(number) + 1) % len(self._left)]
-
-    def _wait(self, number: int) -> None:
-        self._may_run[number].acquire()
-        if self.failure is not None:
-            raise RuntimeError("the backward pass of another micro-batch has failed")

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch
-from hvdtrain.engine.control import Flags
-from hvdtrain.engine.step import StepResult, TrainStep
+from hvdtrain.engine.step import Flags, StepResult, TrainStep
 from hvdtrain.exchange.local_sgd import LocalSgd
 from hvdtrain.runtime.context import RankContext
 

@@ -33,8 +33,7 @@ from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch, TrainLoader
 from hvdtrain.engine.config import TrainConfig
-from hvdtrain.engine.control import Flags
-from hvdtrain.engine.step import AppliedSteps, StepResult
+from hvdtrain.engine.step import AppliedSteps, Flags, StepResult
 from hvdtrain.errors import EXIT_NOT_FINITE
 from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError

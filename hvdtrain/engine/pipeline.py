@@ -15,9 +15,14 @@ from torch.distributed import ProcessGroup
 from hvdtrain import comm
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch, to_device
-from hvdtrain.engine.accumulate import Forward, Values
-from hvdtrain.engine.buffers import BatchStatistics, SavedBuffers
-from hvdtrain.engine.control import ControlVector, Totals
+from hvdtrain.engine.accumulate import (
+    BatchStatistics,
+    Forward,
+    SavedBuffers,
+    StepTotals,
+    Totals,
+    Values,
+)
 from hvdtrain.errors import UnsupportedTaskError
 from hvdtrain.optim.precision import FLOAT32, Precision
 from hvdtrain.parallel.cut import CutModel
@@ -103,7 +108,7 @@ class Pipeline:
         self,
         batches: Iterator[Batch],
         deal: Deal,
-        control: ControlVector,
+        totals: StepTotals,
         before_last: Callable[[], None],
     ) -> None:
         """See Passes.
@@ -124,9 +129,9 @@ class Pipeline:
                 "parallel.pipeline: the micro-batches of a step have different shapes, such as "
                 f"{' and '.join(map(str, [*shapes][:2]))}: pad them to one"
             )
-        self._changes, self._names = control.statistics, self.forward.names
+        self._changes, self._names = totals.statistics, self.forward.names
         for _, values in self._run(own, self._of_shards(shapes.pop()), train=True):
-            self.forward.add(control.values, values)
+            self.forward.add(totals.values, values)
         self._context.timer.enter("data")
         before_last()
 

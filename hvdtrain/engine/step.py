@@ -2,22 +2,23 @@
 
 TrainStep runs a step in this order:
 
-1. Save the model's buffers, which forward passes change (buffers.py).
+1. Save the model's buffers, which forward passes change (SavedBuffers).
 2. Run forward and backward for each micro-batch of this rank (accumulate.py, or pipeline.py for a
-   pipeline). When a bucket of gradients is complete, the exchange compresses it if configured, and
-   sends it (hvdtrain/exchange/base.py). The control vector (control.py) sums loss, metrics and
-   flags over all ranks.
-3. Wait for the exchanged gradients and the control vector.
-4. Scale the gradients, compute their norm, clip them (Update.prepare).
-5. If ranks hold shards, wait until every rank can take the step (parallel/agreement.py).
-6. Update parameters, optimizer state and progress without communication (TrainStep._commit).
-7. With parallel.zero, gather the parameters that other ranks have updated (TrainStep.complete);
-   with local SGD, average the ranks' states if it is due (local_steps.py).
+   pipeline). In the last backward pass, hooks of the exchange send each bucket of gradients when it
+   is complete, compressed if configured (hvdtrain/exchange/base.py lists where).
+3. Before the last backward pass, send the control vector: one all-reduce that sums loss, metrics
+   and flags over all ranks (ControlVector). This is how ranks agree on a stop, for example.
+4. Wait for the gradients of the global batch and for the control vector.
+5. Scale the gradients, compute their norm, clip them (Update.prepare).
+6. If ranks hold shards, wait until every rank can take the step (parallel/agreement.py).
+7. Update parameters, optimizer state and progress without communication (TrainStep._commit).
+8. With parallel.zero, gather the parameters that other ranks have updated (TrainStep.complete).
+   With local SGD, average the ranks' states if it is due (local_steps.py).
 
-If a rank is lost in 2 to 5, the step raises RankLostError and leaves the state as it was before the
+If a rank is lost in 2 to 6, the step raises RankLostError and leaves the state as it was before the
 step (exception: local SGD, see LocalSteps). An elastic run then continues in a new generation
 (run/session.py), which repeats the step; any other run ends. If another rank has already taken the
-step after 5, this rank takes it late (Agreement.catch_up).
+step after 6, this rank takes it late (Agreement.catch_up).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -37,18 +39,32 @@ from hvdtrain.data.buckets import SampleBuckets, Used
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch
-from hvdtrain.engine.accumulate import Passes
-from hvdtrain.engine.control import Agreed, ControlVector, Flags, Sizes, means
+from hvdtrain.engine.accumulate import Passes, StepTotals, Totals, means
 from hvdtrain.errors import EXIT_USER
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.optim.optimizer import set_learning_rate
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.parallel.zero import ShardedOptimizer
-from hvdtrain.runtime.collectives import AgreedError, RankLostError
+from hvdtrain.runtime.collectives import AgreedError, RankLostError, begin_sum, completed
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.parts import local
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Input of this rank to a step in addition to its micro-batches.
+
+    Args:
+        stop: this rank received a request to stop.
+        membership_changed: this rank was notified that processes join or leave.
+        step: steps done before this one.
+    """
+
+    stop: bool
+    membership_changed: bool
+    step: int
 
 
 @dataclass(frozen=True)
@@ -146,34 +162,76 @@ class TrainStep:
             RuntimeError: the ranks are at different steps, or part of the global batch is missing.
         """
         timer = self._context.timer
-        timer.enter("optimizer")
-        if self._agreement is not None:
-            self._agreement.forget()
-        self._buffers.keep()
-        try:
-            agreed = self._exchanged(batches, deal, flags)
-        except Exception:  # torch's collectives raise other errors than Horovod's
-            self._buffers.restore()
-            raise
-        finally:
-            timer.enter("other")
-        self._check(agreed, flags.step)
-        values = means(self._passes.forward.names, agreed.sums, self._batch.micro_batches)
-        self._exchange.trained.drop_frozen([ranks > 0 for ranks in agreed.frozen])
         with timer.inside("optimizer"):
-            scale = self._passes.forward.gradient_scale(agreed.sums[1][0])
-            ready = self._ready(lr, scale)
+            if self._agreement is not None:
+                self._agreement.forget()
+            self._buffers.keep()
+            try:
+                agreed = self._reduce_gradients(batches, deal, flags)
+                timer.enter("optimizer")
+                self._check(agreed, flags.step)
+                values = means(self._passes.forward.names, agreed.sums, self._batch.micro_batches)
+                self._exchange.trained.drop_frozen([ranks > 0 for ranks in agreed.frozen])
+                scale = self._passes.forward.gradient_scale(agreed.sums[1][0])
+                ready = self._update.prepare(lr, scale)
+            except Exception:  # torch's collectives raise other errors than Horovod's
+                self._buffers.restore()
+                raise
             commit = partial(self._commit, ready, agreed, values, advance, time.perf_counter())
             self._wait_for_all(flags.step + 1, ready, commit)
-            result = commit()
-        return result
+            return commit()
 
-    def _ready(self, lr: float, gradient_scale: float) -> ReadyUpdate:
-        try:
-            return self._update.prepare(lr, gradient_scale)
-        except Exception:
-            self._buffers.restore()
-            raise
+    def _reduce_gradients(self, batches: Iterator[Batch], deal: Deal, flags: Flags) -> Agreed:
+        """Run the passes and exchange their gradients; return the sums over all ranks.
+
+        Afterwards each parameter has the gradient of the global batch.
+        """
+        timer, heartbeat = self._context.timer, self._context.heartbeat
+        self._update.clear()
+        self._exchange.begin(len(deal))
+        control = ControlVector(flags, self._used(deal, flags.step), self._sizes, self._context)
+
+        def send_control() -> None:
+            # A task freezes parameters in its forward pass; without a pass, none is known.
+            control.send(self._exchange.trained.frozen() if len(deal) else ())
+
+        self._passes.train(batches, deal, control.totals, before_last=send_control)
+        if not len(deal):
+            send_control()
+        heartbeat.beat(Activity.WAITING)
+        timer.enter(self._exposed)
+        self._exchange.reduce()
+        self._passes.finish()
+        agreed = control.receive()
+        self._passes.statistics.apply(agreed.statistics)
+        heartbeat.beat(Activity.WORKING)
+        return agreed
+
+    def _used(self, deal: Deal, step: int) -> Used:
+        """Contents of this rank's micro-batches; zero if another rank counts them."""
+        if not self._context.mesh.leads:
+            return Used(0)
+        if self._buckets is None:
+            return Used(len(deal) * self._batch.micro_size)
+        return self._buckets.used(step * self._batch.micro_batches + j for j in deal)
+
+    def _check(self, agreed: Agreed, step: int) -> None:
+        """Raise RuntimeError unless all ranks did the same step, and all of it."""
+        ranks, samples = self._context.mesh.world.size, self._batch.global_size
+        if self._buckets is not None:
+            samples = self._buckets.samples_of(step, self._batch.micro_batches)
+        if agreed.steps != step * ranks or agreed.used.samples != samples:
+            raise RuntimeError(
+                f"step {step + 1}: the ranks together are at {agreed.steps:.0f} steps and used "
+                f"{agreed.used.samples} samples"
+            )
+        if self._buckets is not None and not agreed.sums[2][0]:
+            raise AgreedError(
+                "batch.max_tokens makes micro-batches of different sizes, whose mean losses cannot "
+                "be averaged: the task's loss() must return the loss as (sum, number of tokens)",
+                EXIT_USER,
+                rank=0,
+            )
 
     def _wait_for_all(
         self, step: int, ready: ReadyUpdate, commit: Callable[[], StepResult]
@@ -242,57 +300,101 @@ class TrainStep:
             with self._context.timer.inside(self._exposed):
                 self._sharded.gather()
 
-    def _exchanged(self, batches: Iterator[Batch], deal: Deal, flags: Flags) -> Agreed:
-        """Run the passes and exchange their gradients; return the sums over all ranks.
 
-        Afterwards each parameter has the gradient to step with.
+@dataclass(frozen=True)
+class Sizes:
+    """Lengths of the sections of a control vector, identical on all ranks.
+
+    Args:
+        values: the loss and the metrics.
+        parameters: exchanged parameters.
+        statistics: elements of BatchNorm's running statistics.
+        exact: values and statistics are summed without rounding, see Totals.
+    """
+
+    values: int
+    parameters: int
+    statistics: int
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """Sums over all ranks.
+
+    Args:
+        stops, changes: number of ranks that raised the flag.
+        steps: sum of the ranks' `step`.
+        used: contents of all ranks' micro-batches.
+        sums: of the loss and the metrics, 3 rows as returned by `rows_of`.
+        frozen: for each parameter, how many ranks have frozen it.
+        statistics: summed changes of the running statistics; on the device.
+    """
+
+    stops: float
+    changes: float
+    steps: float
+    used: Used
+    sums: list[list[float]]
+    frozen: list[float]
+    statistics: Tensor
+
+
+class ControlVector:
+    """Float64 vector of one step, summed over all ranks.
+
+    It is sent before the last backward pass and overlaps with it.
+
+    Args:
+        used: contents of this rank's micro-batches.
+
+    Attributes:
+        totals: add to these before `send`.
+    """
+
+    def __init__(self, flags: Flags, used: Used, sizes: Sizes, context: RankContext) -> None:
+        head = torch.tensor(
+            [flags.stop, flags.membership_changed, flags.step, *used], dtype=torch.float64
+        )
+        parts = Totals.number_of_parts(sizes.exact)
+        numbers = 3 * sizes.values + sizes.statistics
+        self._lengths = [len(head), sizes.parameters, parts * numbers]
+        self._vector = torch.zeros(sum(self._lengths), dtype=torch.float64, device=context.device)
+        own, self._frozen, totals = self._vector.split(self._lengths)
+        own.copy_(head)
+        totals = totals.view(parts, numbers)
+        values = totals[:, : 3 * sizes.values].view(parts, 3, sizes.values)
+        self.totals = StepTotals(Totals(values), Totals(totals[:, 3 * sizes.values :]))
+        self._alone = context.mesh.world.size == 1
+        self._handle: int | None = None
+
+    def send(self, frozen: Sequence[bool] = ()) -> None:
+        """Begin the all-reduce; `totals` must be complete.
+
+        Args:
+            frozen: whether each parameter is frozen; empty if unknown.
         """
-        timer, heartbeat = self._context.timer, self._context.heartbeat
-        self._update.clear()
-        self._exchange.begin(len(deal))
-        control = ControlVector(flags, self._used(deal, flags.step), self._sizes, self._context)
+        if any(frozen):
+            self._frozen.copy_(torch.tensor(frozen))
+        if not self._alone:
+            self._handle = begin_sum(self._vector, "control")
 
-        def send() -> None:
-            # A task freezes parameters in its forward pass; without a pass, none is known.
-            control.send(self._exchange.trained.frozen() if len(deal) else ())
+    def receive(self) -> Agreed:
+        """Wait for the all-reduce and return the sums.
 
-        self._passes.train(batches, deal, control, before_last=send)
-        if not len(deal):
-            send()
-        heartbeat.beat(Activity.WAITING)
-        timer.enter(self._exposed)
-        self._exchange.reduce()
-        self._passes.finish()
-        agreed = control.receive()
-        self._passes.statistics.apply(agreed.statistics)
-        heartbeat.beat(Activity.WORKING)
-        return agreed
-
-    def _used(self, deal: Deal, step: int) -> Used:
-        """Contents of this rank's micro-batches; zero if another rank counts them."""
-        if not self._context.mesh.leads:
-            return Used(0)
-        if self._buckets is None:
-            return Used(len(deal) * self._batch.micro_size)
-        return self._buckets.used(step * self._batch.micro_batches + j for j in deal)
-
-    def _check(self, agreed: Agreed, step: int) -> None:
-        """Raise RuntimeError unless all ranks did the same step, and all of it."""
-        ranks, samples = self._context.mesh.world.size, self._batch.global_size
-        if self._buckets is not None:
-            samples = self._buckets.samples_of(step, self._batch.micro_batches)
-        if agreed.steps != step * ranks or agreed.used.samples != samples:
-            raise RuntimeError(
-                f"step {step + 1}: the ranks together are at {agreed.steps:.0f} steps and used "
-                f"{agreed.used.samples} samples"
-            )
-        if self._buckets is not None and not agreed.sums[2][0]:
-            raise AgreedError(
-                "batch.max_tokens makes micro-batches of different sizes, whose mean losses cannot "
-                "be averaged: the task's loss() must return the loss as (sum, number of tokens)",
-                EXIT_USER,
-                rank=0,
-            )
+        Raises:
+            RankLostError: another rank is gone.
+        """
+        if self._handle is not None:
+            completed(self._handle)
+        values = self.totals.values.value()
+        known = torch.cat([self._vector[: sum(self._lengths[:2])], values.flatten()])
+        numbers = iter(known.tolist())  # a single synchronization with the device
+        stops, changes, steps, *contents = islice(numbers, self._lengths[0])
+        used = Used(*map(int, contents))
+        frozen = [*islice(numbers, self._lengths[1])]
+        sums = [[*islice(numbers, values.shape[1])] for _ in range(3)]
+        return Agreed(stops, changes, steps, used, sums, frozen, self.totals.statistics.value())
 
 
 @dataclass(frozen=True)

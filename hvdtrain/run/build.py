@@ -15,8 +15,9 @@ from hvdtrain.config import Config
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.data.loading import Loading
-from hvdtrain.engine.accumulate import Accumulate, InterleavedBackward, Passes
+from hvdtrain.engine.accumulate import Accumulate, Passes
 from hvdtrain.engine.flops import ModelFlops, count
+from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.engine.local_steps import LocalSteps
 from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan
 from hvdtrain.engine.memory import arrange_activations, compile_blocks

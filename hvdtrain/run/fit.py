@@ -14,7 +14,7 @@ from hvdtrain import comm
 from hvdtrain.config import Config
 from hvdtrain.data.iterable import has_own_order
 from hvdtrain.data.loader import to_device
-from hvdtrain.engine.buffers import SavedBuffers
+from hvdtrain.engine.accumulate import SavedBuffers
 from hvdtrain.errors import CollectiveError, UserError
 from hvdtrain.optim.precision import Precision
 from hvdtrain.runtime import machine

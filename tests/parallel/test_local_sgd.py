@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
 from hvdtrain.engine.accumulate import Accumulate
-from hvdtrain.engine.control import Flags
 from hvdtrain.engine.integrity import TensorHash
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.state import RunState, Snapshot
-from hvdtrain.engine.step import TrainStep, Update
+from hvdtrain.engine.step import Flags, TrainStep, Update
 from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.exchange.local_sgd import LocalSgd, Nesterov
 from hvdtrain.optim.config import OptimConfig

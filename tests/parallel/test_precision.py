@@ -12,12 +12,11 @@ from hvdtrain.config import Config
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
 from hvdtrain.engine.accumulate import Accumulate
-from hvdtrain.engine.control import Flags
 from hvdtrain.engine.integrity import TensorHash
 from hvdtrain.engine.local_steps import LocalSteps
 from hvdtrain.engine.loop import Progress, Step
 from hvdtrain.engine.state import RunState
-from hvdtrain.engine.step import StepResult, TrainStep, Update
+from hvdtrain.engine.step import Flags, StepResult, TrainStep, Update
 from hvdtrain.exchange.build import build_exchange
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.exchange.local_sgd import LocalSgd

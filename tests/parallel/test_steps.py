@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.deal import Deal
 from hvdtrain.engine.accumulate import Accumulate
-from hvdtrain.engine.control import Flags
-from hvdtrain.engine.step import StepResult, TrainStep, Update
+from hvdtrain.engine.step import Flags, StepResult, TrainStep, Update
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.dense import DenseExchange
 from hvdtrain.exchange.exact import exact_exchange

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hvdtrain.engine.buffers import BatchStatistics, SavedBuffers
-from hvdtrain.engine.control import Totals
+from hvdtrain.engine.accumulate import BatchStatistics, SavedBuffers, Totals
 
 MICRO_BATCHES, FEATURES = 3, 4
 

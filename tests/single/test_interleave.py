@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from hvdtrain import comm
-from hvdtrain.engine.accumulate import InterleavedBackward
 from hvdtrain.engine.config import MemoryConfig
+from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.engine.memory import arrange_activations
 from hvdtrain.errors import CollectiveError, UserError
 from hvdtrain.models.gpt import GPT

@@ -13,8 +13,8 @@ import psutil
 import torch
 from torch import Tensor, nn
 
-from hvdtrain.engine import control
 from hvdtrain.engine.callbacks import stragglers
+from hvdtrain.engine.step import Agreed, ControlVector
 from hvdtrain.parallel import agreement
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
@@ -45,9 +45,9 @@ class LostAhead(Paced):
         if number == "0":
             _die_while_sending("optimizer.")
         else:
-            receive, calls = control.ControlVector.receive, 0
+            receive, calls = ControlVector.receive, 0
 
-            def failing(vector: control.ControlVector) -> control.Agreed:
+            def failing(vector: ControlVector) -> Agreed:
                 nonlocal calls
                 agreed, calls = receive(vector), calls + 1
                 if calls == int(os.environ["HVDTRAIN_TEST_STEP"]):
@@ -57,7 +57,7 @@ class LostAhead(Paced):
                     raise RankLostError("the exchange did not reach this rank")
                 return agreed
 
-            control.ControlVector.receive = failing  # type: ignore[method-assign]
+            ControlVector.receive = failing  # type: ignore[method-assign]
 
 
 class LateFigures(Paced):

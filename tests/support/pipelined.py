@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from hvdtrain.data.buckets import Used
 from hvdtrain.data.deal import Deal
-from hvdtrain.engine.accumulate import Accumulate, Passes
+from hvdtrain.engine.accumulate import Accumulate, Passes, StepTotals, Totals
 from hvdtrain.engine.callbacks.evaluate import evaluating
 from hvdtrain.engine.config import MemoryConfig
-from hvdtrain.engine.control import ControlVector, Flags, Sizes, Totals
 from hvdtrain.engine.memory import arrange_activations
 from hvdtrain.engine.pipeline import Pipeline
+from hvdtrain.engine.step import ControlVector, Flags, Sizes
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
@@ -196,13 +196,14 @@ def run(case: Case, passes: Passes) -> Seen:
             Flags(False, False, step), Used(count), Sizes(2, 0, passes.statistics.numel),
             _context(),
         )  # fmt: skip
-        control.values = Totals(control.values.parts[:, :, : len(passes.forward.names)])
+        values = Totals(control.totals.values.parts[:, :, : len(passes.forward.names)])
+        sums = StepTotals(values, control.totals.statistics)
         sent = Mock()
-        passes.train(_batches(case, step), Deal(count, Group(0, 1)), control, sent)
+        passes.train(_batches(case, step), Deal(count, Group(0, 1)), sums, sent)
         assert sent.call_count == (count > 0)
         passes.finish()
-        passes.statistics.apply(control.statistics.value())
-        losses.append(control.values.value()[:2])
+        passes.statistics.apply(sums.statistics.value())
+        losses.append(values.value()[:2])
         if count:
             gradients = {
                 n: p.grad.clone() for n, p in passes.model.named_parameters() if p.grad is not None

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from hvdtrain import comm
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.data.validation import ValidationData
-from hvdtrain.engine.accumulate import Passes
+from hvdtrain.engine.accumulate import Passes, Totals, means
 from hvdtrain.engine.config import EvalConfig
-from hvdtrain.engine.control import Totals, means
 from hvdtrain.engine.loop import Loop, StepRecord, since_best, with_evaluation
 from hvdtrain.errors import UnsupportedTaskError
 from hvdtrain.log import logger

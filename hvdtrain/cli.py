@@ -15,32 +15,32 @@ from hvdtrain.launch.commands import forget_singleton
 from hvdtrain.runtime.environment import process_start
 from hvdtrain.untrusted import printable_lines
 
-# Group in --help -> name -> help line. The module is hvdtrain.commands.NAME with HELP,
+# Group in --help -> name -> help line. The module is hvdtrain.commands.NAME with
 # add_arguments(parser) and run(args) -> exit code.
 GROUPS = {
     "training": {
         "train": "train a model (the same as `python -m hvdtrain.train`)",
-        "launch": "start training on hosts that answer, and start it again after a failure",
-        "discover": "print the hosts that answer, as host:slots",
+        "launch": "start training on hosts that respond, and restart it after a failure",
+        "discover": "print the hosts that respond, as host:slots",
     },
     "before a run": {
-        "doctor": "find what would fail on these hosts before a run does, or why a run failed",
+        "doctor": "find problems of these hosts before a run, or the reason why a run failed",
         "plan": "predict step time, scaling, memory and price on a cluster",
-        "deploy": "write what starts a job: slurm, pbs, lsf, mpirun, compose, kubernetes",
-        "horovod": "build Horovod's wheel for this environment, or check the one installed",
-        "data": "prepare data: tokenize text, index large files, learn what a table's columns hold",
+        "deploy": "write files that start a job: slurm, pbs, lsf, mpirun, compose, kubernetes",
+        "horovod": "build Horovod's wheel for this environment, or check the installed one",
+        "data": "prepare data: tokenize text, index large files, compute column statistics",
         "bench": "measure a training step and its scaling",
     },
     "runs": {
         "ls": "list the runs of a directory: state, step, loss, ranks, age",
         "top": "show the ranks of a running job in the terminal",
-        "report": "show a run, or two side by side, as an HTML file; or runs in a browser, live",
+        "report": "show one run, or two side by side, as an HTML file, or runs live in a browser",
         "audit": "prove from a run's files that each step was applied exactly once",
-        "profile": "say where the time of the profiled steps went, and which rank was late",
+        "profile": "show where the time of profiled steps went, and which rank was late",
     },
     "trained models": {
         "ckpt": "list, verify or export the checkpoints of a run",
-        "generate": "write text with the model of a run's newest checkpoint",
+        "generate": "generate text with the model of a run's newest checkpoint",
     },
     "shell": {"completion": "print a script that completes commands and keys: bash, zsh"},
 }
@@ -65,7 +65,7 @@ class _Parser(argparse.ArgumentParser):
             options = self._option_string_actions if name.startswith("-") else ()
             see = f"see {self.prog} --help"
             if "." in name and name.startswith("--"):
-                see = "keys of the configuration stand after `--`, where any are taken"
+                see = "configuration keys follow `--`, for commands that accept them"
             self._end(f"unknown argument {name}", name, options, see)
         return namespace, unknown
 
@@ -137,7 +137,7 @@ def _listed() -> str:
         "\n".join([f"{title}:", *(f"  {name:{width}}  {line}" for name, line in group.items())])
         for title, group in GROUPS.items()
     ]
-    return "\n\n".join([*parts, "hvdtrain COMMAND --help says more of one."])
+    return "\n\n".join([*parts, "hvdtrain COMMAND --help describes one command."])
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@ from pathlib import Path
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.untrusted import printable_lines
 
-HELP = "prove from a run's files that each step was applied exactly once"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="folder of the run")
+    parser.add_argument("run", type=Path, nargs="?", metavar="RUN", help="run directory")
     parser.add_argument(
         "--same",
         type=Path,
@@ -25,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if (args.run is None) == (args.same is None):
-        raise UserError("hvdtrain audit takes either RUN or --same A B")
+        raise UserError("hvdtrain audit requires either RUN or --same A B")
     if args.same is not None:
         from hvdtrain.audit.same import compare
 

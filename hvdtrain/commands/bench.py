@@ -16,16 +16,25 @@ if TYPE_CHECKING:
     from hvdtrain.bench.exchange import ExchangeReport
     from hvdtrain.bench.report import Report
 
-HELP = "measure a training step and its scaling"
 
 # name -> (help, default preset, default steps, default rounds)
 _ACTIONS = {
-    "overhead": ("a step of hvdtrain against a plain PyTorch loop", "gpt-nano", 2, 30),
-    "scaling": ("several ranks against 1, and against torch's DDP", "gpt-nano", 20, 3),
-    "memory": ("memory of a rank against a plain PyTorch loop", "gpt-nano", 5, 1),
-    "checkpoint": ("a save behind the steps, and its restore", "gpt-small", 50, 2),
-    "elastic": ("2 ranks of an elastic job against 2 of one that is not", "gpt-nano", 4, 100),
-    "recovery": ("kill -9 of a rank of an elastic job", "gpt-nano", 10, 3),
+    "overhead": ("step time of hvdtrain compared with a plain PyTorch loop", "gpt-nano", 2, 30),
+    "scaling": (
+        "throughput of several ranks compared with 1 rank, and with torch's DDP",
+        "gpt-nano",
+        20,
+        3,
+    ),
+    "memory": ("memory of a rank compared with a plain PyTorch loop", "gpt-nano", 5, 1),
+    "checkpoint": ("step-time overhead of a save, and time of the restore", "gpt-small", 50, 2),
+    "elastic": (
+        "2 ranks of an elastic job compared with 2 ranks of a non-elastic job",
+        "gpt-nano",
+        4,
+        100,
+    ),
+    "recovery": ("pause after kill -9 of a rank of an elastic job", "gpt-nano", 10, 3),
 }
 _SIZES = "1K,4K,16K,64K,256K,1M,4M,16M,32M,64M,256M"
 # Only the state size matters, not the batch; shorter steps increase the stall's share.
@@ -40,14 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(
             name,
             help=line,
-            description=f"{line}. Sides take turns, and ratios are of neighbours in time, so that "
-            "other programs on the machine disturb both alike.",
+            description=f"{line}. The sides take turns, and ratios compare adjacent turns, so that "
+            "other programs on the machine affect both sides equally.",
         )
         action.add_argument(
-            "--preset", default=preset, help="or a YAML file (default: %(default)s)"
+            "--preset", default=preset, help="preset or YAML file (default: %(default)s)"
         )
         action.add_argument(
-            "--steps", type=_positive, default=steps, help="in one turn (default: %(default)s)"
+            "--steps", type=_positive, default=steps, help="steps per turn (default: %(default)s)"
         )
         action.add_argument(
             "--rounds", type=_positive, default=rounds, help="turns (default: %(default)s)"
@@ -57,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "--np", type=_two_or_more, default=2, help="ranks (default: %(default)s)"
             )
             action.add_argument(
-                "--hosts", metavar="A:8,B:8", help="default: this host; run.root is on all of them"
+                "--hosts",
+                metavar="A:8,B:8",
+                help="default: this host; run.root must be shared by all hosts",
             )
         if name == "scaling":
             _add_scale(action)
@@ -69,11 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_scale(action: argparse.ArgumentParser) -> None:
     action.add_argument(
-        "--np", type=_numbers_of_ranks, default=[2], metavar="2,4", help="ranks (default: 2)"
+        "--np", type=_world_sizes, default=[2], metavar="2,4", help="ranks (default: 2)"
     )
     action.add_argument("--hosts", metavar="A:2,B:2", help="default: this host")
     action.add_argument(
-        "--weak", action="store_true", help="the batch grows with the ranks (default: it is shared)"
+        "--weak",
+        action="store_true",
+        help="the batch grows with the number of ranks (default: it is split among them)",
     )
 
 
@@ -82,8 +95,8 @@ def _add_allreduce(actions: Any) -> None:
     action = actions.add_parser(
         "allreduce",
         help=line,
-        description=f"{line}. Each is in ranks of its own, with the settings that a run gets; "
-        "they take turns. Algorithm and bus bandwidth as nccl-tests defines them.",
+        description=f"{line}. Each runs in separate ranks, with the settings of a run; they take "
+        "turns. Algorithm and bus bandwidth are defined as in nccl-tests.",
     )
     action.add_argument("--np", type=_two_or_more, default=2, help="ranks (default: %(default)s)")
     action.add_argument("--hosts", metavar="A:1,B:1", help="default: this host")
@@ -91,32 +104,34 @@ def _add_allreduce(actions: Any) -> None:
         "--sizes", default=_SIZES, help="bytes of float32 values (default: %(default)s)"
     )
     action.add_argument("--rounds", type=_positive, default=3, help="turns (default: %(default)s)")
-    action.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw bus bandwidths too")
+    action.add_argument("--plot", type=Path, metavar="FILE.svg", help="also plot bus bandwidths")
     _add_format(action)
 
 
 def _add_exchange(actions: Any) -> None:
-    line = "ways to exchange gradients: time of a step, bytes, and losses"
+    line = "gradient synchronization strategies: step time, bytes, and losses"
     action = actions.add_parser(
         "exchange",
         help=line,
-        description=f"{line}. Each is a run of its own; they take turns with ranks that exchange "
-        "nothing. The first 10 steps count neither as time nor as bytes.",
+        description=f"{line}. Each is a separate run; they take turns with ranks that exchange "
+        "nothing. The first 10 steps are excluded from time and bytes.",
     )
     action.add_argument(
-        "--preset", default="gpt-nano", help="or a YAML file (default: %(default)s)"
+        "--preset", default="gpt-nano", help="preset or YAML file (default: %(default)s)"
     )
     action.add_argument("--np", type=_two_or_more, default=2, help="ranks (default: %(default)s)")
     action.add_argument(
-        "--hosts", metavar="A:1,B:1", help="default: this host; run.root is on all of them"
+        "--hosts",
+        metavar="A:1,B:1",
+        help="default: this host; run.root must be shared by all hosts",
     )
     action.add_argument("--launcher", choices=("gloo", "mpi"), default="gloo")
-    action.add_argument("--strategies", metavar="dense,topk", help="default: all there are")
+    action.add_argument("--strategies", metavar="dense,topk", help="default: all")
     action.add_argument(
-        "--steps", type=_positive, default=100, help="of each run (default: %(default)s)"
+        "--steps", type=_positive, default=100, help="steps per run (default: %(default)s)"
     )
     action.add_argument("--rounds", type=_positive, default=1, help="turns (default: %(default)s)")
-    action.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw losses over time too")
+    action.add_argument("--plot", type=Path, metavar="FILE.svg", help="also plot losses over time")
     _add_format(action)
     _add_flags(action)
 
@@ -139,17 +154,17 @@ def _two_or_more(text: str) -> int:
     return _at_least(2, text)
 
 
-def _numbers_of_ranks(text: str) -> list[int]:
+def _world_sizes(text: str) -> list[int]:
     """Parse world sizes. World size 1 is always measured, so naming it is optional."""
     numbers = {_positive(part) for part in text.split(",")} - {1}
     if not numbers:
-        raise argparse.ArgumentTypeError(f"{text} names no number of ranks that is >= 2")
+        raise argparse.ArgumentTypeError(f"{text}: a number of ranks must be >= 2")
     return sorted(numbers)
 
 
 def _at_least(least: int, text: str) -> int:
     if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text} is not >= {least}")
+        raise argparse.ArgumentTypeError(f"{text} is not an integer >= {least}")
     return int(text)
 
 
@@ -158,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
     from hvdtrain.runtime.signals import leave_on_sigterm
 
     if (launched_size() or 1) > 1:
-        raise UserError("hvdtrain bench starts its ranks itself: call it without a launcher")
+        raise UserError("hvdtrain bench starts its own ranks: run it without a launcher")
     leave_on_sigterm()
     report = _measure(args)
     print(report.to_json() if args.format == "json" else report.to_table())

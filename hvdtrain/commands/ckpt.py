@@ -18,7 +18,6 @@ from hvdtrain.untrusted import parse_yaml, printable, read_regular
 NOTHING_TO_MERGE = (
     "--merge is for runs of the task huggingface with LoRA (lora.rank), and --format huggingface"
 )
-HELP = "list, verify or export the checkpoints of a run"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-HELP = "print a script that completes commands and keys: bash, zsh"
 # The place whose words are configuration keys: arguments of `train`, and arguments after `--`.
 _KEYS = "train"
 # Both shells source these functions. `place` is the subcommand, such as "ckpt list".

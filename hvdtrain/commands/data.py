@@ -11,8 +11,6 @@ from hvdtrain.errors import EXIT_CRASH, UserError, of_import
 from hvdtrain.runtime.environment import launched_rank
 from hvdtrain.runtime.mpi import Alone, Ranks, start_ranks
 
-HELP = "prepare data: tokenize text, index large files, learn what a table's columns hold"
-
 # All ranks fail with the same error and rank 0 prints it; a launcher may end all after the first.
 _LET_RANK_0_SPEAK = 2.0
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from hvdtrain.commands.output import write_out
 
-HELP = "write what starts a job: slurm, pbs, lsf, mpirun, compose, kubernetes"
-
 _BATCH = ("nodes", "ranks", "cpus", "gpus", "time", "queue", "module", "venv", "image")
 # target -> (help line, options in addition to the common ones)
 _TARGETS: dict[str, tuple[str, tuple[str, ...]]] = {

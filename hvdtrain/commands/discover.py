@@ -7,8 +7,6 @@ import argparse
 from hvdtrain.launch.discovery import DEFAULT_PROBE, answering, parse_probe
 from hvdtrain.launch.hostfile import read_hosts
 
-HELP = "print the hosts that answer, as host:slots"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_host_arguments(parser)

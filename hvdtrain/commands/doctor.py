@@ -8,8 +8,6 @@ from pathlib import Path
 
 from hvdtrain.errors import EXIT_CRASH, UserError
 
-HELP = "find what would fail on these hosts before a run does, or why a run failed"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group()

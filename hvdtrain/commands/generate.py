@@ -13,8 +13,6 @@ from hvdtrain.errors import UserError
 if TYPE_CHECKING:
     from hvdtrain.config import Settings
 
-HELP = "write text with the model of a run's newest checkpoint"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")

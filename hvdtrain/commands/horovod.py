@@ -8,8 +8,6 @@ from pathlib import Path
 from hvdtrain.horovod_wheel import build, check, recipe
 from hvdtrain.runtime.signals import leave_on_sigterm
 
-HELP = "build Horovod's wheel for this environment, or check the one installed"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")

@@ -13,8 +13,6 @@ from hvdtrain.commands.discover import add_host_arguments, seconds
 from hvdtrain.elastic.command import training_command
 from hvdtrain.errors import UserError
 
-HELP = "start training on hosts that answer, and start it again after a failure"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_host_arguments(parser)

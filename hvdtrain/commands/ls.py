@@ -13,7 +13,6 @@ from typing import Any
 from hvdtrain.run_files.listing import ListedRun, runs_under
 from hvdtrain.untrusted import printable
 
-HELP = "list the runs of a directory: state, step, loss, ranks, age"
 _UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 

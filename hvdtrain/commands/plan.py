@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from hvdtrain.plan.result import PlanResult, Terms
     from hvdtrain.plan.sources import Found
 
-HELP = "predict step time, scaling, memory and price on a cluster"
 
 _GIB = float(1 << 30)
 

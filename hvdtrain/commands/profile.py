@@ -7,8 +7,6 @@ from pathlib import Path
 
 from hvdtrain.untrusted import printable_lines
 
-HELP = "say where the time of the profiled steps went, and which rank was late"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")

@@ -11,20 +11,22 @@ from typing import Any
 from hvdtrain.commands.output import write_out
 from hvdtrain.errors import UserError
 
-HELP = "show a run, or two side by side, as an HTML file; or runs in a browser, live"
 _HOST, _PORT, _ROOT = "127.0.0.1", 8642, Path("runs")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", type=Path, nargs="?", metavar="RUN", help="folder of the run; see --serve"
+        "run", type=Path, nargs="?", metavar="RUN", help="run directory; see --serve"
     )
     parser.add_argument("other", type=Path, nargs="?", metavar="B", help="a run to compare it with")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="default: RUN/report.html, of two B/compare.html"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="default: RUN/report.html, or B/compare.html for two runs",
     )
     parser.add_argument(
-        "--format", choices=("html", "json"), default="html", help="json: the figures, to stdout"
+        "--format", choices=("html", "json"), default="html", help="json: the metrics, to stdout"
     )
     parser.add_argument(
         "--serve",
@@ -33,8 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--host",
-        help=f"with --serve: address to listen on (default: {_HOST}); of one that other hosts "
-        "reach the URL has a token",
+        help=f"with --serve: address to listen on (default: {_HOST}); if other hosts can reach it, "
+        "the URL contains a token",
     )
     parser.add_argument("--port", type=int, help=f"with --serve (default: {_PORT})")
 
@@ -43,31 +45,33 @@ def run(args: argparse.Namespace) -> int:
     if args.serve:
         return _serve(args)
     if args.host is not None or args.port is not None:
-        raise UserError("--host and --port are those of --serve: add it, or leave them away")
+        raise UserError("--host and --port require --serve")
     if args.run is None:
-        raise UserError("name the folder of a run: hvdtrain report RUN")
+        raise UserError("a run directory is required: hvdtrain report RUN")
     if args.format == "json" and args.out is not None:
-        raise UserError("--out names the HTML file; --format json is printed: leave one away")
+        raise UserError(
+            "--out and --format json exclude each other: --out names the HTML file, JSON is printed"
+        )
     return _report(args)
 
 
 def _serve(args: argparse.Namespace) -> int:
     if args.other is not None or args.out is not None or args.format != "html":
-        raise UserError("--serve takes one folder, and neither --out nor --format")
+        raise UserError("--serve accepts one directory, and neither --out nor --format")
     if args.port is not None and not 0 <= args.port <= 65535:
-        raise UserError(f"--port {args.port}: a port is from 0 (any that is free) to 65535")
+        raise UserError(f"--port {args.port}: ports lie in 0..65535; 0 = any free port")
     from hvdtrain.report.web.server import serve
 
     return serve(args.run or _ROOT, args.host or _HOST, _PORT if args.port is None else args.port)
 
 
 def _report(args: argparse.Namespace) -> int:
-    from hvdtrain.report.figures import figures
+    from hvdtrain.report.metrics import run_metrics
     from hvdtrain.report.run import read
 
     paths = [args.run] if args.other is None else [args.run, args.other]
     runs = [read(path) for path in paths]
-    found = [figures(run) for run in runs]
+    found = [run_metrics(run) for run in runs]
     if args.format == "json":
         print(json.dumps(_strict(_content(found)), indent=1, allow_nan=False))
         return 0
@@ -95,6 +99,6 @@ def _strict(value: Any) -> Any:
 def _content(found: list[Any]) -> Any:
     if len(found) == 1:
         return found[0]
-    from hvdtrain.report.ratios import ratios
+    from hvdtrain.report.metrics import ratios
 
     return {"a": found[0], "b": found[1], "ratios": ratios(*found)}

@@ -6,15 +6,14 @@ import argparse
 import math
 from pathlib import Path
 
-HELP = "show the ranks of a running job in the terminal"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or its targets.json")
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="folder of the run, or its targets.json"
-    )
-    parser.add_argument(
-        "--interval", type=_seconds, default=2.0, help="seconds (default: %(default)s)"
+        "--interval",
+        type=_seconds,
+        default=2.0,
+        help="seconds between updates (default: %(default)s)",
     )
     parser.add_argument("--once", action="store_true", help="print a plain table of all ranks")
     parser.add_argument("--auth-file", metavar="FILE", help="one line user:password")

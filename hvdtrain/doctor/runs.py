@@ -14,8 +14,8 @@ from pathlib import Path
 
 from hvdtrain.doctor.findings import ERROR, WARNING, Diagnosis
 from hvdtrain.errors import UserError
-from hvdtrain.report.figures import Figures, figures
-from hvdtrain.report.run import Run, read
+from hvdtrain.report.metrics import Metrics, run_metrics
+from hvdtrain.report.run import RecordedRun, read
 from hvdtrain.run_files.events_file import each_line
 from hvdtrain.untrusted import read_regular, real
 
@@ -153,7 +153,7 @@ def diagnose(folder: Path) -> tuple[list[Diagnosis], str]:
         UserError: `folder` is not a run directory, or cannot be read.
     """
     run = read(folder)
-    found = figures(run)
+    found = run_metrics(run)
     try:
         lines = sorted(_log_lines(folder), key=lambda line: line.time)
         findings = [*_hung(folder), *_from_lines(lines)]
@@ -228,7 +228,7 @@ def _is_frame(text: str) -> bool:
     return text.lstrip().startswith('File "') or re.match(r"\s+\w.* \(\S+:\d+\)$", text) is not None
 
 
-def _from_events(run: Run, known: set[str]) -> Iterator[Diagnosis]:
+def _from_events(run: RecordedRun, known: set[str]) -> Iterator[Diagnosis]:
     """Find problems that events and metrics show, but no log line."""
     path = run.path / "events.jsonl"
     for number, event in enumerate(each_line(path) if path.exists() else (), start=1):
@@ -251,7 +251,7 @@ def _of_event(check: str, where: str, line: str) -> Diagnosis:
     return Diagnosis(check, where, f"{cause.what}: “{line}”", cause.why, cause.mend, cause.severity)
 
 
-def _killed(run: Run, lines: list[LogLine]) -> Iterator[Diagnosis]:
+def _killed(run: RecordedRun, lines: list[LogLine]) -> Iterator[Diagnosis]:
     """Find the reason for a run without a recorded end, assuming it was killed from outside.
 
     If memory only grew, the kernel is the likely cause.
@@ -280,11 +280,11 @@ def _killed(run: Run, lines: list[LogLine]) -> Iterator[Diagnosis]:
     )
 
 
-def _growth(run: Run) -> str:
+def _growth(run: RecordedRun) -> str:
     """Text such as "rank 3 grew from 0.5 to 7.9 GiB"; "" if no rank's memory more than doubled."""
     if run.ranks is None:
         return ""
-    memory = run.ranks.figures["host_memory_bytes"]
+    memory = run.ranks.metrics["host_memory_bytes"]
     for rank in range(memory.shape[1]):
         of_rank = memory[:, rank][memory[:, rank] > 0]
         if len(of_rank) > 2 and of_rank[-1] > 2 * of_rank[1]:
@@ -308,7 +308,7 @@ def _unexplained(folder: Path, lines: list[LogLine], code: int) -> Diagnosis:
     )
 
 
-def _slow(found: Figures) -> Iterator[Diagnosis]:
+def _slow(found: Metrics) -> Iterator[Diagnosis]:
     """Find what slowed down a run, even if it finished."""
     where = f"{found['run']}/ranks.jsonl"
     shares = found["phase_shares"] or {}

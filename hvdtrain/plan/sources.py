@@ -154,12 +154,12 @@ def _of_exchange(content: dict[str, Any]) -> Found:
 
 
 def _of_run(path: Path) -> Found:
-    from hvdtrain.report.figures import figures
+    from hvdtrain.report.metrics import run_metrics
     from hvdtrain.report.run import read as read_run
     from hvdtrain.run.data import build_data
 
     run = read_run(path)
-    found, ranks = figures(run), run.ranks
+    found, ranks = run_metrics(run), run.ranks
     seconds = found["phase_seconds_per_step"]
     if ranks is None or seconds is None or not run.config:
         raise UserError(

@@ -21,7 +21,7 @@ from hvdtrain.untrusted import is_of, parse_yaml, read_json, read_regular, real
 
 Column = NDArray[np.floating[Any]]
 
-_STEP_FIGURES = (
+_STEP_METRICS = (
     "step",
     "loss",
     "validation_loss",
@@ -33,7 +33,7 @@ _STEP_FIGURES = (
     "time",
 )
 _VALIDATION = "validation_"
-_RANK_FIGURES = (
+_RANK_METRICS = (
     "wall_seconds",
     "inflight_seconds",
     "bytes",
@@ -76,7 +76,7 @@ _CALLED = {"calls", "bytes", "seconds"}
 
 
 @dataclass
-class Ranks:
+class RankSeries:
     """RUN/ranks.jsonl: L lines over R ranks; NaN if a line has no such rank.
 
     Args:
@@ -85,7 +85,7 @@ class Ranks:
         world_size: number of ranks of each line (L)
         phases: names of the P phases, as written by the run
         seconds: of each phase in the window (P x L x R)
-        figures: name -> (L x R): wall_seconds, inflight_seconds, bytes, host_memory_bytes,
+        metrics: name -> (L x R): wall_seconds, inflight_seconds, bytes, host_memory_bytes,
             device_memory_bytes, score; for a model that spans ranks AXIS_wait_seconds,
             schedule_seconds of a pipeline, parameter_bytes that the rank holds
         collectives: operation of hvdtrain.comm -> calls, bytes, seconds of rank 0; {} if none
@@ -99,7 +99,7 @@ class Ranks:
     world_size: Column
     phases: tuple[str, ...]
     seconds: Column
-    figures: dict[str, Column]
+    metrics: dict[str, Column]
     collectives: dict[str, Counter[str]]
     most_memory: dict[str, int]
     bubble_formula: float | None = None
@@ -118,7 +118,7 @@ class Ranks:
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """One run.
 
     Args:
@@ -136,7 +136,7 @@ class Run:
     path: Path
     steps: dict[str, Column]
     validation: dict[str, float]
-    ranks: Ranks | None
+    ranks: RankSeries | None
     ledger: ledger.Ledger | None
     events: list[dict[str, Any]]
     config: dict[str, Any]
@@ -155,7 +155,7 @@ class Run:
         return next((h for hosts in maps for h, ranks in hosts.items() if rank in ranks), "?")
 
 
-def read(path: Path) -> Run:
+def read(path: Path) -> RecordedRun:
     """Read RUN/.
 
     Raises:
@@ -168,13 +168,13 @@ def read(path: Path) -> Run:
     try:
         config = _config(directory, missing)
         steps, validation = _steps(directory, missing)
-        run = Run(
+        run = RecordedRun(
             path=path,
             steps=steps,
             validation=validation,
             ranks=_ranks(directory, config, missing),
             ledger=_ledger(directory, missing),
-            events=[event for event in _told(directory.events, []) if _is_known(event)],
+            events=[event for event in _complete_lines(directory.events, []) if _is_known(event)],
             config=config,
             manifest=_manifest(directory, missing),
             missing=missing,
@@ -212,18 +212,18 @@ def _manifest(directory: RunDirectory, missing: list[str]) -> dict[str, Any]:
 def _ledger(directory: RunDirectory, missing: list[str]) -> ledger.Ledger | None:
     if not directory.events.exists():
         missing.append(
-            "There is no events.jsonl (versions before it wrote none): restarts, goodput, "
-            "checkpoints and named stragglers are not known."
+            "There is no events.jsonl (older versions did not write it): restarts, goodput, "
+            "checkpoints and slow ranks are unknown."
         )
         return None
     try:
         return ledger.read(directory.path)
     except UserError as error:
-        missing.append(f"Restarts, goodput and checkpoints are not known: {error}.")
+        missing.append(f"Restarts, goodput and checkpoints are unknown: {error}.")
         return None
 
 
-def _told(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
+def _complete_lines(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
     """Yield the lines of a file, if it exists; report torn lines in `missing`."""
     torn = 0
     for line in each_line(path) if path.exists() else ():
@@ -232,8 +232,8 @@ def _told(path: Path, missing: list[str]) -> Iterator[dict[str, Any]]:
         else:
             yield line
     if torn:
-        lines = "line is" if torn == 1 else "lines are"
-        missing.append(f"{torn} {lines} torn in {path.name} (a crash does that) and passed over.")
+        lines = "line was" if torn == 1 else "lines were"
+        missing.append(f"{torn} incomplete {lines} skipped in {path.name} (left by a crash).")
 
 
 def _is_known(event: dict[str, Any]) -> bool:
@@ -250,9 +250,9 @@ def _is_known(event: dict[str, Any]) -> bool:
 def _steps(
     directory: RunDirectory, missing: list[str]
 ) -> tuple[dict[str, Column], dict[str, float]]:
-    columns = {name: array("d") for name in _STEP_FIGURES}
+    columns = {name: array("d") for name in _STEP_METRICS}
     validation: dict[str, float] = {}
-    for line in _told(directory.metrics, missing):
+    for line in _complete_lines(directory.metrics, missing):
         if not is_of(line.get("step"), int):
             continue
         for name, column in columns.items():
@@ -263,17 +263,19 @@ def _steps(
                 validation[name.removeprefix(_VALIDATION)] = value
     validation.pop("loss", None)
     if not columns["step"]:
-        missing.append("metrics.jsonl has no whole line: no step was logged.")
+        missing.append("metrics.jsonl has no complete line: no step was logged.")
     return {name: np.array(column) for name, column in columns.items()}, validation
 
 
-def _ranks(directory: RunDirectory, config: dict[str, Any], missing: list[str]) -> Ranks | None:
+def _ranks(
+    directory: RunDirectory, config: dict[str, Any], missing: list[str]
+) -> RankSeries | None:
     heads, tables = [], []
     collectives: dict[str, Counter[str]] = {}
     most_memory: Counter[str] = Counter()
     phases: tuple[str, ...] = ()
     formula = None
-    for line in _told(directory.ranks, missing):
+    for line in _complete_lines(directory.ranks, missing):
         if not all(is_of(line[name], of) for name, of in _RANKS.items() if name in line):
             continue
         try:
@@ -293,9 +295,9 @@ def _ranks(directory: RunDirectory, config: dict[str, Any], missing: list[str]) 
     if not tables:
         off = config.get("telemetry", {}).get("exchange_every") == 0
         missing.append(
-            "There is no line in ranks.jsonl"
+            "ranks.jsonl has no lines"
             + (" (telemetry.exchange_every is 0)" if off else "")
-            + ": phases, communication, straggler scores and memory are not known."
+            + ": phases, communication, straggler scores and memory are unknown."
         )
         return None
     step, steps, world_size = np.array(heads, dtype=np.float64).T
@@ -303,15 +305,17 @@ def _ranks(directory: RunDirectory, config: dict[str, Any], missing: list[str]) 
     for number, table in enumerate(tables):
         cube[:, number, : table.shape[1]] = table
     count = len(phases)
-    figures = dict(zip(_RANK_FIGURES, cube[count:], strict=True))
+    metrics = dict(zip(_RANK_METRICS, cube[count:], strict=True))
     seconds = cube[:count]
     memory = dict(most_memory)
-    return Ranks(step, steps, world_size, phases, seconds, figures, collectives, memory, formula)
+    return RankSeries(
+        step, steps, world_size, phases, seconds, metrics, collectives, memory, formula
+    )
 
 
 def _table(line: dict[str, Any], phases: tuple[str, ...]) -> Column:
     """Convert a line of ranks.jsonl to (phases and metrics) x ranks."""
     rows = [line["phases"][phase] for phase in phases]
     unknown = [np.nan] * len(rows[0])
-    rows += [line.get(name, unknown) for name in _RANK_FIGURES]
+    rows += [line.get(name, unknown) for name in _RANK_METRICS]
     return np.array(rows, dtype=np.float32)

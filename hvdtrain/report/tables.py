@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from hvdtrain.audit.goodput import PARTS
 from hvdtrain.audit.lineage import Redone
 from hvdtrain.report import units
-from hvdtrain.report.figures import Figures, who
-from hvdtrain.report.run import Run
+from hvdtrain.report.metrics import Metrics, who
+from hvdtrain.report.run import RecordedRun
 
 _ROWS = 20
-_PARTS = 64  # ranks of a layout
+_SHARDS = 64  # ranks of a layout
 _NAMED = 12  # ranks in a row; if there are more, only their number is shown
 _CAUSES: dict[str, str] = {
-    "launch": "the program was started again",
+    "launch": "the program was restarted",
     "failure": "a rank failed",
-    "hosts": "processes came or went",
+    "hosts": "processes joined or left",
 }
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Cells as text.
 
     Args:
@@ -38,21 +38,21 @@ class Table:
     words: int = 1
 
 
-def first(figures: Figures) -> list[Table]:
+def first(metrics: Metrics) -> list[ReportTable]:
     """Tables of shards, restarts, slow ranks and their assignments; empty tables are omitted."""
-    slow = _straggler_table(figures), _deal_table(figures)
-    every = _parts(figures), _restart_table(figures), *slow
+    slow = _straggler_table(metrics), _assignment_table(metrics)
+    every = _shards(metrics), _restart_table(metrics), *slow
     return [t for t in every if t.rows]
 
 
-def last(run: Run, figures: Figures) -> list[Table]:
+def last(run: RecordedRun, metrics: Metrics) -> list[ReportTable]:
     """Tables of the time spent and of facts; empty tables are omitted."""
-    every = _lost(figures), _phases(figures), _collectives(figures), _facts(run, figures)
+    every = _lost(metrics), _phases(metrics), _collectives(metrics), _facts(run, metrics)
     return [t for t in every if t.rows]
 
 
-def _restart_table(figures: Figures) -> Table:
-    restarts = figures["restarts"] or []
+def _restart_table(metrics: Metrics) -> ReportTable:
+    restarts = metrics["restarts"] or []
     rows = [
         [
             str(restart["number"]),
@@ -66,12 +66,12 @@ def _restart_table(figures: Figures) -> Table:
     ]
     costly = sorted(restarts, key=lambda r: -r["seconds_without_steps"])[:_ROWS]
     shown = {restart["number"] for restart in costly}
-    left = f"The {_ROWS} costliest of {len(rows)}." if len(rows) > _ROWS else ""
+    left = f"The {_ROWS} most expensive of {len(rows)}." if len(rows) > _ROWS else ""
     head = ["restart", "cause", "after step", "ranks", "without steps", "steps redone"]
-    return Table("Restarts", head, [row for row in rows if int(row[0]) in shown], left, 2)
+    return ReportTable("Restarts", head, [row for row in rows if int(row[0]) in shown], left, 2)
 
 
-def _cause(restart: Figures) -> str:
+def _cause(restart: Metrics) -> str:
     cause = _CAUSES.get(str(restart["cause"]), str(restart["cause"]))
     for what, name in (("lost", "hosts_lost"), ("gained", "hosts_gained")):
         if restart[name]:
@@ -79,8 +79,8 @@ def _cause(restart: Figures) -> str:
     return f"{cause} (state from {restart['source']})"
 
 
-def _straggler_table(figures: Figures) -> Table:
-    named = figures["stragglers"]
+def _straggler_table(metrics: Metrics) -> ReportTable:
+    named = metrics["stragglers"]
     rows = [
         [
             who(entry).removeprefix("rank "),
@@ -92,14 +92,14 @@ def _straggler_table(figures: Figures) -> Table:
         ]
         for entry in named[:_ROWS]
     ]
-    left = f"The {_ROWS} that lasted longest of {len(named)}." if len(named) > _ROWS else ""
-    head = ["rank", "slow in", "times named", "first at step", "steps", "lowest score"]
-    return Table("Ranks that were named as slow", head, rows, left, 2)
+    left = f"The {_ROWS} longest of {len(named)}." if len(named) > _ROWS else ""
+    head = ["rank", "slow in", "times reported", "first at step", "steps", "lowest score"]
+    return ReportTable("Slow ranks", head, rows, left, 2)
 
 
-def _parts(figures: Figures) -> Table:
+def _shards(metrics: Metrics) -> ReportTable:
     """Table of each rank's shard of a model that spans ranks."""
-    ranks = figures["layout"]["ranks"] if figures["layout"] else []
+    ranks = metrics["layout"]["ranks"] if metrics["layout"] else []
     places = [rank["place"] for rank in ranks]
     axes = [axis for axis in (places[0] if places else ()) if any(at[axis] for at in places)]
     device = any(rank["peak_device_memory_bytes"] for rank in ranks)
@@ -112,57 +112,59 @@ def _parts(figures: Figures) -> Table:
             _size(rank["peak_host_memory_bytes"]),
             *([_size(rank["peak_device_memory_bytes"])] if device else []),
         ]
-        for rank in ranks[:_PARTS]
+        for rank in ranks[:_SHARDS]
     ]
-    head = ["rank", "host", *axes, "parameters", "most host memory"]
-    head += ["most device memory"] if device else []
-    left = f"The first {_PARTS} of {len(ranks)} ranks." if len(ranks) > _PARTS else ""
-    return Table("Parts of the model", head, rows, left, 2)
+    head = ["rank", "host", *axes, "parameters", "peak host memory"]
+    head += ["peak device memory"] if device else []
+    left = f"The first {_SHARDS} of {len(ranks)} ranks." if len(ranks) > _SHARDS else ""
+    return ReportTable("Shards of the model", head, rows, left, 2)
 
 
 def _size(value: int | None) -> str:
     return units.UNKNOWN if value is None else units.size(value)
 
 
-def _deal_table(figures: Figures) -> Table:
+def _assignment_table(metrics: Metrics) -> ReportTable:
     """Table of assignments; ranks with the same number of micro-batches share a row."""
     rows = []
-    for deal in figures["deals"][-_ROWS:]:
+    for deal in metrics["deals"][-_ROWS:]:
         counts: list[int] = deal["micro_batches"]
         for count in sorted(set(counts)):
             ranks = [str(rank) for rank, own in enumerate(counts) if own == count]
             named = f"rank {' '.join(ranks)}" if len(ranks) <= _NAMED else f"{len(ranks)} ranks"
             rows.append([f"{deal['step']:,}", str(count), named])
-    title = "Micro-batches of a step, dealt by speed"
-    return Table(title, ["after step", "micro-batches each", "ranks"], rows[-_ROWS:], "", 3)
+    title = "Micro-batches per step, assigned by speed"
+    return ReportTable(
+        title, ["after step", "micro-batches per rank", "ranks"], rows[-_ROWS:], "", 3
+    )
 
 
-def _lost(figures: Figures) -> Table:
-    parts, wall = figures["seconds_by_part"] or {}, figures["wall_seconds"] or 0.0
+def _lost(metrics: Metrics) -> ReportTable:
+    parts, wall = metrics["seconds_by_part"] or {}, metrics["wall_seconds"] or 0.0
     rows = [
         [PARTS[name], units.seconds(seconds), units.percent(seconds / wall if wall else 0.0)]
         for name, seconds in parts.items()
         if seconds > 0
     ]
-    return Table("Goodput: what the wall time went to", ["", "time", "share"], rows)
+    return ReportTable("Goodput: use of the wall time", ["", "time", "share"], rows)
 
 
-def _phases(figures: Figures) -> Table:
-    shares, each = figures["phase_shares"] or {}, figures["phase_seconds_per_step"] or {}
+def _phases(metrics: Metrics) -> ReportTable:
+    shares, each = metrics["phase_shares"] or {}, metrics["phase_seconds_per_step"] or {}
     rows = [[p, units.seconds(each[p]), units.percent(share)] for p, share in shares.items()]
     head = ["phase", "time per step", "share"]
-    if (most := figures["peak_memory_bytes_by_phase"]) is None:
-        return Table("Phases, mean of all ranks", head, rows)
+    if (most := metrics["peak_memory_bytes_by_phase"]) is None:
+        return ReportTable("Phases, mean of all ranks", head, rows)
     for row in rows:
         row.append(_size(most.get(row[0])))
-    head.append("most memory")
-    on_host = figures["peak_device_memory_bytes"] is None
+    head.append("peak memory")
+    on_host = metrics["peak_device_memory_bytes"] is None
     what = "resident" if on_host else "of tensors on the device"
-    note = f"Most memory: {what}, of the rank that had most, in the steps that ranks compared."
-    return Table("Phases, mean of all ranks", head, rows, note)
+    note = f"Peak memory: {what}, maximum over the ranks, in the steps that ranks compared."
+    return ReportTable("Phases, mean of all ranks", head, rows, note)
 
 
-def _collectives(figures: Figures) -> Table:
+def _collectives(metrics: Metrics) -> ReportTable:
     rows = [
         [
             entry["operation"],
@@ -171,14 +173,14 @@ def _collectives(figures: Figures) -> Table:
             units.seconds(entry["seconds"]),
             units.bandwidth(entry["bandwidth_bytes_per_second"]),
         ]
-        for entry in figures["collectives"] or []
+        for entry in metrics["collectives"] or []
     ]
     note = "The time includes waiting for other ranks; bandwidth is bytes / time." if rows else ""
     head = ["operation", "calls", "bytes", "time", "bandwidth"]
-    return Table("Collectives of hvdtrain.comm, on rank 0", head, rows, note)
+    return ReportTable("Collectives of hvdtrain.comm, on rank 0", head, rows, note)
 
 
-def _facts(run: Run, figures: Figures) -> Table:
+def _facts(run: RecordedRun, metrics: Metrics) -> ReportTable:
     manifest = run.manifest
     generations = run.ledger.generations if run.ledger else ()
     start = generations[-1].start if generations else None
@@ -187,18 +189,18 @@ def _facts(run: Run, figures: Figures) -> Table:
     horovod = manifest.get("horovod") or {}
     begin = run.ledger.began if run.ledger else None
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(begin)) if begin else None
-    hosts = ", ".join(f"{h}: {units.ranks(r)}" for h, r in list(figures["hosts"].items())[:_ROWS])
+    hosts = ", ".join(f"{h}: {units.ranks(r)}" for h, r in list(metrics["hosts"].items())[:_ROWS])
     facts = {
-        "task": figures["task"],
+        "task": metrics["task"],
         "began": began,
-        "ranks by host": hosts + (" …" if len(figures["hosts"]) > _ROWS else ""),
+        "ranks by host": hosts + (" …" if len(metrics["hosts"]) > _ROWS else ""),
         "device": manifest.get("device"),
         "controller": horovod.get("controller"),
-        "samples in a step": None if by_length else size,
-        "micro-batches in a step": start.per_step if start and by_length else None,
-        "padding, mean of the steps": units.percent(figures["mean_padding"]) if by_length else None,
+        "samples per step": None if by_length else size,
+        "micro-batches per step": start.per_step if start and by_length else None,
+        "padding, mean over steps": units.percent(metrics["mean_padding"]) if by_length else None,
         "seed": manifest.get("seed"),
         "git commit": manifest.get("git_commit"),
         **manifest.get("versions", {}),
     }
-    return Table("The run", [], [[k, str(v)] for k, v in facts.items() if v], words=2)
+    return ReportTable("The run", [], [[k, str(v)] for k, v in facts.items() if v], words=2)

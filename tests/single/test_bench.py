@@ -126,7 +126,7 @@ def test_checkpoint_bench_measures_stall_and_restore(tmp_path: Path) -> None:
         "checkpoint", "--preset", "gpt-nano", "--rounds", "2", more=[f"--run.root={tmp_path}"]
     )
     assert figures["stall, every 1 steps"]["aim"] == "<= 1"
-    assert figures["restore / plain reading"]["unit"] == "x"
+    assert figures["restore / plain read"]["unit"] == "x"
     assert report["bytes"] > 10000
     assert list(tmp_path.iterdir()) == []  # it leaves nothing
 
@@ -170,7 +170,7 @@ def test_recovery_pause_starts_at_the_kill_or_a_later_step_end(last: float, paus
 
 
 def test_kill_without_effect_is_an_error() -> None:
-    with pytest.raises(BenchError, match="was not noticed, or not replaced"):
+    with pytest.raises(BenchError, match="was not detected, or not replaced"):
         recovered([{"time": 9.0}], EVENTS[:3], since=10.5, np=4)
 
 
@@ -189,7 +189,7 @@ def test_table_marks_missed_aims() -> None:
     head, a, b, c, last = Report("none", figures, {"bit_identical": True}).to_table().splitlines()
     assert head.split() == ["median", "min", "max", "aim"]
     assert a.split() == ["a", "1.5", "1", "3", "x", ">=", "1.8", "MISSED"]
-    assert b.split() == ["b", "2", "2", "2", "ms", "a", "step"]
+    assert b.split() == ["b", "2", "2", "2", "ms/step"]
     assert c.endswith("<= 1.02 met")
     assert last.startswith("bit identical: True, load ")
 
@@ -197,7 +197,7 @@ def test_table_marks_missed_aims() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rounds", "0"], "0 is not >= 1"),
+        (["--rounds", "0"], "0 is not an integer >= 1"),
         (["--np", "1"], "names no number of ranks that is >= 2"),
         (["--preset", "gpt-nanu"], "no preset (digits, gpt-1b3, gpt-medium, gpt-nano"),
         (["--", "--model.layer=1"], "did you mean model.layers?"),

@@ -54,9 +54,8 @@ def test_closed_pipe_causes_no_traceback() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "train"])
-def test_subcommand_matches_its_entry_in_the_command_table(name: str) -> None:
+def test_every_command_has_a_module_with_arguments_and_run(name: str) -> None:
     module = importlib.import_module(f"hvdtrain.commands.{name}")
-    assert cli.COMMANDS[name] == module.HELP
     assert callable(module.add_arguments) and callable(module.run)
 
 
@@ -83,7 +82,7 @@ def test_incomplete_command_line_exits_with_2(arguments: tuple[str, ...]) -> Non
         ),
         (
             "launch --hosts a:1 --run.id mine",
-            "hvdtrain launch: error: unknown argument --run.id; keys of the configuration stand ",
+            "hvdtrain launch: error: unknown argument --run.id; configuration keys follow ",
         ),
     ],
 )

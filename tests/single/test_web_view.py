@@ -21,12 +21,10 @@ import psutil
 import pytest
 
 from hvdtrain import cli
-from hvdtrain.report.web import tail
-from hvdtrain.report.web.live import LiveRun
-from hvdtrain.report.web.overview import Overview
+from hvdtrain.report.web import overview
+from hvdtrain.report.web.live import BINS, LiveRun, Series
+from hvdtrain.report.web.overview import Overview, Tail
 from hvdtrain.report.web.runs import Runs
-from hvdtrain.report.web.series import BINS, Series
-from hvdtrain.report.web.tail import Tail
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.ownership import Ownership
 from tests.support.browser import Tab, tab
@@ -57,7 +55,7 @@ def test_tail_reads_only_appended_lines(tmp_path: Path) -> None:
     _append(path, '{"step": 1000}\n')
     news = file.read()
     assert (news.lines, news.torn, news.restarted) == ([{"step": 1000}], 0, False)
-    assert file.read() == tail.News()
+    assert file.read() == overview.News()
 
 
 def test_incomplete_last_line_is_not_counted_as_torn(tmp_path: Path) -> None:
@@ -80,13 +78,13 @@ def test_rewritten_file_is_read_from_the_start(tmp_path: Path) -> None:
     news = file.read()
     assert news.restarted and [line["step"] for line in news.lines] == [1, 2, 3]
     path.unlink()
-    assert file.read().restarted and file.read() == tail.News()
+    assert file.read().restarted and file.read() == overview.News()
     os.mkfifo(path)
-    assert file.read() == tail.News()
+    assert file.read() == overview.News()
 
 
 def test_long_file_is_read_in_chunks(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(tail, "CHUNK", 100)
+    monkeypatch.setattr(overview, "CHUNK", 100)
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n' * 20 + "x" * 250 + '\n{"step": 2}\n')
     file = Tail(path)
@@ -362,13 +360,13 @@ def test_public_server_requires_the_token(root: Path, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--serve", "nowhere"], "is not a directory"),
-        (["--serve", ".", "--host", "192.0.2.1"], "cannot be listened on"),
-        (["--serve", ".", "--host", "a..b"], "cannot be listened on"),
-        (["--serve", ".", "--port", "70000"], "a port is from 0"),
-        (["--serve", ".", "other"], "takes one folder"),
+        (["--serve", ".", "--host", "192.0.2.1"], "cannot listen on"),
+        (["--serve", ".", "--host", "a..b"], "cannot listen on"),
+        (["--serve", ".", "--port", "70000"], "ports lie in 0..65535"),
+        (["--serve", ".", "other"], "accepts one directory"),
         (["--serve", "--out", "x.html"], "neither --out"),
-        ([".", "--port", "1"], "those of --serve"),
-        ([], "name the folder of a run"),
+        ([".", "--port", "1"], "require --serve"),
+        ([], "a run directory is required"),
     ],
 )
 def test_invalid_usage_ends_with_a_clear_error(

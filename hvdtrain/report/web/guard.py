@@ -30,12 +30,14 @@ def guarded(app: App, names: Iterable[str], token: str, port: int) -> App:
 
     def checked(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         if not _is_known(environ.get("HTTP_HOST", ""), known):
-            return refuse(start, HTTPStatus.FORBIDDEN, "this server is not known by this name")
+            return refuse(start, HTTPStatus.FORBIDDEN, "unknown host name for this server")
         if token:
             if _same(_query(environ).get("token", ""), token):
-                return _welcome(environ, start, f"{cookie}={token}")
-            if not any(_same(given, token) for given in _brought(environ, cookie)):
-                return refuse(start, HTTPStatus.UNAUTHORIZED, "the URL lacks the token: ?token=...")
+                return _redirect_without_token(environ, start, f"{cookie}={token}")
+            if not any(_same(given, token) for given in _given_tokens(environ, cookie)):
+                return refuse(
+                    start, HTTPStatus.UNAUTHORIZED, "the URL has no valid token: ?token=..."
+                )
         environ[TRUST]()
         return app(environ, start)
 
@@ -70,7 +72,7 @@ def _query(environ: dict[str, Any]) -> dict[str, str]:
         return {}
 
 
-def _brought(environ: dict[str, Any], cookie: str) -> Iterable[str]:
+def _given_tokens(environ: dict[str, Any], cookie: str) -> Iterable[str]:
     kind, _, given = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
     if kind.lower() == "bearer":
         yield given.strip()
@@ -85,7 +87,9 @@ def _same(given: str, token: str) -> bool:
     return hmac.compare_digest(given.encode(errors="replace"), token.encode())
 
 
-def _welcome(environ: dict[str, Any], start: Callable[..., Any], cookie: str) -> list[bytes]:
+def _redirect_without_token(
+    environ: dict[str, Any], start: Callable[..., Any], cookie: str
+) -> list[bytes]:
     """Redirect to the same address without the token, to keep the token out of histories."""
     environ[TRUST]()
     rest = parse_qsl(environ.get("QUERY_STRING", ""), max_num_fields=64)

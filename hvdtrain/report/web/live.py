@@ -2,18 +2,74 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.report.web.overview import Overview
-from hvdtrain.report.web.series import Series
-from hvdtrain.report.web.tail import News, Tail
+from hvdtrain.report.web.overview import News, Overview, Tail
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.untrusted import number, whole
 
+BINS = 500
 _OVER_STEPS = ("loss", "validation_loss", "samples_per_second", "step_seconds")
 _VALIDATION = "validation_"
 RANKS = 64  # limit for the plot of the ranks' phases: those with the lowest scores
+
+
+@dataclass
+class _Bin:
+    low: float
+    high: float
+    total: float
+    count: int
+
+
+class Series:
+    """Smallest, mean and largest value in bins of equal numbers of steps.
+
+    A bin is one step until there are more than 2 x BINS bins; then pairs of bins are merged.
+    """
+
+    def __init__(self) -> None:
+        self._bins: dict[int, _Bin] = {}
+        self._width = 1
+
+    def add(self, step: int, value: float) -> None:
+        self._merge(step // self._width, _Bin(value, value, value, 1))
+        while len(self._bins) > 2 * BINS:
+            bins, self._bins = self._bins, {}
+            self._width *= 2
+            for place, found in bins.items():
+                self._merge(place // 2, found)
+
+    def _merge(self, place: int, new: _Bin) -> None:
+        old = self._bins.get(place)
+        if old is None:
+            self._bins[place] = new
+            return
+        old.low, old.high = min(old.low, new.low), max(old.high, new.high)
+        old.total += new.total
+        old.count += new.count
+
+    def points(self) -> dict[str, Any]:
+        """x (steps), mean and, if steps share points, low and high: lists of equal length."""
+        places = sorted(self._bins)
+        bins = [self._bins[place] for place in places]
+        middle = (self._width - 1) / 2
+        found: dict[str, Any] = {
+            "width": self._width,
+            "x": [place * self._width + middle for place in places],
+            "mean": [_short(found.total / found.count) for found in bins],
+        }
+        if self._width > 1:
+            found["low"] = [_short(found.low) for found in bins]
+            found["high"] = [_short(found.high) for found in bins]
+        return found
+
+
+def _short(value: float) -> float:
+    """Round to the digits that a plot shows."""
+    return float(f"{value:.6g}")
 
 
 class LiveRun:
@@ -47,8 +103,8 @@ class LiveRun:
         """
         self._overview.refresh()
         metrics, ranks = self._metrics.read(), self._ranks.read()
-        self._take_metrics(metrics)
-        self._take_ranks(ranks)
+        self._add_metrics(metrics)
+        self._add_ranks(ranks)
         return {
             **self._overview.row(),
             "restarted": list(self._overview.restarts),
@@ -64,7 +120,7 @@ class LiveRun:
             "window": self._shown_window(),
         }
 
-    def _take_metrics(self, news: News) -> None:
+    def _add_metrics(self, news: News) -> None:
         if news.restarted:
             self._forget_metrics()
         self._torn += news.torn
@@ -81,7 +137,7 @@ class LiveRun:
                 if name.startswith(_VALIDATION) and value is not None:
                     self._validation[name.removeprefix(_VALIDATION)] = value
 
-    def _take_ranks(self, news: News) -> None:
+    def _add_ranks(self, news: News) -> None:
         if news.restarted:
             self._forget_ranks()
         for line in news.lines:
@@ -125,8 +181,8 @@ class LiveRun:
                         for seconds in phases.values()
                     ],
                     "score": round(score[rank], 4),
-                    "host_memory_bytes": _of(window["host_memory_bytes"], rank),
-                    "device_memory_bytes": _of(window["device_memory_bytes"], rank),
+                    "host_memory_bytes": _value_of(window["host_memory_bytes"], rank),
+                    "device_memory_bytes": _value_of(window["device_memory_bytes"], rank),
                 }
                 for rank in sorted(slowest)
             ],
@@ -150,5 +206,5 @@ def _row(values: object) -> list[float]:
     return known if len(known) == len(row) else []
 
 
-def _of(values: list[float], rank: int) -> float | None:
+def _value_of(values: list[float], rank: int) -> float | None:
     return values[rank] if rank < len(values) else None

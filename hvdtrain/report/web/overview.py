@@ -1,21 +1,122 @@
-"""One-line summary of a run: its state and progress, from the ends of its files."""
+"""One-line summary of a run: its state and progress, from what was added to its files."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.report.web.tail import LastLine, Tail
 from hvdtrain.run_files.listing import run_state
 from hvdtrain.run_files.owner_token import Token, read
 from hvdtrain.run_files.ownership import REST_SECONDS
 from hvdtrain.run_files.run_directory import RunDirectory
-from hvdtrain.untrusted import number, read_json, whole
+from hvdtrain.untrusted import json_object, number, open_regular, read_json, whole
 
+CHUNK = 4 * 2**20  # bytes read at a time: a fraction of a second
+_REMEMBERED = 512
+_END = 64 * 1024
 SHOWN = 50  # restarts, the last ones
 _START = ("cause", "source", "step", "world_size", "seconds", "time")
+
+
+@dataclass
+class News:
+    """Result of reading a file.
+
+    Args:
+        restarted: the file was replaced or is shorter: earlier content is no longer valid.
+        lines: the JSON objects of its new complete lines.
+        torn: number of new lines that are not JSON objects.
+        left: bytes not read yet.
+    """
+
+    restarted: bool = False
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    torn: int = 0
+    left: int = 0
+
+
+class Tail:
+    """A file, read from the end of the last read; an incomplete last line is read later.
+
+    A run removes lines after a failure. The bytes before the current position are compared again,
+    to detect whether earlier content is unchanged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._place = 0
+        self._before = b""
+
+    def read(self) -> News:
+        """Read up to CHUNK more bytes; no lines if the file does not exist.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        try:
+            with open_regular(self._path) as file:
+                return self._read(file)
+        except FileNotFoundError:
+            return News(restarted=self._forget())
+
+    def _read(self, file: Any) -> News:
+        news = News()
+        file.seek(self._place - len(self._before))
+        if file.read(len(self._before)) != self._before:
+            news.restarted = self._forget()
+            file.seek(0)
+        content = file.read(CHUNK)
+        end = content.rfind(b"\n") + 1
+        if not end and len(content) == CHUNK:
+            end = CHUNK  # no line of hvdtrain is this long
+        for line in content[:end].splitlines():
+            found = json_object(line)
+            if found is not None:
+                news.lines.append(found)
+            elif line.strip():
+                news.torn += 1
+        self._place += end
+        self._before = (self._before + content[:end])[-_REMEMBERED:]
+        if len(content) == CHUNK:
+            news.left = max(0, os.fstat(file.fileno()).st_size - self._place)
+        return news
+
+    def _forget(self) -> bool:
+        """Reset; return whether anything was known."""
+        known, self._place, self._before = self._place > 0, 0, b""
+        return known
+
+
+class LastLine:
+    """The last complete line of a file, whatever the file's size."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stamp: tuple[int, int] | None = None
+        self._line: dict[str, Any] = {}
+
+    def read(self) -> dict[str, Any]:
+        """Return the line; {} if there is none.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        try:
+            with open_regular(self._path) as file:
+                facts = os.fstat(file.fileno())
+                stamp = facts.st_size, facts.st_mtime_ns
+                if stamp != self._stamp:
+                    file.seek(max(0, facts.st_size - _END))
+                    lines = reversed(file.read(_END).split(b"\n")[:-1])
+                    self._line = next(filter(None, map(json_object, lines)), {})
+                    self._stamp = stamp
+        except FileNotFoundError:
+            self._stamp, self._line = None, {}
+        return self._line
 
 
 class Pulse:
@@ -50,7 +151,7 @@ class Overview:
 
     Attributes:
         restarts: each start after the first (the last SHOWN), from the events.
-        slow: ranks that are currently named as slow.
+        slow: ranks that are currently reported as slow.
         reading: bytes of the events not read yet.
     """
 
@@ -83,16 +184,16 @@ class Overview:
         if news.restarted:
             self._forget()
         for event in news.lines:
-            self._take(event)
+            self._record(event)
         self.reading = news.left
         self._line = self._last.read()
         self._manifest = _content(self._manifest_path)
         self._alive, self._launched = self._owner.beats(), self._launcher.beats()
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _record(self, event: dict[str, Any]) -> None:
         kind = event.get("event")
         if kind == "start":
-            self._took_start(event)
+            self._record_start(event)
         elif kind == "end":
             self._end = whole(event.get("exit_code"))
         elif kind == "early_stop":
@@ -111,7 +212,7 @@ class Overview:
                     "step": whole(event.get("step")),
                 }
 
-    def _took_start(self, event: dict[str, Any]) -> None:
+    def _record_start(self, event: dict[str, Any]) -> None:
         before, self._start = self._start, event
         self._starts += 1
         self._end, self._early = None, False
@@ -121,7 +222,7 @@ class Overview:
             self.restarts.append(
                 {
                     "number": self._starts - 1,
-                    "cause": str(found["cause"] or "not known"),
+                    "cause": str(found["cause"] or "unknown"),
                     "source": str(found["source"] or "?"),
                     "step": whole(found["step"]),
                     "ranks_before": whole(before.get("world_size")),

@@ -1,20 +1,183 @@
-"""`hvdtrain report --serve`: from the command line to Ctrl-C."""
+"""`hvdtrain report --serve`: the server, its responses, and reports made in the background.
+
+The responses are three static files, the list of runs, a run, and its report.
+"""
 
 from __future__ import annotations
 
 import ipaddress
+import json
 import secrets
 import socket
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from importlib.resources import files
 from pathlib import Path
-from threading import Thread
-from urllib.parse import urlencode
+from threading import Lock, Thread
+from typing import Any
+from urllib.parse import parse_qs, urlencode
 
 from hvdtrain.errors import UserError
-from hvdtrain.report.web.app import make_app
-from hvdtrain.report.web.guard import guarded
+from hvdtrain.report.web.guard import guarded, refuse
 from hvdtrain.report.web.runs import Runs
 from hvdtrain.runtime.signals import leave_on_sigterm
-from hvdtrain.telemetry.bounded_server import BoundedServer, listen
+from hvdtrain.telemetry.bounded_server import App, BoundedServer, listen
+
+_KEPT = 4
+_STATIC = {
+    "/": ("view.html", "text/html"),
+    "/view.js": ("view.js", "text/javascript"),
+    "/view.css": ("view.css", "text/css"),
+}
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:"
+)
+_REPORT_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_POLICY_SUFFIX = "; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_WAIT = """<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="refresh" content="2"><meta name="color-scheme" content="light dark">
+<title>hvdtrain report</title></head>
+<body><p>The report is being generated; for a long run this takes several seconds.</p>
+</body></html>"""
+
+
+@dataclass
+class _Report:
+    stamp: tuple[float, ...]
+    page: str = ""
+    problem: str = ""
+
+
+class Reports:
+    """Pages as written by `hvdtrain report RUN`, made one at a time."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._made: dict[Path, _Report] = {}
+        self._making = False
+
+    def page(self, path: Path) -> str | None:
+        """Return the report of a run for its current files; None: it is being made, ask again.
+
+        Raises:
+            UserError: it cannot be made.
+        """
+        stamp = _stamp(path)
+        with self._lock:
+            report = self._made.get(path)
+            if report is not None and (report.stamp == stamp or not self._making):
+                # The report of an active run is outdated at once: return it, and make a new one at
+                # the next request.
+                del self._made[path]
+                if report.problem:
+                    raise UserError(report.problem)
+                if report.stamp == stamp:
+                    self._made[path] = report
+                return report.page
+            if not self._making:
+                self._making = True
+                Thread(target=self._make, args=(path, stamp), daemon=True).start()
+        return None
+
+    def _make(self, path: Path, stamp: tuple[float, ...]) -> None:
+        report = _Report(stamp)
+        try:
+            from hvdtrain.report.metrics import run_metrics
+            from hvdtrain.report.page import one
+            from hvdtrain.report.run import read
+
+            run = read(path)
+            report.page = one(run, run_metrics(run))
+        except UserError as error:
+            report.problem = str(error)
+        except Exception as error:
+            # Files may be damaged, or change while they are read.
+            report.problem = f"the report of {path.name} cannot be generated ({error!r})"
+        with self._lock:
+            self._making = False
+            self._made[path] = report
+            while len(self._made) > _KEPT:
+                del self._made[next(iter(self._made))]
+
+
+def _stamp(path: Path) -> tuple[float, ...]:
+    """Value that changes when a file of the run changes."""
+    names = ("metrics.jsonl", "events.jsonl", "ranks.jsonl", "manifest.json")
+    files = [path / name for name in names]
+    return tuple(file.stat().st_mtime_ns if file.exists() else 0 for file in files)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    content: bytes
+    kind: str
+    status: HTTPStatus = HTTPStatus.OK
+    policy: str = _PAGE_POLICY
+
+
+def make_app(runs: Runs) -> App:
+    """The WSGI application (PEP 3333)."""
+    reports = Reports()
+    static = {path: (_static(name), kind) for path, (name, kind) in _STATIC.items()}
+
+    def answer(path: str, query: Mapping[str, list[str]]) -> _Answer | None:
+        if path in static:
+            return _Answer(*static[path])
+        name = query.get("name", [""])[0]
+        if path == "/api/runs":
+            return _json({"runs": runs.rows()})
+        if path == "/api/run":
+            return _json(runs.run(name))
+        if path == "/report":
+            page = reports.page(runs.path(name))
+            return _Answer((page or _WAIT).encode(), "text/html", policy=_REPORT_POLICY)
+        return None
+
+    def app(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        if environ["REQUEST_METHOD"] != "GET":
+            return refuse(start, HTTPStatus.METHOD_NOT_ALLOWED, "only GET is supported")
+        try:
+            query = parse_qs(environ.get("QUERY_STRING", ""), max_num_fields=64)
+            found = answer(environ.get("PATH_INFO", ""), query)
+        except ValueError:
+            found = _problem(HTTPStatus.BAD_REQUEST, "invalid address")
+        except KeyError:
+            found = _problem(HTTPStatus.NOT_FOUND, "no such run")
+        except UserError as error:
+            found = _problem(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+        except OSError as error:
+            what = f"{error.filename or 'a file'} cannot be read ({error.strerror})"
+            found = _problem(HTTPStatus.INTERNAL_SERVER_ERROR, what)
+        return _send(start, found or _problem(HTTPStatus.NOT_FOUND, "no such page"))
+
+    return app
+
+
+def _send(start: Callable[..., Any], found: _Answer) -> list[bytes]:
+    headers = [
+        ("Content-Type", f"{found.kind}; charset=utf-8"),
+        ("Content-Length", str(len(found.content))),
+        ("Content-Security-Policy", found.policy + _POLICY_SUFFIX),
+        ("Cache-Control", "no-store"),
+        ("Cross-Origin-Resource-Policy", "same-origin"),
+        ("Referrer-Policy", "no-referrer"),
+        ("X-Content-Type-Options", "nosniff"),
+    ]
+    start(f"{found.status.value} {found.status.phrase}", headers)
+    return [found.content]
+
+
+def _json(content: Any) -> _Answer:
+    return _Answer(json.dumps(content, allow_nan=False).encode(), "application/json")
+
+
+def _problem(status: HTTPStatus, why: str) -> _Answer:
+    return _Answer(json.dumps({"problem": why}).encode(), "application/json", status)
+
+
+def _static(name: str) -> bytes:
+    return files("hvdtrain.report.web").joinpath("static").joinpath(name).read_bytes()
 
 
 def serve(path: Path, host: str, port: int) -> int:
@@ -33,8 +196,8 @@ def serve(path: Path, host: str, port: int) -> int:
         server = listen(host, port)
     except (OSError, OverflowError, UnicodeError) as error:
         raise UserError(
-            f"--host {host} --port {port} cannot be listened on "
-            f"({getattr(error, 'strerror', None) or error}); choose others"
+            f"cannot listen on --host {host} --port {port} "
+            f"({getattr(error, 'strerror', None) or error}); choose another host or port"
         ) from None
     token = "" if _is_loopback(server) else secrets.token_urlsafe(32)
     full = socket.gethostname()

@@ -10,15 +10,33 @@ import numpy as np
 from hvdtrain.audit.goodput import Goodput, measure
 from hvdtrain.audit.ledger import GenerationRecord
 from hvdtrain.audit.lineage import redone_steps
-from hvdtrain.report.layout import layout
-from hvdtrain.report.run import Column, Ranks, Run
+from hvdtrain.report.run import Column, RankSeries, RecordedRun
+from hvdtrain.runtime.mesh import WAITED
 
-Figures = dict[str, Any]
+Metrics = dict[str, Any]
 
 STATES = {0: "finished", 75: "preempted"}
+COMPARED = (
+    "steps",
+    "ranks",
+    "final_loss",
+    "final_validation_loss",
+    "lowest_validation_loss",
+    "median_samples_per_second",
+    "median_step_seconds",
+    "exposed_share",
+    "overlap",
+    "bus_bandwidth_bytes_per_second",
+    "slowest_rank_median_score",
+    "goodput_share",
+    "wall_seconds",
+    "median_checkpoint_seconds",
+    "peak_host_memory_bytes",
+    "peak_device_memory_bytes",
+)
 
 
-def figures(run: Run) -> Figures:
+def run_metrics(run: RecordedRun) -> Metrics:
     """Return all metrics of a run: the same keys for every run."""
     return {
         "run": str(run.path),
@@ -39,7 +57,7 @@ def figures(run: Run) -> Figures:
     }
 
 
-def _progress(run: Run) -> Figures:
+def _progress(run: RecordedRun) -> Metrics:
     step, loss = run.steps["step"], run.steps["loss"]
     last = run.ledger.generations[-1] if run.ledger else None
     code = last.end[1] if last and last.end else None
@@ -63,7 +81,7 @@ def _progress(run: Run) -> Figures:
     }
 
 
-def _train_steps(run: Run) -> int | None:
+def _train_steps(run: RecordedRun) -> int | None:
     """Configured number of steps; None: it follows from train.epochs and the data."""
     steps = run.config.get("train", {}).get("steps")
     return steps if isinstance(steps, int) and steps > 0 else None
@@ -75,7 +93,7 @@ def _epochs(last: GenerationRecord) -> float:
     return samples / last.start.dataset_size
 
 
-def _speed(run: Run) -> Figures:
+def _speed(run: RecordedRun) -> Metrics:
     return {
         "median_samples_per_second": _number(np.median, run.steps["samples_per_second"]),
         "median_step_seconds": _number(np.median, run.steps["step_seconds"]),
@@ -84,9 +102,9 @@ def _speed(run: Run) -> Figures:
     }
 
 
-def _communication(ranks: Ranks | None) -> Figures:
+def _communication(ranks: RankSeries | None) -> Metrics:
     """Sums over all windows and ranks. A single rank does not communicate."""
-    found: Figures = {
+    found: Metrics = {
         "phase_seconds_per_step": None,
         "phase_shares": None,
         "exposed_share": None,
@@ -104,17 +122,17 @@ def _communication(ranks: Ranks | None) -> Figures:
         found["phase_shares"] = dict(zip(ranks.phases, seconds / whole, strict=True))
         found["exposed_share"] = _sum(ranks.of("comm_exposed")) / whole
     several = ranks.world_size > 1
-    inflight = _sum(ranks.figures["inflight_seconds"][several])
+    inflight = _sum(ranks.metrics["inflight_seconds"][several])
     if inflight > 0:
         found["overlap"] = 1 - _sum(ranks.of("comm_exposed")[several]) / inflight
         factor = 2 * (ranks.world_size - 1) / ranks.world_size
-        moved = np.nansum(ranks.figures["bytes"] * factor[:, None], dtype=np.float64)
+        moved = np.nansum(ranks.metrics["bytes"] * factor[:, None], dtype=np.float64)
         # In-flight time exceeds the communication time, so the true bandwidth is higher.
         found["bus_bandwidth_bytes_per_second"] = float(moved) / inflight
     return {key: _plain(value) for key, value in found.items()}
 
 
-def _collectives(ranks: Ranks | None) -> list[Figures] | None:
+def _collectives(ranks: RankSeries | None) -> list[Metrics] | None:
     """Collectives of hvdtrain.comm on rank 0; bandwidth as nccl-tests' "algbw"."""
     if ranks is None:
         return None
@@ -130,11 +148,11 @@ def _collectives(ranks: Ranks | None) -> list[Figures] | None:
     ]
 
 
-def _memory(run: Run) -> Figures:
+def _memory(run: RecordedRun) -> Metrics:
     most = run.ranks.most_memory if run.ranks else {}
-    found: Figures = {"peak_memory_bytes_by_phase": most or None}
+    found: Metrics = {"peak_memory_bytes_by_phase": most or None}
     for kind in ("host", "device"):
-        values = run.ranks.figures[f"{kind}_memory_bytes"] if run.ranks else np.zeros((0, 0))
+        values = run.ranks.metrics[f"{kind}_memory_bytes"] if run.ranks else np.zeros((0, 0))
         peak = np.nanmax(values, initial=0) if values.size else 0
         known = peak > 0
         found[f"peak_{kind}_memory_bytes"] = int(peak) if known else None
@@ -144,13 +162,13 @@ def _memory(run: Run) -> Figures:
     return found
 
 
-def stragglers(run: Run) -> list[Figures]:
+def stragglers(run: RecordedRun) -> list[Metrics]:
     """Ranks and stages that the run named as slow, with durations; most steps first.
 
     A rank's number belongs to its generation: after a restart it may be another process.
     """
-    found: dict[tuple[Any, ...], Figures] = {}
-    open_: dict[tuple[Any, ...], tuple[Figures, int]] = {}
+    found: dict[tuple[Any, ...], Metrics] = {}
+    open_: dict[tuple[Any, ...], tuple[Metrics, int]] = {}
     reached = run.ledger.generations[-1].reached if run.ledger else 0
     end = {"event": "start", "step": reached}
     for event in [*run.events, end]:
@@ -175,7 +193,7 @@ def stragglers(run: Run) -> list[Figures]:
     return sorted(found.values(), key=lambda entry: -entry["steps"])
 
 
-def who(entry: Figures) -> str:
+def who(entry: Metrics) -> str:
     """Rank or stage of an entry of `stragglers`, such as "rank 3 on node2"."""
     ranks: list[int] = entry["ranks"]
     if len(ranks) == 1 and entry["stage"] is None:
@@ -184,7 +202,7 @@ def who(entry: Figures) -> str:
     return named if entry["stage"] is None else f"stage {entry['stage']} ({named})"
 
 
-def deals(run: Run) -> list[Figures]:
+def deals(run: RecordedRun) -> list[Metrics]:
     """Assignments of micro-batches: the step after which each applies, and the count per rank."""
     return [
         {"step": event["step"], "micro_batches": event["micro_batches"]}
@@ -193,11 +211,11 @@ def deals(run: Run) -> list[Figures]:
     ]
 
 
-def _slowest(run: Run) -> Figures:
+def _slowest(run: RecordedRun) -> Metrics:
     """The rank with the lowest median score, whether named as slow or not."""
     if run.ranks is None or run.ranks.world_size.max() < 2:
         return {"slowest_rank": None, "slowest_rank_median_score": None}
-    score = run.ranks.figures["score"]
+    score = run.ranks.metrics["score"]
     medians = np.full(score.shape[1], np.nan)
     known = np.isfinite(score).any(axis=0)
     medians[known] = np.nanmedian(score[:, known], axis=0)
@@ -207,7 +225,7 @@ def _slowest(run: Run) -> Figures:
     return {"slowest_rank": rank, "slowest_rank_median_score": float(medians[rank])}
 
 
-def _goodput(run: Run) -> Figures:
+def _goodput(run: RecordedRun) -> Metrics:
     if run.ledger is None:
         times = run.steps["time"]
         wall = float(times[-1] - times[0]) if len(times) else None
@@ -220,7 +238,7 @@ def _goodput(run: Run) -> Figures:
     }
 
 
-def restarts(run: Run) -> list[Figures] | None:
+def restarts(run: RecordedRun) -> list[Metrics] | None:
     """Each start after the first, with its cost."""
     if run.ledger is None:
         return None
@@ -242,7 +260,7 @@ def restarts(run: Run) -> list[Figures] | None:
     ]
 
 
-def _redone(before: GenerationRecord, now: GenerationRecord) -> Figures:
+def _redone(before: GenerationRecord, now: GenerationRecord) -> Metrics:
     redone = redone_steps(before, now.start)
     return {"redone_steps": redone.least, "redone_steps_at_most": redone.most}
 
@@ -261,7 +279,7 @@ def _pause(before: GenerationRecord, now: GenerationRecord) -> float:
     return max(0.0, first.time - stepping - stopped)
 
 
-def _checkpoints(run: Run) -> Figures:
+def _checkpoints(run: RecordedRun) -> Metrics:
     generations = run.ledger.generations if run.ledger else []
     seconds = [s for g in generations for s in g.checkpoints.values()]
     known = run.ledger is not None
@@ -298,3 +316,74 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: float(number) for key, number in value.items()}
     return value
+
+
+def layout(run: RecordedRun) -> Metrics | None:
+    """Layout of a run; None if each rank held the whole model.
+
+    Returns:
+        picture: lines, in the format of --print_layout.
+        wait_seconds_per_step: for each measured axis, mean over the ranks.
+        bubble_share: fraction of the pipeline schedules' time that ranks waited; None: no pipeline.
+        bubble_formula_share: the same if all stages were equally fast.
+        ranks: for each rank its place, host, bytes of parameters and peak memory.
+    """
+    coordinates = run.manifest.get("coordinates")
+    if not coordinates:
+        return None
+    waits, schedule = {}, 0.0
+    if run.ranks is not None:
+        steps = float((run.ranks.steps * run.ranks.world_size).sum())
+        found = {axis: _sum(run.ranks.metrics[f"{axis}_wait_seconds"]) for axis in WAITED}
+        waits = {axis: seconds / steps for axis, seconds in found.items() if seconds and steps}
+        schedule = _sum(run.ranks.metrics["schedule_seconds"])
+    return {
+        "picture": run.manifest.get("layout", []),
+        "wait_seconds_per_step": waits,
+        "bubble_share": found["pipeline"] / schedule if schedule else None,
+        "bubble_formula_share": run.ranks.bubble_formula if run.ranks else None,
+        "ranks": [_rank_layout(run, rank, at) for rank, at in enumerate(coordinates)],
+    }
+
+
+def _rank_layout(run: RecordedRun, rank: int, at: dict[str, int]) -> Metrics:
+    return {
+        "rank": rank,
+        "host": run.host(rank),
+        "place": at,
+        "parameter_bytes": _peak_of_rank(run, "parameter_bytes", rank),
+        "peak_host_memory_bytes": _peak_of_rank(run, "host_memory_bytes", rank),
+        "peak_device_memory_bytes": _peak_of_rank(run, "device_memory_bytes", rank),
+    }
+
+
+def _peak_of_rank(run: RecordedRun, name: str, rank: int) -> int | None:
+    if run.ranks is None or rank >= run.ranks.metrics[name].shape[1]:
+        return None
+    values = run.ranks.metrics[name][:, rank]
+    known = values[np.isfinite(values)]
+    return int(known.max()) if len(known) and known.max() > 0 else None
+
+
+def ratios(a: Metrics, b: Metrics) -> dict[str, float | None]:
+    """Ratios of `COMPARED` and of the phases; None if a metric is unknown, or A's is 0."""
+    found = {name: _ratio(a[name], b[name]) for name in COMPARED}
+    for phase in phases(a, b):
+        found[f"{phase}_seconds_per_step"] = _ratio(per_step(a, phase), per_step(b, phase))
+    return found
+
+
+def phases(a: Metrics, b: Metrics) -> list[str]:
+    """Names of the phases in either run."""
+    names = [*(a["phase_seconds_per_step"] or {}), *(b["phase_seconds_per_step"] or {})]
+    return list(dict.fromkeys(names))
+
+
+def per_step(metrics: Metrics, phase: str) -> float | None:
+    """Seconds per step in a phase, mean over all ranks."""
+    value: float | None = (metrics["phase_seconds_per_step"] or {}).get(phase)
+    return value
+
+
+def _ratio(a: float | None, b: float | None) -> float | None:
+    return b / a if a and b is not None else None

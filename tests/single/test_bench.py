@@ -198,11 +198,11 @@ def test_table_marks_missed_aims() -> None:
     ("arguments", "message"),
     [
         (["--rounds", "0"], "0 is not an integer >= 1"),
-        (["--np", "1"], "names no number of ranks that is >= 2"),
+        (["--np", "1"], "a number of ranks must be >= 2"),
         (["--preset", "gpt-nanu"], "no preset (digits, gpt-1b3, gpt-medium, gpt-nano"),
         (["--", "--model.layer=1"], "did you mean model.layers?"),
         (["--", "--batch.micro_size=32"], "1 micro-batches cannot be shared evenly"),
-        (["--np", "1,2,x"], "x is not >= 1"),
+        (["--np", "1,2,x"], "x is not an integer >= 1"),
         (["--np", "2", "--hosts", "a:1"], "provides 1 of the 2 slots that --np requires"),
     ],
 )

@@ -97,7 +97,7 @@ def test_fewer_than_two_ranks_are_rejected(np: str, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit) as ended:
         main(["bench", "allreduce", "--np", np])
     assert ended.value.code == 2
-    assert f"{np} is not >= 2" in capsys.readouterr().err
+    assert f"{np} is not an integer >= 2" in capsys.readouterr().err
 
 
 def test_missing_mpirun_excludes_only_mpi_contenders(

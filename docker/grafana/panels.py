@@ -286,7 +286,7 @@ ROWS: dict[str, list[Panel]] = {
             more=SLOW_IS_RED,
         ),
         Panel(
-            "Ranks named as slow",
+            "Slow ranks",
             "How many ranks are called stragglers now, by the phase in which they lose most.",
             "short",
             {"{{phase}}": f"sum by (phase) (hvdtrain_straggler{{{RUN}}})"},

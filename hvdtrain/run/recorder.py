@@ -101,8 +101,8 @@ class RunRecorder:
             OSError: the files cannot be written; only without `tolerate_errors`, see `describe`.
         """
         if self.metrics is not None and self.ranks is not None:
-            self.metrics.take_back(step)
-            self.ranks.take_back(step)
+            self.metrics.roll_back(step)
+            self.ranks.roll_back(step)
             return
         try:
             self.manager.supersede(after=step)

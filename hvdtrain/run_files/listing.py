@@ -54,9 +54,7 @@ def runs_under(root: Path) -> Iterator[ListedRun]:
         with os.scandir(root) as entries:
             directories = [e.path for e in entries if not e.name.startswith(".") and e.is_dir()]
     except OSError as error:
-        raise UserError(
-            f"{root}: {error.strerror}; name the directory that holds the runs"
-        ) from None
+        raise UserError(f"{root}: {error.strerror}; name a directory of runs") from None
     for directory in directories:
         with suppress(OSError):  # it was just deleted, or belongs to another user
             run = _listed(Path(directory), {entry.name for entry in os.scandir(directory)}, now)

@@ -72,7 +72,7 @@ class MetricsFile:
         except OSError as error:
             if not tolerate_errors:
                 raise
-            self._say(error)
+            self._report(error)
 
     def _keep(self, content: bytes, kept: list[bytes], tolerate_errors: bool) -> None:
         """Keep only these lines in the file and move the others."""
@@ -90,7 +90,7 @@ class MetricsFile:
         except OSError as error:
             if not tolerate_errors:
                 raise
-            self._say(error)
+            self._report(error)
         if content.startswith(whole):
             os.truncate(self._path, len(whole))  # requires no disk space
         else:
@@ -100,7 +100,7 @@ class MetricsFile:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
 
-    def take_back(self, after: int) -> None:
+    def roll_back(self, after: int) -> None:
         """Move lines of steps after `after`, as at the start: the run repeats these steps."""
         self.superseded_steps = max(0, (self.last_step or 0) - after)
         if not self.superseded_steps:
@@ -109,7 +109,9 @@ class MetricsFile:
         with self._lock:
             try:
                 if not held:
-                    raise OSError(errno.ESTALE, "it is not known whose it is")
+                    raise OSError(
+                        errno.ESTALE, "it is unknown whether this process still owns the run"
+                    )
                 written = self._path.read_bytes()
                 content = written + bytes(self._unwritten)
                 lines: list[bytes] = content.splitlines(keepends=True)
@@ -120,7 +122,7 @@ class MetricsFile:
                 with open(self._path.with_name(f"left_{self._path.name}"), "ab") as file:
                     file.write(left)
             except OSError as error:
-                self._say(error)
+                self._report(error)
         self.last_step = after
 
     def write(self, record: dict[str, Any]) -> None:
@@ -133,14 +135,14 @@ class MetricsFile:
             try:
                 self._flush()
             except OSError as error:
-                self._say(error)
+                self._report(error)
 
-    def _say(self, error: OSError) -> None:
+    def _report(self, error: OSError) -> None:
         self.failures += 1
         if not self._failed:
             logger.error(
                 "%s cannot be written (%s); training continues, and its lines are kept until "
-                "they can",
+                "writing succeeds",
                 self._path,
                 error.strerror,
             )
@@ -168,7 +170,7 @@ class MetricsFile:
         held = self._held(_HELD_SECONDS)
         with self._lock:
             if not held:
-                raise OSError(errno.ESTALE, "it is not known whether it is still this process's")
+                raise OSError(errno.ESTALE, "it is unknown whether this process still owns the run")
             self._flush()
         # A separate descriptor, because the file may be closed while the disk is slow.
         file = os.open(self._path, os.O_RDONLY)
@@ -184,7 +186,7 @@ class MetricsFile:
                 if self._unwritten and held:
                     self._flush()
             except OSError as error:
-                self._say(error)
+                self._report(error)
             if self._unwritten:
                 lines = self._unwritten.count(b"\n")
                 logger.error("%s: %d lines are lost", self._path, lines)

@@ -40,10 +40,10 @@ from hvdtrain.run_files.owner_token import Claim, Token, boot, moved, read, who,
 from hvdtrain.runtime import heartbeat
 
 BEAT_SECONDS = 2.0
-REST_SECONDS = 12.0
+STALE_SECONDS = 12.0
 # The same if this process got the lock that the owner on another host had: either locks are shared
 # by all hosts, so the owner is dead, or each host has its own locks.
-SHORT_REST_SECONDS = 5.0
+SHORT_STALE_SECONDS = 5.0
 # For two processes that find the run free at the same time, without a lock: the later token wins.
 _SETTLE_SECONDS = 1.0
 _LOOK_SECONDS = 0.2
@@ -92,7 +92,7 @@ class Ownership:
     def acquire(self, claim: Claim, tolerate_errors: bool = False) -> None:
         """Create the directory, and own the run until `release` or the end of the process.
 
-        Waits until the owner's heartbeat count changes or is found stale, REST_SECONDS at most.
+        Waits until the owner's heartbeat count changes or is found stale, STALE_SECONDS at most.
 
         Args:
             tolerate_errors: log failed writes and retry them with each heartbeat, because other
@@ -112,13 +112,13 @@ class Ownership:
             boot=boot(),
             locked=False,
         )
-        for part in (self._prepare, self._wait_until_free, self._write, self._settle):
+        for phase in (self._prepare, self._wait_until_free, self._write, self._settle):
             try:
-                part(own)
+                phase(own)
             except OSError as error:
                 if not tolerate_errors:
                     raise
-                self._say(error)
+                self._report(error)
         self._mine = own
         self._looked_at = _now()
         self._thread = threading.Thread(target=self._beat_on, name="owner", daemon=True)
@@ -143,7 +143,7 @@ class Ownership:
     def confirm(self, seconds: float) -> None:
         """Raise OSError if `held` returns False."""
         if not self.held(seconds):
-            raise OSError(errno.ESTALE, "it is not known whether the run is still this process's")
+            raise OSError(errno.ESTALE, "it is unknown whether this process still owns the run")
 
     def release(self) -> None:
         """Release the run; this process must not write to it afterwards."""
@@ -183,35 +183,39 @@ class Ownership:
                 raise _superseded(self.directory, token)
             if looked and moved(before, token):
                 raise self._taken(token)
-            rest = self._rest(own, token, has_locks)
-            if _now() - (self._seen_at if token is not None else began) >= rest:
+            stale_after = self._stale_after(own, token, has_locks)
+            if _now() - (self._seen_at if token is not None else began) >= stale_after:
                 if token is None:
                     raise self._taken(None)  # the lock is the only sign of its owner
                 if not token.ended:
-                    logger.warning("%s is taken over: %s shows no life", self.directory, who(token))
+                    logger.warning(
+                        "%s is taken over: %s has stopped sending heartbeats",
+                        self.directory,
+                        who(token),
+                    )
                     self._before = token.owner
                 return
             waits = _now() - began > 2 * BEAT_SECONDS
             if waits and not said and token is not None and not token.ended:
                 logger.warning(
-                    "%s belongs to %s: it is taken over unless that shows life within %.0f s",
+                    "%s belongs to %s: it is taken over unless a heartbeat arrives within %.0f s",
                     self.directory,
                     who(token),
-                    rest,
+                    stale_after,
                 )
                 said = True
             looked = True
             with heartbeat.OWN.waiting():
                 time.sleep(_LOOK_SECONDS)
 
-    def _rest(self, own: Token, token: Token | None, has_locks: bool) -> float:
+    def _stale_after(self, own: Token, token: Token | None, has_locks: bool) -> float:
         """How long the token must have been unchanged, in seconds."""
         if token is not None and token.ended:
             # The holder of the lock may be dead, or about to write its token.
-            return SHORT_REST_SECONDS if has_locks and not self._lock.held else 0.0
+            return SHORT_STALE_SECONDS if has_locks and not self._lock.held else 0.0
         if token is None or not (self._lock.held and token.locked):
-            return REST_SECONDS
-        return 0.0 if token.boot == own.boot else SHORT_REST_SECONDS
+            return STALE_SECONDS
+        return 0.0 if token.boot == own.boot else SHORT_STALE_SECONDS
 
     def _note(self, token: Token | None) -> None:
         if token != self._seen:
@@ -241,7 +245,7 @@ class Ownership:
                 self._beat()
                 self._failed = False
             except OSError as error:
-                self._say(error)
+                self._report(error)
 
     def _beat(self) -> None:
         assert self._mine is not None
@@ -268,7 +272,7 @@ class Ownership:
         # Exit at once, because other threads might write.
         print(
             f"hvdtrain: error: {self.directory} was taken over by {who(token)} while this process "
-            "was stopped or its disk did not answer: it writes nothing any more and ends",
+            "was stopped or its disk did not respond: this process exits without writing",
             file=sys.stderr,
             flush=True,
         )
@@ -277,11 +281,11 @@ class Ownership:
     def _write(self, token: Token) -> None:
         write(self._token_path, replace(token, locked=self._lock.held))
 
-    def _say(self, error: OSError) -> None:
+    def _report(self, error: OSError) -> None:
         self.failures += 1
         if not self._failed:
             logger.error(
-                "%s cannot be written (%s); training continues, and it is tried again",
+                "%s cannot be written (%s); training continues, and the write is retried",
                 self._token_path,
                 error.strerror,
             )

@@ -54,8 +54,8 @@ class RunDirectory:
         """
         if fresh and (self.metrics.exists() or self.checkpoints.exists()):
             raise UserError(
-                f"{self.path} holds a run already, and run.resume is never; choose another "
-                "--run.id, or omit run.resume to resume it"
+                f"{self.path} already contains a run, and run.resume is never; choose "
+                "another --run.id, or omit run.resume to resume it"
             )
         try:
             self.ownership.acquire(claim, tolerate_errors)

@@ -64,7 +64,7 @@ file = MetricsFile(Path(sys.argv[1]), after=0)
 back = int(sys.argv[2])  # from step 15; the file ends in line 10
 for step in [*range(1, 16), *range(back + 1, 31)]:
     if step == back + 1 and file.last_step == 15:
-        file.take_back(back)
+        file.roll_back(back)
         assert (file.last_step, file.superseded_steps) == (back, 15 - back)
     if step == 10:
         resource.setrlimit(resource.RLIMIT_FSIZE, (250, hard))

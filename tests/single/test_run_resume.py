@@ -119,7 +119,7 @@ def test_branch_without_whole_checkpoints_is_not_started_again(
 
 
 REFUSED = {
-    "never": (["--run.resume", "never"], "holds a run already"),
+    "never": (["--run.resume", "never"], "already contains a run"),
     "seed": (["--seed", "5"], "seed was 1234"),
     "data": (["--data.train", str(REPOSITORY / "README.md")], "the number of training samples was"),
     "model": (["--model.width", "64"], "of another model"),

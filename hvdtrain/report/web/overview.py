@@ -11,7 +11,7 @@ from typing import Any
 
 from hvdtrain.run_files.listing import run_state
 from hvdtrain.run_files.owner_token import Token, read
-from hvdtrain.run_files.ownership import REST_SECONDS
+from hvdtrain.run_files.ownership import STALE_SECONDS
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.untrusted import json_object, number, open_regular, read_json, whole
 
@@ -143,7 +143,7 @@ class Pulse:
         elif token != self._token:
             self._moved = now
         self._token = token
-        return now - self._moved < REST_SECONDS
+        return now - self._moved < STALE_SECONDS
 
 
 class Overview:

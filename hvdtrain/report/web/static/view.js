@@ -10,10 +10,10 @@ const PHASES = {
 };
 const UNKNOWN = "–";
 const CAUSES = {
-  launch: "the program was started again", failure: "a rank failed", hosts: "processes came or went",
+  launch: "the program was restarted", failure: "a rank failed", hosts: "processes joined or left",
 };
 
-// --- elements and figures as people read them ---------------------------------
+// --- elements and number formats ---------------------------------
 
 function el(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
@@ -189,7 +189,7 @@ function chart(title, ylabel, fromZero, height = 220) {
     for (const line of lines) curve(line, toY);
     restarts(first, last);
     const thin = lines.some(({ points }) => points.low);
-    setText(caption, thin ? "Line: mean of equal stretches of steps; band: smallest to largest." : "");
+    setText(caption, thin ? "Line: mean of equal intervals of steps; band: smallest to largest." : "");
     readout();
   }
 
@@ -224,10 +224,10 @@ function phaseBars() {
       node.hidden = !window;
       if (!window) return;
       const row = 26, left = 150, right = 190, top = 4, bottom = top + row * window.ranks.length;
-      setText(heading, `Where the time of each rank goes (steps ${count(window.step - window.steps + 1)} to ${count(window.step)})`);
+      setText(heading, `Time per rank and phase (steps ${count(window.step - window.steps + 1)} to ${count(window.step)})`);
       setText(caption, window.all_ranks > window.ranks.length
         ? `The ${window.ranks.length} with the lowest scores of ${count(window.all_ranks)} ranks.`
-        : "Score: the shortest compute time of all ranks / this rank's; 1 is the fastest.");
+        : "Score: shortest compute time of all ranks / this rank's compute time; 1 is the fastest.");
       const longest = Math.max(...window.ranks.map(({ milliseconds }) => milliseconds.reduce((a, b) => a + b, 0)), 1e-9);
       const toX = (ms) => left + (ms / longest) * (WIDTH - left - right);
       svg.setAttribute("viewBox", `0 0 ${WIDTH} ${bottom + 36}`);
@@ -238,7 +238,7 @@ function phaseBars() {
         draw(svg, "line", { class: "grid", x1: toX(x), x2: toX(x), y1: top, y2: bottom });
         draw(svg, "text", { x: toX(x), y: bottom + 16, "text-anchor": "middle" }, number(x, 10));
       }
-      draw(svg, "text", { x: WIDTH - right, y: bottom + 32, "text-anchor": "end", class: "soft" }, "ms per step");
+      draw(svg, "text", { x: WIDTH - right, y: bottom + 32, "text-anchor": "end", class: "soft" }, "ms/step");
       window.ranks.forEach((rank, at) => {
         const y = top + at * row, host = rank.host.length > 12 ? rank.host.slice(0, 11) + "…" : rank.host;
         draw(svg, "text", { x: left - 8, y: y + 17, "text-anchor": "end" }, `${host}  rank ${rank.rank}`);
@@ -320,7 +320,7 @@ function listView() {
       else head.removeAttribute("aria-sort");
     });
     setText(shown, wanted.length === runs.length ? plural(runs.length, "run") : `${wanted.length} of ${plural(runs.length, "run")}`);
-    setText(compare, marked.size > 1 ? `compare ${marked.size} runs` : "mark two or more to compare them");
+    setText(compare, marked.size > 1 ? `compare ${marked.size} runs` : "select two or more to compare them");
     compare.className = marked.size > 1 ? "" : "off";
     if (marked.size > 1) compare.href = link([...marked]); else compare.removeAttribute("href");
   }
@@ -339,13 +339,13 @@ function runView(name) {
   const notes = el("ul", { class: "notes" }), restarts = el("section");
   const charts = {
     loss: chart("Loss", "loss", false), speed: chart("Throughput", "samples per second", true, 180),
-    time: chart("Step time", "ms per step", true, 180),
+    time: chart("Step time", "ms/step", true, 180),
     exposed: chart("Exposed communication", "% of the ranks' time", true, 180),
     score: chart("Straggler score of the slowest rank", "score", true, 180),
   };
   const bars = phaseBars();
   const node = el("div", {}, el("nav", {}, el("a", { href: "./" }, "all runs"),
-    el("a", { href: `report?name=${encodeURIComponent(name)}`, target: "_blank" }, "the whole report")),
+    el("a", { href: `report?name=${encodeURIComponent(name)}`, target: "_blank" }, "full report")),
   el("h1", {}, name), headline, tiles, notes, restarts, charts.loss.node, charts.speed.node, charts.time.node,
   bars.node, charts.exposed.node, charts.score.node);
   const scaled = (points, by) => Object.fromEntries(Object.entries(points).map(([key, values]) =>
@@ -362,20 +362,20 @@ function runView(name) {
     const lost = run.restarted.filter(({ cause }) => cause === "failure").length;
     tiles.replaceChildren(
       tile("Step", steps(run), known(run.age_seconds) ? `last one ${seconds(run.age_seconds)} ago` : ""),
-      tile("Loss", number(run.loss), known(validation) ? [`validation ${number(validation)}`, ...measured].join(", ") : "never validated"),
+      tile("Loss", number(run.loss), known(validation) ? [`validation ${number(validation)}`, ...measured].join(", ") : "no validation"),
       tile("Throughput", known(run.samples_per_second) ? `${number(run.samples_per_second)} samples/s` : UNKNOWN, "last step"),
       tile("Ranks", number(run.ranks), run.hosts ? `on ${plural(run.hosts, "host")}` : ""),
       tile("Restarts", count(run.restarts), lost ? `${lost} after a failure` : ""),
-      tile("Checkpoints", count(run.checkpoints), known(run.saved_step) ? `last of step ${count(run.saved_step)}` : ""),
+      tile("Checkpoints", count(run.checkpoints), known(run.saved_step) ? `last after step ${count(run.saved_step)}` : ""),
     );
   }
 
   function showNotes(run) {
     const said = run.named_slow.map(({ rank, host, phase, step }) =>
       el("li", { class: "warning" }, `Rank ${number(rank)} on ${host} is slow in ${phase} since step ${count(step)}.`));
-    if (run.unread_bytes) said.push(el("li", {}, `Reading what the run has written so far: ${bytes(run.unread_bytes)} left.`));
-    if (run.torn) said.push(el("li", {}, `${plural(run.torn, "torn line")} in metrics.jsonl (a crash does that), passed over.`));
-    if (!run.window) said.push(el("li", {}, "No line of ranks.jsonl yet: where the time goes is not known."));
+    if (run.unread_bytes) said.push(el("li", {}, `Reading the files of the run: ${bytes(run.unread_bytes)} left.`));
+    if (run.torn) said.push(el("li", {}, `${plural(run.torn, "incomplete line")} skipped in metrics.jsonl (left by a crash).`));
+    if (!run.window) said.push(el("li", {}, "ranks.jsonl has no lines yet: the times of the phases are unknown."));
     notes.replaceChildren(...said);
   }
 
@@ -411,9 +411,9 @@ function compareView(names) {
     loss: chart("Training loss", "loss", false, 300), validation_loss: chart("Validation loss", "loss", false),
     samples_per_second: chart("Throughput", "samples per second", true),
   };
-  const figures = el("section", { class: "compare" });
+  const summary = el("section", { class: "compare" });
   const node = el("div", {}, el("nav", {}, el("a", { href: "./" }, "all runs")), el("h1", {}, `${names.length} runs`),
-    figures, ...Object.values(charts).map((one) => one.node));
+    summary, ...Object.values(charts).map((one) => one.node));
   const last = new Map();
 
   function show(answers) {
@@ -423,7 +423,7 @@ function compareView(names) {
       const at = names.indexOf(name);
       return { colour: COLOURS[at % COLOURS.length], dashed: at >= COLOURS.length };
     };
-    figures.replaceChildren(table(["run", "state", "step", "loss", "validation loss", "samples/s", "ranks", "restarts"],
+    summary.replaceChildren(table(["run", "state", "step", "loss", "validation loss", "samples/s", "ranks", "restarts"],
       known_.map((run) => [
         el("span", {}, el("span", { class: "legend" }, el("span", {}, sample(style(run.name).colour, style(run.name).dashed),
           el("a", { href: link([run.name]) }, run.name)))),
@@ -451,14 +451,14 @@ async function watch(view) {
   try {
     const answers = await Promise.all(view.paths.map(ask));
     const problems = [...new Set(answers.map((found) => found.problem).filter(Boolean))];
-    setText(problem, problems.length ? `${problems.join("; ")}; what is shown is of before.` : "");
+    setText(problem, problems.length ? `${problems.join("; ")}; the page shows earlier data.` : "");
     before = JSON.stringify(answers);
     unread = Math.max(0, ...answers.map((found) => found.unread_bytes ?? 0));
     if (before !== view.before) view.show(answers);
     view.before = before;
   } catch (error) {
-    const why = error instanceof TypeError || error.name === "TimeoutError" ? "the server does not answer" : error.message.trim();
-    setText(problem, `${why}; what is shown is of before, and it is tried again.`);
+    const why = error instanceof TypeError || error.name === "TimeoutError" ? "the server does not respond" : error.message.trim();
+    setText(problem, `${why}; the page shows earlier data and retries.`);
   }
   problem.hidden = !problem.textContent;
   setTimeout(() => watch(view), unread ? 50 : EVERY);

@@ -15,7 +15,7 @@ from hvdtrain.run import build
 from hvdtrain.run.callbacks import Outputs, build_callbacks
 from hvdtrain.run.prepare import Start, prepare, prepare_environment
 from hvdtrain.run.recorder import RunRecorder
-from hvdtrain.run.spanning import leave_mesh
+from hvdtrain.run.strategy import build_strategy
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.init import initialise
@@ -48,7 +48,8 @@ class AppLoop:
             topology = initialise()
         start = Start(time.perf_counter(), topology.local_rank)
         prepared = prepare(settings, topology, start, data)
-        components = build.build_components(prepared, topology)
+        strategy = build_strategy(settings.config, elastic=False)
+        components = build.build_components(prepared, strategy, topology)
         config = components.config
         components.heartbeat = Heartbeat()
         if components.state.sharded is not None:
@@ -77,7 +78,7 @@ class AppLoop:
         interruptions = Interruptions(StopFlag(), membership_changed=lambda: False)
         self._loop = build.build_loop(config, components, self._callbacks, interruptions, context)
         self._recorder = recorder
-        self._spans_ranks = components.mesh is not None
+        self._strategy = strategy
 
     def close(self) -> None:
         """Close the loop so that this process can train another one; all ranks call this."""
@@ -86,8 +87,7 @@ class AppLoop:
         if self._recorder is not None:
             self._recorder.close()
         log.close_files()
-        if self._spans_ranks:
-            leave_mesh()
+        self._strategy.close()
 
     def run(self, steps: int) -> float:
         """Train; return the seconds it took."""

@@ -92,8 +92,7 @@ class Pipeline:
         self.buffers = SavedBuffers(cut.model)
         self.statistics = BatchStatistics(self.buffers, micro_batches)
         self._cut, self._group, self._context = cut, group, context
-        mesh = context.mesh
-        self._shards = mesh.model.get_group("shard") if mesh.model and mesh.shard.size > 1 else None
+        self._shards = context.mesh.ranks_along("shard")
         self._own: list[_Loaded] = []
         self._values: dict[int, Values] = {}
         self._names = self.forward.names

@@ -37,11 +37,7 @@ class SpanningExchange(Exchange):
         super().__init__(TrainedParameters(optimizer, model))
         self._replicas = mesh.grid.replicas
         self._same_part = set_of_part(mesh.grid, mesh.topology.rank)
-        self._context = (
-            mesh.model.get_group("context")
-            if mesh.model is not None and mesh.grid.degrees["context"] > 1
-            else None
-        )
+        self._context = mesh.ranks_along("context")
         self._buckets = buckets(self.parameters)
         everywhere = gather_json(self.trained.all_names, "parts.names")
         self.trained.all_names = [*dict.fromkeys(name for names in everywhere for name in names)]

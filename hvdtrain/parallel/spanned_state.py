@@ -29,9 +29,8 @@ class Saves:
     """
 
     def __init__(self, mesh: Mesh, elsewhere: Container[str] = ()) -> None:
-        assert mesh.model is not None
         self._first_replica = mesh.data.rank == 0
-        self._same_layers = holders_mesh(mesh.model)
+        self._same_layers = holders_mesh(mesh.axes)
         self._elsewhere = elsewhere
 
     def has(self, name: str, tensor: Tensor) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,7 +13,7 @@ from hvdtrain.config import Config
 from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import TrainLoader
 from hvdtrain.data.loading import Loading
-from hvdtrain.engine.accumulate import Accumulate, Passes
+from hvdtrain.engine.accumulate import Passes
 from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.engine.local_steps import LocalSteps
@@ -24,38 +22,31 @@ from hvdtrain.engine.memory import arrange_activations, compile_blocks
 from hvdtrain.engine.state import PRECISION, RunState, Snapshot
 from hvdtrain.engine.step import TrainStep, Update
 from hvdtrain.exchange.base import Exchange
-from hvdtrain.exchange.build import build_exchange, spanning_exchange
 from hvdtrain.exchange.local_sgd import LocalSgd
 from hvdtrain.log import logger
 from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.freeze import freeze
-from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.precision import BF16_PARAMS, Precision, check_parameters, to_bfloat16
 from hvdtrain.optim.schedule import learning_rate
 from hvdtrain.optim.supported import check_device, check_model
 from hvdtrain.parallel.agreement import Agreement
-from hvdtrain.parallel.local_optimizer import LocalOptimizer
-from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.run.curve import build_identity
 from hvdtrain.run.fit import Trial, with_micro_size
 from hvdtrain.run.prepare import Prepared
 from hvdtrain.run.resolve import RunBuckets
-from hvdtrain.run.spanning import build_norm, form_mesh, shard_model, spanned_parts, split_model
+from hvdtrain.run.strategy import Strategy
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.runtime.heartbeat import Heartbeat
-from hvdtrain.runtime.mesh import Mesh, Topology
+from hvdtrain.runtime.mesh import Topology
 from hvdtrain.tasks import Datasets, Task, optional
 from hvdtrain.tasks.batch import collate_of
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.gpu import peak_of
 from hvdtrain.telemetry.sinks import check_packages
-
-if TYPE_CHECKING:
-    from hvdtrain.parallel.cut import CutModel
 
 
 @dataclass
@@ -64,17 +55,17 @@ class RunComponents:
 
     Args:
         prepared: objects built before the rank knew other ranks.
+        strategy: distributes the model over ranks.
         config: the configuration, with values derived from the ranks and the data, see resolve.py.
         snapshot: last common state; in an elastic run whose ranks step independently.
         older: this rank's own state, complete and a step behind, while it receives a newer one.
         flops: None if the model's FLOPs or the device's peak are unknown.
-        mesh: of a model that spans ranks.
-        cut: with parallel.pipeline, this rank's stages.
         agreement: in an elastic run whose ranks hold shards of the model or its optimizer.
         interleaved: with batch.interleave.
     """
 
     prepared: Prepared
+    strategy: Strategy
     config: Config
     state: RunState
     exchange: Exchange
@@ -83,8 +74,6 @@ class RunComponents:
     flops: ModelFlops | None
     ema: Ema | None = None
     heartbeat: Heartbeat = field(default_factory=lambda: heartbeat.OWN)
-    mesh: Mesh | None = None
-    cut: CutModel | None = None
     agreement: Agreement | None = None
     interleaved: InterleavedBackward | None = None
     older: Snapshot | None = None
@@ -111,8 +100,7 @@ class RunComponents:
 
     def context(self, topology: Topology, claim: str = "") -> RankContext:
         """Context of a generation with these ranks."""
-        mesh = self.mesh or Mesh.replicated(topology)
-        prepared = self.prepared
+        mesh, prepared = self.strategy.mesh(topology), self.prepared
         timer, memory = prepared.timer, prepared.memory
         return RankContext(mesh, self.device, self.heartbeat, timer, memory, claim)
 
@@ -142,14 +130,8 @@ class RunComponents:
         return True
 
 
-def build_components(
-    prepared: Prepared, topology: Topology, form: Callable[[], Mesh] | None = None
-) -> RunComponents:
+def build_components(prepared: Prepared, strategy: Strategy, topology: Topology) -> RunComponents:
     """Build the objects that train; each on all ranks, or on no rank.
-
-    Args:
-        form: returns the mesh, which assigns shards of the model to ranks; default: in the order
-            of the ranks.
 
     Raises:
         AgreedError: a rank cannot build one.
@@ -157,51 +139,43 @@ def build_components(
     config, task, device = prepared.config, prepared.task, prepared.device
     datasets, precision, timer = prepared.datasets, prepared.precision, prepared.timer
     elastic = prepared.start.elastic
-    mesh = form() if form else form_mesh(config.parallel, topology, device)
+    strategy.form(topology, device)
     model = on_all_ranks("model", lambda: build_model(task, config, device))
     flops = build_flops(config, task, datasets, model, precision.dtype(model))
-    cut = on_all_ranks("parallel", lambda: split_model(config, task, model, mesh, elastic))
+    on_all_ranks("parallel", lambda: strategy.split(task, model))
     # After counting FLOPs: recomputed activations are not FLOPs of the model.
     on_all_ranks("memory", lambda: arrange_activations(config.memory, task, model, device))
     config = with_micro_size(config, Trial(task, model, datasets, precision, config.seed), topology)
     compiled = on_all_ranks("compile", lambda: compile_blocks(config.compile, task, model, timer))
-    on_all_ranks("parallel.shard", lambda: shard_model(config, task, model, mesh, cut))
+    on_all_ranks("parallel.shard", lambda: strategy.shard(task, model))
     interleaved = on_all_ranks(
         "batch.interleave", lambda: _interleaved(config, task, model, device)
     )
     optimizer = on_all_ranks(
-        "optimizer", lambda: build_run_optimizer(config, task, model, precision)
+        "optimizer",
+        lambda: strategy.optimizer(build_run_optimizer(config, task, model), precision),
     )
-    micro_batches = config.batch.micro_batches
-    exchange = (
-        build_exchange(config.exchange, micro_batches, optimizer, model, elastic)
-        if mesh.model is None
-        else spanning_exchange(optimizer, model, mesh)
-    )
+    exchange = strategy.exchange(optimizer, model, config.batch.micro_batches)
     parts = [*exchange.state_parts()]
     if precision.loss_scale is not None:
         precision.loss_scale.unscale_gradients(exchange.parameters)
         parts.append(precision.loss_scale)
     decay = config.optim.ema_decay
     ema = Ema(optimizer, model, decay) if decay else None
-    if ema is not None and mesh.model is None:
-        parts.append(ema)
+    more, spanned = strategy.state_parts(model, optimizer, ema)
+    parts += more
     identity = {
         **build_identity(config, datasets, prepared.buckets.train), PRECISION: precision.name
     }  # fmt: skip
-    spanned = spanned_parts(mesh, model, optimizer, cut, ema)
     state = RunState(model, optimizer, prepared.progress, identity, parts, spanned)
     on_all_ranks("sinks", lambda: check_packages(config.telemetry))
     exporter = on_all_ranks("telemetry", lambda: prepared.export(config, exchange, compiled))
-    spans = mesh.model is not None
     return RunComponents(
-        prepared, config, state, exchange, exporter,
+        prepared, strategy, config, state, exchange, exporter,
         snapshot=Snapshot(state) if elastic and isinstance(exchange, LocalSgd) else None,
         flops=flops,
         ema=ema,
-        mesh=mesh if spans else None,
-        cut=cut,
-        agreement=Agreement() if elastic and (spans or state.sharded is not None) else None,
+        agreement=strategy.agreement(state),
         interleaved=interleaved,
     )  # fmt: skip
 
@@ -237,7 +211,7 @@ def build_loop(
         exchange,
         config.optim.clip_norm,
         loss_scale,
-        build_norm(context.mesh, context.device, components.cut),
+        components.strategy.norm(context.device),
     )
     loader = TrainLoader(
         components.datasets.train,
@@ -274,18 +248,10 @@ def build_loop(
 
 def build_passes(config: Config, components: RunComponents, context: RankContext) -> Passes:
     """Build the forward and backward passes of one generation, for training and evaluation."""
-    task, cut = components.task, components.cut
-    micro_batches, exact = config.batch.micro_batches, config.exchange.exact
-    precision = components.precision
-    if cut is None or context.mesh.model is None:
-        model = components.state.model
-        interleaved = components.interleaved
-        return Accumulate(task, model, micro_batches, context, exact, precision, interleaved)
-    from hvdtrain.engine.pipeline import Pipeline
-
-    group = context.mesh.model.get_group("pipeline")
-    schedule = config.parallel.schedule
-    return Pipeline(task, cut, schedule, group, micro_batches, context, precision=precision)
+    model, interleaved = components.state.model, components.interleaved
+    return components.strategy.passes(
+        config, components.task, model, components.precision, context, interleaved
+    )
 
 
 # --- model and optimizer ------------------------------------------------------
@@ -326,19 +292,11 @@ def build_flops(
     return ModelFlops(flops / samples, peak) if peak and flops else None
 
 
-def build_run_optimizer(
-    config: Config, task: Task, model: nn.Module, precision: Precision
-) -> Optimizer:
+def build_run_optimizer(config: Config, task: Task, model: nn.Module) -> Optimizer:
     """Build the optimizer of the trained parameters of `model`.
 
     Raises:
         UserError: the optimizer does not fit the model.
     """
     groups = optional(task, "param_groups")
-    optimizer = build_optimizer(config.optim, model, groups(model) if groups else None)
-    wrap = MasterWeights if precision.name == BF16_PARAMS else None
-    if config.parallel.zero:
-        return ShardedOptimizer(optimizer, config.parallel.zero_copies, wrap)
-    if config.parallel.spans_ranks:
-        return LocalOptimizer(optimizer)
-    return wrap(optimizer) if wrap else optimizer
+    return build_optimizer(config.optim, model, groups(model) if groups else None)

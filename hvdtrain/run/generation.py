@@ -423,7 +423,7 @@ def log_summary(
         logger.info("step %d of %d was done already", loop.progress.step, loop.train.steps)
     sample = optional(components.task, "sample")
     # Rank 0 alone cannot compute with a model that spans ranks.
-    if sample is not None and not loop.preempted and components.mesh is None:
+    if sample is not None and not loop.preempted and components.strategy.holds_whole_model:
         with components.precision.autocast(components.device):
             _show_sample(sample, components.state.model)
     further = [key for key in last if key.startswith("validation_") and key not in _FINAL.values()]

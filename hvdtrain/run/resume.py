@@ -86,8 +86,8 @@ def _load(config: Config, components: RunComponents, held: Held, group: Group) -
     if (lost or not held.initial) and group.rank == 0:
         # The model holds part of a state whose source died, or an abandoned state. A model that
         # spans ranks has just been rebuilt for the current ranks.
-        spans = components.mesh is not None
-        model = None if spans else build_model(components.task, config, components.device)
+        whole = components.strategy.holds_whole_model
+        model = build_model(components.task, config, components.device) if whole else None
         components.state.start_over(model)
     if config.run.init_from is not None and group.rank == 0 and not components.state.spanned:
         load_initial_weights(components.state.model, config.run.init_from, config.run.init_strict)
@@ -98,7 +98,7 @@ def _say_lost(components: RunComponents, checkpoint: Checkpoint | None, newest: 
     where = (
         f"to the checkpoint of step {checkpoint.state['step']}" if checkpoint else "to its start"
     )
-    if components.mesh is not None:
+    if not components.strategy.holds_whole_model:
         what, advice = "parts of the model", "with two replicas each part is on two ranks"
     elif components.state.sharded is not None:
         what = "parts of the optimizer's state"

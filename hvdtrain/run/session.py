@@ -30,12 +30,11 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from math import prod
-from typing import TYPE_CHECKING
 
 from hvdtrain import log
 from hvdtrain.config import Settings
@@ -56,8 +55,8 @@ from hvdtrain.run.build import RunComponents, build_components
 from hvdtrain.run.generation import Cause, Generation, Launched
 from hvdtrain.run.prepare import Prepared, Start, prepare, prepare_environment
 from hvdtrain.run.recorder import Held
-from hvdtrain.run.spanning import leave_mesh
 from hvdtrain.run.start_checks import agree_to_start, crash
+from hvdtrain.run.strategy import Strategy, build_strategy
 from hvdtrain.runtime import environment, heartbeat, notices
 from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json
 from hvdtrain.runtime.failure import abort_all_ranks, force_exit
@@ -66,9 +65,6 @@ from hvdtrain.runtime.init import abort_collectives, initialise, shut_down
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.untrusted import printable_lines
-
-if TYPE_CHECKING:
-    from hvdtrain.run.replicas import Replicas
 
 _LONGEST_MESSAGE = 1000
 
@@ -132,8 +128,8 @@ class Session:
             self._membership,
         )
         self.held = Held(settings.config, self._start_watchdog(settings), self._local_rank)
-        # If the model spans ranks of an elastic run: a single process cannot build its shard.
-        self._replicas: Replicas | None = None
+        self._strategy = build_strategy(settings.config, elastic=self._membership is not None)
+        # None until a generation builds them, if the strategy rebuilds.
         self._components: RunComponents | None = None
         self._threads = settings.config.runtime.threads
         self.topology = initialise(self._threads)
@@ -164,8 +160,7 @@ class Session:
         """Abort collectives because this generation is over; runs in another thread."""
         heartbeat.OWN.generation_over = True
         abort_collectives()
-        if self._replicas is not None:
-            self._replicas.connections.abort()
+        self._strategy.abort_collectives()
 
     def run(self) -> int:
         """Train and return the exit code.
@@ -185,8 +180,7 @@ class Session:
                 self._prepared.exporter.close()
             self.held.close()
         self.held.release()
-        if self._components is not None and self._components.mesh is not None:
-            leave_mesh()
+        self._strategy.close()
         return code
 
     def end_by_agreement(self, error: AgreedError) -> int:
@@ -227,22 +221,23 @@ class Session:
         agree_to_start(settings, self._launched.digest, topology, membership)
         start = Start(self._began_clock, self._local_rank, elastic=membership is not None)
         self._prepared = prepare(settings, topology, start)
-        if membership is not None and settings.config.parallel.spans_ranks:
-            from hvdtrain.run.replicas import Replicas
-
-            self._replicas = Replicas(self._prepared, self.held)
-        else:
-            self._components = build_components(self._prepared, topology)
+        if not self._strategy.rebuilds:
+            self._components = build_components(self._prepared, self._strategy, topology)
 
     def _train(self, cause: Cause) -> int:
-        if self._replicas is not None:
+        if self._strategy.rebuilds:
             heartbeat.OWN.beat(Activity.PREPARING)
             self.held.phase = HAND_OVER
             self._components = None  # its memory is needed
-            self._components = self._replicas.regroup(self.topology)
+            self._components = self._strategy.regroup(
+                self.topology,
+                self.held,
+                self._prepared.progress.step,
+                lambda: build_components(self._prepared, self._strategy, self.topology),
+            )
         assert self._components is not None
         generation = Generation(self._launched, self._components, self.held, self.topology, cause)
-        with self._replicas.lost_peers() if self._replicas is not None else nullcontext():
+        with self._strategy.lost_peers():
             return generation.run()
 
     def _let_replace(self, membership: Membership, reason: ReplacedError) -> int:
@@ -258,7 +253,7 @@ class Session:
 
     def _generations(self, membership: Membership) -> int:
         """Join generations and train in them until the run's end; return the exit code."""
-        rejoin = Rejoin(membership, self._launched, self._prepared, self.held, self._replicas)
+        rejoin = Rejoin(membership, self._launched, self._prepared, self.held, self._strategy)
         failed_at, failure = -1, Failure()
         cause = Cause("launch", self._began)
         while True:
@@ -319,14 +314,14 @@ class Rejoin:
     """Callable that moves this process to the next generation.
 
     Args:
-        replicas: if the model spans ranks.
+        strategy: distributes the model over ranks.
     """
 
     membership: Membership
     launched: Launched
     prepared: Prepared
     held: Held
-    replicas: Replicas | None
+    strategy: Strategy
 
     def __call__(self, failure: Failure, components: RunComponents | None) -> Topology:
         """Leave the last generation, join the next one, and return its topology.
@@ -342,10 +337,7 @@ class Rejoin:
         for _ in range(_MAX_FAILED_RENDEZVOUS):
             with heartbeat.OWN.waiting():
                 shut_down()
-            if self.replicas is not None:
-                self.replicas.leave_world()
-            elif components is not None:
-                components.exchange.abort()
+            self.strategy.leave_generation(components.exchange if components else None)
             heartbeat.OWN.beat(Activity.RENDEZVOUS)
             self.membership.join(partial(self._status, failure), self._set_aside)
             # Not earlier: the listener may still report the end of the last generation until here.
@@ -365,21 +357,20 @@ class Rejoin:
     def _set_aside(self) -> None:
         """Become a spare: the other ranks train without this process."""
         self.held.set_aside()
-        if self.replicas is not None:
-            self.replicas.forget_pending_step()
+        self.strategy.forget_pending_step()
 
     def _status(self, failure: Failure) -> ProcessStatus:
         times, more = _PATIENCE
         config = self.prepared.config
-        own = self.replicas.status() if self.replicas is not None else None
+        own = self.strategy.status(self.held, self.prepared.progress.step)
         return ProcessStatus(
             identity=self.prepared.identity(self.launched.digest),
             trained=self.held.trained,
-            step=own.step if own and own.part is not None else self.prepared.progress.step,
+            step=self.prepared.progress.step if own.part is None else own.step,
             patience=times * config.elastic.hang_seconds + more,
             failed=failure.phase,
             message=failure.message[:_LONGEST_MESSAGE],
             replica_size=prod(config.parallel.degrees.values()),
-            part=own.part if own else None,
-            reaches=own.reaches if own else 0,
+            part=own.part,
+            reaches=own.reaches,
         )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -262,6 +263,17 @@ class Mesh:
     def replicated(cls, topology: Topology) -> Mesh:
         """Return a mesh in which every rank holds the whole model: the data axis has all ranks."""
         return cls(topology, Grid(tuple(range(topology.world_size)), {}))
+
+    @property
+    def axes(self) -> DeviceMesh:
+        """Torch's mesh of this rank's replica; only for a model that spans ranks."""
+        assert self.model is not None
+        return self.model
+
+    def ranks_along(self, axis: str) -> ProcessGroup | None:
+        """Return the ranks of this replica along an axis; None: this rank alone."""
+        alone = self.model is None or self.grid.degrees.get(axis, 1) == 1
+        return None if alone else self.axes.get_group(axis)
 
     @property
     def world(self) -> Group:

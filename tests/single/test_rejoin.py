@@ -12,14 +12,15 @@ from unittest.mock import patch
 import pytest
 from torch import Tensor
 
+from hvdtrain.config import Config
 from hvdtrain.elastic import membership
 from hvdtrain.elastic.failures import TRAINING
 from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.membership import Membership
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.run import session
-from hvdtrain.run.replicas import Replicas
 from hvdtrain.run.session import Failure, Rejoin
+from hvdtrain.run.strategy import Replicated, Spanning
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.runtime.heartbeat import Heartbeat
@@ -59,7 +60,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
     def make(answers: list[dict[str, Any]]) -> tuple[Rejoin, _Launcher]:
         launcher = _Launcher(answers)
         monkeypatch.setattr(membership, "ask", launcher.ask)
-        config = SimpleNamespace(
+        config: Any = SimpleNamespace(
             elastic=SimpleNamespace(hang_seconds=60.0),
             parallel=SimpleNamespace(degrees={"tensor": 2}),
             runtime=SimpleNamespace(threads=1),
@@ -72,7 +73,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
         held: Any = SimpleNamespace(trained=True, phase=TRAINING, set_aside=lambda: None)
         launched: Any = SimpleNamespace(settings=SimpleNamespace(config=config), digest="")
         own = Membership("127.0.0.1", 1, 4, StopFlag())
-        return Rejoin(own, launched, prepared, held, Replicas(prepared, held)), launcher
+        return Rejoin(own, launched, prepared, held, Spanning(config, elastic=True)), launcher
 
     return make
 
@@ -91,16 +92,17 @@ def _lose(agreement: Agreement, take: Callable[[], None]) -> None:
 def test_pending_step_is_kept_unless_the_process_is_a_spare(start: Start, spare: bool) -> None:
     process, launcher = start([SPARE, RANKS] if spare else [RANKS])
     agreement, taken = Agreement(), list[int]()
-    components: Any = SimpleNamespace(agreement=agreement)
-    assert process.replicas is not None
-    process.replicas._components, process.replicas._before = components, 0
+    components: Any = SimpleNamespace(agreement=agreement, exchange=None)
+    assert isinstance(process.strategy, Spanning)
+    process.strategy._components, process.strategy._before = components, 0
     _lose(agreement, lambda: taken.append(STEP + 1))
     process(Failure(TRAINING, "a rank died"), components)
     reached = [status["reaches"] for status in launcher.statuses]
     assert reached == ([STEP + 1, STEP] if spare else [STEP + 1])
     # The other ranks have redone the step without the spare, which receives its shard from them.
-    assert process.replicas.status().holds(STEP + 1) == (None if spare else 0)
-    assert process.replicas.status().holds(STEP) == 0
+    status = process.strategy.status(process.held, STEP)
+    assert status.holds(STEP + 1) == (None if spare else 0)
+    assert status.holds(STEP) == 0
     agreement.catch_up(STEP, newest=STEP + 1)
     assert taken == ([] if spare else [STEP + 1])
 
@@ -118,7 +120,7 @@ def test_end_of_a_generation_stops_reading(monkeypatch: pytest.MonkeyPatch) -> N
     own = Heartbeat()
     monkeypatch.setattr(heartbeat, "OWN", own)
     monkeypatch.setattr(session, "abort_collectives", lambda: None)
-    this: Any = SimpleNamespace(_replicas=None)
+    this: Any = SimpleNamespace(_strategy=Replicated(Config(), elastic=True))
     session.Session._abort(this)
     with pytest.raises(RankLostError):
         own.advance()

@@ -14,7 +14,7 @@ from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.process import Process
 from hvdtrain.elastic.replicas import choose
 from hvdtrain.parallel.regroup import PartLostError, plan
-from hvdtrain.run.replicas import PartStatus, arrange
+from hvdtrain.run.strategy import ShardStatus, arrange
 from hvdtrain.runtime.mesh import Grid
 
 IDENTITY = Identity("cpu", "digest", 8, None)
@@ -105,7 +105,7 @@ def test_new_process_completes_the_replica_on_its_host() -> None:
 
 
 def test_holder_of_the_newest_shard_takes_precedence_over_a_spare() -> None:
-    spare, holder = PartStatus(before=0), PartStatus(part=0, step=9, reaches=9, before=0)
+    spare, holder = ShardStatus(before=0), ShardStatus(part=0, step=9, reaches=9, before=0)
     grid, moved = arrange(["a", "a"], [spare, holder], 9, AXES, PLACE)
     assert moved == [0] and grid.part(1) == 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
 from hvdtrain.parallel.shard import Sharding
-from hvdtrain.run.spanning import shard_model
+from hvdtrain.run.strategy import Spanning
 from tests.support.split_models import Variant, compared, whole_blocks
 from tests.support.torch_ranks import on_torch_ranks
 
@@ -55,9 +55,11 @@ def test_zero_3_gathers_one_block_at_a_time_and_zero_2_gathers_once() -> None:
 
 def test_offload_without_a_gpu_is_refused() -> None:
     config = parse(["--parallel.shard=2", "--parallel.offload=cpu"]).config
-    mesh: Any = SimpleNamespace(model=SimpleNamespace(device_type="cpu"))
+    task: Any = SimpleNamespace()
+    strategy = Spanning(config, elastic=False)
+    strategy.use(cast(Any, SimpleNamespace(axes=SimpleNamespace(device_type="cpu"))))
     with pytest.raises(UserError, match="it is for GPUs"):
-        shard_model(config, SimpleNamespace(), torch.nn.Linear(1, 1), mesh, None)
+        strategy.shard(task, torch.nn.Linear(1, 1))
 
 
 def test_tensor_parallel_and_sharded_ranks_match_one_rank() -> None:

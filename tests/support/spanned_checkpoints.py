@@ -22,7 +22,7 @@ from hvdtrain.optim.optimizer import state_tensors
 from hvdtrain.parallel.config import ParallelConfig
 from hvdtrain.parallel.local_optimizer import LocalOptimizer
 from hvdtrain.parallel.pieces import piece
-from hvdtrain.run.spanning import shard_model, spanned_parts, split_model
+from hvdtrain.run.strategy import Replicated, Spanning, Strategy
 from hvdtrain.runtime.mesh import Grid, Group, Mesh, Topology
 from hvdtrain.runtime.parts import local, model_tensors
 from hvdtrain.runtime.pieces import box
@@ -46,8 +46,12 @@ def _state(degrees: Degrees) -> RunState:
     config, task = Config(parallel=parallel), object()
     torch.manual_seed(1)
     model: nn.Module = GPT(SIZES)
-    cut = split_model(config, task, model, mesh, False)  # type: ignore[arg-type]
-    shard_model(config, task, model, mesh, cut)  # type: ignore[arg-type]
+    strategy: Strategy = Replicated(config, elastic=False)
+    if used:
+        strategy = Spanning(config, elastic=False)
+        strategy.use(mesh)
+    strategy.split(task, model)  # type: ignore[arg-type]
+    strategy.shard(task, model)  # type: ignore[arg-type]
     inner = AdamW(model.parameters(), lr=0.01, foreach=False)
     optimizer = LocalOptimizer(inner) if used else inner
     for parameter in model.parameters():
@@ -55,8 +59,8 @@ def _state(degrees: Degrees) -> RunState:
     ema = Ema(optimizer, model, 0.5)
     optimizer.step()
     optimizer.step()
-    spanned = spanned_parts(mesh, model, optimizer, cut, ema)
-    return RunState(model, optimizer, Progress(step=1), {}, () if spanned else (ema,), spanned)
+    more, spanned = strategy.state_parts(model, optimizer, ema)
+    return RunState(model, optimizer, Progress(step=1), {}, more, spanned)
 
 
 def _save(state: RunState, root: Path) -> Path:

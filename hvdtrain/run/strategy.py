@@ -1,0 +1,562 @@
+"""How a model is distributed over ranks: `Replicated` (each rank holds it all) or `Spanning`.
+
+This is the only place that distinguishes the two. Everything else calls the methods of the
+strategy, or works with shards of any kind.
+
+In an elastic run, the ranks of a Spanning model build it again in each generation (`regroup`):
+
+1. Each rank reports which shard it holds, as of which step.
+2. A rank that may have missed the last step takes it, if another rank has taken it (Agreement).
+3. The ranks are arranged so that many of them keep their shards (Grid.of).
+4. A holder of a shard sends it to the ranks that need it and do not hold it (parallel/regroup.py).
+5. The ranks of a replica form a torch.distributed world, and build their shards of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from functools import cache, partial
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # private, see tasks/sync_batchnorm.py
+from torch.optim import Optimizer
+
+from hvdtrain.config import Config
+from hvdtrain.elastic.membership import ReplacedError
+from hvdtrain.engine.accumulate import Accumulate, Passes
+from hvdtrain.engine.interleave import InterleavedBackward
+from hvdtrain.engine.loop import MembershipChanged
+from hvdtrain.engine.state import RunState
+from hvdtrain.engine.step import norm_of_gradients
+from hvdtrain.errors import UserError
+from hvdtrain.exchange.base import Exchange
+from hvdtrain.exchange.build import build_exchange, spanning_exchange
+from hvdtrain.optim.ema import Ema
+from hvdtrain.optim.masters import MasterWeights
+from hvdtrain.optim.precision import BF16_PARAMS, Precision
+from hvdtrain.parallel.agreement import Agreement
+from hvdtrain.parallel.local_optimizer import LocalOptimizer
+from hvdtrain.parallel.zero import ShardedOptimizer
+from hvdtrain.run.recorder import Held
+from hvdtrain.runtime.collectives import gather_json
+from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.mesh import Grid, Mesh, Topology
+from hvdtrain.runtime.state_part import ShardedPart, StatePart
+from hvdtrain.tasks import Task, optional
+from hvdtrain.tasks.blocks import blocks_of
+
+if TYPE_CHECKING:
+    from hvdtrain.parallel.cut import CutModel
+    from hvdtrain.parallel.regroup import HeldShard
+    from hvdtrain.parallel.spanned_state import SpannedEma, SpannedModel, SpannedOptimizer
+
+
+class ShardStatus(NamedTuple):
+    """The status of a rank in a rendezvous.
+
+    Args:
+        part: index of the shard that it holds, or None.
+        step: optimizer steps done; -1: it holds no shard.
+        reaches: the step that it can reach by itself: this or the next one, see Agreement.
+        before: index of this process's last shard, whether or not it still holds it.
+    """
+
+    part: int | None = None
+    step: int = -1
+    reaches: int = -1
+    before: int | None = None
+
+    def holds(self, newest: int) -> int | None:
+        """Return the index of the shard that it holds or can make as of step `newest`, or None."""
+        return self.part if newest in (self.step, self.reaches) else None
+
+
+class Regrouped(Protocol):
+    """What a generation builds, as far as `regroup` is concerned."""
+
+    state: RunState
+    agreement: Agreement | None
+
+
+C = TypeVar("C", bound=Regrouped)
+
+
+class Replicated:
+    """Each rank holds the whole model, and sums its gradients with all other ranks.
+
+    Attributes:
+        holds_whole_model: a single rank can compute with the model.
+        rebuilds: each generation builds the components again, with `regroup`.
+    """
+
+    holds_whole_model = True
+    rebuilds = False
+
+    def __init__(self, config: Config, elastic: bool) -> None:
+        self._config = config
+        self._elastic = elastic
+
+    def form(self, topology: Topology, device: torch.device) -> None:
+        """Assign shards of the model to ranks; every rank calls it, before the model is built."""
+
+    def mesh(self, topology: Topology) -> Mesh:
+        """Return this rank's position in a generation with these ranks."""
+        return Mesh.replicated(topology)
+
+    def split(self, task: Task, model: nn.Module) -> None:
+        """Split the model between ranks along all axes other than `shard`."""
+
+    def shard(self, task: Task, model: nn.Module) -> None:
+        """Shard each parameter over ranks, after all other changes to the model."""
+
+    def optimizer(self, optimizer: Optimizer, precision: Precision) -> Optimizer:
+        """Wrap the optimizer of this rank's parameters: master weights, sharded state."""
+        wrap = MasterWeights if precision.name == BF16_PARAMS else None
+        if self._config.parallel.zero:
+            return ShardedOptimizer(optimizer, self._config.parallel.zero_copies, wrap)
+        return wrap(optimizer) if wrap else optimizer
+
+    def exchange(self, optimizer: Optimizer, model: nn.Module, micro_batches: int) -> Exchange:
+        """Build the exchange of the gradients.
+
+        Args:
+            micro_batches: in a step, over all ranks together.
+        """
+        return build_exchange(self._config.exchange, micro_batches, optimizer, model, self._elastic)
+
+    def state_parts(
+        self, model: nn.Module, optimizer: Optimizer, ema: Ema | None
+    ) -> tuple[Sequence[StatePart], Sequence[ShardedPart]]:
+        """Return (further parts of the state, sharded parts in place of model and optimizer)."""
+        return (() if ema is None else (ema,)), ()
+
+    def agreement(self, state: RunState) -> Agreement | None:
+        """Return the agreement before each step; only in an elastic run whose ranks hold shards."""
+        return Agreement() if self._elastic and state.sharded is not None else None
+
+    def norm(self, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor]:
+        """Return the function that computes the norm of the whole model's gradients."""
+        return norm_of_gradients
+
+    def passes(
+        self,
+        config: Config,
+        task: Task,
+        model: nn.Module,
+        precision: Precision,
+        context: RankContext,
+        interleaved: InterleavedBackward | None,
+    ) -> Passes:
+        """Build the forward and backward passes of one generation."""
+        micro_batches, exact = config.batch.micro_batches, config.exchange.exact
+        return Accumulate(task, model, micro_batches, context, exact, precision, interleaved)
+
+    # --- generations of an elastic run ----------------------------------------
+
+    def status(self, held: Held, step: int) -> ShardStatus:
+        """Return the status of this process; ranks without shards report the step elsewhere.
+
+        Args:
+            step: optimizer steps done.
+        """
+        return ShardStatus(reaches=0)
+
+    def regroup(self, topology: Topology, held: Held, step: int, build: Callable[[], C]) -> C:
+        """Build the components of a generation."""
+        return build()
+
+    def forget_pending_step(self) -> None:
+        """Drop the pending step of a process that becomes a spare."""
+
+    def leave_generation(self, exchange: Exchange | None) -> None:
+        """Leave a generation that is over; other ranks may be gone.
+
+        Args:
+            exchange: of that generation, if it was built.
+        """
+        if exchange is not None:
+            exchange.abort()
+
+    def abort_collectives(self) -> None:
+        """Fail collectives in progress other than Horovod's; any thread may call it."""
+
+    def lost_peers(self) -> AbstractContextManager[None]:
+        """Context that converts errors about lost ranks to RankLostError."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Leave the other ranks after the last step; every rank calls it."""
+
+
+class Spanning:
+    """The ranks of a replica hold a shard of the model each. See Replicated for the methods."""
+
+    holds_whole_model = False
+
+    def __init__(self, config: Config, elastic: bool) -> None:
+        from hvdtrain.parallel.world import Connections
+
+        self._config = config
+        self._elastic = self.rebuilds = elastic
+        self._grid: Grid | None = None  # of this generation; None: in the order of the ranks
+        self._mesh: Mesh | None = None
+        self._stages: CutModel | None = None  # with parallel.pipeline, this rank's stages
+        self._connections = Connections()
+        # Components of the last generation that trained; they hold this rank's shard while
+        # `_shard` is None.
+        self._components: Regrouped | None = None
+        self._shard: HeldShard | None = None
+        # torch caches operations on DTensors by mesh, not by this process's position in the mesh.
+        # A process therefore keeps the index of its shard.
+        self._before: int | None = None
+
+    def form(self, topology: Topology, device: torch.device) -> None:
+        """The ranks of each replica form a torch.distributed world of their own.
+
+        Raises:
+            UserError: the ranks do not form a whole number of replicas.
+        """
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from hvdtrain.parallel.world import join
+
+        parallel = self._config.parallel
+        grid = self._grid or Grid.of(topology.hosts, parallel.degrees, parallel.place)
+        replica = grid.replica_of(topology.rank)
+        with self._connections.opened(replica) if self._elastic else nullcontext():
+            join(replica, topology, device)
+            used = {axis: degree for axis, degree in grid.degrees.items() if degree > 1}
+            axes = init_device_mesh(device.type, (*used.values(),), mesh_dim_names=(*used,))
+        self.use(Mesh(topology, grid, axes))
+
+    def use(self, mesh: Mesh) -> None:
+        """Distribute the model over the ranks of `mesh`, whose world exists."""
+        self._mesh, self._stages = mesh, None
+
+    def mesh(self, topology: Topology) -> Mesh:
+        assert self._mesh is not None and self._mesh.topology == topology
+        return self._mesh
+
+    def split(self, task: Task, model: nn.Module) -> None:
+        """See Replicated.
+
+        Raises:
+            UserError: the model does not define its split, its sizes are not divisible, or it
+                cannot span ranks.
+        """
+        assert self._mesh is not None
+        name, parallel, mesh = self._config.task, self._config.parallel, self._mesh
+        if optional(task, "measures"):
+            raise UserError(
+                f"task {name}: its measures() take a row for each sample from ranks that hold "
+                "the whole model: leave the degrees of `parallel` at 1"
+            )
+        of_task = f"the model of task {name}"
+        has_batchnorm = any(isinstance(module, _NormBase) for module in model.modules())
+        if self._elastic and has_batchnorm:
+            raise UserError(
+                f"{of_task} has BatchNorm, and spans ranks of an elastic run: after a failure its "
+                "statistics could be those of another step than its weights; use LayerNorm or "
+                "GroupNorm"
+            )
+        if parallel.tensor > 1:
+            from hvdtrain.parallel.tensor import apply_tensor
+
+            plan = getattr(model, "tensor_plan", None)
+            if plan is None:
+                raise UserError(
+                    f"parallel.tensor {parallel.tensor}: {of_task} does not say how it is split: "
+                    "give it a method tensor_plan() "
+                    "(docs/custom-tasks.md#how-ranks-split-a-model)"
+                )
+            apply_tensor(model, mesh.axes["tensor"], plan())
+        if parallel.context > 1:
+            from hvdtrain.models.gpt import GPT
+            from hvdtrain.parallel.context import apply_context
+
+            if not isinstance(model, GPT):
+                raise UserError(
+                    f"parallel.context {parallel.context}: {of_task} is no GPT, the one model "
+                    "whose attention reaches over ranks"
+                )
+            apply_context(model, mesh.axes.get_group("context"))
+        if parallel.pipeline == 1:
+            return
+        from hvdtrain.parallel.cut import CutModel
+        from hvdtrain.parallel.schedules import virtual_stages
+        from hvdtrain.parallel.stages import Layout
+
+        if has_batchnorm:
+            raise UserError(
+                f"parallel.pipeline {parallel.pipeline}: {of_task} has BatchNorm, whose statistics "
+                "would be those of one stage: use LayerNorm or GroupNorm"
+            )
+        layout = Layout(parallel.pipeline, virtual_stages(parallel.schedule))
+        self._stages = CutModel(task, model, layout, mesh.coordinates["pipeline"])
+
+    def shard(self, task: Task, model: nn.Module) -> None:
+        """See Replicated. Blocks of other pipeline stages are no longer in the model.
+
+        Raises:
+            UserError: the model has no blocks, or there is no device to offload from.
+        """
+        assert self._mesh is not None
+        parallel, axes = self._config.parallel, self._mesh.axes
+        if parallel.shard == 1:
+            return
+        offloads = parallel.offload == "cpu"
+        if offloads and axes.device_type == "cpu":
+            raise UserError(
+                "parallel.offload cpu: this rank computes on the CPU, in whose memory parameters "
+                "lie already: it is for GPUs"
+            )
+        from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+        from hvdtrain.parallel.shard import Sharding, apply_shard
+
+        blocks = blocks_of(task, model)
+        if not blocks:
+            raise UserError(
+                f"parallel.shard {parallel.shard}: the model of task {self._config.task} has no "
+                "nn.ModuleList of blocks, one of which at a time is whole on a rank: name them "
+                "with the task's blocks(model)"
+            )
+        offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
+        in_order = self._stages is None
+        sharding = Sharding(parallel.reshard_after_forward, offload=offload, in_order=in_order)
+        apply_shard(model, blocks, axes["shard"], sharding)
+        if self._stages is not None:
+            self._stages.leave_after_hooks()
+
+    def optimizer(self, optimizer: Optimizer, precision: Precision) -> Optimizer:
+        return LocalOptimizer(optimizer)
+
+    def exchange(self, optimizer: Optimizer, model: nn.Module, micro_batches: int) -> Exchange:
+        assert self._mesh is not None
+        return spanning_exchange(optimizer, model, self._mesh)
+
+    def state_parts(
+        self, model: nn.Module, optimizer: Optimizer, ema: Ema | None
+    ) -> tuple[Sequence[StatePart], Sequence[ShardedPart]]:
+        from hvdtrain.parallel.spanned_state import (
+            Saves,
+            SpannedEma,
+            SpannedModel,
+            SpannedOptimizer,
+        )
+
+        assert self._mesh is not None
+        twice = set(self._stages.tied) if self._stages and self._stages.rank > 0 else set[str]()
+        saves = Saves(self._mesh, twice)
+        parts = SpannedModel(model, saves), SpannedOptimizer(optimizer, model, saves)
+        return (), (*parts, SpannedEma(ema, model, saves)) if ema else parts
+
+    def agreement(self, state: RunState) -> Agreement | None:
+        return Agreement() if self._elastic else None
+
+    def norm(self, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor]:
+        from hvdtrain.parallel.norm import total_norm
+        from hvdtrain.parallel.pieces import holders, holders_mesh
+
+        assert self._mesh is not None
+        same_layers = holders_mesh(self._mesh.axes)
+        # Both ends of the pipeline have the whole gradient of a tied parameter.
+        tied = set(self._stages.tied.values()) if self._stages else set()
+
+        @cache
+        def copies(parameter: Tensor) -> int:
+            own = holders(parameter, same_layers) if same_layers else 1
+            return 2 * own if parameter in tied else own
+
+        return partial(total_norm, holders=copies, group=None, device=device)
+
+    def passes(
+        self,
+        config: Config,
+        task: Task,
+        model: nn.Module,
+        precision: Precision,
+        context: RankContext,
+        interleaved: InterleavedBackward | None,
+    ) -> Passes:
+        micro_batches, exact = config.batch.micro_batches, config.exchange.exact
+        if self._stages is None:
+            return Accumulate(task, model, micro_batches, context, exact, precision, interleaved)
+        from hvdtrain.engine.pipeline import Pipeline
+
+        group, schedule = context.mesh.axes.get_group("pipeline"), config.parallel.schedule
+        return Pipeline(
+            task, self._stages, schedule, group, micro_batches, context, precision=precision
+        )
+
+    # --- generations of an elastic run ----------------------------------------
+
+    def status(self, held: Held, step: int) -> ShardStatus:
+        if self._shard is not None:
+            return ShardStatus(self._shard.number, self._shard.step, self._shard.step, self._before)
+        if self._components is not None and held.trained:
+            assert self._components.agreement is not None
+            reaches = self._components.agreement.reaches(step)
+            return ShardStatus(self._before, step, reaches, self._before)
+        return ShardStatus(before=self._before)
+
+    def regroup(self, topology: Topology, held: Held, step: int, build: Callable[[], C]) -> C:
+        """Transfer shards to the ranks that need them, and build the components around them.
+
+        If a shard was lost, `held.newest` is set, and the components are as at the start of a run.
+
+        Args:
+            held: whether this process holds the state of the run; updated.
+            step: optimizer steps done.
+            build: calls `form`, `split` and the other methods; nothing else may refer to the last
+                generation's components, whose memory is needed.
+
+        Raises:
+            RankLostError: another rank is gone; this process still holds its shard, or the newer
+                shard that it has received.
+            ReplacedError: the index of this process's shard would change.
+            MembershipChanged: the index of another rank's shard would change.
+        """
+        own = self.status(held, step)
+        statuses = [ShardStatus(*theirs) for theirs in gather_json([*own], "parts")]
+        newest = max(status.step for status in statuses)
+        if self._shard is None and own.part is not None:
+            assert self._components is not None and self._components.agreement is not None
+            self._components.agreement.catch_up(own.step, newest)
+            self._shard = _shard_of(self._components.state, own.part)
+        self._components = None  # its memory is needed
+        self._grid = self._arrange(topology, statuses, newest)
+        if newest >= 0:
+            self._transfer_shards(self._grid, statuses, newest, topology.rank, held)
+        self._before = self._grid.part(topology.rank)
+        with self.lost_peers():
+            built = build()
+        if self._shard is not None:
+            _load_shard(built.state, self._shard)
+            self._shard, held.trained, held.initial = None, True, False
+        self._components = built
+        return built
+
+    def _arrange(self, topology: Topology, statuses: Sequence[ShardStatus], newest: int) -> Grid:
+        parallel = self._config.parallel
+        grid, moved = arrange(topology.hosts, statuses, newest, parallel.degrees, parallel.place)
+        if topology.rank in moved:
+            raise ReplacedError(
+                f"it had part {self._before} of the model, of which there are enough; a new "
+                f"process can have part {grid.part(topology.rank)}"
+            )
+        if moved:
+            raise MembershipChanged
+        return grid
+
+    def _transfer_shards(
+        self, grid: Grid, statuses: Sequence[ShardStatus], newest: int, rank: int, held: Held
+    ) -> None:
+        """Give every rank its shard as of step `newest`; if one was lost, drop all shards."""
+        from hvdtrain.parallel.regroup import PartLostError, plan, transfer
+
+        holds = [status.holds(newest) for status in statuses]
+        try:
+            transfers = plan(holds, grid)
+        except PartLostError:
+            self._shard, held.trained, held.newest = None, False, newest
+            return
+        received = transfer(transfers, rank, self._shard)
+        if received is not None:
+            self._shard = received
+        assert self._shard is not None
+        if (self._shard.number, self._shard.step) != (grid.part(rank), newest):
+            raise RuntimeError(
+                f"this rank holds part {self._shard.number} as of step {self._shard.step} instead "
+                f"of part {grid.part(rank)} as of step {newest}"
+            )
+
+    def forget_pending_step(self) -> None:
+        """See Replicated: the other ranks redo the step without this process.
+
+        They divide its micro-batches differently, so the result may not be bitwise identical.
+        """
+        if self._components is not None and self._components.agreement is not None:
+            self._components.agreement.forget()
+
+    def leave_generation(self, exchange: Exchange | None) -> None:
+        """See Replicated; ranks that wait for this rank in a collective get an error."""
+        from hvdtrain.parallel.world import abandon
+
+        self._connections.leave()
+        abandon()
+
+    def abort_collectives(self) -> None:
+        self._connections.abort()
+
+    def lost_peers(self) -> AbstractContextManager[None]:
+        from hvdtrain.parallel.world import lost_peers
+
+        return lost_peers() if self._elastic else nullcontext()
+
+    def close(self) -> None:
+        from hvdtrain.parallel.world import leave
+
+        leave()
+
+
+Strategy = Replicated | Spanning
+
+
+def build_strategy(config: Config, elastic: bool) -> Strategy:
+    """Build the strategy that `parallel` configures.
+
+    Args:
+        elastic: processes may join and leave.
+    """
+    kind = Spanning if config.parallel.spans_ranks else Replicated
+    return kind(config, elastic)
+
+
+def arrange(
+    hosts: Sequence[str],
+    statuses: Sequence[ShardStatus],
+    newest: int,
+    degrees: dict[str, int],
+    place: Sequence[str],
+) -> tuple[Grid, list[int]]:
+    """Return the assignment of shards to ranks, and the ranks whose shard index changes."""
+    before = [status.before for status in statuses]
+    holders = [rank for rank, status in enumerate(statuses) if status.holds(newest) is not None]
+    grid = Grid.of(hosts, degrees, place, before, holders)
+    return grid, [rank for rank in grid.ranks if before[rank] not in (None, grid.part(rank))]
+
+
+def _shard_of(state: RunState, number: int) -> HeldShard:
+    """Return the shard that a state holds, with everything that a rank needs to continue."""
+    from hvdtrain.parallel.regroup import HeldShard
+
+    tensors = {f"{p.name}/{key}": t for p in _spanned(state) for key, t in p.held().items()}
+    alike = state.of_scope("replicated")
+    tensors |= {f"{part.name}/{key}": t for part in alike for key, t in part.tensors().items()}
+    return HeldShard(number, asdict(state.progress), state.applied.count, tensors)
+
+
+def _load_shard(state: RunState, shard: HeldShard) -> None:
+    def of(name: str) -> dict[str, Tensor]:
+        start = f"{name}/"
+        found = shard.tensors.items()
+        return {key.removeprefix(start): t for key, t in found if key.startswith(start)}
+
+    for part in _spanned(state):
+        part.take(of(part.name))
+    for each in state.of_scope("replicated"):
+        each.load([of(each.name)])
+    vars(state.progress).update(shard.progress)
+    state.applied.count = shard.applied
+
+
+def _spanned(state: RunState) -> list[SpannedModel | SpannedOptimizer | SpannedEma]:
+    from hvdtrain.parallel.spanned_state import SpannedEma, SpannedModel, SpannedOptimizer
+
+    every = SpannedModel | SpannedOptimizer | SpannedEma
+    return [part for part in state.spanned if isinstance(part, every)]

@@ -53,7 +53,7 @@ class Process:
         self.totals = {operation: Usage() for operation in OPERATIONS}
         self.counts: tuple[int, int] | None = None
         self.timer: PhaseTimer | None = None
-        self._taken = dict(self.totals)
+        self._drained = dict(self.totals)
         self._beyond = ""
         self._is_copy = False
 
@@ -143,11 +143,11 @@ class Process:
         """One field of `Usage`, for each operation."""
         return {operation: getattr(totals, name) for operation, totals in self.totals.items()}
 
-    def take(self) -> dict[str, dict[str, float]]:
+    def drain(self) -> dict[str, dict[str, float]]:
         """Totals of the operations that were used since the last call."""
         found = {}
         for operation, now in self.totals.items():
-            before, self._taken[operation] = self._taken[operation], now
+            before, self._drained[operation] = self._drained[operation], now
             if now.calls > before.calls:
                 found[operation] = asdict(
                     replace(

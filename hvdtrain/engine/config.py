@@ -36,7 +36,7 @@ class RunConfig:
         require(bool(self.root), "run.root must not be empty; the default is runs")
         require(
             self.id is None or (self.id not in ("", ".", "..") and "/" not in self.id),
-            f"run.id is the name of one folder under run.root, not {self.id!r}",
+            f"run.id is the name of one directory under run.root, not {self.id!r}",
         )
 
 

@@ -98,8 +98,8 @@ def whole_digest(
         replicated: tensors that all ranks hold.
     """
     sums = {name: asdict(of_tensors.piece(*each)) for name, each in own.items()}
-    told = gather_json(sums, "replicas.parts")
-    spread = whole_sums({n: PieceSums(**s) for n, s in theirs.items()} for theirs in told)
+    sums_of_ranks = gather_json(sums, "replicas.parts")
+    spread = whole_sums({n: PieceSums(**s) for n, s in theirs.items()} for theirs in sums_of_ranks)
     return of_tensors(replicated or {}, spread)
 
 

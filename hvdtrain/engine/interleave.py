@@ -23,8 +23,8 @@ from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 from hvdtrain.tasks.blocks import blocks_of
 
 _NO_COLLECTIVES = (
-    "called in a backward pass, and with batch.interleave ranks with other numbers of "
-    "micro-batches would call it in another order: set batch.interleave 1"
+    "called in a backward pass; with batch.interleave, ranks with different numbers of "
+    "micro-batches would call it in a different order: set batch.interleave 1"
 )
 
 
@@ -63,13 +63,13 @@ class InterleavedBackward:
             raise UserError(f"{key} is for models on CPUs, and this rank computes on {device.type}")
         if not self._blocks:
             raise UserError(
-                f"{key} takes turns at blocks, and the model has none (no nn.ModuleList, and the "
-                "task no blocks(model) that names them)"
+                f"{key} interleaves passes at blocks, but the model has none (no nn.ModuleList, "
+                "and the task no blocks(model) that names them)"
             )
         if any(isinstance(m, _NormBase) and m.track_running_stats for m in model.modules()):
             raise UserError(
                 f"{key} excludes BatchNorm, whose running statistics the forward pass of a "
-                "micro-batch changes before an earlier one has gone back"
+                "micro-batch changes before the backward pass of an earlier one"
             )
 
     @contextmanager

@@ -338,7 +338,7 @@ class Loop:
             raise AgreedError(
                 f"the gradient was not finite in {in_a_row} steps in a row, up to step "
                 f"{self.progress.step} (train.max_nonfinite); lower optim.lr, lengthen "
-                "schedule.warmup_steps or look at the data",
+                "schedule.warmup_steps or check the data",
                 EXIT_NOT_FINITE,
                 rank=0,
             )

@@ -64,7 +64,7 @@ def arrange_activations(
     if config.offload_activations and device.type != "cuda":
         raise UserError(
             f"memory.offload_activations: this rank computes on {device.type}, whose activations "
-            "lie in the host's memory already"
+            "are already in host memory"
         )
     blocks = blocks_of(task, model)
     if not blocks:
@@ -176,5 +176,5 @@ def check_compiler(device: torch.device) -> None:
     if problem:
         raise UserError(
             f"compile.enabled: torch.compile does not work on this host ({problem}); it needs "
-            f"{needed}: install them, or do without it"
+            f"{needed}: install them, or set compile.enabled false"
         )

@@ -126,7 +126,7 @@ class Pipeline:
         if len(shapes) > 1:
             raise UnsupportedTaskError(
                 "parallel.pipeline: the micro-batches of a step have different shapes, such as "
-                f"{' and '.join(map(str, [*shapes][:2]))}: pad them to one"
+                f"{' and '.join(map(str, [*shapes][:2]))}: pad them to one shape"
             )
         self._changes, self._names = totals.statistics, self.forward.names
         for _, values in self._run(own, self._of_shards(shapes.pop()), train=True):

@@ -146,13 +146,13 @@ class RunState:
         theirs = state.pop("identity", None)
         try:
             if not is_of(theirs, dict[str, Any]):
-                raise ValueError("it does not say what the run's curve follows from")
+                raise ValueError("it lacks the values that determine the run's curve")
             progress = checked(Progress, state)
             known = is_of(progress.evaluations, list[list[float | None]])
             if not known or not all(len(pair) == 2 and pair[0] for pair in progress.evaluations):
                 raise ValueError("evaluations")
         except ValueError as error:
-            raise UserError(f"the checkpoint is not as hvdtrain writes it ({error})") from None
+            raise UserError(f"this is not a checkpoint of hvdtrain ({error})") from None
         for name, own in self.identity.items():
             before = theirs.get(name, _ONCE.get(name))
             if before not in (own, former_of(own) or own):
@@ -164,9 +164,9 @@ class RunState:
         saved = self._replicated(checkpoint)
         if parts.keys() != saved.keys():
             raise UserError(
-                f"the checkpoint has the state of {', '.join(saved)}, and this "
-                f"configuration that of {', '.join(parts)}; use the configuration it was made "
-                "with, or another run.id"
+                f"the checkpoint contains the state of {', '.join(saved)}, but this configuration "
+                f"requires the state of {', '.join(parts)}; use the configuration that wrote the "
+                "checkpoint, or another run.id"
             )
         for name, part in parts.items():
             part.load([saved[name]])
@@ -399,7 +399,7 @@ def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
         )
         raise UserError(
             f"the checkpoint is of another model: {len(differing)} tensors differ, such as "
-            f"{differing[0]}; use the configuration it was made with, or another run.id"
+            f"{differing[0]}; use the configuration that wrote it, or another run.id"
         )
     for key, tensor in target.items():
         tensor.copy_(source[key])

@@ -550,5 +550,5 @@ class AppliedSteps:
         if self.count != step:
             raise RuntimeError(
                 f"the run is at step {step}, but {self.count} steps were applied to the parameters "
-                "of this rank: a step was applied twice or left out"
+                "of this rank: a step was applied twice or omitted"
             )

@@ -147,9 +147,9 @@ class TrainedParameters:
         for name, parameter in self._unknown:
             if parameter.requires_grad:
                 raise UnsupportedTaskError(
-                    f"the model's parameter {name} was frozen when the task made the model, so "
+                    f"the model's parameter {name} was frozen when the task created the model, so "
                     "the optimizer does not know it: let model() return it trainable, and freeze "
-                    "it in loss() until it is to be trained"
+                    "it in loss() until it should be trained"
                 )
         frozen = {self.names[p] for p in self.in_order if not p.requires_grad}
         return [name in frozen for name in self.all_names]
@@ -276,7 +276,7 @@ class Arrivals:
         self._reached[parameter] = reached = self._reached.get(parameter, 0) + 1
         if reached > self._passes:
             raise UnsupportedTaskError(
-                f"the model's parameter {name} got its gradient more than once in a backward "
+                f"the model's parameter {name} received its gradient more than once in a backward "
                 "pass, as reentrant checkpointing of a layer that is used twice does: give "
                 "torch.utils.checkpoint use_reentrant=False"
             )

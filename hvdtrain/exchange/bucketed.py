@@ -180,8 +180,8 @@ def require_same_buckets(own: Mapping[str, Tensor], saved: Mapping[str, Tensor])
     """
     if {name: t.shape for name, t in own.items()} != {name: t.shape for name, t in saved.items()}:
         raise UserError(
-            "what the checkpoint has of exchange.compression was saved by another version of "
-            "hvdtrain, or with other keys of it; use these, or another run.id"
+            "the checkpoint's state of exchange.compression was saved by another version of "
+            "hvdtrain or with other exchange keys; use the same keys, or another run.id"
         )
 
 

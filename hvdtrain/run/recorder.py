@@ -95,7 +95,7 @@ class RunRecorder:
     def open(self, step: int, exporter: Exporter | None, tolerate_errors: bool = False) -> None:
         """Open the metrics files of a run that resumes from `step`; set aside later steps.
 
-        If the files are already open, only set aside later steps (exchange.sync_every).
+        If the files are already open, only set aside later steps (local SGD).
 
         Raises:
             OSError: the files cannot be written; only without `tolerate_errors`, see `describe`.

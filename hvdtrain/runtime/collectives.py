@@ -263,15 +263,15 @@ def on_all_ranks(name: str, part: Callable[[], R]) -> R:
         RankLostError: another rank is gone.
     """
     result, error = None, None
-    turns = _Turns(name)
+    vote = _FailureVote(name)
     try:
         result = part()
     except UserError as failure:
         error = failure
     except BaseException:
-        turns.abandon()
+        vote.abandon()
         raise
-    if turns.failures(failed=error is not None):
+    if vote.failures(failed=error is not None):
         _raise_first(error, name)
     return result  # type: ignore[return-value]
 
@@ -283,7 +283,7 @@ def _raise_first(error: UserError | None, name: str) -> None:
             raise AgreedError(theirs[0], theirs[1], rank)
 
 
-class _Turns:
+class _FailureVote:
     """Barrier at the end of a part that also counts the ranks on which the part failed.
 
     Until the last rank has finished, the ranks vote every 30 s whether a rank is still working:
@@ -303,7 +303,7 @@ class _Turns:
         self._finished = threading.Event()
         self._failed = self._abandoned = False
         self._failures: Future[int] = Future()
-        self._thread = threading.Thread(target=self._take, name="turns", daemon=True)
+        self._thread = threading.Thread(target=self._vote_until_finished, name="turns", daemon=True)
         with lost_ranks():
             self._alone = hvd.size() == 1
             self._first = hvd.rank() == 0
@@ -332,7 +332,7 @@ class _Turns:
         if self._thread.is_alive():
             self._thread.join(_LEAVE_SECONDS)
 
-    def _take(self) -> None:
+    def _vote_until_finished(self) -> None:
         try:
             # 0: no limit for a missing rank.
             limit = float(os.environ.get("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", 0)) or math.inf

@@ -74,7 +74,7 @@ def test_rank_with_slow_data_is_named_once(cluster: Cluster, runs: Path) -> None
     before = _exchanges(runs)
     poll(lambda: _exchanges(runs) > before + 3, NAMED_SECONDS, "more exchanges")
     lag.unlink()
-    job.wait_for("is not slow any more", NAMED_SECONDS)
+    job.wait_for("is no longer slow", NAMED_SECONDS)
     _end(job, cluster)
     assert re.findall(NAMED, job.output()) == [("3", "node2", "data")], job.output()
     for event in ("straggler", "straggler_ended"):
@@ -109,7 +109,7 @@ def test_rank_with_a_slow_processor_is_named(cluster: Cluster, runs: Path) -> No
     # Others on the machine may slow the other rank down too, and it is named then.
     with _throttled(slow.pid):
         job.wait_for("rank 1 on node2 is slow", NAMED_SECONDS)
-    job.wait_for("rank 1 on node2 is not slow any more", NAMED_SECONDS)
+    job.wait_for("rank 1 on node2 is no longer slow", NAMED_SECONDS)
     _end(job, cluster)
     assert ("1", "node2", "compute") in re.findall(NAMED, job.output()), job.output()
     assert (1, "node2", "compute") in _events(runs, "straggler_ended")

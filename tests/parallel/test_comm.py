@@ -221,7 +221,7 @@ def test_totals_count_calls_and_bytes_and_waiting_is_not_work(
     comm.barrier()
     assert process.timer.phase == "forward" and heartbeat.OWN.read()[1] == before
     beats = heartbeat.OWN.read()[0] - beats
-    found = process.take()
+    found = process.drain()
     if ranks == 1:
         assert found == {} and beats == 0 and process.totals["barrier"] == Usage()
         return
@@ -230,6 +230,6 @@ def test_totals_count_calls_and_bytes_and_waiting_is_not_work(
     counted = {name: (entry["calls"], entry["bytes"]) for name, entry in found.items()}
     assert counted == {"all_reduce": (2, 30), "all_gather": (1, 24 * ranks), "barrier": (1, 0)}
     assert all(0 < entry["seconds"] < 60 for entry in found.values())
-    assert process.take() == {} and process.figure("bytes")["all_reduce"] == 30
+    assert process.drain() == {} and process.figure("bytes")["all_reduce"] == 30
     comm.barrier()
-    assert process.take()["barrier"]["calls"] == 1
+    assert process.drain()["barrier"]["calls"] == 1

@@ -203,8 +203,8 @@ def test_bfloat16_wire_keeps_tiny_and_huge_gradients(topology: Topology) -> None
     for scale in (1.0, 1e-30, 1e30):
         for found, expected in zip(*gradients(scale), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-2, atol=scale * 2e-3)
-    overflowed = any(gradient.isinf().any() for gradient in gradients(1e42)[0])
-    assert overflowed or topology.world_size == 1
+    overflresidual = any(gradient.isinf().any() for gradient in gradients(1e42)[0])
+    assert overflresidual or topology.world_size == 1
 
 
 def test_float16_wire_scales_gradients_and_recovers_from_overflow(topology: Topology) -> None:
@@ -253,11 +253,11 @@ def test_compression_keeps_residuals_and_ranks_receive_identical_bits(
             for parameter, gradient in zip(received, gradients, strict=True):
                 received[parameter] += _gradient(parameter)
                 own[parameter] += gradient
-    owed = torch.cat([t.flatten() for t in parts["residual"].tensors().values()])
-    assert float(owed.abs().max()) > 1e-3
+    residual = torch.cat([t.flatten() for t in parts["residual"].tensors().values()])
+    assert float(residual.abs().max()) > 1e-3
     due = sum_(torch.stack([t.sum() for t in own.values()]).sum(), "due")
     got = torch.stack([t.sum() for t in received.values()]).sum()
-    torch.testing.assert_close(got + sum_(owed.sum(), "owed"), due, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(got + sum_(residual.sum(), "residual"), due, rtol=1e-9, atol=1e-11)
     if name == "powersgd":
         assert int(parts["powersgd"].tensors()["0/steps"]) == 4
 

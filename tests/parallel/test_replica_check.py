@@ -96,7 +96,7 @@ def test_context_ranks_are_compared_and_tensor_ranks_are_not(topology: Topology,
         check.on_step(_loop(topology, 10), record)
         assert record["state_hash"]
         return
-    with pytest.raises(AgreedError, match=r"rank 0 on .*, rank 1 on .*: nobody knows"):
+    with pytest.raises(AgreedError, match=r"rank 0 on .*, rank 1 on .*: the correct"):
         check.on_step(_loop(topology, 10), record)
 
 

@@ -111,10 +111,10 @@ def test_start_over_resets_the_exchange_state(name: str) -> None:
 
 def test_rank_that_was_a_step_behind_drops_its_residuals() -> None:
     model = torch.nn.Linear(2, 2)
-    owed = Residuals([torch.ones(3)])
-    state = RunState(model, torch.optim.SGD(model.parameters(), lr=0.1), Progress(), {}, [owed])
+    residual = Residuals([torch.ones(3)])
+    state = RunState(model, torch.optim.SGD(model.parameters(), lr=0.1), Progress(), {}, [residual])
     state.drop_local()
-    assert owed.norm() == 0
+    assert residual.norm() == 0
 
 
 def _carried(state: RunState) -> dict[str, torch.Tensor]:

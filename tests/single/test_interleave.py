@@ -143,7 +143,7 @@ def test_interleaved_run_is_bitwise_identical_to_plain_run(tmp_path: Path) -> No
 def test_interleave_rejects_unsupported_models_and_options(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"batch\.interleave 3 is for models on CPUs"):
         InterleavedBackward(object(), _Chain(), PASSES, torch.device("cuda"), Heartbeat())
-    with pytest.raises(UserError, match="takes turns at blocks, and the model has none"):
+    with pytest.raises(UserError, match="interleaves passes at blocks, but the model has none"):
         _interleaved(nn.Linear(2, 2))
     said = {
         ("--task", "image"): "excludes BatchNorm",

@@ -189,5 +189,5 @@ def test_step_applied_twice_or_skipped_aborts_rank(fault: Callable[[_Rank], None
     rank = _Rank()
     rank.run(2)
     fault(rank)
-    with pytest.raises(RuntimeError, match="a step was applied twice or left out"):
+    with pytest.raises(RuntimeError, match="a step was applied twice or omitted"):
         rank.run(4)

@@ -119,8 +119,8 @@ class SaveCheckpoints:
         self._saving = saving
         self._writer = saving.writer
         self._decides = saving.group.rank == 0
-        self._told_of = -1  # the step whose save has failed on this rank
-        self._warned_of = -1  # the step whose save delayed the next one
+        self._reported_failure_of = -1  # the step whose save has failed on this rank
+        self._warned_about = -1  # the step whose save delayed the next one
         self.error: Exception | None = None  # why the run's last state is not saved
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
@@ -145,7 +145,7 @@ class SaveCheckpoints:
             failure = self._new_failure(writer)
             votes = count_votes(begin, writer.busy, failure is not None)
             if votes.failed:
-                self._tell(writer, failure)
+                self._share_failures(writer, failure)
             if votes.begin and not votes.busy:
                 self._begin(step)
                 return
@@ -157,7 +157,7 @@ class SaveCheckpoints:
         elif begin:
             logger.warning(
                 "the validation loss after step %d is the lowest so far, but that of step %d "
-                "is still being written after %g s more: it is not saved (checkpoint.keep_best)",
+                "is still being written after %g more s: it is not saved (checkpoint.keep_best)",
                 step,
                 writer.taken_step,
                 _BEST_SECONDS,
@@ -168,12 +168,12 @@ class SaveCheckpoints:
     def _new_failure(self, writer: CheckpointWriter) -> Exception | None:
         """Error of this rank's writer on files for rank 0, unless already reported to the ranks."""
         failed = not self._decides and not writer.busy and writer.error is not None
-        if not failed or self._told_of == writer.taken_step:
+        if not failed or self._reported_failure_of == writer.taken_step:
             return None
-        self._told_of = writer.taken_step
+        self._reported_failure_of = writer.taken_step
         return writer.error
 
-    def _tell(self, writer: CheckpointWriter, failure: Exception | None) -> None:
+    def _share_failures(self, writer: CheckpointWriter, failure: Exception | None) -> None:
         """Make rank 0 stop waiting for files that a rank cannot write; every rank calls it."""
         group = self._saving.group
         own = None if failure is None else f"rank {group.rank}: {failure}"
@@ -197,11 +197,11 @@ class SaveCheckpoints:
             writer.start(state.capture(group, folder), self._saving.before)
 
     def _warn(self, writer: CheckpointWriter, step: int) -> None:
-        if self._warned_of != writer.taken_step:
-            self._warned_of = writer.taken_step
+        if self._warned_about != writer.taken_step:
+            self._warned_about = writer.taken_step
             logger.warning(
-                "a checkpoint is due at step %d, but that of step %d is still being written, for "
-                "%.1f s now; it is taken when that is done",
+                "a checkpoint is due at step %d, but that of step %d is still being written "
+                "(%.1f s so far); it will be saved afterwards",
                 step,
                 writer.taken_step,
                 time.monotonic() - writer.taken_at,
@@ -230,7 +230,7 @@ class SaveCheckpoints:
         failure = None if writer is None else self._new_failure(writer)
         turn, failed = agree_on_turn(own, failure is not None)
         if failed and writer is not None:
-            self._tell(writer, failure)
+            self._share_failures(writer, failure)
         if turn == Turn.BEGIN:
             self._begin(step)
         return turn
@@ -252,7 +252,7 @@ class SaveCheckpoints:
             self.error = writer.error
         elif deadline < math.inf:
             logger.warning(
-                "the checkpoint of step %d does not fit into what is left of %g s "
+                "the checkpoint of step %d does not fit into the remainder of %g s "
                 "(preempt.grace_seconds); %s",
                 step,
                 self._grace,
@@ -260,8 +260,8 @@ class SaveCheckpoints:
             )
         else:
             self.error = TimeoutError(
-                f"that of step {writer.taken_step} is still being written, for "
-                f"{time.monotonic() - writer.taken_at:.0f} s now"
+                f"that of step {writer.taken_step} is still being written "
+                f"({time.monotonic() - writer.taken_at:.0f} s so far)"
             )
 
     def _wait(self, writer: CheckpointWriter, step: int, deadline: float) -> None:

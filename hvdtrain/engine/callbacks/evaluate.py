@@ -163,5 +163,5 @@ def _check(lengths: Sequence[int], wanted: Sequence[int]) -> None:
     if lengths != wanted:
         raise UnsupportedTaskError(
             f"the task's loss() returned {list(lengths)} rows for micro-batches of {list(wanted)} "
-            "samples: with measures() each sample has one"
+            "samples: a task with measures() must return one row per sample"
         )

@@ -65,8 +65,8 @@ class LogMetrics:
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         self._seconds.append(record["step_seconds"])
         self._samples += loop.step_samples
-        told = loop.ending or "validation_loss" in record or "healed" in record
-        if loop.progress.step % loop.train.log_every and not told:
+        shown = loop.ending or "validation_loss" in record or "healed" in record
+        if loop.progress.step % loop.train.log_every and not shown:
             return
         seconds = sum(self._seconds) / len(self._seconds)
         record["step_seconds"] = seconds
@@ -87,7 +87,7 @@ class LogMetrics:
             self._write(self._metrics, missing)
         if terminal() is not None:
             self._show_bar(loop, record)
-        elif told or time.monotonic() >= self._next_line:
+        elif shown or time.monotonic() >= self._next_line:
             self._show_line(loop, record)
 
     def _write(self, metrics: MetricsFile, record: StepRecord) -> None:
@@ -100,8 +100,8 @@ class LogMetrics:
     def _show_line(self, loop: Loop, record: StepRecord) -> None:
         self._next_line = time.monotonic() + _SECONDS_BETWEEN_LINES
         steps = loop.train.steps
-        left = tqdm.format_interval((steps - record["step"]) * record["step_seconds"])
-        logger.info("step %d/%d  %s  left %s", record["step"], steps, self._figures(record), left)
+        eta = tqdm.format_interval((steps - record["step"]) * record["step_seconds"])
+        logger.info("step %d/%d  %s  ETA %s", record["step"], steps, self._figures(record), eta)
 
     def _show_bar(self, loop: Loop, record: StepRecord) -> None:
         if self._bar is None:

@@ -125,7 +125,7 @@ class Profile:
         if self._topology.world_size == 1:
             return  # no other rank to wait for
         if not init.can_start_timeline():
-            logger.warning("profile: HOROVOD_TIMELINE names a file: Horovod's timeline is there")
+            logger.warning("profile: Horovod writes its timeline to the file in HOROVOD_TIMELINE")
             return
         assert self._first is not None
         init.start_timeline(timeline_path(self._folder, self._first))

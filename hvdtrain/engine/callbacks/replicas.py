@@ -17,8 +17,8 @@ from hvdtrain.log import logger
 from hvdtrain.runtime.collectives import AgreedError, gather_bytes
 from hvdtrain.runtime.mesh import Grid, Topology
 
-_NOTHING_SAVED = (
-    "nothing of this was saved: start again with the same run.id to resume from the newest "
+_NOT_SAVED = (
+    "this state was not saved: start again with the same run.id to resume from the newest "
     "checkpoint, on other hosts if it happens again"
 )
 
@@ -52,7 +52,7 @@ class ReplicaCheck:
         self._emit = emit
         self._hash = TensorHash()
         self._parts = PartHash(state.sharded, self._hash) if state.sharded else None
-        self._alike = state.progress.step  # the latest step after which all ranks were identical
+        self._identical = state.progress.step  # latest step after which all ranks were identical
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         """Compare the replicas if it is due.
@@ -65,21 +65,21 @@ class ReplicaCheck:
             return
         step = loop.progress.step
         own = self._parts.own() if self._parts else b""
-        told = gather_bytes(self._digest() + own, "replicas")
-        digests = [theirs[:DIGEST_BYTES] for theirs in told]
+        gathered = gather_bytes(self._digest() + own, "replicas")
+        digests = [theirs[:DIGEST_BYTES] for theirs in gathered]
         if self._grid.replica_size > 1:
             record["state_hash"] = self._of_all_parts(digests, loop.topology, step)
-            self._alike = step
+            self._identical = step
             return
         if self._parts is not None:
-            differing = self._parts.differing([theirs[DIGEST_BYTES:] for theirs in told])
+            differing = self._parts.differing([theirs[DIGEST_BYTES:] for theirs in gathered])
             if differing:
-                message = _parts_differ(differing, loop.topology, step, self._alike)
+                message = _parts_differ(differing, loop.topology, step, self._identical)
                 raise AgreedError(message, EXIT_CRASH, 0)
         majority = largest_group(digests)
         if majority is None:
             raise AgreedError(
-                _no_majority(digests, loop.topology, step, self._alike), EXIT_CRASH, 0
+                _no_majority(digests, loop.topology, step, self._identical), EXIT_CRASH, 0
             )
         damaged = [r for r in range(loop.topology.world_size) if r not in majority]
         if damaged:
@@ -91,10 +91,10 @@ class ReplicaCheck:
                 step,
                 _names(damaged, loop.topology),
                 _names(majority[:1], loop.topology),
-                self._alike,
+                self._identical,
             )
             self._emit("healed", step=step, ranks=damaged)
-        self._alike = step
+        self._identical = step
         whole = self._parts.whole(self._state.compared()) if self._parts else None
         record["state_hash"] = (whole or digests[majority[0]]).hex()
 
@@ -108,7 +108,7 @@ class ReplicaCheck:
             of_holders = [digests[rank] for rank in holders]
             if len({*of_holders}) > 1:
                 most = [holders[place] for place in largest_group(of_holders) or ()]
-                message = _parts_differ(holders, topology, step, self._alike, most)
+                message = _parts_differ(holders, topology, step, self._identical, most)
                 raise AgreedError(message, EXIT_CRASH, 0)
         return state_hash(self._state, self._hash)
 
@@ -143,30 +143,30 @@ def largest_group(digests: Sequence[bytes]) -> list[int] | None:
     return None if others and len(others[0]) == len(largest) else largest
 
 
-def _no_majority(digests: Sequence[bytes], topology: Topology, step: int, alike: int) -> str:
+def _no_majority(digests: Sequence[bytes], topology: Topology, step: int, identical: int) -> str:
     groups = {d: [r for r, other in enumerate(digests) if other == d] for d in digests}
-    parts = "; ".join(_names(ranks, topology) for ranks in groups.values())
+    groups_text = "; ".join(_names(ranks, topology) for ranks in groups.values())
     return (
         f"step {step}: parameters or optimizer state differ between {len(groups)} groups of ranks "
-        f"({parts}) and none is the largest, so nobody knows who is right (they were alike after "
-        f"step {alike}); {_NOTHING_SAVED}"
+        f"({groups_text}) and no group is the largest, so the correct state is unknown (they were "
+        f"identical after step {identical}); {_NOT_SAVED}"
     )
 
 
 def _parts_differ(
-    ranks: Sequence[int], topology: Topology, step: int, alike: int, most: Sequence[int] = ()
+    ranks: Sequence[int], topology: Topology, step: int, identical: int, most: Sequence[int] = ()
 ) -> str:
     """Args: most: those of `ranks` that hold identical copies, if more than all others do."""
     differing = [rank for rank in ranks if rank not in most]
     who = (
-        f"what {_names(differing, topology)} holds differs from what most others do, "
+        f"the copies of {_names(differing, topology)} differ from the majority, "
         f"{_names(most, topology)}"
         if most
-        else f"{_names(ranks, topology)}: nobody knows who is right"
+        else f"{_names(ranks, topology)}: the correct copy is unknown"
     )
     return (
-        f"step {step}: ranks hold copies of a part of the optimizer's state or of the parameters "
-        f"that differ: {who} (they were alike after step {alike}); {_NOTHING_SAVED}"
+        f"step {step}: ranks hold different copies of a shard of the optimizer state or of the "
+        f"parameters: {who} (they were identical after step {identical}); {_NOT_SAVED}"
     )
 
 

@@ -93,7 +93,7 @@ class DetectStragglers:
         self._exporter = destinations.exporter
         self._file = destinations.file
         self._emit = destinations.emit
-        self._told_step = step
+        self._reported_step = step
         self._micro_batches = 0
         self._before = self._totals()
         self._memory.record(self._memory.of_run)  # the first step creates the optimizer's state
@@ -103,27 +103,27 @@ class DetectStragglers:
     def on_step(self, loop: Loop, record: StepRecord) -> None:
         step, micro_batches = loop.progress.step, len(loop.deal)
         if self._handle is not None:
-            self._take(loop, completed(self._handle))
+            self._evaluate(loop, completed(self._handle))
         # After a failure the callbacks are called for the last step again: nothing is new then.
-        if step == self._told_step:
+        if step == self._reported_step:
             return
         self._watch_memory(step)
         self._micro_batches += micro_batches
         if step % self._every and not loop.ending:
             return
         own = self._row()
-        self._line = {"step": step, "steps": step - self._told_step, "time": record["time"]}
+        self._line = {"step": step, "steps": step - self._reported_step, "time": record["time"]}
         if self._timer.bubble.steps:
             self._line["bubble_formula"] = self._timer.bubble.formula
-        if called := comm.OWN.take():
+        if called := comm.OWN.drain():
             self._line["collectives"] = called
-        self._told_step = step
+        self._reported_step = step
         if self._ranks == 1:
-            self._take(loop, own)
+            self._evaluate(loop, own)
             return
         self._handle = begin_gather(own, "stragglers")
         if loop.generation_ends:  # if this rank left first, the all-gather would fail on others
-            self._take(loop, completed(self._handle))
+            self._evaluate(loop, completed(self._handle))
 
     def _watch_memory(self, step: int) -> None:
         """Record memory only around the steps that are compared, because recording has a cost."""
@@ -151,7 +151,7 @@ class DetectStragglers:
         assert len(row) == len(COLUMNS)
         return row.unsqueeze(0)
 
-    def _take(self, loop: Loop, table: Tensor) -> None:
+    def _evaluate(self, loop: Loop, table: Tensor) -> None:
         """Evaluate the metrics of all ranks, which every rank now has."""
         self._handle = None
         found = scores(table, self._grid)
@@ -165,7 +165,7 @@ class DetectStragglers:
                 self._emit("deal", step=loop.progress.step, micro_batches=counts)
                 fewest, most = min(counts), max(counts)
                 logger.info(
-                    "micro-batches are dealt anew, by speed: %d (rank %d) to %d (rank %d)",
+                    "micro-batches reassigned by speed: %d (rank %d) to %d (rank %d)",
                     *(fewest, counts.index(fewest), most, counts.index(most)),
                 )
         if self._file is None:
@@ -195,7 +195,7 @@ class DetectStragglers:
         who, they = _named(change, hosts)
         if not change.slow:
             self._emit("straggler_ended", **fields)
-            logger.info("%s %s not slow any more", who, they)
+            logger.info("%s %s no longer slow", who, they)
             return
         self._emit("straggler", **fields, score=round(change.score, 3))
         logger.warning(

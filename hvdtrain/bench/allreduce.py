@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from hvdtrain.bench.processes import launch, measure, on_threads
-from hvdtrain.bench.report import machine
+from hvdtrain.bench.report import aligned, machine
 from hvdtrain.errors import UserError
 from hvdtrain.launch.hostfile import parse_hosts
 
@@ -200,8 +200,8 @@ class AllreduceReport:
             speeds = [f"{row[key]:.3g}" for key in ("algbw_gb_per_s", "busbw_gb_per_s")]
             of = [_ratio(row["of"].get(side), _verdict(row, side)) for side in self._references()]
             lines.append([size, row["side"], *times, *speeds, *of])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = ["  ".join(_aligned(line, widths)).rstrip() for line in lines]
+        # The names of the sides, and the ratios, which may have a verdict
+        text = aligned(lines, left=(1, *range(7, len(lines[0]))))
         text += [f"{side}: omitted, {why}" for side, why in self.left_out.items()]
         here = machine()
         text.append(
@@ -244,14 +244,6 @@ def _verdict(row: Mapping[str, Any], side: str) -> str:
 
 def _ratio(value: float | None, verdict: str) -> str:
     return "" if value is None else f"{value:.2f}{verdict}"
-
-
-def _aligned(line: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """Align sizes and numbers right; align names and ratios, which may have a verdict, left."""
-    return [
-        text.ljust(width) if number == 1 or number > 6 else text.rjust(width)
-        for number, (text, width) in enumerate(zip(line, widths, strict=True))
-    ]
 
 
 def _size(size: int) -> str:

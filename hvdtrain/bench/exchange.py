@@ -16,7 +16,7 @@ from typing import Any
 
 from hvdtrain.bench.jobs import RANK
 from hvdtrain.bench.processes import LIMIT_S, QUIET, finish, launch, measure, on_threads, worker
-from hvdtrain.bench.report import machine
+from hvdtrain.bench.report import aligned, machine
 from hvdtrain.config import Config, parse
 from hvdtrain.errors import UserError
 from hvdtrain.exchange.config import ExchangeConfig
@@ -285,14 +285,9 @@ class ExchangeReport:
             line += [_text(row["of"].get(side), ".3f") for side in references]
             line += [_text(sent and sent / 1e6, ".3g"), *(_text(loss, ".4f") for loss in losses)]
             lines.append(line)
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = []
-        for name, *numbers in lines:
-            right = [n.rjust(width) for n, width in zip(numbers, widths[1:], strict=True)]
-            text.append("  ".join([name.ljust(widths[0]), *right]).rstrip())
         here, facts = machine(), [f"{name} {value}" for name, value in self.facts.items()]
         load = f"load {here['load']:.1f} on {here['cores']} cores"
-        return "\n".join([*text, ", ".join([*facts, load])])
+        return "\n".join([*aligned(lines), ", ".join([*facts, load])])
 
     def _step_seconds(self) -> dict[str, list[float]]:
         own = {side: [curve.step_seconds for curve in found] for side, found in self.curves.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -13,6 +13,18 @@ from typing import Any
 def machine() -> dict[str, float]:
     """Number of cores that this process may use, and the 1-minute load average."""
     return {"cores": len(os.sched_getaffinity(0)), "load": os.getloadavg()[0]}
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
+    """Lines of a table; columns are aligned right, except the columns `left`."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if number in left else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 @dataclass
@@ -80,12 +92,7 @@ class Report:
             aim = "" if s["aim"] is None else f"{s['aim']} {'met' if s['met'] else 'MISSED'}"
             numbers = [f"{s[key]:.4g}" for key in ("median", "min", "max")]
             rows.append([s["name"], *numbers, s["unit"], aim])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = []
-        for name, *numbers, unit, aim in rows:
-            right = [n.rjust(w) for n, w in zip(numbers, widths[1:4], strict=True)]
-            lines.append("  ".join([name.ljust(widths[0]), *right, unit.ljust(widths[4]), aim]))
         facts = [f"{name.replace('_', ' ')}: {value}" for name, value in self.facts.items()]
         here = machine()
         load = f"load {here['load']:.1f} on {here['cores']} cores"
-        return "\n".join([line.rstrip() for line in lines] + [", ".join([*facts, load])])
+        return "\n".join([*aligned(rows, left=(0, 4, 5)), ", ".join([*facts, load])])

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,17 +83,9 @@ def _rate_of_hvdtrain(settings: Settings, steps: int, _: int, directory: Path) -
     return {"samples_per_second": rate} if app.rank == 0 else {}
 
 
-def _rate_of_ddp(settings: Settings, steps: int, _: int, directory: Path) -> dict[str, Any]:
-    return _rate_of_plain(settings, steps, exchange=True)
-
-
-def _rate_without_exchange(
-    settings: Settings, steps: int, _: int, directory: Path
+def _rate_of_plain(
+    settings: Settings, steps: int, rounds: int, directory: Path, exchange: bool
 ) -> dict[str, Any]:
-    return _rate_of_plain(settings, steps, exchange=False)
-
-
-def _rate_of_plain(settings: Settings, steps: int, exchange: bool) -> dict[str, Any]:
     """Measure the plain PyTorch loop; without exchange each rank trains on its own."""
     import torch.distributed as dist
 
@@ -219,8 +212,8 @@ def _peak_bytes() -> int:
 KINDS: dict[str, Callable[..., dict[str, Any]]] = {
     "overhead": _overhead,
     "rate-hvdtrain": _rate_of_hvdtrain,
-    "rate-ddp": _rate_of_ddp,
-    "rate-apart": _rate_without_exchange,
+    "rate-ddp": partial(_rate_of_plain, exchange=True),
+    "rate-apart": partial(_rate_of_plain, exchange=False),
     "checkpoint": _checkpoint,
     "memory-plain": _memory_of_plain,
 }

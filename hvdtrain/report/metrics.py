@@ -163,7 +163,7 @@ def _memory(run: RecordedRun) -> Metrics:
 
 
 def stragglers(run: RecordedRun) -> list[Metrics]:
-    """Ranks and stages that the run named as slow, with durations; most steps first.
+    """Ranks and stages that the run reported as slow, with durations; most steps first.
 
     A rank's number belongs to its generation: after a restart it may be another process.
     """
@@ -212,7 +212,7 @@ def deals(run: RecordedRun) -> list[Metrics]:
 
 
 def _slowest(run: RecordedRun) -> Metrics:
-    """The rank with the lowest median score, whether named as slow or not."""
+    """The rank with the lowest median score, whether reported as slow or not."""
     if run.ranks is None or run.ranks.world_size.max() < 2:
         return {"slowest_rank": None, "slowest_rank_median_score": None}
     score = run.ranks.metrics["score"]
@@ -254,15 +254,11 @@ def restarts(run: RecordedRun) -> list[Metrics] | None:
             "hosts_lost": sorted(set(before.start.hosts) - set(now.start.hosts)),
             "hosts_gained": sorted(set(now.start.hosts) - set(before.start.hosts)),
             "seconds_without_steps": _pause(before, now),
-            **_redone(before, now),
+            "redone_steps": redone_steps(before, now.start).least,
+            "redone_steps_at_most": redone_steps(before, now.start).most,
         }
         for number, (before, now) in enumerate(pairwise(generations), start=1)
     ]
-
-
-def _redone(before: GenerationRecord, now: GenerationRecord) -> Metrics:
-    redone = redone_steps(before, now.start)
-    return {"redone_steps": redone.least, "redone_steps_at_most": redone.most}
 
 
 def _pause(before: GenerationRecord, now: GenerationRecord) -> float:

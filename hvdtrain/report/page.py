@@ -109,7 +109,7 @@ def tiles(metrics: Metrics) -> list[Tile]:
 
 def _training(metrics: Metrics) -> list[Tile]:
     validation = metrics["final_validation_loss"]
-    lowest = metrics["lowest_validation_loss"]
+    lowest, mfu = metrics["lowest_validation_loss"], metrics["median_mfu"]
     return [
         Tile(
             "Final loss",
@@ -125,14 +125,11 @@ def _training(metrics: Metrics) -> list[Tile]:
         Tile(
             "Throughput",
             f"{units.number(metrics['median_samples_per_second'])} samples/s",
-            "median step" + _utilization(metrics["median_mfu"]),
+            "median step"
+            + (f"; {units.percent(mfu)} of the peak FLOP/s (MFU)" if mfu is not None else ""),
         ),
         Tile("Step time", units.seconds(metrics["median_step_seconds"]), "median"),
     ]
-
-
-def _utilization(mfu: float | None) -> str:
-    return "" if mfu is None else f"; {units.percent(mfu)} of the peak FLOP/s (MFU)"
 
 
 def _communication(metrics: Metrics) -> list[Tile]:

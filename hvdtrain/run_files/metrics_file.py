@@ -6,7 +6,6 @@ import errno
 import json
 import os
 from collections.abc import Callable
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from threading import Lock
@@ -115,7 +114,8 @@ class MetricsFile:
                 written = self._path.read_bytes()
                 content = written + bytes(self._unwritten)
                 lines: list[bytes] = content.splitlines(keepends=True)
-                kept = b"".join(takewhile(partial(_is_within, after), lines))
+                staying = takewhile(lambda line: _within(_step(line), after), lines)
+                kept = b"".join(staying)
                 left = content[len(kept) :]
                 self._unwritten[:] = kept[len(written) :]
                 os.truncate(self._path, min(len(kept), len(written)))  # requires no disk space
@@ -197,10 +197,6 @@ class MetricsFile:
 
 def _within(step: int | None, after: int) -> bool:
     return step is not None and step <= after
-
-
-def _is_within(after: int, line: bytes) -> bool:
-    return _within(_step(line), after)
 
 
 def _step(line: bytes) -> int | None:

@@ -179,16 +179,13 @@ class StragglerWatch:
         """Process the values of all ranks (ranks x `COLUMNS`); return the changes."""
         own, wall = own_seconds(table, self._grid), column(table, "wall_seconds")
         changes = _together(self._ranks.look(own, wall, self._stages), self._grid.in_step)
-        fastest = [ranks[_fastest(own[ranks])] for ranks in self._stages]
+        totals = own.sum(dim=1).nan_to_num(torch.inf)
+        fastest = [ranks[int(totals[ranks].argmin())] for ranks in self._stages]
         all_stages = [[*range(len(fastest))]]
         for change in self._slow_stages.look(own[fastest], wall[fastest], all_stages):
             [stage] = change.ranks
             changes.append(replace(change, ranks=(*self._stages[stage],), stage=stage))
         return changes
-
-
-def _fastest(own: Tensor) -> int:
-    return int(own.sum(dim=1).nan_to_num(torch.inf).argmin())
 
 
 def _together(

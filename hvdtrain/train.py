@@ -18,7 +18,7 @@ from hvdtrain.config import Settings, parse
 from hvdtrain.errors import EXIT_USER, UserError, of_import
 from hvdtrain.runtime import lazy_dynamo
 from hvdtrain.runtime.environment import launched_rank, process_start, torchrun_rank
-from hvdtrain.runtime.heartbeat import OWN, Activity
+from hvdtrain.runtime.heartbeat import HEARTBEAT, Activity
 from hvdtrain.runtime.signals import StopFlag
 from hvdtrain.untrusted import printable_lines
 
@@ -100,7 +100,7 @@ def end_process(code: int, seconds: float = _EXIT_SECONDS) -> NoReturn:
     If the process is still there after `seconds`, a line on stderr names the threads and child
     processes that it waits for. The children are then killed, and the process ends with `code`.
     """
-    OWN.beat(Activity.ENDING)
+    HEARTBEAT.beat(Activity.ENDING)
     threading.Thread(target=_end, args=(code, seconds), name="exit", daemon=True).start()
     if "horovod.torch" in sys.modules:
         from hvdtrain.runtime.failure import leave_horovod

@@ -196,7 +196,7 @@ def sha256_of(path: Path) -> str:
     with open_regular(path) as file:
         while block := file.read(_READ):
             digest.update(block)
-            heartbeat.OWN.advance()
+            heartbeat.HEARTBEAT.advance()
     return digest.hexdigest()
 
 

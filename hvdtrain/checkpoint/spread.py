@@ -58,7 +58,7 @@ class SpreadPart:
             raise DamagedError(f"{self._where}: {name}: {error}") from None
 
 
-def by_names_of_now(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
+def to_current_names(model: nn.Module) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     """Return a function that renames tensors from older versions of the model to current names."""
     upgrade: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = getattr(
         model, "upgrade_checkpoint", dict
@@ -86,7 +86,7 @@ def open_part(folder: Path, part: str, model: nn.Module | None = None) -> Spread
             content = map_file(path)
             known, tensors = pieces_of(content), unpack(content)
             if model is not None and not known:
-                tensors = by_names_of_now(model)(tensors)
+                tensors = to_current_names(model)(tensors)
             for name, tensor in tensors.items():
                 piece = known.get(name, Piece((*tensor.shape,), 0))
                 pieces.setdefault(name, []).append((piece, tensor))

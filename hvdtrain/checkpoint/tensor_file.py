@@ -130,7 +130,7 @@ def read_file(path: Path) -> tuple[Tensor, dict[str, Any]]:
         while read := file.readinto(data[size : size + _READ]):
             hashing.submit(digest.update, data[size : size + read])
             size += read
-            heartbeat.OWN.advance()
+            heartbeat.HEARTBEAT.advance()
     return content, {"bytes": size, "sha256": digest.hexdigest()}
 
 

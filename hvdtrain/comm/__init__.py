@@ -29,7 +29,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hvdtrain.comm.process import OWN
+from hvdtrain.comm.process import COLLECTIVES
 from hvdtrain.errors import CollectiveError
 from hvdtrain.runtime import collectives, init
 from hvdtrain.runtime.collectives import RankLostError
@@ -93,7 +93,7 @@ def all_reduce(tensor: Tensor, op: str = "sum", name: str = "") -> Tensor:
     _check_reduction(call, tensor, op, ("sum", "mean", "min", "max"))
     if not _several(call):
         return tensor.detach().clone()
-    with OWN.timed(call) as sizes:
+    with COLLECTIVES.timed(call) as sizes:
         sizes.append(tensor.nbytes)
         return collectives.reduce(_widened(tensor), op, _named(call, name)).to(tensor.dtype)
 
@@ -113,7 +113,7 @@ def all_gather(tensor: Tensor, name: str = "") -> Tensor:
     rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
     if not _several(call):
         return rows.clone()
-    with OWN.timed(call) as sizes:
+    with COLLECTIVES.timed(call) as sizes:
         whole = rows.resolve_conj().contiguous()
         sent = whole if tensor.dtype in _CARRIED else whole.view(torch.uint8)
         gathered = collectives.gather_rows(sent, _named(call, name)).view(tensor.dtype)
@@ -143,7 +143,7 @@ def broadcast(tensor: Tensor, root: int = 0, name: str = "") -> Tensor:
         )
     received = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
     if _several(call):
-        with OWN.timed(call) as sizes:
+        with COLLECTIVES.timed(call) as sizes:
             sizes.append(tensor.nbytes)
             named = _named(call, name)
             collectives.check_same_shape(received, named)
@@ -173,7 +173,7 @@ def reduce_scatter(tensor: Tensor, op: str = "sum", name: str = "") -> Tensor:
         )
     if not _several(call):
         return tensor.detach().clone()
-    with OWN.timed(call) as sizes:
+    with COLLECTIVES.timed(call) as sizes:
         sizes.append(tensor.nbytes)
         part = collectives.reduce_scatter(_widened(tensor), op, _named(call, name))
         return part.to(tensor.dtype)
@@ -182,20 +182,20 @@ def reduce_scatter(tensor: Tensor, op: str = "sum", name: str = "") -> Tensor:
 def barrier(name: str = "") -> None:
     """Return when every rank has called it."""
     if _several("barrier"):
-        with OWN.timed("barrier"):
+        with COLLECTIVES.timed("barrier"):
             collectives.sum_(torch.zeros(1), _named("barrier", name))
 
 
-def _place(function: str) -> init.Place:
-    OWN.start(function)
-    return init.own_place()
+def _place(function: str) -> init.RankPosition:
+    COLLECTIVES.start(function)
+    return init.own_position()
 
 
 def _several(call: str) -> bool:
     """Whether there are other ranks; raises CollectiveError if they would not respond."""
     several = _place(call).world_size > 1
     if several:
-        OWN.check(call)
+        COLLECTIVES.check(call)
     return several
 
 

@@ -38,7 +38,7 @@ class Usage:
     seconds: float = 0.0
 
 
-class Process:
+class UserCollectives:
     """See the top of this file. One thread calls collectives; any thread may read the totals.
 
     Attributes:
@@ -172,5 +172,5 @@ def _no_rank(function: str) -> str:
 
 
 # A process has one Horovod.
-OWN = Process()
-os.register_at_fork(after_in_child=OWN.forked)
+COLLECTIVES = UserCollectives()
+os.register_at_fork(after_in_child=COLLECTIVES.forked)

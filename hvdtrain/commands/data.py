@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvdtrain.errors import EXIT_CRASH, UserError, of_import
 from hvdtrain.runtime.environment import launched_rank
-from hvdtrain.runtime.mpi import Alone, Ranks, start_ranks
+from hvdtrain.runtime.mpi import Alone, RankGroup, start_ranks
 
 # All ranks fail with the same error and rank 0 prints it; a launcher may end all after the first.
 _LET_RANK_0_SPEAK = 2.0
@@ -98,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    ranks: Ranks = Alone()
+    ranks: RankGroup = Alone()
     try:
         ranks = start_ranks()
         actions = {"tokenize": _tokenize, "index": _index, "columns": _columns, "flights": _flights}
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenize(args: argparse.Namespace, ranks: Ranks) -> None:
+def _tokenize(args: argparse.Namespace, ranks: RankGroup) -> None:
     from hvdtrain.data.tokenize import Source, tokenize  # imports torch
 
     source = Source(
@@ -132,7 +132,7 @@ def _tokenize(args: argparse.Namespace, ranks: Ranks) -> None:
             print(f"{path}: {tokens} tokens")
 
 
-def _index(args: argparse.Namespace, ranks: Ranks) -> None:
+def _index(args: argparse.Namespace, ranks: RankGroup) -> None:
     from hvdtrain.data.files import expand
     from hvdtrain.data.index import build_indexes
     from hvdtrain.data.parquet import PARQUET
@@ -149,7 +149,7 @@ def _index(args: argparse.Namespace, ranks: Ranks) -> None:
             print(f"{kind.name}: {len(files)}; indexes made: {made}")
 
 
-def _columns(args: argparse.Namespace, ranks: Ranks) -> None:
+def _columns(args: argparse.Namespace, ranks: RankGroup) -> None:
     from hvdtrain.config import parse
     from hvdtrain.files import write_synced
     from hvdtrain.tasks.tabular import Tabular
@@ -184,7 +184,7 @@ def _columns(args: argparse.Namespace, ranks: Ranks) -> None:
         )
 
 
-def _flights(args: argparse.Namespace, ranks: Ranks) -> None:
+def _flights(args: argparse.Namespace, ranks: RankGroup) -> None:
     from hvdtrain.data.tables_flights import write_flights
 
     if ranks.rank == 0:

@@ -23,7 +23,7 @@ from hvdtrain.data.hidden_copy import hidden_copy, remove_leftovers
 from hvdtrain.data.order import Indices
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
-from hvdtrain.runtime.mpi import Ranks, on_all_ranks
+from hvdtrain.runtime.mpi import RankGroup, on_all_ranks
 
 _VERSION = 1
 # Bytes that one rank scans at a time, if a scan can begin anywhere in a file.
@@ -88,7 +88,7 @@ def open_indexes(files: Sequence[Path], kind: Format, cache: str | None = None) 
     return [found[i] for i in range(len(files))]
 
 
-def build_indexes(files: Sequence[Path], kind: Format, cache: str | None, ranks: Ranks) -> int:
+def build_indexes(files: Sequence[Path], kind: Format, cache: str | None, ranks: RankGroup) -> int:
     """Build the missing and stale indexes of all files, shared among ranks.
 
     Args:

@@ -75,7 +75,7 @@ class IterableBatches(IterableDataset[Any]):
         for position in count(self._start - self._start % size):
             if position <= self._start and position % micro_size == 0:
                 seed_all(self._seed, *divmod(position // micro_size, micro_batches))
-                heartbeat.OWN.beat(Activity.WORKING)
+                heartbeat.HEARTBEAT.beat(Activity.WORKING)
             if position % size == 0:
                 samples = self._begin(position // size)
             sample = take(samples, position % size, self._dataset)

@@ -21,7 +21,7 @@ from hvdtrain.data.tables import Cells, Kind, Table, cell_names, read_cells, rea
 from hvdtrain.data.tables_files import places_of
 from hvdtrain.data.tables_sample import Sample
 from hvdtrain.errors import UserError
-from hvdtrain.runtime.mpi import Ranks, on_all_ranks
+from hvdtrain.runtime.mpi import RankGroup, on_all_ranks
 
 # Numbers are embedded between at most this many quantiles.
 _EDGES = 64
@@ -111,7 +111,7 @@ class Columns:
         return cls(features=features, label=Column(**label) if label else None, **found)
 
 
-def scan(table: Table, wanted: Wanted, ranks: Ranks) -> Columns:
+def scan(table: Table, wanted: Wanted, ranks: RankGroup) -> Columns:
     """Read all training rows once (the column of `split_by` twice), each rank its own parts.
 
     Raises:
@@ -149,7 +149,7 @@ def training_rows(order: NDArray[np.float64] | None, cut: float | None) -> NDArr
     return None if order is None or cut is None else order < cut
 
 
-def _cut(table: Table, wanted: Wanted, ranks: Ranks) -> float:
+def _cut(table: Table, wanted: Wanted, ranks: RankGroup) -> float:
     """Split value: rows of equal value stay together, and neither side is empty."""
     assert wanted.split_by is not None
     name, own = wanted.split_by, Sample(1)

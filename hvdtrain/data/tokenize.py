@@ -25,7 +25,7 @@ from hvdtrain.data.tokens import DTYPES, TokenArray, TokenMeta
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_directory
 from hvdtrain.run_files.owner_token import boot
-from hvdtrain.runtime.mpi import Ranks, on_all_ranks
+from hvdtrain.runtime.mpi import RankGroup, on_all_ranks
 from hvdtrain.untrusted import checked, read_json
 
 SPLITS = ("train", "validation")
@@ -115,7 +115,7 @@ class Plan:
         return self.out / f".{name}{self.suffix}.{self.tag}.{rank}.tmp"
 
 
-def tokenize(source: Source, out: Path, ranks: Ranks) -> dict[Path, int]:
+def tokenize(source: Source, out: Path, ranks: RankGroup) -> dict[Path, int]:
     """Write train.u16 and validation.u16 (.u32 if the vocabulary needs it) and tokens.json.
 
     Existing files in `out` are replaced only when all tokens are on disk.

@@ -137,7 +137,7 @@ class Accumulate:
         heartbeat.beat(Activity.WORKING)
         self.statistics.begin()
         enter("data")
-        own = comm.OWN.micro_batches(batches, deal.in_common, max(deal.counts))
+        own = comm.COLLECTIVES.micro_batches(batches, deal.in_common, max(deal.counts))
         together = min(self._interleaved.count if self._interleaved else 1, len(deal))
         losses: list[Tensor] = []  # backward has not begun
         for done, batch in enumerate(own, start=1):

@@ -51,7 +51,7 @@ def count(task: Task, model: nn.Module, dataset: Dataset[Any], samples: int) -> 
     try:
         batch = first_batch(task, dataset, samples)
         # Only this rank does this: collectives are refused.
-        for shapes in comm.OWN.micro_batches(iter([to_device(batch, META)]), in_common=0):
+        for shapes in comm.COLLECTIVES.micro_batches(iter([to_device(batch, META)]), in_common=0):
             return _counted(task, model, shapes)
     except Exception as error:  # a user's model may raise anything on tensors without values
         logger.info("no MFU: the FLOPs could not be counted (%s: %s)", type(error).__name__, error)

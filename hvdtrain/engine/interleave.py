@@ -96,7 +96,7 @@ class InterleavedBackward:
             Exception: the first error of any pass; the other passes have ended.
         """
         turns = self._turns = _RoundRobin(len(losses))
-        with comm.OWN.refused(_NO_COLLECTIVES):
+        with comm.COLLECTIVES.refused(_NO_COLLECTIVES):
             others = [
                 self._threads.submit(turns.run, number, loss.backward)
                 for number, loss in enumerate(losses[1:], start=1)

@@ -116,7 +116,7 @@ def compile_blocks(
     if not config.enabled:
         return None
     check_compiler(next(model.parameters()).device)
-    clock = CompileClock(timer, heartbeat.OWN)
+    clock = CompileClock(timer, heartbeat.HEARTBEAT)
     for block in blocks_of(task, model) or [model]:
         block.compile()
     return clock

@@ -196,7 +196,7 @@ class Pipeline:
         waiting = self._context.timer.inside(_WAITING if train else "eval")
         began = time.perf_counter()
         try:
-            with waiting, self._context.heartbeat.waiting(), comm.OWN.refused(_COLLECTIVES):
+            with waiting, self._context.heartbeat.waiting(), comm.COLLECTIVES.refused(_COLLECTIVES):
                 self._schedules.run(len(own), shapes, train)
             if counts:
                 self._count(time.perf_counter() - began, self._cut.layout.bubble(len(own)))

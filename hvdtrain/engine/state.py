@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.checkpoint.format import Checkpoint, Shared, read_files_of_ranks
 from hvdtrain.checkpoint.layout import file_of_rank, part_and_rank
-from hvdtrain.checkpoint.spread import by_names_of_now, open_part
+from hvdtrain.checkpoint.spread import open_part, to_current_names
 from hvdtrain.data.fingerprint import former_of
 from hvdtrain.engine.loop import Loop, Progress, StepRecord
 from hvdtrain.engine.step import AppliedSteps
@@ -283,7 +283,7 @@ class ModelState:
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         [tensors] = pieces
-        _copy(by_names_of_now(self._model)(tensors), self.tensors())
+        _copy(to_current_names(self._model)(tensors), self.tensors())
 
 
 class OptimizerState:
@@ -304,7 +304,7 @@ class OptimizerState:
 
     def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
         [tensors] = pieces
-        tensors = by_names_of_now(self._model)(tensors)
+        tensors = to_current_names(self._model)(tensors)
         names = set(parameter_names(self._optimizer, self._model).values())
         unknown = {key.rpartition("/")[0] for key in tensors} - names
         if unknown:

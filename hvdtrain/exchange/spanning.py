@@ -48,7 +48,7 @@ class SpanningExchange(Exchange):
             complete_gradients(bucket)
         gradients = [[_own_gradient(p) for p in bucket] for bucket in self._buckets]
         if self._context is not None:
-            with comm.OWN.waiting("context"):
+            with comm.COLLECTIVES.waiting("context"):
                 self._sum_over_context(gradients)
         if self._replicas > 1:
             began = time.perf_counter()
@@ -89,7 +89,7 @@ def complete_gradients(parameters: Sequence[nn.Parameter]) -> None:
         return
     mesh = spread[0][1].device_mesh
     row = torch.cat([local(gradient).reshape(-1) for _, gradient in spread])
-    with comm.OWN.waiting("tensor"):
+    with comm.COLLECTIVES.waiting("tensor"):
         dist.all_reduce(row, group=mesh.get_group())
     parts = row.split([gradient.numel() for _, gradient in spread])
     for (parameter, gradient), part in zip(spread, parts, strict=True):

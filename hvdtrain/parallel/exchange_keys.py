@@ -116,7 +116,7 @@ def _swap(
         received[peer] = like.new_empty(shapes[peer])
         if received[peer].numel():
             operations.append(dist.P2POp(dist.irecv, received[peer], group=group, group_peer=peer))
-    with comm.OWN.waiting("context"):
+    with comm.COLLECTIVES.waiting("context"):
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
     return received

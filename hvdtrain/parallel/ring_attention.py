@@ -150,7 +150,7 @@ class _Pending:
         )
 
     def wait(self) -> Tensor:
-        with comm.OWN.waiting("context"):
+        with comm.COLLECTIVES.waiting("context"):
             for work in self._works:
                 work.wait()
         return self._received

@@ -109,7 +109,7 @@ class _TimedAllGather(DefaultAllGather):
     """All-gather whose wait counts as waiting along `shard`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
-        with comm.OWN.waiting("shard"):
+        with comm.COLLECTIVES.waiting("shard"):
             work = super().__call__(*args, **kwargs)
         return None if work is None else _TimedWork(work)
 
@@ -120,7 +120,7 @@ class _TimedWork(dist.Work):
         self._work = work
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        with comm.OWN.waiting("shard"):
+        with comm.COLLECTIVES.waiting("shard"):
             return self._work.wait(timeout)
 
 
@@ -128,5 +128,5 @@ class _TimedReduceScatter(DefaultReduceScatter):
     """Reduce-scatter whose wait counts as waiting along `shard`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # Work; or None, from torch 2.14
-        with comm.OWN.waiting("shard"):
+        with comm.COLLECTIVES.waiting("shard"):
             return super().__call__(*args, **kwargs)

@@ -235,7 +235,7 @@ class _TimedWait:
     def __call__(self, tensor: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return self._wait(tensor)
-        with comm.OWN.waiting("tensor"):
+        with comm.COLLECTIVES.waiting("tensor"):
             return self._wait(tensor)
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hvdtrain.runtime.collectives import RankLostError, gather_json
-from hvdtrain.runtime.heartbeat import OWN
+from hvdtrain.runtime.heartbeat import HEARTBEAT
 from hvdtrain.runtime.machine import LOOPBACK, address_towards, addresses_by_interface
 from hvdtrain.runtime.mesh import Topology
 
@@ -37,7 +37,7 @@ def join(ranks: Sequence[int], topology: Topology, device: torch.device) -> None
     if rank == 0:
         store = dist.TCPStore(address, 0, size, True, timeout=LIMIT, wait_for_workers=False)
     stores = gather_json([address, store.port] if store else None, "torch.store")
-    with OWN.waiting():
+    with HEARTBEAT.waiting():
         if store is None:
             host, port = stores[ranks[0]]
             store = dist.TCPStore(host, port, size, False, timeout=LIMIT)
@@ -53,7 +53,7 @@ def leave() -> None:
     """
     if not dist.is_initialized():
         return
-    with OWN.waiting(), lost_peers():
+    with HEARTBEAT.waiting(), lost_peers():
         dist.barrier()
     abandon()
 

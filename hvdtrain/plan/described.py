@@ -121,7 +121,7 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> JobProfile:
     seconds = flops / (peak * mfu)
     model = model.to(META)
     batch = to_device(first_batch(task, datasets.train, config.batch.micro_size), META)
-    for shapes in comm.OWN.micro_batches(iter([batch]), in_common=0):
+    for shapes in comm.COLLECTIVES.micro_batches(iter([batch]), in_common=0):
         kept = forward(task, model, shapes)[1]
     parameters = [p for p in model.parameters() if p.requires_grad]
     return JobProfile(

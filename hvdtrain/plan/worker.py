@@ -144,7 +144,7 @@ def _look(app: AppLoop, settings: Settings, data: tuple[Task, Datasets]) -> _Loo
     seen: dict[Tensor, list[float]] = {p: [] for p in parameters}
     hooks = [p.register_post_accumulate_grad_hook(_stamp(seen)) for p in parameters]
     for number in range(_PASSES):
-        for batches in comm.OWN.micro_batches(iter([on_device]), in_common=0):
+        for batches in comm.COLLECTIVES.micro_batches(iter([on_device]), in_common=0):
             with app.precision.autocast(parameters[0].device):
                 loss, kept = forward(task, app.model, batches)
             begin = _now(parameters[0])

@@ -73,7 +73,7 @@ class RunComponents:
     snapshot: Snapshot | None
     flops: ModelFlops | None
     ema: Ema | None = None
-    heartbeat: Heartbeat = field(default_factory=lambda: heartbeat.OWN)
+    heartbeat: Heartbeat = field(default_factory=lambda: heartbeat.HEARTBEAT)
     agreement: Agreement | None = None
     interleaved: InterleavedBackward | None = None
     older: Snapshot | None = None
@@ -184,7 +184,9 @@ def _interleaved(
     config: Config, task: Task, model: torch.nn.Module, device: torch.device
 ) -> InterleavedBackward | None:
     count = config.batch.interleave
-    return InterleavedBackward(task, model, count, device, heartbeat.OWN) if count > 1 else None
+    return (
+        InterleavedBackward(task, model, count, device, heartbeat.HEARTBEAT) if count > 1 else None
+    )
 
 
 def build_loop(

@@ -101,7 +101,7 @@ def build_exporter(
         ("collective_bytes", "bytes", "Bytes of the tensors of these"),
         ("collective_seconds", "seconds", "Seconds in these, waiting for other ranks included"),
     ):
-        exporter.watch_totals(name, text, "operation", partial(comm.OWN.figure, figure))
+        exporter.watch_totals(name, text, "operation", partial(comm.COLLECTIVES.figure, figure))
     exporter.watch(
         "device_memory_bytes",
         "Memory of the device that tensors take up; 0 without a device of its own",

@@ -60,7 +60,7 @@ class Trial:
         seed_all(self.seed)
         batch = to_device(first_batch(self.task, self.datasets.train, samples), device)
         try:
-            for own in comm.OWN.micro_batches(iter([batch]), in_common=0):
+            for own in comm.COLLECTIVES.micro_batches(iter([batch]), in_common=0):
                 with self.precision.autocast(device):
                     loss = self.task.loss(self.model, own)["loss"]
                 (loss[0] if isinstance(loss, tuple) else loss).backward()

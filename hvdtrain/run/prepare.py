@@ -138,7 +138,7 @@ def prepare(
     precision = on_all_ranks(
         "precision", lambda: build_precision(settings.config.precision, device)
     )
-    timer = comm.OWN.timer = _build_timer(start.clock, device)
+    timer = comm.COLLECTIVES.timer = _build_timer(start.clock, device)
 
     def read_data() -> tuple[Task, Datasets, Resolved]:
         task, datasets = data or build_data(settings)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hvdtrain.checkpoint.format import Checkpoint
-from hvdtrain.checkpoint.spread import by_names_of_now
+from hvdtrain.checkpoint.spread import to_current_names
 from hvdtrain.checkpoint.weights import Weights, read_weights
 from hvdtrain.config import Config
 from hvdtrain.errors import UserError
@@ -72,7 +72,7 @@ def _load(config: Config, components: RunComponents, held: Held, group: Group) -
     lost = held.newest is not None
     writer = held.recorder.writer if held.recorder else None
     if lost and writer is not None:  # it may be writing one now
-        with heartbeat.OWN.waiting():
+        with heartbeat.HEARTBEAT.waiting():
             writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
     checkpoint = held.recorder.choose(config.run.resume, lost) if held.recorder else None
     if held.newest is not None and group.rank == 0:
@@ -136,7 +136,7 @@ def load_initial_weights(model: nn.Module, path: str, strict: bool) -> None:
     """
     try:
         found = read_weights(Path(path))
-        tensors = by_names_of_now(model)(_converted(model, found))
+        tensors = to_current_names(model)(_converted(model, found))
     except UserError as error:
         raise UserError(f"run.init_from: {error}") from None
     own = model_tensors(model)

@@ -140,9 +140,9 @@ class Session:
         launcher = self._membership.launcher if self._membership else ""
         line = self._membership.line if self._membership else None
         hang_seconds = settings.config.elastic.hang_seconds
-        heartbeat.OWN.judged = hang_seconds > 0
+        heartbeat.HEARTBEAT.judged = hang_seconds > 0
         kept = KeptWatchdog(
-            partial(watchdog.start, heartbeat.OWN, hang_seconds, launcher, self._number, line)
+            partial(watchdog.start, heartbeat.HEARTBEAT, hang_seconds, launcher, self._number, line)
         )
         if line is not None:
             line.listen(self._abort)
@@ -158,7 +158,7 @@ class Session:
 
     def _abort(self) -> None:
         """Abort collectives because this generation is over; runs in another thread."""
-        heartbeat.OWN.generation_over = True
+        heartbeat.HEARTBEAT.generation_over = True
         abort_collectives()
         self._strategy.abort_collectives()
 
@@ -226,7 +226,7 @@ class Session:
 
     def _train(self, cause: Cause) -> int:
         if self._strategy.rebuilds:
-            heartbeat.OWN.beat(Activity.PREPARING)
+            heartbeat.HEARTBEAT.beat(Activity.PREPARING)
             self.held.phase = HAND_OVER
             self._components = None  # its memory is needed
             self._components = self._strategy.regroup(
@@ -247,7 +247,7 @@ class Session:
             membership.replace(str(reason))
         except OSError as error:
             raise crash(f"the launcher does not answer ({error}): {reason}") from None
-        with heartbeat.OWN.waiting():
+        with heartbeat.HEARTBEAT.waiting():
             shut_down()
         return 0
 
@@ -277,7 +277,7 @@ class Session:
             except RankLostError as error:
                 failed = self._prepared.progress.step + 1
                 failure = Failure(self.held.phase, str(error))
-                with heartbeat.OWN.waiting():
+                with heartbeat.HEARTBEAT.waiting():
                     shut_down()  # from here on no collective writes into the state
                 if self._components is not None and self._components.go_back():
                     self.held.trained = True
@@ -335,16 +335,16 @@ class Rejoin:
             UserError: the rendezvous fails _MAX_FAILED_RENDEZVOUS times in a row.
         """
         for _ in range(_MAX_FAILED_RENDEZVOUS):
-            with heartbeat.OWN.waiting():
+            with heartbeat.HEARTBEAT.waiting():
                 shut_down()
             self.strategy.leave_generation(components.exchange if components else None)
-            heartbeat.OWN.beat(Activity.RENDEZVOUS)
+            heartbeat.HEARTBEAT.beat(Activity.RENDEZVOUS)
             self.membership.join(partial(self._status, failure), self._set_aside)
             # Not earlier: the listener may still report the end of the last generation until here.
-            heartbeat.OWN.generation_over = False
+            heartbeat.HEARTBEAT.generation_over = False
             self.held.phase = RENDEZVOUS
             try:
-                with heartbeat.OWN.waiting():
+                with heartbeat.HEARTBEAT.waiting():
                     return initialise(self.launched.settings.config.runtime.threads)
             except RankLostError as error:
                 logger.warning("a rank died during the rendezvous, or cannot be reached: %s", error)

@@ -205,7 +205,7 @@ class Ownership:
                 )
                 said = True
             looked = True
-            with heartbeat.OWN.waiting():
+            with heartbeat.HEARTBEAT.waiting():
                 time.sleep(_LOOK_SECONDS)
 
     def _stale_after(self, own: Token, token: Token | None, has_locks: bool) -> float:

@@ -69,7 +69,7 @@ def _waits(collective: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(collective)
     def waiting(*args: P.args, **kwargs: P.kwargs) -> R:
-        with heartbeat.OWN.waiting(), lost_ranks():
+        with heartbeat.HEARTBEAT.waiting(), lost_ranks():
             return collective(*args, **kwargs)
 
     return waiting
@@ -320,7 +320,7 @@ class _FailureVote:
         self._finished.set()
         if self._alone:
             return int(failed)
-        with heartbeat.OWN.waiting():
+        with heartbeat.HEARTBEAT.waiting():
             while not wait([self._failures], _SAY_SECONDS).done:
                 self._say("waiting for other ranks")
             return self._failures.result()
@@ -354,11 +354,11 @@ class _FailureVote:
 
     def _progresses(self) -> bool:
         """Whether the part has advanced or worked since the last call; true if unknown."""
-        if heartbeat.OWN.judged:
+        if heartbeat.HEARTBEAT.judged:
             return True  # only the watchdog knows how long the user lets a rank wait
         before = self._seen
         try:
-            self._seen = heartbeat.OWN.read()[0], work(os.getpid()), time.monotonic()
+            self._seen = heartbeat.HEARTBEAT.read()[0], work(os.getpid()), time.monotonic()
         except OSError:  # no /proc
             return True
         if before is None:

@@ -100,4 +100,4 @@ class Heartbeat:
 
 
 # The heartbeat of this process, which has one watchdog and one Horovod. Collectives beat it.
-OWN = Heartbeat()
+HEARTBEAT = Heartbeat()

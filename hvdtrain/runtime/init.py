@@ -65,7 +65,7 @@ def is_initialised() -> bool:
     return bool(hvd.is_initialized())
 
 
-class Place(NamedTuple):
+class RankPosition(NamedTuple):
     """Position of this process among the current ranks; see Topology."""
 
     rank: int
@@ -74,9 +74,9 @@ class Place(NamedTuple):
     local_size: int
 
 
-def own_place() -> Place:
+def own_position() -> RankPosition:
     """Return Horovod's own values, for code that has no Topology because users call it."""
-    return Place(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
+    return RankPosition(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size())
 
 
 def shut_down() -> None:

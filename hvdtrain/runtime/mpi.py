@@ -13,7 +13,7 @@ from hvdtrain.runtime import environment
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
+class RankGroup(Protocol):
     """Processes that work together."""
 
     rank: int
@@ -56,7 +56,7 @@ class MPIRanks:
         self._communicator.Abort(1)
 
 
-def start_ranks() -> Ranks:
+def start_ranks() -> RankGroup:
     """Find the other ranks, if a launcher has started any.
 
     Raises:
@@ -81,7 +81,7 @@ def start_ranks() -> Ranks:
     return ranks
 
 
-def on_all_ranks(ranks: Ranks, part: Callable[[], T]) -> list[T]:
+def on_all_ranks(ranks: RankGroup, part: Callable[[], T]) -> list[T]:
     """Run a part of the work that may fail on some ranks only.
 
     Returns:

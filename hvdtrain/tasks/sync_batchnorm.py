@@ -17,7 +17,7 @@ from torch.autograd import Function
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from hvdtrain import comm
-from hvdtrain.comm.process import OWN
+from hvdtrain.comm.process import COLLECTIVES
 from hvdtrain.errors import CollectiveError
 
 
@@ -77,9 +77,9 @@ def synchronise(model: nn.Module) -> int:
 
 
 def _check_micro_batches() -> None:
-    if OWN.counts is None or OWN.counts == (1, 1):
+    if COLLECTIVES.counts is None or COLLECTIVES.counts == (1, 1):
         return
-    fewest, most = OWN.counts
+    fewest, most = COLLECTIVES.counts
     each = f"{most}" if fewest == most else f"{fewest} to {most}"
     raise CollectiveError(
         "image.sync_batchnorm: statistics of the global batch take exactly one micro-batch a step "

@@ -21,8 +21,8 @@ from hvdtrain.data.tables_flights import DATE, DELAY, LATE, flights_table
 from hvdtrain.data.tables_rows import Rows, classes, read_rows
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.collectives import gather_json
-from hvdtrain.runtime.init import is_initialised, own_place
-from hvdtrain.runtime.mpi import Alone, Ranks, on_all_ranks
+from hvdtrain.runtime.init import is_initialised, own_position
+from hvdtrain.runtime.mpi import Alone, RankGroup, on_all_ranks
 from hvdtrain.tasks.tabular_config import TabularConfig
 
 COLUMNS_BUFFER, LABEL_BUFFER = "columns_json", "label_json"
@@ -34,7 +34,7 @@ class RanksOfRun:
     """The ranks of a training run; in elastic training, each process prepares the data alone."""
 
     def __init__(self) -> None:
-        place = own_place()
+        place = own_position()
         self.rank, self.size = place.rank, place.world_size
 
     def gather(self, value: Any) -> list[Any]:
@@ -64,7 +64,7 @@ def load(config: TabularConfig) -> TabularData:
     Raises:
         UserError: the table is invalid; for data that is read in shares, on all ranks.
     """
-    ranks: Ranks = RanksOfRun() if is_initialised() else Alone()
+    ranks: RankGroup = RanksOfRun() if is_initialised() else Alone()
     table, wanted = open_training(config, ranks)
     columns = scan_columns(config, table, wanted, ranks)
     _check_label(config, columns.label)
@@ -88,7 +88,7 @@ def load(config: TabularConfig) -> TabularData:
     return TabularData(train, _some(validation, len(validation.labels)), columns, notes)
 
 
-def open_training(config: TabularConfig, ranks: Ranks) -> tuple[Table, Wanted]:
+def open_training(config: TabularConfig, ranks: RankGroup) -> tuple[Table, Wanted]:
     """The table with the training rows, and the columns to read; every rank must call this.
 
     Raises:
@@ -129,7 +129,7 @@ def _open_training(config: TabularConfig) -> tuple[Table, Wanted]:
     return table, Wanted(features, predicted, split_by, config.validation_fraction)
 
 
-def scan_columns(config: TabularConfig, table: Table, wanted: Wanted, ranks: Ranks) -> Columns:
+def scan_columns(config: TabularConfig, table: Table, wanted: Wanted, ranks: RankGroup) -> Columns:
     """Statistics and vocabularies: as configured, or else from the training rows."""
     if config.columns is None:
         return scan(table, wanted, ranks)

@@ -194,7 +194,7 @@ def test_forked_helper_is_refused_a_collective(topology: Topology) -> None:
 
 def test_collective_that_other_ranks_do_not_reach_is_refused(topology: Topology) -> None:
     def mistaken() -> None:
-        for number in comm.OWN.micro_batches(iter((1, 2, 3)), in_common=2):
+        for number in comm.COLLECTIVES.micro_batches(iter((1, 2, 3)), in_common=2):
             if number < 3:
                 comm.barrier()
             elif topology.world_size > 1:
@@ -208,19 +208,19 @@ def test_totals_count_calls_and_bytes_and_waiting_is_not_work(
     topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = Process()
-    monkeypatch.setattr(comm, "OWN", process)
+    monkeypatch.setattr(comm, "COLLECTIVES", process)
     process.timer = PhaseTimer(0.0)
     seen: list[str] = []
     process.timer.listen(seen.append)
     process.timer.enter("forward")
-    beats, before = heartbeat.OWN.read()
+    beats, before = heartbeat.HEARTBEAT.read()
     ranks = topology.world_size
     comm.all_reduce(torch.ones(5))
     comm.all_reduce(torch.ones(5, dtype=torch.bfloat16))
     comm.all_gather(torch.ones(3, dtype=torch.int64))
     comm.barrier()
-    assert process.timer.phase == "forward" and heartbeat.OWN.read()[1] == before
-    beats = heartbeat.OWN.read()[0] - beats
+    assert process.timer.phase == "forward" and heartbeat.HEARTBEAT.read()[1] == before
+    beats = heartbeat.HEARTBEAT.read()[0] - beats
     found = process.drain()
     if ranks == 1:
         assert found == {} and beats == 0 and process.totals["barrier"] == Usage()

@@ -291,7 +291,7 @@ def test_read_stops_when_the_generation_is_over(
     tensors = {"a": torch.zeros(16 << 20, dtype=torch.uint8)}
     folder = write(tmp_path, Checkpoint({"model": tensors}, {"step": 1}))
     ending = _EndingGeneration()
-    monkeypatch.setattr(heartbeat, "OWN", ending)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT", ending)
     with pytest.raises(RankLostError, match="this generation is over"):
         READERS[reader](folder)
     assert ending.read()[0] <= 4, "it read on"

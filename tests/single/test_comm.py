@@ -143,7 +143,7 @@ def test_comm_call_in_a_helper_process_is_rejected() -> None:
 
 def test_exporter_includes_collective_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process()
-    monkeypatch.setattr(comm, "OWN", process)
+    monkeypatch.setattr(comm, "COLLECTIVES", process)
     with process.timed("all_gather") as sizes:
         sizes.append(24)
     config = Config()

@@ -122,7 +122,7 @@ def test_error_in_one_interleaved_pass_is_raised_without_deadlock(failing: int) 
     with pytest.raises(ValueError, match="a mistake in a backward pass"):
         backward(_raises)
     with pytest.raises(CollectiveError, match=r"comm\.barrier: .*set batch\.interleave 1"):
-        backward(lambda: comm.OWN.check("barrier"))
+        backward(lambda: comm.COLLECTIVES.check("barrier"))
     model.zero_grad()
     backward(None)
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -53,7 +53,7 @@ Start = Callable[[list[dict[str, Any]]], tuple[Rejoin, _Launcher]]
 def start(monkeypatch: pytest.MonkeyPatch) -> Start:
     """A process after step `STEP`, which holds part 0 of a model of two ranks."""
     monkeypatch.setattr(os, "environ", {**os.environ})
-    monkeypatch.setattr(heartbeat, "OWN", Heartbeat())
+    monkeypatch.setattr(heartbeat, "HEARTBEAT", Heartbeat())
     monkeypatch.setattr(session, "shut_down", lambda: None)
     monkeypatch.setattr(session, "initialise", lambda threads: None)
 
@@ -109,16 +109,16 @@ def test_pending_step_is_kept_unless_the_process_is_a_spare(start: Start, spare:
 
 def test_next_generation_can_read_checkpoints(start: Start) -> None:
     process, _ = start([RANKS])
-    heartbeat.OWN.generation_over = True
+    heartbeat.HEARTBEAT.generation_over = True
     with pytest.raises(RankLostError):
-        heartbeat.OWN.advance()
+        heartbeat.HEARTBEAT.advance()
     process(Failure(TRAINING, "a rank died"), None)
-    heartbeat.OWN.advance()
+    heartbeat.HEARTBEAT.advance()
 
 
 def test_end_of_a_generation_stops_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     own = Heartbeat()
-    monkeypatch.setattr(heartbeat, "OWN", own)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT", own)
     monkeypatch.setattr(session, "abort_collectives", lambda: None)
     this: Any = SimpleNamespace(_strategy=Replicated(Config(), elastic=True))
     session.Session._abort(this)

@@ -17,12 +17,12 @@ from functools import partial
 from hvdtrain.elastic import watchdog
 from hvdtrain.elastic.kept_watchdog import KeptWatchdog
 from hvdtrain.runtime import collectives
-from hvdtrain.runtime.heartbeat import OWN
+from hvdtrain.runtime.heartbeat import HEARTBEAT
 from hvdtrain.runtime.init import initialise
 
 collectives._SAY_SECONDS = 1.0
 logging.basicConfig(level=logging.INFO)
-kept = KeptWatchdog(partial(watchdog.start, OWN, 0.0, "", 0, None))
+kept = KeptWatchdog(partial(watchdog.start, HEARTBEAT, 0.0, "", 0, None))
 rank = initialise().rank
 
 def hang():
@@ -42,11 +42,11 @@ def read():  # slowly, and without a heartbeat: 1.5 MB/s
 
 def advance():
     for _ in range(16):
-        OWN.advance()
+        HEARTBEAT.advance()
         time.sleep(0.5)
 
 def wait_while_judged():  # longer than Horovod waits; its watchdog would let it wait longer
-    OWN.judged = True
+    HEARTBEAT.judged = True
     time.sleep(8)
 
 began = time.monotonic()

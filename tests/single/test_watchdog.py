@@ -27,17 +27,17 @@ from pathlib import Path
 from threading import Thread
 from hvdtrain.elastic import watchdog
 from hvdtrain.elastic.kept_watchdog import KeptWatchdog
-from hvdtrain.runtime.heartbeat import OWN, Activity
+from hvdtrain.runtime.heartbeat import HEARTBEAT, Activity
 
 def work():
-    OWN.beat(Activity.WORKING)
+    HEARTBEAT.beat(Activity.WORKING)
     print("works", flush=True)
 
 def hash_until(end):  # without the interpreter's lock
     while time.monotonic() < end:
         sha256(bytes(1 << 22))
 
-kept = KeptWatchdog(partial(watchdog.start, OWN, HANG_SECONDS, "", 0, None))
+kept = KeptWatchdog(partial(watchdog.start, HEARTBEAT, HANG_SECONDS, "", 0, None))
 kept.write_to(Path(sys.argv[1]))
 """
 SPIN = "import time; end = time.monotonic() + 5\\nwhile time.monotonic() < end: pass"

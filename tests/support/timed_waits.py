@@ -25,7 +25,7 @@ def _counted() -> Iterator[Counter[str]]:
         found[axis] += 1
         yield
 
-    with patch.object(comm.OWN, "waiting", waiting):
+    with patch.object(comm.COLLECTIVES, "waiting", waiting):
         yield found
 
 

@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hvdtrain.runtime.heartbeat import OWN, Heartbeat
+from hvdtrain.runtime.heartbeat import HEARTBEAT, Heartbeat
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _PARENTS = 2
@@ -183,7 +183,7 @@ def _become(connection: socket.socket) -> list[str]:
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
-    Heartbeat.__init__(OWN)  # the parent's memory is shared by all that it forks
+    Heartbeat.__init__(HEARTBEAT)  # the parent's memory is shared by all that it forks
     os.setsid()
     os.sched_setaffinity(0, request["processors"])
     os.environ.clear()

@@ -93,7 +93,7 @@ class Evaluate:
         with evaluating(self._passes.model):
             # In the extra micro-batch that only some ranks have, collectives are refused.
             in_common = len(places) // context.mesh.batch.size
-            own = comm.OWN.micro_batches(batches, in_common)
+            own = comm.COLLECTIVES.micro_batches(batches, in_common)
             self._passes.evaluate(own, totals, rows)
         context.heartbeat.beat(Activity.WAITING)
         sums = Totals(sum_(totals.parts, "evaluate")).value()

@@ -115,7 +115,7 @@ class DetectStragglers:
         self._line = {"step": step, "steps": step - self._reported_step, "time": record["time"]}
         if self._timer.bubble.steps:
             self._line["bubble_formula"] = self._timer.bubble.formula
-        if called := comm.OWN.drain():
+        if called := comm.COLLECTIVES.drain():
             self._line["collectives"] = called
         self._reported_step = step
         if self._ranks == 1:

@@ -28,7 +28,7 @@ from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_loop
 from hvdtrain.run.callbacks import Callbacks, Outputs, build_callbacks
 from hvdtrain.run.manifest import build_manifest, run_facts, start_facts
-from hvdtrain.run.recorder import Held, RunRecorder
+from hvdtrain.run.recorder import PersistentState, RunRecorder
 from hvdtrain.run.resume import resume
 from hvdtrain.run.start_checks import check_hierarchical, crash, raise_first
 from hvdtrain.run_files.owner_token import Claim
@@ -77,7 +77,7 @@ class Generation:
     """One generation, see the top of this file.
 
     Args:
-        held: what this process keeps between generations; updated in place.
+        persistent: what this process keeps between generations; updated in place.
         topology: the ranks of this generation.
     """
 
@@ -85,17 +85,17 @@ class Generation:
         self,
         launched: Launched,
         components: RunComponents,
-        held: Held,
+        persistent: PersistentState,
         topology: Topology,
         cause: Cause,
     ) -> None:
         self._launched = launched
         self._config = components.config
         self._components = components
-        self._held = held
+        self._persistent = persistent
         self._topology = topology
         self._cause = cause
-        self._context = components.context(topology, str(self._claim() or held.claim))
+        self._context = components.context(topology, str(self._claim() or persistent.claim))
         self._statuses: list[RankStatus] = []
         self._lost_step: int | None = None  # step whose state all its holders lost
 
@@ -108,7 +108,7 @@ class Generation:
         """
         self._context.heartbeat.beat(Activity.PREPARING)
         check_hierarchical(self._config, self._topology)
-        self._held.phase = HAND_OVER
+        self._persistent.phase = HAND_OVER
         source, targets = self._compare_ranks()
         if self._components.exporter is not None:
             self._components.exporter.describe(run_facts(self._config))
@@ -125,16 +125,18 @@ class Generation:
         Returns:
             The rank whose state all ranks receive, or None if no rank has one; all exporters.
         """
-        topology, components, held = self._topology, self._components, self._held
+        topology, components, persistent = self._topology, self._components, self._persistent
         step, agreement = components.state.progress.step, components.agreement
-        status = RankStatus(held.trained, step, agreement.reaches(step) if agreement else step)
+        status = RankStatus(
+            persistent.trained, step, agreement.reaches(step) if agreement else step
+        )
         port = components.exporter.port if components.exporter else 0
         identity = components.prepared.identity(self._launched.digest)
         facts = gather_json(
             {
                 "status": asdict(status),
-                "newest": held.newest,
-                "run": held.run_id,
+                "newest": persistent.newest,
+                "run": persistent.run_id,
                 "identity": asdict(identity),
                 "target": ExporterAddress(topology.host, self._launched.local_rank, port),
             },
@@ -142,18 +144,18 @@ class Generation:
         )
         statuses = [RankStatus(**fact["status"]) for fact in facts]
         newest = max((s.step for s in statuses if s.trained), default=-1)
-        if agreement is not None and held.trained:
+        if agreement is not None and persistent.trained:
             agreement.catch_up(step, newest)
         self._statuses = [status.caught_up(newest) for status in statuses]
         known = [fact["newest"] for fact in facts if fact["newest"] is not None]
-        held.newest = max([*known, newest]) if known or newest >= 0 else None
+        persistent.newest = max([*known, newest]) if known or newest >= 0 else None
         source = most_advanced(self._statuses)
         theirs = facts[source or 0]
         if source is None:  # otherwise the launcher has compared identities
             expected, host = Identity(**theirs["identity"]), topology.hosts[0]
             identities = (Identity(**fact["identity"]) for fact in facts)
             raise_first([own.differs_from(expected, host) for own in identities])
-        held.take_run_id(theirs["run"])
+        persistent.take_run_id(theirs["run"])
         return source, [ExporterAddress(*fact["target"]) for fact in facts]
 
     def _take_over(self, source: int | None) -> int | None:
@@ -162,15 +164,15 @@ class Generation:
         Returns:
             `source`; None if no rank could provide the state: it is from a checkpoint or new.
         """
-        held, state = self._held, self._components.state
+        persistent, state = self._persistent, self._components.state
         if source is None or not self._receive(source):
-            source, held.trained = None, False
+            source, persistent.trained = None, False
             on_all_ranks("folder", self._open_directory)
-            resume(self._config, self._components, held, self._topology)
-        held.trained = True
+            resume(self._config, self._components, persistent, self._topology)
+        persistent.trained = True
         step = state.progress.step
-        self._lost_step = held.newest if (held.newest or 0) > step else None
-        held.newest = None
+        self._lost_step = persistent.newest if (persistent.newest or 0) > step else None
+        persistent.newest = None
         # Otherwise `resume` has logged the loss.
         if source is not None and self._lost_step is not None and self._topology.rank == 0:
             logger.warning(
@@ -190,17 +192,17 @@ class Generation:
         Returns:
             False, on all ranks: a shard was lost with the ranks that held it.
         """
-        held, components, topology = self._held, self._components, self._topology
+        persistent, components, topology = self._persistent, self._components, self._topology
         state, own, newest = components.state, self._statuses[topology.rank], self._statuses[source]
         # Shards have no older version: ranks that hold shards are never a step apart.
         if own.trained and own != newest and state.sharded is None:
             components.older = Snapshot(state, torch.device("cpu"))
             components.older.keep()
-        held.trained = own == newest
+        persistent.trained = own == newest
         if not state.deal(topology, newest.step):
             return False
         if not all_equal(self._statuses):
-            held.initial = False
+            persistent.initial = False
             state.broadcast(root=source)
         if own != newest:
             # This rank's residuals predate a step in which it may have taken part.
@@ -214,9 +216,9 @@ class Generation:
     # --- the run on disk ------------------------------------------------------
 
     def _open_directory(self) -> None:
-        held = self._held
-        begun = held.newest is not None
-        held.open_directory(self._topology, self._claim(), self._someone_trained(), begun)
+        persistent = self._persistent
+        begun = persistent.newest is not None
+        persistent.open_directory(self._topology, self._claim(), self._someone_trained(), begun)
 
     def _claim(self) -> Claim | None:
         """Claim of this generation to the run directory; None if the run is not elastic."""
@@ -229,10 +231,10 @@ class Generation:
         No file of the run changes before this.
         """
         self._open_directory()
-        recorder = self._held.recorder
+        recorder = self._persistent.recorder
         if recorder is None:
             return
-        folder, components, config = self._held.folder, self._components, self._config
+        folder, components, config = self._persistent.folder, self._components, self._config
         step, tolerate_errors = components.state.progress.step, self._someone_trained()
         resolved = self._launched.settings.resolved
         recorder.starts.append(
@@ -269,7 +271,7 @@ class Generation:
             raise UserError(f"{folder.path}: cannot be written ({error.strerror})") from None
 
     def _write_targets(self, targets: list[ExporterAddress]) -> None:
-        folder, tls = self._held.folder, bool(self._config.telemetry.tls_cert_file)
+        folder, tls = self._persistent.folder, bool(self._config.telemetry.tls_cert_file)
         write_targets(folder.targets, folder.path.name, targets, tls, self._context.mesh.grid)
         folder.list_targets()
 
@@ -281,7 +283,7 @@ class Generation:
         state, membership = self._components.state, self._launched.membership
         hashed = source is not None and self._config.train.replica_check_every > 0
         origin = "memory" if source is not None else "checkpoint" if state.progress.step else "new"
-        self._held.generations.append(
+        self._persistent.generations.append(
             {
                 "time": time.time(),
                 "claim": self._context.claim,
@@ -295,12 +297,12 @@ class Generation:
                 **start_facts(self._components, self._topology),
             }
         )
-        if self._held.recorder is not None:
-            self._held.recorder.emit_starts(self._held.generations)
+        if self._persistent.recorder is not None:
+            self._persistent.recorder.emit_starts(self._persistent.generations)
 
     def _residuals_lost(self, source: int | None) -> int:
         """Number of ranks of the last generation whose residuals (error feedback) are lost."""
-        before, state = self._held.generations, self._components.state
+        before, state = self._persistent.generations, self._components.state
         if source is None or not before or not state.of_scope("local"):
             return 0
         kept = self._statuses.count(self._statuses[source])
@@ -309,9 +311,14 @@ class Generation:
     # --- training -------------------------------------------------------------
 
     def _train(self) -> int:
-        held, cause, context = self._held, self._cause, self._context
+        persistent, cause, context = self._persistent, self._cause, self._context
         failed = cause.name == "failure"
-        outputs = Outputs(held.folder, held.recorder, cause.since if failed else None, held.recent)
+        outputs = Outputs(
+            persistent.folder,
+            persistent.recorder,
+            cause.since if failed else None,
+            persistent.recent,
+        )
         callbacks = build_callbacks(self._config, self._components, outputs, context)
         membership = self._launched.membership
         interruptions = Interruptions(
@@ -322,16 +329,18 @@ class Generation:
         if cause.name != "launch" and self._topology.rank == 0:
             seconds = time.time() - cause.since
             logger.info("resumed after step %d, %.2f s later", loop.progress.step, seconds)
-        held.phase = TRAINING
+        persistent.phase = TRAINING
         try:
             loop.run()
         finally:
             loop.close()
         context.heartbeat.beat(Activity.PREPARING)
         on_all_ranks("last checkpoint", lambda: _check_saved(callbacks))
-        if held.recorder is not None and held.recorder.writer is not None:
-            log_summary(loop, callbacks, held.recorder.writer, self._components, held.folder)
-        return self._finish(held.recorder, EXIT_PREEMPTED if loop.preempted else 0)
+        if persistent.recorder is not None and persistent.recorder.writer is not None:
+            log_summary(
+                loop, callbacks, persistent.recorder.writer, self._components, persistent.folder
+            )
+        return self._finish(persistent.recorder, EXIT_PREEMPTED if loop.preempted else 0)
 
     def _finish(self, recorder: RunRecorder | None, code: int) -> int:
         """Wait for scrapes, sinks and the other ranks; return the exit code."""
@@ -343,7 +352,8 @@ class Generation:
         if recorder is not None:
             with heartbeat.waiting():
                 recorder.end_sinks(code)
-            self._held.folder.remove_targets()  # a crash keeps them: Prometheus shows the loss
+            # A crash keeps the targets, so that Prometheus shows the loss.
+            self._persistent.folder.remove_targets()
             recorder.emit_end(self._components.state.progress.step, code)
         gather_json(None, "done")  # the launcher treats a rank's end as the end of all ranks
         return code

@@ -319,7 +319,7 @@ def _export_checkpoints(exporter: Exporter, writer: CheckpointWriter) -> None:
     )
 
 
-class Held:
+class PersistentState:
     """Open files of the run in this process, and whether the process holds the run's state.
 
     Args:

@@ -18,7 +18,7 @@ from hvdtrain.log import logger
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.huggingface import from_huggingface
 from hvdtrain.run.build import RunComponents, build_model
-from hvdtrain.run.recorder import Held
+from hvdtrain.run.recorder import PersistentState
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import broadcast_json, on_all_ranks
 from hvdtrain.runtime.mesh import Group, Mesh, Topology
@@ -27,12 +27,14 @@ from hvdtrain.runtime.parts import model_tensors
 _LAST_SAVE_SECONDS = 10.0  # wait for a save in progress
 
 
-def resume(config: Config, components: RunComponents, held: Held, topology: Topology) -> None:
+def resume(
+    config: Config, components: RunComponents, persistent: PersistentState, topology: Topology
+) -> None:
     """Give all ranks the state of the checkpoint that `run.resume` selects, or the initial state.
 
     Args:
-        held: with an open run directory; rank 0's recorder has the checkpoints. If the ranks have
-            trained (`newest`), the run continues from its own newest checkpoint.
+        persistent: with an open run directory; rank 0's recorder has the checkpoints. If the ranks
+            have trained (`newest`), the run continues from its own newest checkpoint.
 
     Raises:
         AgreedError: there is no such checkpoint, or it does not fit.
@@ -43,8 +45,8 @@ def resume(config: Config, components: RunComponents, held: Held, topology: Topo
     logger.info("%s", components.prepared.resolved.describe_length())
     for note in components.datasets.notes:
         logger.info("%s", note)
-    folder = on_all_ranks("resume", lambda: _load(config, components, held, group))
-    held.initial = False
+    folder = on_all_ranks("resume", lambda: _load(config, components, persistent, group))
+    persistent.initial = False
     state.broadcast(root=0)
     if state.of_scope("local", "sharded"):
         name = broadcast_json(str(folder.absolute()) if folder else "", "resume.folder")
@@ -67,23 +69,27 @@ def _load_own(config: Config, components: RunComponents, folder: Path | None, gr
         take_over(state.model, model_tensors(whole))
 
 
-def _load(config: Config, components: RunComponents, held: Held, group: Group) -> Path | None:
+def _load(
+    config: Config, components: RunComponents, persistent: PersistentState, group: Group
+) -> Path | None:
     """Load the replicated state on rank 0; return the checkpoint's directory, if there is one."""
-    lost = held.newest is not None
-    writer = held.recorder.writer if held.recorder else None
+    lost = persistent.newest is not None
+    writer = persistent.recorder.writer if persistent.recorder else None
     if lost and writer is not None:  # it may be writing one now
         with heartbeat.HEARTBEAT.waiting():
             writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
-    checkpoint = held.recorder.choose(config.run.resume, lost) if held.recorder else None
-    if held.newest is not None and group.rank == 0:
-        _say_lost(components, checkpoint, held.newest)
+    checkpoint = (
+        persistent.recorder.choose(config.run.resume, lost) if persistent.recorder else None
+    )
+    if persistent.newest is not None and group.rank == 0:
+        _say_lost(components, checkpoint, persistent.newest)
     if checkpoint is not None:
         components.state.load(checkpoint)
         logger.info("resumed from the checkpoint of step %d", components.state.progress.step)
         if writer is not None:  # later saves no longer count
             writer.taken_step = min(writer.taken_step, components.state.progress.step)
         return checkpoint.folder
-    if (lost or not held.initial) and group.rank == 0:
+    if (lost or not persistent.initial) and group.rank == 0:
         # The model holds part of a state whose source died, or an abandoned state. A model that
         # spans ranks has just been rebuilt for the current ranks.
         whole = components.strategy.holds_whole_model

@@ -54,7 +54,7 @@ from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_components
 from hvdtrain.run.generation import Cause, Generation, Launched
 from hvdtrain.run.prepare import Prepared, Start, prepare, prepare_environment
-from hvdtrain.run.recorder import Held
+from hvdtrain.run.recorder import PersistentState
 from hvdtrain.run.start_checks import agree_to_start, crash
 from hvdtrain.run.strategy import Strategy, build_strategy
 from hvdtrain.runtime import environment, heartbeat, notices
@@ -97,7 +97,7 @@ def run(settings: Settings, stop: StopFlag, began: float) -> int:
         abort_all_ranks(error, session.topology)
     finally:
         log.close()
-    if session.held.has_stuck_thread():
+    if session.persistent.has_stuck_thread():
         force_exit(code)
     return code
 
@@ -107,7 +107,7 @@ class Session:
 
     Attributes:
         topology: the ranks of this generation.
-        held: what this process keeps between generations.
+        persistent: what this process keeps between generations.
     """
 
     def __init__(self, settings: Settings, stop: StopFlag, began: float) -> None:
@@ -127,7 +127,9 @@ class Session:
             stop,
             self._membership,
         )
-        self.held = Held(settings.config, self._start_watchdog(settings), self._local_rank)
+        self.persistent = PersistentState(
+            settings.config, self._start_watchdog(settings), self._local_rank
+        )
         self._strategy = build_strategy(settings.config, elastic=self._membership is not None)
         # None until a generation builds them, if the strategy rebuilds.
         self._components: RunComponents | None = None
@@ -178,8 +180,8 @@ class Session:
         finally:
             if self._prepared.exporter is not None:
                 self._prepared.exporter.close()
-            self.held.close()
-        self.held.release()
+            self.persistent.close()
+        self.persistent.release()
         self._strategy.close()
         return code
 
@@ -191,9 +193,9 @@ class Session:
             print(f"hvdtrain: error: {said}", file=sys.stderr, flush=True)
         with suppress(RankLostError):
             gather_json(None, "reported")  # no rank ends before the message is printed
-        if self.held.recorder is not None:
-            self.held.recorder.emit_end(self._prepared.progress.step, error.exit_code)
-        self.held.release()
+        if self.persistent.recorder is not None:
+            self.persistent.recorder.emit_end(self._prepared.progress.step, error.exit_code)
+        self.persistent.release()
         return error.exit_code
 
     def _should_report_error(self) -> bool:
@@ -209,7 +211,7 @@ class Session:
         """Report an error of this process, which is about to end it, to an elastic launcher."""
         if self._membership is None or isinstance(error, (RankLostError, KeyboardInterrupt)):
             return
-        trains = self.held.phase == TRAINING
+        trains = self.persistent.phase == TRAINING
         step = self._prepared.progress.step + 1 if trains else None
         where = f"rank {self.topology.rank} on {self.topology.host}"
         self._membership.report(
@@ -227,16 +229,18 @@ class Session:
     def _train(self, cause: Cause) -> int:
         if self._strategy.rebuilds:
             heartbeat.HEARTBEAT.beat(Activity.PREPARING)
-            self.held.phase = HAND_OVER
+            self.persistent.phase = HAND_OVER
             self._components = None  # its memory is needed
             self._components = self._strategy.regroup(
                 self.topology,
-                self.held,
+                self.persistent,
                 self._prepared.progress.step,
                 lambda: build_components(self._prepared, self._strategy, self.topology),
             )
         assert self._components is not None
-        generation = Generation(self._launched, self._components, self.held, self.topology, cause)
+        generation = Generation(
+            self._launched, self._components, self.persistent, self.topology, cause
+        )
         with self._strategy.lost_peers():
             return generation.run()
 
@@ -253,7 +257,7 @@ class Session:
 
     def _generations(self, membership: Membership) -> int:
         """Join generations and train in them until the run's end; return the exit code."""
-        rejoin = Rejoin(membership, self._launched, self._prepared, self.held, self._strategy)
+        rejoin = Rejoin(membership, self._launched, self._prepared, self.persistent, self._strategy)
         failed_at, failure = -1, Failure()
         cause = Cause("launch", self._began)
         while True:
@@ -272,15 +276,15 @@ class Session:
                 return self._let_replace(membership, error)
             except MembershipChanged:
                 failure = Failure()
-                if self.held.phase == TRAINING:  # otherwise keep the cause
+                if self.persistent.phase == TRAINING:  # otherwise keep the cause
                     cause = Cause("hosts", time.time())
             except RankLostError as error:
                 failed = self._prepared.progress.step + 1
-                failure = Failure(self.held.phase, str(error))
+                failure = Failure(self.persistent.phase, str(error))
                 with heartbeat.HEARTBEAT.waiting():
                     shut_down()  # from here on no collective writes into the state
                 if self._components is not None and self._components.go_back():
-                    self.held.trained = True
+                    self.persistent.trained = True
                 step = self._prepared.progress.step
                 logger.warning("step %d failed: %s", failed, error)
                 if cause.name != "failure" or step != failed_at:
@@ -320,7 +324,7 @@ class Rejoin:
     membership: Membership
     launched: Launched
     prepared: Prepared
-    held: Held
+    persistent: PersistentState
     strategy: Strategy
 
     def __call__(self, failure: Failure, components: RunComponents | None) -> Topology:
@@ -342,7 +346,7 @@ class Rejoin:
             self.membership.join(partial(self._status, failure), self._set_aside)
             # Not earlier: the listener may still report the end of the last generation until here.
             heartbeat.HEARTBEAT.generation_over = False
-            self.held.phase = RENDEZVOUS
+            self.persistent.phase = RENDEZVOUS
             try:
                 with heartbeat.HEARTBEAT.waiting():
                     return initialise(self.launched.settings.config.runtime.threads)
@@ -356,16 +360,16 @@ class Rejoin:
 
     def _set_aside(self) -> None:
         """Become a spare: the other ranks train without this process."""
-        self.held.set_aside()
+        self.persistent.set_aside()
         self.strategy.forget_pending_step()
 
     def _status(self, failure: Failure) -> ProcessStatus:
         times, more = _PATIENCE
         config = self.prepared.config
-        own = self.strategy.status(self.held, self.prepared.progress.step)
+        own = self.strategy.status(self.persistent, self.prepared.progress.step)
         return ProcessStatus(
             identity=self.prepared.identity(self.launched.digest),
-            trained=self.held.trained,
+            trained=self.persistent.trained,
             step=self.prepared.progress.step if own.part is None else own.step,
             patience=times * config.elastic.hang_seconds + more,
             failed=failure.phase,

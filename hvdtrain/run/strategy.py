@@ -41,7 +41,7 @@ from hvdtrain.optim.precision import BF16_PARAMS, Precision
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.parallel.local_optimizer import LocalOptimizer
 from hvdtrain.parallel.zero import ShardedOptimizer
-from hvdtrain.run.recorder import Held
+from hvdtrain.run.recorder import PersistentState
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.mesh import Grid, Mesh, Topology
@@ -157,7 +157,7 @@ class Replicated:
 
     # --- generations of an elastic run ----------------------------------------
 
-    def status(self, held: Held, step: int) -> ShardStatus:
+    def status(self, persistent: PersistentState, step: int) -> ShardStatus:
         """Return the status of this process; ranks without shards report the step elsewhere.
 
         Args:
@@ -165,7 +165,9 @@ class Replicated:
         """
         return ShardStatus(reaches=0)
 
-    def regroup(self, topology: Topology, held: Held, step: int, build: Callable[[], C]) -> C:
+    def regroup(
+        self, topology: Topology, persistent: PersistentState, step: int, build: Callable[[], C]
+    ) -> C:
         """Build the components of a generation."""
         return build()
 
@@ -395,22 +397,25 @@ class Spanning:
 
     # --- generations of an elastic run ----------------------------------------
 
-    def status(self, held: Held, step: int) -> ShardStatus:
+    def status(self, persistent: PersistentState, step: int) -> ShardStatus:
         if self._shard is not None:
             return ShardStatus(self._shard.number, self._shard.step, self._shard.step, self._before)
-        if self._components is not None and held.trained:
+        if self._components is not None and persistent.trained:
             assert self._components.agreement is not None
             reaches = self._components.agreement.reaches(step)
             return ShardStatus(self._before, step, reaches, self._before)
         return ShardStatus(before=self._before)
 
-    def regroup(self, topology: Topology, held: Held, step: int, build: Callable[[], C]) -> C:
+    def regroup(
+        self, topology: Topology, persistent: PersistentState, step: int, build: Callable[[], C]
+    ) -> C:
         """Transfer shards to the ranks that need them, and build the components around them.
 
-        If a shard was lost, `held.newest` is set, and the components are as at the start of a run.
+        If a shard was lost, `persistent.newest` is set, and the components are in their initial
+        state.
 
         Args:
-            held: whether this process holds the state of the run; updated.
+            persistent: whether this process holds the state of the run; updated.
             step: optimizer steps done.
             build: calls `form`, `split` and the other methods; nothing else may refer to the last
                 generation's components, whose memory is needed.
@@ -421,7 +426,7 @@ class Spanning:
             ReplacedError: the index of this process's shard would change.
             MembershipChanged: the index of another rank's shard would change.
         """
-        own = self.status(held, step)
+        own = self.status(persistent, step)
         statuses = [ShardStatus(*theirs) for theirs in gather_json([*own], "parts")]
         newest = max(status.step for status in statuses)
         if self._shard is None and own.part is not None:
@@ -431,13 +436,13 @@ class Spanning:
         self._components = None  # its memory is needed
         self._grid = self._arrange(topology, statuses, newest)
         if newest >= 0:
-            self._transfer_shards(self._grid, statuses, newest, topology.rank, held)
+            self._transfer_shards(self._grid, statuses, newest, topology.rank, persistent)
         self._before = self._grid.part(topology.rank)
         with self.lost_peers():
             built = build()
         if self._shard is not None:
             _load_shard(built.state, self._shard)
-            self._shard, held.trained, held.initial = None, True, False
+            self._shard, persistent.trained, persistent.initial = None, True, False
         self._components = built
         return built
 
@@ -454,7 +459,12 @@ class Spanning:
         return grid
 
     def _transfer_shards(
-        self, grid: Grid, statuses: Sequence[ShardStatus], newest: int, rank: int, held: Held
+        self,
+        grid: Grid,
+        statuses: Sequence[ShardStatus],
+        newest: int,
+        rank: int,
+        persistent: PersistentState,
     ) -> None:
         """Give every rank its shard as of step `newest`; if one was lost, drop all shards."""
         from hvdtrain.parallel.regroup import PartLostError, plan, transfer
@@ -463,7 +473,7 @@ class Spanning:
         try:
             transfers = plan(holds, grid)
         except PartLostError:
-            self._shard, held.trained, held.newest = None, False, newest
+            self._shard, persistent.trained, persistent.newest = None, False, newest
             return
         received = transfer(transfers, rank, self._shard)
         if received is not None:

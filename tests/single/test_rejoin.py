@@ -70,10 +70,10 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Start:
             identity=lambda digest: Identity("cpu", digest, 8, None),
             progress=SimpleNamespace(step=STEP),
         )
-        held: Any = SimpleNamespace(trained=True, phase=TRAINING, set_aside=lambda: None)
+        persistent: Any = SimpleNamespace(trained=True, phase=TRAINING, set_aside=lambda: None)
         launched: Any = SimpleNamespace(settings=SimpleNamespace(config=config), digest="")
         own = Membership("127.0.0.1", 1, 4, StopFlag())
-        return Rejoin(own, launched, prepared, held, Spanning(config, elastic=True)), launcher
+        return Rejoin(own, launched, prepared, persistent, Spanning(config, elastic=True)), launcher
 
     return make
 
@@ -100,7 +100,7 @@ def test_pending_step_is_kept_unless_the_process_is_a_spare(start: Start, spare:
     reached = [status["reaches"] for status in launcher.statuses]
     assert reached == ([STEP + 1, STEP] if spare else [STEP + 1])
     # The other ranks have redone the step without the spare, which receives its shard from them.
-    status = process.strategy.status(process.held, STEP)
+    status = process.strategy.status(process.persistent, STEP)
     assert status.holds(STEP + 1) == (None if spare else 0)
     assert status.holds(STEP) == 0
     agreement.catch_up(STEP, newest=STEP + 1)

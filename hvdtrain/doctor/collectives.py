@@ -82,7 +82,7 @@ def _seconds(lines: Sequence[str]) -> float:
     for line in lines:
         if MARK in line:
             return float(json.loads(line[line.index(MARK) :])["seconds"][str(BYTES)])
-    raise ValueError("no rank told a time")
+    raise ValueError("no rank reported a time")
 
 
 def _failed(controller: str, command: Sequence[str], error: Exception) -> Diagnosis:
@@ -97,7 +97,7 @@ def _failed(controller: str, command: Sequence[str], error: Exception) -> Diagno
         where,
         f"ranks over {controller} fail: {(causes or said or ['no output'])[0]}",
         "a run would fail in the same way",
-        f"{shlex.join(command)}   # by hand, to see all that it says",
+        f"{shlex.join(command)}   # run it by hand to see its whole output",
     )
 
 
@@ -108,8 +108,8 @@ def check(sums: Sequence[Sum]) -> list[Diagnosis]:
             "all-reduce",
             one.hosts,
             f"{BYTES >> 20} MiB over {one.controller} take {one.seconds * 1e3:.0f} ms on "
-            f"{one.ranks} ranks; the slowest link does it in {one.allowed * 1e3:.0f}",
-            "each step waits for it: another interface may carry it, or ranks wait for processors",
+            f"{one.ranks} ranks; the slowest link requires {one.allowed * 1e3:.0f}",
+            "every step waits for it: it may use another interface, or ranks wait for processors",
             "hvdtrain bench allreduce --np "
             f"{one.ranks} --hosts {one.hosts}   # each library, by size",
             WARNING,

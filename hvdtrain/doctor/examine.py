@@ -61,7 +61,9 @@ def examine(request: Request) -> Examination:
     with _sessions(own, list(slots), found, request.notice) as sessions:
         facts = _ask_facts(sessions, request, list(slots))
         if own not in facts:
-            raise _crash(f"this host does not answer its own doctor: {sessions[own].login.said}")
+            raise _crash(
+                f"this host does not respond to its own doctor: {sessions[own].login.said}"
+            )
         ranks = sum(slots.values()) or max(1, request.ranks)
         root = str(Path(request.root).absolute())
         for name, theirs in facts.items():
@@ -75,7 +77,7 @@ def examine(request: Request) -> Examination:
             request.notice("ports, packets and bandwidth between the hosts")
             examine_links(found, asked, facts, slots)
         if ALONE in request.stages:
-            request.notice("how fast each host computes")
+            request.notice("compute speed of each host")
             speeds = hosts.measure_speeds({n: asked[n] for n in asked if n in slots or not slots})
             found.measured["speeds"] = speeds
             found.findings += hosts.check_speeds(speeds)
@@ -104,7 +106,7 @@ def _sessions(
     own: str, names: Sequence[str], found: Examination, notice: Callable[[str], None]
 ) -> Iterator[dict[str, HostSession]]:
     """Open sessions with the hosts that respond, this one first; report the others as findings."""
-    notice(f"asking {', '.join(names) or own}")
+    notice(f"querying {', '.join(names) or own}")
     addresses = {name: resolve(name) for name in names if name != own}
     for name, address in addresses.items():
         found.findings += hosts.check_name(name, address)
@@ -200,7 +202,7 @@ def examine_links(
         every, measured = len(peers) * (len(peers) - 1) // 2, {frozenset(ends) for ends in links}
         found.left_out.append(
             f"between hosts: {len(measured)} of {every} pairs were measured, each host with "
-            f"{network.SAMPLED_ROUNDS} others"
+            f"{network.SAMPLED_ROUNDS} other hosts"
         )
     network.measure_again(peers, links, {**network.slow(links, peers), **network.late(links)})
     found.findings += network.check_links(links, peers)
@@ -216,12 +218,14 @@ def _examine_sums(
     found: Examination, own: Facts, usable: Sequence[Host], ranks: int, request: Request
 ) -> None:
     if any(finding.severity == ERROR for finding in found.findings):
-        found.left_out.append("all-reduce: not tried before the errors are mended")
+        found.left_out.append("all-reduce: not tested because of the errors above")
         return
     built = own["libraries"].get("built", {})
     controllers = [name for name in ("mpi", "gloo") if built.get(name)]
     if not controllers:
-        found.left_out.append("all-reduce: it is not known what Horovod was built with")
+        found.left_out.append(
+            "all-reduce: not tested, because the features of this Horovod build are unknown"
+        )
         return
     request.notice(f"all-reduce over {' and '.join(controllers)}")
     bandwidths = [link["bandwidth"] for link in found.measured.get("links", ())]

@@ -26,7 +26,7 @@ class Diagnosis:
         where: a host, a pair of hosts, or a line of a file.
         what: the problem, as observed.
         why: why it matters.
-        mend: the command or the key that fixes it.
+        fix: the command or the key that fixes it.
         severity: ERROR: a run would fail, or failed because of it; WARNING: it may cost time.
     """
 
@@ -34,8 +34,13 @@ class Diagnosis:
     where: str
     what: str
     why: str
-    mend: str
+    fix: str
     severity: str = ERROR
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the finding for JSON, in which `fix` is called "mend"."""
+        fields = asdict(self)
+        return {"mend" if name == "fix" else name: fields[name] for name in fields}
 
 
 def failed(findings: Iterable[Diagnosis]) -> bool:
@@ -68,7 +73,7 @@ _COLOURS = {ERROR: "bold red"}
 
 
 def as_json(findings: Sequence[Diagnosis], **more: Any) -> str:
-    return json.dumps({"findings": [asdict(one) for one in findings], **more}, indent=1)
+    return json.dumps({"findings": [one.as_dict() for one in findings], **more}, indent=1)
 
 
 def examination_json(found: Examination) -> str:
@@ -80,20 +85,20 @@ def show(findings: Sequence[Diagnosis], notes: Sequence[str], console: Console) 
     """Print a table, then the fix for each finding, in lines that can be copied."""
     if findings:
         console.print(_table(findings))
-        console.print("\nTo mend:")
+        console.print("\nTo fix:")
         for number, finding in enumerate(findings, start=1):
-            console.print(Text(f"{number:3d}  {printable(finding.mend)}"), soft_wrap=True)
+            console.print(Text(f"{number:3d}  {printable(finding.fix)}"), soft_wrap=True)
     for note in notes:
         console.print(Text(printable(note)), soft_wrap=True)
     errors = sum(finding.severity == ERROR for finding in findings)
     warnings = len(findings) - errors
     counts = f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}"
-    console.print("no finding" if not findings else counts)
+    console.print("no findings" if not findings else counts)
 
 
 def _table(findings: Sequence[Diagnosis]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_lines=False, pad_edge=False)
-    for name in ("", "", "check", "where", "what, and why it matters"):
+    for name in ("", "", "check", "where", "problem, and why it matters"):
         table.add_column(name, no_wrap=name in ("", "check"), overflow="fold")
     for number, finding in enumerate(findings, start=1):
         severity = Text(finding.severity, _COLOURS.get(finding.severity, "yellow"))
@@ -111,7 +116,7 @@ def notes(found: Examination) -> Iterator[str]:
         cpu = f"{theirs['processor'] / 1e9:.0f} GFLOP/s, memory {theirs['memory'] / 1e9:.1f} GB/s"
         yield f"{host}: {cpu}" + (f", {gpus}" if gpus else "")
     for one in found.measured.get("all_reduce", ()):
-        allowed = f"; the network takes {one['allowed'] * 1e3:.0f}" if one["allowed"] else ""
+        allowed = f"; the network requires {one['allowed'] * 1e3:.0f}" if one["allowed"] else ""
         yield (
             f"all-reduce of {one['bytes'] >> 20} MiB over {one['controller']}, {one['ranks']} "
             f"ranks ({one['hosts'] or 'here'}): {one['seconds'] * 1e3:.0f} ms{allowed}"
@@ -128,10 +133,10 @@ def _links(links: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for link in shown:
         yield (
             f"{link['from']} -> {link['to']}: {link['bandwidth'] * 8e-6:,.0f} Mbit/s, "
-            f"{link['latency'] * 1e6:.0f} us there and back"
+            f"{link['latency'] * 1e6:.0f} us round trip"
         )
     if len(shown) < len(links):
-        yield f"the other {len(links) - len(shown)} directions are not slower (--format json)"
+        yield f"{len(links) - len(shown)} faster directions are not shown (--format json lists all)"
 
 
 def _is_gpu(name: str) -> bool:

@@ -49,9 +49,9 @@ def _own_name(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
         yield Diagnosis(
             "own name",
             host,
-            f"it cannot resolve its own name, {name}",
-            "Gloo looks its own name up when a rank starts, and ends with a segmentation fault",
-            f"echo '127.0.1.1 {name}' >> /etc/hosts   # on {host}; better its real address",
+            f"the host cannot resolve its own name, {name}",
+            "Gloo looks up this name when a rank starts, and ends with a segmentation fault",
+            f"echo '127.0.1.1 {name}' >> /etc/hosts   # on {host}; its real address is better",
         )
 
 
@@ -74,8 +74,8 @@ def _libraries(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
             "horovod",
             host,
             f"importing torch and Horovod takes more than {loaded['slow']} s",
-            "every start and restart of ranks takes as long",
-            "the environment on a local disk, or fewer programs on the host: "
+            "each start and restart of ranks takes as long",
+            "put the environment on a local disk, or run fewer programs on the host: "
             f"time {sys.executable} -c 'import torch'",
             WARNING,
         )
@@ -84,7 +84,7 @@ def _libraries(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
             "horovod",
             host,
             f"Horovod was built for torch {built}, and torch {versions['torch']} is installed",
-            "its library is linked with torch's: symbols are missing, or memory is misread",
+            "its library is linked against torch's: symbols are missing, or memory is misread",
             _BUILD,
         )
     yield from _mpi(host, facts)
@@ -101,15 +101,15 @@ def _mpi(host: str, facts: Facts) -> Iterable[Diagnosis]:
             "mpi",
             host,
             "Horovod was built with MPI, and no mpirun is on PATH for a command over ssh",
-            "mpirun starts a daemon on each host, which is not found there",
-            f"sudo apt-get install -y openmpi-bin   # on {host}; or add its folder to PATH",
+            "mpirun starts a daemon on each host, and cannot find it there",
+            f"sudo apt-get install -y openmpi-bin   # on {host}; or add its directory to PATH",
         )
     elif built is not None and facts["mpi"] != built[1] + built[2]:
         yield Diagnosis(
             "mpi",
             host,
-            f"Horovod was built for {built[1]} {built[2]}, and mpirun is of {facts['mpi']}",
-            "each rank may be a world of its own, or not start",
+            f"Horovod was built for {built[1]} {built[2]}, and mpirun belongs to {facts['mpi']}",
+            "each rank may form a separate world, or not start",
             _BUILD,
         )
 
@@ -128,12 +128,12 @@ def _cores(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
     if need.slots > facts["cores"]:
         quota = ""
         if facts["processors"] > facts["cores"]:
-            quota = f" (of {facts['processors']} processors; a quota or a binding takes the rest)"
+            quota = f" (of {facts['processors']} processors; limited by a quota or a binding)"
         yield Diagnosis(
             "cores",
             host,
             f"{need.slots} ranks for {facts['cores']} cores{quota}",
-            "ranks wait for each other's turns: the step of all takes longer",
+            "ranks share cores, so every step takes longer",
             f"--hosts {host}:{facts['cores']}, or a larger quota for the container",
             WARNING,
         )
@@ -145,20 +145,22 @@ def _memory(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
             "memory",
             host,
             f"{facts['free_memory'] / _GIB:.1f} GiB are free for {need.slots} ranks",
-            "a rank takes 0.5 GiB before its model; the kernel kills one where memory ends",
-            f"fewer slots for {host}, or end what uses it: ps --sort=-rss -eo rss,pid,comm | head",
+            "a rank requires 0.5 GiB before its model; the kernel kills a rank when memory runs "
+            "out",
+            f"use fewer slots on {host}, or end other programs: ps --sort=-rss -eo rss,pid,comm "
+            "| head",
         )
 
 
 def _shm(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
     shm, wanted = facts["shm"], max(1, need.slots) * _RANK_SHM
     if shm is None or shm["free"] < wanted:
-        has = "is not there" if shm is None else f"has {shm['free'] // _MIB} MiB free"
+        has = "is missing" if shm is None else f"has {shm['free'] // _MIB} MiB free"
         yield Diagnosis(
             "shm",
             host,
-            f"/dev/shm {has}; {wanted // _MIB} MiB are wanted",
-            "ranks of one host and data workers pass tensors through it: they end with a bus error",
+            f"/dev/shm {has}; {wanted // _MIB} MiB are required",
+            "ranks of one host and data workers pass tensors through it, and end with a bus error",
             "mount -o remount,size=2g /dev/shm   # containers: docker run --shm-size=2g",
         )
 
@@ -173,7 +175,7 @@ def _open_files(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
             "open files",
             host,
             f"a process may open {soft} files (ulimit -n; at most {hard})",
-            f"{need.ranks} ranks take about {wanted}; the rendezvous fails beyond",
+            f"{need.ranks} ranks require about {wanted}; the rendezvous fails without them",
             f"{lines} > /etc/security/limits.d/hvdtrain.conf   # then log in again",
         )
 
@@ -184,16 +186,16 @@ def _disk(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
         yield Diagnosis(
             "disk",
             host,
-            f"{root} cannot be written: {disk['failed']}",
-            "no checkpoint, no metrics and no log of the run is kept",
-            f"df -h {root}; quota -s; or choose another folder with --run.root",
+            f"{root} is not writable: {disk['failed']}",
+            "checkpoints, metrics and logs of the run cannot be written",
+            f"df -h {root}; quota -s; or choose another directory with --run.root",
         )
     elif disk["free"] < _DISK_FEW:
         yield Diagnosis(
             "disk",
             host,
             f"{disk['free'] / _MIB:.0f} MiB are free in {root}",
-            "checkpoints of a run take 3 times its model's parameters each",
+            "each checkpoint requires about 3 times the memory of the model's parameters",
             f"make room (du -xh {root} | sort -h | tail), or choose another --run.root",
             ERROR if disk["free"] < _DISK_LEAST else WARNING,
         )
@@ -202,7 +204,8 @@ def _disk(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
             "locks",
             host,
             f"the file system of {root} has no locks (flock)",
-            "that one process alone writes a run is then known by its token, 12 s later",
+            "only the owner token then prevents two processes from writing a run, and it takes "
+            "12 s",
             "mount it with locks (NFS: without nolock; Lustre: -o flock)",
             WARNING,
         )
@@ -211,12 +214,12 @@ def _disk(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
 def _locale(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
     problem, encoding = facts["locale"]["problem"], facts["locale"]["encoding"]
     if problem or encoding.lower().replace("-", "") != "utf8":
-        what = f"its locale {problem} is not there" if problem else f"its encoding is {encoding}"
+        what = f"its locale {problem} is missing" if problem else f"its encoding is {encoding}"
         yield Diagnosis(
             "locale",
             host,
             what,
-            "text that is not ASCII is read wrongly there, and tools complain on each start",
+            "non-ASCII text is misread there, and tools print a warning at each start",
             "export LC_ALL=C.UTF-8   # first line of ~/.bashrc on " + host,
             WARNING,
         )
@@ -228,8 +231,10 @@ def _gpus(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
 
 def _python(host: str, facts: Facts, need: Need) -> Iterable[Diagnosis]:
     if tuple(map(int, facts["python"].split("."))) < (3, 10):
-        mend = f"an environment of Python 3.10 or newer at {sys.prefix}"
-        yield Diagnosis("python", host, f"Python {facts['python']}", "3.10 is needed", mend)
+        fix = f"an environment of Python 3.10 or newer at {sys.prefix}"
+        yield Diagnosis(
+            "python", host, f"Python {facts['python']}", "3.10 or newer is required", fix
+        )
 
 
 CHECKS: tuple[Callable[[str, Facts, Need], Iterable[Diagnosis]], ...] = (
@@ -264,8 +269,9 @@ def check_gpus(host: str, facts: Mapping[str, Any], slots: int) -> Iterable[Diag
             "gpu",
             host,
             f"torch finds no GPU that it can use: {loaded['warning']}",
-            "ranks would train on the processor",
-            f"a driver for CUDA {loaded['cuda']} or newer, or the torch of an older CUDA",
+            "ranks would train on the CPU",
+            f"install a driver for CUDA {loaded['cuda']} or newer, or a torch build for an "
+            "older CUDA",
         )
     found = loaded.get("gpus", 0)
     working = [gpu for gpu in facts["gpus"] if "failed" not in gpu]
@@ -274,7 +280,7 @@ def check_gpus(host: str, facts: Mapping[str, Any], slots: int) -> Iterable[Diag
             "gpu",
             host,
             f"{slots} ranks for {found} GPUs",
-            "two ranks share the memory and the time of one GPU",
+            "several ranks share the memory and time of one GPU",
             f"--hosts {host}:{found}",
             WARNING,
         )
@@ -283,25 +289,26 @@ def check_gpus(host: str, facts: Mapping[str, Any], slots: int) -> Iterable[Diag
 def _gpu(host: str, number: int, gpu: Mapping[str, str]) -> Iterable[Diagnosis]:
     where = f"{host}, GPU {number}"
     if "failed" in gpu:
-        why = "the driver or the GPU is gone; ranks there do not start"
-        mend = f"dmesg | grep -i xid   # on {host}; then reboot it"
-        yield Diagnosis("gpu", host, f"nvidia-smi: {gpu['failed']}", why, mend)
+        why = "the driver or the GPU failed; ranks there do not start"
+        fix = f"dmesg | grep -i xid   # on {host}; then reboot it"
+        yield Diagnosis("gpu", host, f"nvidia-smi: {gpu['failed']}", why, fix)
         return
     errors = gpu.get("ecc.errors.uncorrected.volatile.total", "")
     if errors.isdigit() and int(errors) > 0:
         yield Diagnosis(
             "gpu",
             where,
-            f"{errors} memory errors that could not be corrected",
+            f"{errors} memory errors that were not corrected",
             "results may be wrong, and kernels fail",
-            f"drain {host}; nvidia-smi -i {number} -r, or reboot; if it comes back, replace it",
+            f"drain {host}; nvidia-smi -i {number} -r, or reboot; if errors return, replace the "
+            "GPU",
         )
     slow = [n for n in ("hw_slowdown", "hw_thermal_slowdown") if _active(gpu, n)]
     if slow:
         yield Diagnosis(
             "gpu",
             where,
-            f"its clock is held down ({', '.join(slow)})",
+            f"its clock is throttled ({', '.join(slow)})",
             "all ranks wait for the slowest one",
             f"nvidia-smi -i {number} -q -d TEMPERATURE,POWER   # cooling and power of {host}",
             WARNING,
@@ -312,7 +319,7 @@ def _gpu(host: str, number: int, gpu: Mapping[str, str]) -> Iterable[Diagnosis]:
             "gpu",
             where,
             f"its PCIe link has {width} of {most} lanes",
-            "copies to and from it take as many times longer",
+            "copies to and from the GPU take correspondingly longer",
             f"reseat the board of {host}; lspci -vv | grep LnkSta",
             WARNING,
         )

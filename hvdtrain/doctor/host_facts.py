@@ -199,7 +199,7 @@ def _gpus() -> list[dict[str, str]]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
-    said = "nvidia-smi does not answer"
+    said = "nvidia-smi does not respond"
     for fields in (f"{_GPU_FIELDS},{_GPU_CLOCK_FIELDS}", _GPU_FIELDS):
         command = [tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
         try:

@@ -17,7 +17,7 @@ from hvdtrain.doctor.host_facts import missing
 from hvdtrain.doctor.session import HostSession, Login, SilentError, together
 
 _CLOCK_SECONDS = 1.0
-_NEEDS_SSH = "launchers start ranks over ssh, and nobody answers a question there"
+_NEEDS_SSH = "launchers start ranks over ssh, where no one can answer a prompt"
 
 
 def check_name(host: str, address: str | None) -> Iterable[Diagnosis]:
@@ -26,9 +26,9 @@ def check_name(host: str, address: str | None) -> Iterable[Diagnosis]:
         yield Diagnosis(
             "name",
             host,
-            "its name cannot be resolved here",
-            "no launcher finds it",
-            f"echo 'ADDRESS {host}' >> /etc/hosts   # on every host; or mend the list, or DNS",
+            "this host cannot resolve its name",
+            "launchers cannot reach it",
+            f"echo 'ADDRESS {host}' >> /etc/hosts   # on every host; or correct the list, or DNS",
         )
 
 
@@ -36,9 +36,9 @@ def check_name(host: str, address: str | None) -> Iterable[Diagnosis]:
 _SAYINGS = (
     (
         "IDENTIFICATION HAS CHANGED",
-        "its host key is not the one that is known here",
+        "its host key differs from the key that is known here",
         "ssh-keygen -R {host}; ssh-keyscan {host} >> ~/.ssh/known_hosts   "
-        "# if {host} was set up anew; else find out who answers",
+        "# if {host} was reinstalled; otherwise find out which host responds",
     ),
     (
         "Host key verification failed",
@@ -53,18 +53,18 @@ _SAYINGS = (
     ),
     (
         "timed out",
-        "its port 22 does not answer",
-        "switch {host} on, or let port 22 through its firewall",
+        "its port 22 does not respond",
+        "switch on {host}, or open port 22 in its firewall",
     ),
     (
         "No module named 'hvdtrain",
-        "hvdtrain is not in the Python there",
-        "{python} -m pip install hvdtrain   # on {host}, the same version as here",
+        "hvdtrain is not installed in its Python",
+        "{python} -m pip install hvdtrain   # on {host}, with the same version as here",
     ),
     (
         "No module named hvdtrain",
-        "hvdtrain is not in the Python there",
-        "{python} -m pip install hvdtrain   # on {host}, the same version as here",
+        "hvdtrain is not installed in its Python",
+        "{python} -m pip install hvdtrain   # on {host}, with the same version as here",
     ),
 )
 
@@ -76,17 +76,19 @@ def check_login(host: str, login: Login) -> Iterable[Diagnosis]:
         yield Diagnosis(
             "folder",
             host,
-            f"this working folder, {folder}, is not there",
-            "launchers change to it on every host; relative paths of the configuration start there",
-            f"mount it on {host}, or start from a folder that all hosts have",
+            f"the working directory {folder} is missing there",
+            "launchers change to it on every host, and relative paths of the configuration "
+            "start there",
+            f"mount it on {host}, or start from a directory that all hosts have",
         )
     if not login.interpreter:
         yield Diagnosis(
             "python path",
             host,
-            f"{python} is not there",
-            "launchers start this very path on every host",
-            f"rsync -a {sys.prefix}/ {host}:{sys.prefix}/   # or an environment that all share",
+            f"{python} is missing there",
+            "launchers start this path on every host",
+            f"rsync -a {sys.prefix}/ {host}:{sys.prefix}/   # or use an environment that all "
+            "hosts share",
         )
     elif login.said:
         yield _silent(host, login.said)
@@ -95,10 +97,10 @@ def check_login(host: str, login: Login) -> Iterable[Diagnosis]:
 
 def _silent(host: str, said: list[str]) -> Diagnosis:
     text = "\n".join(said)
-    for sign, what, mend in _SAYINGS:
+    for sign, what, fix in _SAYINGS:
         if sign in text:
-            mend = mend.format(host=host, python=sys.executable)
-            return Diagnosis("ssh", host, f"{what} (“{_line_with(sign, said)}”)", _NEEDS_SSH, mend)
+            fix = fix.format(host=host, python=sys.executable)
+            return Diagnosis("ssh", host, f"{what} (“{_line_with(sign, said)}”)", _NEEDS_SSH, fix)
     what = f"a command over ssh fails (“{said[-1]}”)"
     return Diagnosis("ssh", host, what, _NEEDS_SSH, f"ssh -v {host} true")
 
@@ -130,8 +132,8 @@ def _python(host: str, login: Login) -> Iterable[Diagnosis]:
             host,
             f"`python` is {login.ssh_python or 'nothing'} for a command over ssh, and {own} here",
             "`mpirun ... python` starts that one, because it does not forward PATH; "
-            "horovodrun and hvdtrain launch start the right one",
-            "mpirun -x PATH ... python -m hvdtrain.train   # or the whole path of this python",
+            "horovodrun and hvdtrain launch start the correct one",
+            "mpirun -x PATH ... python -m hvdtrain.train   # or use the full path of this python",
             WARNING,
         )
 
@@ -146,9 +148,9 @@ def check_answers(host: str, failures: Sequence[str]) -> Iterable[Diagnosis]:
         yield Diagnosis(
             "agent",
             host,
-            f"it did not answer the doctor ({'; '.join(failures)})",
-            "what would have been found is not known; the host may be overloaded",
-            f"ssh {host} uptime; then the doctor again",
+            f"it did not respond to the doctor ({'; '.join(failures)})",
+            "results for this host are unknown; it may be overloaded",
+            f"ssh {host} uptime; then run the doctor again",
         )
 
 
@@ -160,14 +162,14 @@ def compare(facts: Mapping[str, Facts], here: str) -> list[Diagnosis]:
         ours = {"python": own["python"], "mpi": own["mpi"], **own["versions"]}
         differ = [f"{n} {others[n]} (here {ours[n]})" for n in ours if others[n] != ours[n]]
         if not differ and theirs["code"] != own["code"]:
-            differ = [f"hvdtrain's own files are others (digest {theirs['code']})"]
+            differ = [f"hvdtrain's source files differ (digest {theirs['code']})"]
         if differ:
             found.append(
                 Diagnosis(
                     "versions",
                     host,
                     "; ".join(differ),
-                    "ranks of two versions do not understand each other, or compute other values",
+                    "ranks of two versions cannot communicate, or compute different values",
                     f"rsync -a --delete {sys.prefix}/ {host}:{sys.prefix}/",
                 )
             )
@@ -191,7 +193,7 @@ def compare_names(facts: Mapping[str, Facts], here: str) -> list[Diagnosis]:
                         "name",
                         f"{name} on {host}",
                         f"the name {name} {has}",
-                        "a rank there cannot connect to those of that host, or to the launcher",
+                        "a rank there cannot connect to that host's ranks, or to a launcher there",
                         f"echo 'ADDRESS {name}' >> /etc/hosts   # on {host}",
                     )
                 )
@@ -209,7 +211,7 @@ def compare_clocks(offsets: Mapping[str, tuple[float, float]]) -> list[Diagnosis
             "clock",
             host,
             f"its clock is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} this one",
-            "goodput and the length of restarts are computed from the times of several hosts",
+            "goodput and restart times are computed from the clocks of several hosts",
             f"systemctl restart chrony   # on {host} (or systemd-timesyncd); chronyc makestep",
             WARNING,
         )
@@ -227,11 +229,11 @@ def compare_data(found: Mapping[str, Mapping[str, object]], here: str) -> list[D
             what = f"the training data cannot be read: {theirs['failed']}"
         elif "failed" not in found[here] and theirs != found[here]:
             samples, own = theirs["samples"], found[here]["samples"]
-            what = f"other training data: {samples} samples, here {own}, or other content"
+            what = f"different training data: {samples} samples, here {own}, or different content"
         if what:
-            why = "the run would end at its start: all ranks deal out the same samples"
-            mend = f"rsync -a the files of the configuration's data to {host}"
-            findings.append(Diagnosis("data", host, what, why, mend))
+            why = "the run would end at its start: all ranks assign the same samples"
+            fix = f"rsync -a the files of the configuration's data to {host}"
+            findings.append(Diagnosis("data", host, what, why, fix))
     return findings
 
 
@@ -273,18 +275,19 @@ def _finding(host: str, state: str, folder: str) -> Diagnosis:
         return Diagnosis(
             "shared folder",
             host,
-            f"{folder} is another folder there",
-            "checkpoints lie on the host of rank 0 alone: a run that moves begins anew",
-            f"mount a file system that all hosts share, and name it with --run.root; {folder} "
+            f"{folder} is a different directory there",
+            "checkpoints are only on the host of rank 0: a run that moves starts from the "
+            "beginning",
+            f"mount a file system that all hosts share, and set --run.root to it; {folder} "
             f"on {host}: findmnt -T {folder}",
             WARNING,
         )
     return Diagnosis(
         "locks",
         host,
-        f"a lock on a file in {folder} does not hold between the hosts",
-        "that one process alone writes a run is then known by its token, 12 s later",
-        "mount it with locks that the server keeps (NFS: without nolock and local_lock)",
+        f"a lock on a file in {folder} is not visible to other hosts",
+        "only the owner token then prevents two processes from writing a run, and it takes 12 s",
+        "mount it with server-side locks (NFS: without nolock and local_lock)",
         WARNING,
     )
 
@@ -345,8 +348,8 @@ def check_speeds(speeds: Speeds) -> list[Diagnosis]:
                 host,
                 f"{what}: {speeds[host][what] / scale:.3g} {unit}, {part:.0%} of the median host",
                 "every step waits for the slowest host",
-                f"{look} | head -20   # on {host}: other programs, quotas, clocks; or leave it "
-                "out, or --batch.deal speed gives it fewer micro-batches",
+                f"{look} | head -20   # on {host}: other programs, quotas, clocks; or "
+                "exclude it, or --batch.deal speed gives it fewer micro-batches",
                 WARNING,
             )
         )

@@ -140,7 +140,7 @@ def _measure(peers: Mapping[str, Peer], direction: Sequence[tuple[str, str]], li
 def _at_once(peers: Mapping[str, Peer], pairs: Sequence[tuple[str, str]], do: Any) -> Any:
     """Run `do(from, to)` for pairs with each host at most once as `from`; omit failed requests."""
     if len({a for a, _ in pairs}) < len(pairs):
-        raise ValueError("a host can answer one question at a time")
+        raise ValueError("a host can process one request at a time")
     to = dict(pairs)
     found = together(
         [peers[a].session for a in to],
@@ -229,8 +229,8 @@ def _closed(
     tried = len(other.ports.get(name, ())) + (name == RANKS)
     source = own.facts["interfaces"].get(own.facts["chosen"], {}).get("addresses", ["ADDRESS"])[0]
     why = {
-        RANKS: "launchers and ranks listen on ports of this range that the kernel picks: the run "
-        "hangs at its start, or not at all, by chance",
+        RANKS: "launchers and ranks listen on ports of this range that the kernel selects: the run "
+        "may hang at its start",
         MPI: "ranks under mpirun listen on the first free ports from there: MPI hangs at its start",
         METRICS: "Prometheus and `hvdtrain top` there do not see the ranks",
     }
@@ -239,8 +239,8 @@ def _closed(
     return Diagnosis(
         "ports",
         f"{ends[0]} -> {ends[1]}",
-        f"tcp ports of {first}-{last} ({name}): {len(problems)} of {tried} tried "
-        f"ones, such as {min(problems)}, cannot be reached ({how}), though a listener is there",
+        f"tcp ports of {first}-{last} ({name}): {len(problems)} of {tried} tested "
+        f"ports, such as {min(problems)}, cannot be reached ({how}), although a listener is open",
         why[name],
         _opening(other.facts["firewalls"], source, ends[1]),
         WARNING if name == METRICS else ERROR,
@@ -258,7 +258,7 @@ def _opening(firewalls: Sequence[str], source: str, host: str) -> str:
     }
     command = next((commands[name] for name in firewalls), "")
     if not command:
-        return f"{host} has no firewall of its own: open the ports between the hosts in the network"
+        return f"{host} has no firewall: open the ports between the hosts in the network"
     return f"{command}   # on {host}; nft list ruleset shows the rules"
 
 
@@ -275,9 +275,9 @@ def _packets(links: Links, peers: Mapping[str, Peer]) -> list[Diagnosis]:
                         "mtu",
                         name,
                         f"{interface} has an MTU of {mtu}, the other hosts {usual}",
-                        "packets of the larger size are lost, or cut into pieces",
-                        f"ip link set {interface} mtu {usual}   # on {name}; and for good in its "
-                        "network configuration",
+                        "packets of the larger size are lost or fragmented",
+                        f"ip link set {interface} mtu {usual}   # on {name}; and permanently in "
+                        "its network configuration",
                         WARNING,
                     )
                 )
@@ -290,7 +290,7 @@ def _packets(links: Links, peers: Mapping[str, Peer]) -> list[Diagnosis]:
                     "mtu",
                     f"{a} -> {b}",
                     f"a packet of {mtus.get(a, 1500)} bytes, the MTU of {interface} there, "
-                    "vanishes on the way; small ones arrive",
+                    "is lost; small packets arrive",
                     "the run starts and then hangs in its first large all-reduce",
                     f"ip link set {interface} mtu 1400   # on both; or the larger MTU in the "
                     "switches between them",
@@ -330,7 +330,7 @@ def _speeds(links: Links, peers: Mapping[str, Peer]) -> list[Diagnosis]:
                 "bandwidth",
                 where,
                 f"{links[a, b].bandwidth * 8e-6:.0f} Mbit/s; {expected[a, b] * 8e-6:.0f} are "
-                "expected of what the other directions, or the boards, do",
+                "expected from the other directions or from the network adapters",
                 "an all-reduce is as slow as its slowest link",
                 f"ethtool {interface}; tc qdisc show dev {interface}   # on both: speed, duplex, "
                 "limits; then cable and switch",
@@ -371,13 +371,13 @@ def _latencies(links: Links, peers: Mapping[str, Peer]) -> list[Diagnosis]:
         Diagnosis(
             "latency",
             where,
-            f"a byte takes {links[a, b].latency * 1e3:.1f} ms there and back; between hosts of one "
-            "rack it takes less than 0.5, and the median of the ways here is "
+            f"the round-trip time is {links[a, b].latency * 1e3:.1f} ms; between hosts of one "
+            "rack it is below 0.5 ms, and the median here is "
             f"{usual[a, b] * 1e3:.2f} ms",
             "each all-reduce of n ranks sends 2 (n - 1) messages one after the other: small ones "
             "take that many times as long",
             f"ping -c 5 {b}; ethtool -c {peers[a].facts['chosen']}; tc qdisc show   # on {a}: "
-            "hosts far apart, interrupts that are held back, a queue",
+            "distant hosts, coalesced interrupts, a queue",
             WARNING,
         )
         for where, (a, b) in places.items()
@@ -437,7 +437,7 @@ def _missing(facts: Mapping[str, Facts]) -> list[Diagnosis]:
                 host,
                 f"{variable}={value} {leaves} no interface there; it has "
                 f"{', '.join(there) or 'none'}",
-                "ranks there do not start, or find no way to the others",
+                "ranks there do not start, or cannot reach the other ranks",
                 f"export {variable}={theirs['chosen'] or 'NAME'}   # or unset {variable}",
             )
         )
@@ -500,7 +500,7 @@ def nccl_is_not_reached(host: str, theirs: Facts, from_host: str, how: str) -> D
         "interfaces",
         host,
         f"NCCL begins with {name} there, whose address, {address}, {from_host} does not reach "
-        f"({how}); the way between them is {chosen}",
-        "ranks on GPUs do not find each other, and the run hangs at its start",
+        f"({how}); the route between them uses {chosen}",
+        "ranks on GPUs cannot reach each other, and the run hangs at its start",
         f"export NCCL_SOCKET_IFNAME={chosen}",
     )

@@ -28,14 +28,14 @@ class LogPattern:
 
     Args:
         pattern: regular expression for the line, case-insensitive.
-        mend: the key to change, or the command to run.
+        fix: the key to change, or the command to run.
     """
 
     check: str
     pattern: str
     what: str
     why: str
-    mend: str
+    fix: str
     severity: str = ERROR
 
 
@@ -50,31 +50,31 @@ CAUSES = (
     LogPattern(
         "gpu memory",
         r"CUDA out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED",
-        "the memory of a GPU is not enough",
-        "no step of this size fits",
+        "a GPU ran out of memory",
+        "a step of this size does not fit",
         "--memory.checkpoint_activations blocks, or --memory.offload_activations true, or a "
-        "smaller --batch.micro_size (the curve stays), or --memory.fit true",
+        "smaller --batch.micro_size (with the same loss curve), or --memory.fit true",
     ),
     LogPattern(
         "memory",
         r"DefaultCPUAllocator|MemoryError|Cannot allocate memory|worker .*killed by signal: Killed",
-        "the memory of a host is not enough",
-        "the kernel or the allocator ends a rank",
-        "--memory.checkpoint_activations blocks, or a smaller --batch.micro_size (the curve "
-        "stays), or fewer loader.workers, or fewer slots on that host",
+        "a host ran out of memory",
+        "the kernel or the allocator ended a rank",
+        "--memory.checkpoint_activations blocks, or a smaller --batch.micro_size (with the same "
+        "loss curve), or fewer loader.workers, or fewer slots on that host",
     ),
     LogPattern(
         "gpu",
         r"uncorrectable ECC|device-side assert|illegal memory access|CUDA error|has fallen off",
         "a GPU failed",
-        "a fault of the board or of a kernel; the others lose this rank",
-        "hvdtrain doctor --hosts HOST:1   # ECC, clocks, PCIe; leave the host out of the list",
+        "the board or a kernel failed, and the other ranks lost this rank",
+        "hvdtrain doctor --hosts HOST:1   # ECC, clocks, PCIe; exclude the host from the list",
     ),
     LogPattern(
         "nccl",
         r"ncclUnhandled|NCCL error|nccl\w+ failed|unhandled (?:system|cuda) error|NCCL WARN",
         "NCCL could not communicate",
-        "an interface, /dev/shm or a port between the ranks is not what it expects",
+        "an interface, /dev/shm or a port between the ranks does not work",
         "hvdtrain doctor --hosts LIST; then NCCL_DEBUG=INFO, and NCCL_SOCKET_IFNAME names the "
         "interface",
     ),
@@ -83,13 +83,13 @@ CAUSES = (
         r"No space left on device|Disk quota exceeded|Read-only file system|Errno (?:28|30|122)\b",
         "the disk of the run could not be written",
         "checkpoints, metrics and logs were lost or late",
-        "make room, or --run.root on another disk, or a smaller --checkpoint.keep",
+        "free space, or set --run.root to another disk, or a smaller --checkpoint.keep",
     ),
     LogPattern(
         "not finite",
         r"gradient (?:is|was) not finite",
         "the gradient was not finite",
-        "training diverged, or 16 bits overflowed: trying again ends in the same way",
+        "training diverged, or 16 bits overflowed: a retry ends in the same way",
         "a lower --optim.lr, a longer --schedule.warmup_steps, --optim.clip_norm 1, or "
         "--precision.name bf16 in place of fp16; then look at the data",
     ),
@@ -97,15 +97,15 @@ CAUSES = (
         "replicas",
         r"parameters or optimizer state .*differ",
         "ranks no longer had the same parameters",
-        "memory or a processor of that host flips bits, or the task is not deterministic",
-        "leave the named host out; hvdtrain audit RUN",
+        "the memory or a processor of that host flips bits, or the task is not deterministic",
+        "exclude the named host; hvdtrain audit RUN",
     ),
     LogPattern(
         "network",
         r"rendezvous failed|cannot be reached|no route to host|connection (?:refused|timed out)"
         r"|launcher does not answer",
         "ranks could not reach each other, or their launcher",
-        "a port, a name or a link between the hosts",
+        "a port, a name or a link between the hosts does not work",
         "hvdtrain doctor --hosts LIST   # ports, names, MTU",
     ),
     LogPattern(
@@ -113,14 +113,14 @@ CAUSES = (
         r"was taken over by process",
         "another process was started on this run",
         "one process at a time writes a run",
-        "end one of the two; another --run.id for the other",
+        "end one of the two, or give the other a different --run.id",
     ),
     LogPattern(
         "rank lost",
         r"lost the other ranks|HorovodInternalError|step \d+ failed",
-        "a rank was gone",
-        "the others cannot go on without it; it wrote no reason itself: it was killed, or its host "
-        "or link died",
+        "a rank was lost",
+        "the other ranks cannot continue without it. It logged no reason: it was killed, or its "
+        "host or link failed",
         "dmesg -T | grep -i -E 'killed process|xid|link'   # on the host whose log ends first",
     ),
 )
@@ -166,7 +166,7 @@ def diagnose(folder: Path) -> tuple[list[Diagnosis], str]:
         findings += _killed(run, lines)
     elif not findings:
         findings.append(_unexplained(folder, lines, found["exit_code"]))
-    return [*findings, *_slow(found)], f"how it ended: {found['state'] or 'not known'}"
+    return [*findings, *_slow(found)], f"how it ended: {found['state'] or 'unknown'}"
 
 
 def _log_lines(folder: Path) -> Iterator[LogLine]:
@@ -194,7 +194,7 @@ def _from_lines(lines: Iterable[LogLine]) -> list[Diagnosis]:
         taken.add(shown.where)
         what = f"{cause.what}: “{_short(shown.text)}”"
         found.append(
-            Diagnosis(cause.check, shown.where, what, cause.why, cause.mend, cause.severity)
+            Diagnosis(cause.check, shown.where, what, cause.why, cause.fix, cause.severity)
         )
     return found
 
@@ -217,8 +217,8 @@ def _hung(folder: Path) -> Iterator[Diagnosis]:
                 "hang",
                 f"{path}:{number}",
                 f"“{_short(line)}”{at}",
-                "a rank made no progress: a lock, a driver or a dead disk held it",
-                "what the stack names; elastic.hang_seconds where that may take so long",
+                "a rank made no progress because of a lock, a driver or a failed disk",
+                "see the stack; raise elastic.hang_seconds if that operation may take so long",
             )
             return
 
@@ -248,7 +248,7 @@ def _from_events(run: RecordedRun, known: set[str]) -> Iterator[Diagnosis]:
 
 def _of_event(check: str, where: str, line: str) -> Diagnosis:
     cause = next(cause for cause in CAUSES if cause.check == check)
-    return Diagnosis(check, where, f"{cause.what}: “{line}”", cause.why, cause.mend, cause.severity)
+    return Diagnosis(check, where, f"{cause.what}: “{line}”", cause.why, cause.fix, cause.severity)
 
 
 def _killed(run: RecordedRun, lines: list[LogLine]) -> Iterator[Diagnosis]:
@@ -264,16 +264,17 @@ def _killed(run: RecordedRun, lines: list[LogLine]) -> Iterator[Diagnosis]:
         yield Diagnosis(
             "memory",
             f"{run.path / 'ranks.jsonl'} (the last lines)",
-            f"no end was recorded, and {grown}; {last}",
-            "the kernel kills a rank where memory ends, with no word of its own",
-            "dmesg -T | grep -i 'killed process'; fewer loader.workers, or a task that keeps less",
+            f"the run has no recorded end, and {grown}; {last}",
+            "the kernel kills a rank when memory runs out, and the rank cannot log it",
+            "dmesg -T | grep -i 'killed process'; fewer loader.workers, or a task that uses "
+            "less memory",
         )
         return
     yield Diagnosis(
         "killed",
         str(run.path / "events.jsonl"),
-        f"no end was recorded, and no rank logged why; {last}",
-        "it was killed from outside (SIGKILL, a time limit, a power cut), or it still trains",
+        f"the run has no recorded end, and no rank logged a reason; {last}",
+        "it was killed (SIGKILL, a time limit, a power failure), or it is still running",
         "the scheduler's and the kernel's log (sacct -j JOB; dmesg -T); then start it again with "
         "the same --run.id",
         WARNING,
@@ -297,7 +298,7 @@ def _growth(run: RecordedRun) -> str:
 def _unexplained(folder: Path, lines: list[LogLine], code: int) -> Diagnosis:
     """Report the last logged error, if no cause is known."""
     errors = [line for line in lines if "Traceback" not in line.text]
-    shown = errors[-1] if errors else LogLine(str(folder / "logs"), "no warning and no error")
+    shown = errors[-1] if errors else LogLine(str(folder / "logs"), "no warnings and no errors")
     return Diagnosis(
         "error",
         shown.where,
@@ -320,7 +321,7 @@ def _slow(found: Metrics) -> Iterator[Diagnosis]:
             f"rank {straggler['rank']} on {straggler['host']} was slow for {straggler['steps']} "
             f"steps (score {straggler['lowest_score']:.2f}), most in: {phase}",
             "every step waits for the slowest rank",
-            f"hvdtrain doctor --hosts LIST   # is {straggler['host']} slow alone? Else "
+            f"hvdtrain doctor --hosts LIST   # is {straggler['host']} slow by itself? Otherwise "
             + ("loader.workers" if phase == "data" else "--batch.deal speed"),
             WARNING,
         )
@@ -328,17 +329,17 @@ def _slow(found: Metrics) -> Iterator[Diagnosis]:
         yield Diagnosis(
             "data-bound",
             where,
-            f"{shares['data']:.0%} of the ranks' time went into waiting for data",
-            "steps wait for their samples",
-            "--loader.workers 2 (or more), or samples that are prepared once",
+            f"{shares['data']:.0%} of the ranks' time was spent waiting for data",
+            "steps wait for samples",
+            "--loader.workers 2 (or more), or preprocess the samples once",
             WARNING,
         )
     if (exposed := found["exposed_share"] or 0.0) > _MUCH and not found["stragglers"]:
         yield Diagnosis(
             "communication-bound",
             where,
-            f"{exposed:.0%} of the ranks' time went into waiting for the exchange of gradients",
-            "the network does not keep up with the ranks",
+            f"{exposed:.0%} of the ranks' time was spent waiting for gradient synchronization",
+            "the network is too slow for the ranks",
             "--exchange.wire bfloat16, --exchange.hierarchical true, --exchange.compression "
             "powersgd or a larger --batch.global_size; hvdtrain doctor --hosts LIST",
             WARNING,

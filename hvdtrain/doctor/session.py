@@ -143,7 +143,7 @@ class HostSession:
         try:
             line = self._lines.get(timeout=max(0.0, seconds))
         except queue.Empty:
-            raise SilentError("no answer in time") from None
+            raise SilentError("no response in time") from None
         if line is None:
             raise SilentError(self._last_line() or "the connection ended")
         return line
@@ -187,8 +187,9 @@ def opened(own: str, others: Sequence[str]) -> Iterator[dict[str, HostSession]]:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
             raise UserError(
-                f"only {len(sessions)} of {total} hosts can be asked at once: {error.strerror}; "
-                "each takes 3: raise the hard limit (`ulimit -Hn` shows it), or name fewer hosts"
+                f"only {len(sessions)} of {total} hosts can be queried at once: {error.strerror}; "
+                "each requires 3 files: raise the hard limit (see `ulimit -Hn`), or query fewer "
+                "hosts"
             ) from None
         yield sessions
 

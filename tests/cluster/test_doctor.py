@@ -160,7 +160,7 @@ def test_closed_port_is_named_with_a_fix(
 
 def test_unreachable_ssh_port_is_named(doctor: Examined) -> None:
     for verdict, says in (
-        ("drop", "does not answer"),
+        ("drop", "does not respond"),
         ("reject with tcp reset", "nothing listens"),
     ):
         with _firewall(doctor, f"22 {verdict}"):
@@ -214,7 +214,7 @@ def test_high_latency_of_small_packets_is_named(doctor: Examined) -> None:
         findings = doctor.findings("network")
         for ends in ("node1 -> node2", "node2 -> node1"):  # there and back
             found = named(findings, "latency", ends)
-            assert 2 < float(found["what"].split()[3]) < 100 and found["severity"] == "warning"
+            assert 2 < float(found["what"].split()[4]) < 100 and found["severity"] == "warning"
     finally:
         doctor.on("node2", "tc qdisc del dev eth0 root")
 
@@ -289,7 +289,7 @@ def test_different_training_data_on_a_host_is_named(doctor: Examined) -> None:
     )
     try:
         found = named(doctor.findings(flags=flags), "data", "node2")
-        assert "other training data" in found["what"]
+        assert "different training data" in found["what"]
     finally:
         doctor.on("node2", f"umount -l {folder}")
 

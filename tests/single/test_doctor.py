@@ -58,7 +58,7 @@ def test_healthy_host_has_no_findings(facts: dict[str, Any]) -> None:
     ("changed", "check", "says"),
     [
         ({"gpus": [GPU | {"clocks_throttle_reasons.hw_thermal_slowdown": "Active"}]}, "gpu",
-         "its clock is held down (hw_thermal_slowdown)"),
+         "its clock is throttled (hw_thermal_slowdown)"),
         ({"gpus": [GPU | {"pcie.link.width.current": "4"}]}, "gpu", "4 of 16 lanes"),
         ({"gpus": [{"failed": "No devices were found"}]}, "gpu", "No devices were found"),
         ({"gpus": [GPU], "libraries": LIBRARIES | {"gpus": 1}}, "gpu", "2 ranks for 1 GPUs"),
@@ -66,7 +66,7 @@ def test_healthy_host_has_no_findings(facts: dict[str, Any]) -> None:
          "gpu", "driver on your system is too old"),
         ({"libraries": {"failed": "undefined symbol: _ZN2at"}}, "horovod", "undefined symbol"),
         ({"libraries": {"slow": 40}}, "horovod", "takes more than 40 s"),
-        ({"shm": None}, "shm", "is not there"),
+        ({"shm": None}, "shm", "is missing"),
         ({"python": "3.9.2"}, "python", "Python 3.9.2"),
         ({"disk": {"free": 10**12, "inodes": 9, "failed": "", "locks": False}}, "locks",
          "no locks"),
@@ -79,12 +79,12 @@ def test_host_fault_is_reported_with_a_remedy(
     facts: dict[str, Any], changed: dict[str, Any], check: str, says: str
 ) -> None:
     (finding,) = _found(facts, **changed)
-    assert finding.check == check and says in finding.what and finding.mend
+    assert finding.check == check and says in finding.what and finding.fix
 
 
 def test_missing_horovod_is_reported_with_its_install_command(facts: dict[str, Any]) -> None:
     (finding,) = _found(facts, versions=facts["versions"] | {"horovod": None})
-    assert "not installed" in finding.what and "horovod build --install" in finding.mend
+    assert "not installed" in finding.what and "horovod build --install" in finding.fix
 
 
 def test_upstream_horovod_wheel_is_accepted(facts: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ def test_only_a_slow_all_reduce_is_reported() -> None:
     fast, slow = (Sum("mpi", 2, "a:1,b:1", seconds, 0.1) for seconds in (0.2, 1.5))
     assert collectives.check([fast, Sum("mpi", 2, "", 9.0, 0.0)]) == []
     (finding,) = collectives.check([slow])
-    assert "take 1500 ms on 2 ranks" in finding.what and "bench allreduce" in finding.mend
+    assert "take 1500 ms on 2 ranks" in finding.what and "bench allreduce" in finding.fix
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def _start(root: Path, task: str, *flags: str, env: dict[str, str] | None = None
 
 def _check(finding: Diagnosis, check: str, says: str, mend: str) -> None:
     """Also that the line it names shows it."""
-    assert finding.check == check and says in finding.what and mend in finding.mend, finding
+    assert finding.check == check and says in finding.what and mend in finding.fix, finding
     path, _, rest = finding.where.partition(":")
     if number := re.match(r"\d+", rest):
         shown = Path(path).read_text().splitlines()[int(number[0]) - 1]
@@ -155,7 +155,7 @@ def test_slow_rank_is_named(finished: Path) -> None:
     assert how == "how it ended: finished"
     (finding,) = [one for one in findings if one.check == "straggler"]
     assert "rank 17 on node2 was slow for 50 steps" in finding.what
-    assert "most in: data" in finding.what and "loader.workers" in finding.mend
+    assert "most in: data" in finding.what and "loader.workers" in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_bottleneck_of_a_run_is_named(finished: Path, phase: str, check: str, ke
     events.write_text("\n".join(kept) + "\n")
     findings, _ = diagnose(finished)
     (finding,) = [one for one in findings if one.check == check]
-    assert key in finding.mend and finding.severity == "warning"
+    assert key in finding.fix and finding.severity == "warning"
 
 
 def test_unexplained_failure_is_reported_with_its_last_error(finished: Path) -> None:

@@ -67,14 +67,14 @@ OF_A_HOST = {
         "Read-only file system", "umount -l {root}",
     ),
     "a folder of its own": Fault(
-        "shared folder", "mount -t tmpfs -o size=4g tmpfs {root}", "is another folder there",
+        "shared folder", "mount -t tmpfs -o size=4g tmpfs {root}", "is a different directory there",
         "umount -l {root}", severity="warning",
     ),
     "locks that others do not see": Fault(
         "locks",
         "mkdir -p /tmp/over/up /tmp/over/work && mount -t overlay overlay "
         "-o lowerdir={root},upperdir=/tmp/over/up,workdir=/tmp/over/work {root}",
-        "does not hold between the hosts", "umount -l {root}; rm -r /tmp/over", severity="warning",
+        "is not visible to other hosts", "umount -l {root}; rm -r /tmp/over", severity="warning",
     ),
     "a locale that is not there": Fault(
         "locale", BASHRC.format(line="export LC_ALL=xx_YY.UTF-8"), "LC_ALL=xx_YY.UTF-8",
@@ -106,7 +106,7 @@ OF_A_HOST = {
     ),
     "other source files": Fault(
         "versions", "mount -t tmpfs tmpfs {package}/presets && touch {package}/presets/new.py",
-        "hvdtrain's own files are others", "umount -l {package}/presets",
+        "hvdtrain's source files differ", "umount -l {package}/presets",
     ),
     "no mpirun": Fault(
         "mpi", "mount --bind /dev/null $(readlink -f $(command -v mpirun))", "no mpirun is on PATH",
@@ -134,8 +134,8 @@ assert sorted(name for names in TOGETHER for name in names) == sorted(OF_A_HOST)
 # Of the way to a host: what ssh says, and what is missing there.
 OF_A_LOGIN = {
     "an unknown name": Fault(
-        "name", NAMES.format(name="node2"), "cannot be resolved here", "umount -l /etc/hosts",
-        on="node1",
+        "name", NAMES.format(name="node2"), "this host cannot resolve its name",
+        "umount -l /etc/hosts", on="node1",
     ),
     "an unknown host key": Fault(
         "ssh", "true", "its host key is not known here", "rm -f ~/.ssh/known_hosts", OWN,
@@ -143,20 +143,20 @@ OF_A_LOGIN = {
     ),
     "another host key": Fault(
         "ssh", "ssh-keyscan node1 2>/dev/null | sed s/node1/node2/ > ~/.ssh/known_hosts",
-        "its host key is not the one that is known", "rm -f ~/.ssh/known_hosts", OWN, on="node1",
+        "its host key differs from the key", "rm -f ~/.ssh/known_hosts", OWN, on="node1",
     ),
     "a key that is not allowed": Fault(
         "ssh", "mount --bind /dev/null {folder}/key.pub", "asks for a password",
         "umount -l {folder}/key.pub",
     ),
     "another Python path": Fault(
-        "python path", "mount -t tmpfs tmpfs {bin}", "is not there", "umount -l {bin}",
+        "python path", "mount -t tmpfs tmpfs {bin}", "is missing there", "umount -l {bin}",
     ),
     "no hvdtrain": Fault(
-        "ssh", "mount -t tmpfs tmpfs {package}", "hvdtrain is not in the Python there",
+        "ssh", "mount -t tmpfs tmpfs {package}", "hvdtrain is not installed in its Python",
         "umount -l {package}",
     ),
     "no such folder": Fault(
-        "folder", "mount -t tmpfs tmpfs {shared}", "this working folder", "umount -l {shared}",
+        "folder", "mount -t tmpfs tmpfs {shared}", "the working directory", "umount -l {shared}",
     ),
 }  # fmt: skip

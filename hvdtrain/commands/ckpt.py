@@ -188,7 +188,7 @@ def _model_config(checkpoint: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(
             f"{path}: {error.strerror}; it is exported with the weights, so name a checkpoint "
-            "inside the folder of its run"
+            "inside its run directory"
         ) from None
     of_every_task = {f.name for f in fields(Config)} - {"task"}
     return {key: value for key, value in config.items() if key not in of_every_task}

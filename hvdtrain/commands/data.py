@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         default=[],
         metavar="GLOB",
-        help="files, folders or globs (default: the Python standard library's own source files)",
+        help="files, directories or globs (default: the source files of Python's standard library)",
     )
     tokenize.add_argument(
         "--source",
@@ -72,9 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="extend",
         required=True,
         metavar="GLOB",
-        help="files, folders or globs; *.jsonl, *.ndjson, *.parquet and *.tar are taken",
+        help="files, directories or globs; *.jsonl, *.ndjson, *.parquet and *.tar are accepted",
     )
-    index.add_argument("--cache", metavar="DIR", help="folder for the indexes instead")
+    index.add_argument("--cache", metavar="DIR", help="directory for the indexes instead")
     columns = actions.add_parser(
         "columns",
         help="statistics and vocabularies of a table, for --tabular.columns",

@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "words",
         nargs="*",
         metavar="RUN | -- --key value",
-        help="the folder of a run: why did it fail, or is slow? Or keys of the configuration, "
-        "whose run.root and data are looked at",
+        help="a run directory: why did the run fail, or why is it slow? Or configuration keys, "
+        "whose run.root and data are checked",
     )
     parser.usage = (
         f"{parser.prog} [--hosts LIST | --hostfile FILE | --slurm] [--np N] [--format json] "
@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     folder, *more = args.words
     if more or args.hosts or args.hostfile or args.slurm or args.np:
         raise UserError(
-            f"{folder} is taken for the folder of a run, which is read alone: --hosts, --np and "
-            "keys belong to a doctor of hosts, and keys stand after `--`"
+            f"{folder} is read as a run directory, which is examined alone: --hosts, --np and "
+            "configuration keys are for checks of hosts; keys follow `--`"
         )
     return _examine_run(Path(folder), args.format)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
     parser.add_argument(
         "--length", type=_positive, default=200, metavar="N", help="tokens (default: %(default)s)"

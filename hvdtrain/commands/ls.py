@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default=Path("runs"),
         metavar="ROOT",
-        help="folder that holds the runs (default: %(default)s)",
+        help="directory of the runs (default: %(default)s)",
     )
     parser.add_argument(
         "--sort",

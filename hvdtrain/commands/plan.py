@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="PATH",
-        help="the folder of a run, or what `bench exchange`, `bench allreduce` or `plan` printed "
+        help="a run directory, or what `bench exchange`, `bench allreduce` or `plan` printed "
         "with --format json; may be given several times",
     )
     source.add_argument(

@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     line = "tables of time, memory, lateness and operators from RUN/profile"
     summary = actions.add_parser("summary", help=line, description=f"{line}.")
-    summary.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    summary.add_argument("run", type=Path, metavar="RUN", help="run directory")
     summary.add_argument("--format", choices=("text", "json"), default="text")
 
 

@@ -190,7 +190,7 @@ def test_remedy_can_be_copied_from_the_table(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["runs/a", "--np", "2"], "belong to a doctor of hosts"),
+        (["runs/a", "--np", "2"], "are for checks of hosts"),
         (["runs/a"], "is not a run directory"),
         (["--hosts", "a:1", "--np", "2"], "the hosts have 1 slots together"),
         (["--", "--run.rot", "x"], "run.rot"),

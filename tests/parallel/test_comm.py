@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain import comm
-from hvdtrain.comm.process import Process, Usage
+from hvdtrain.comm.process import Usage, UserCollectives
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.phases import PhaseTimer
@@ -207,7 +207,7 @@ def test_collective_that_other_ranks_do_not_reach_is_refused(topology: Topology)
 def test_totals_count_calls_and_bytes_and_waiting_is_not_work(
     topology: Topology, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = Process()
+    process = UserCollectives()
     monkeypatch.setattr(comm, "COLLECTIVES", process)
     process.timer = PhaseTimer(0.0)
     seen: list[str] = []

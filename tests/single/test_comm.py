@@ -15,7 +15,7 @@ import torch
 from prometheus_client import generate_latest
 
 from hvdtrain import cli, comm
-from hvdtrain.comm.process import Process
+from hvdtrain.comm.process import UserCollectives
 from hvdtrain.config import Config
 from hvdtrain.report.tables import last
 from hvdtrain.run.exporting import Exported, build_exporter
@@ -142,7 +142,7 @@ def test_comm_call_in_a_helper_process_is_rejected() -> None:
 
 
 def test_exporter_includes_collective_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    process = Process()
+    process = UserCollectives()
     monkeypatch.setattr(comm, "COLLECTIVES", process)
     with process.timed("all_gather") as sizes:
         sizes.append(24)

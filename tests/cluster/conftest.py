@@ -15,7 +15,8 @@ import pytest
 from tests.support.cluster import Cluster
 from tests.support.faults import PACED, ElasticJob
 from tests.support.namespaces import why_not
-from tests.support.runs import metrics, run
+from tests.support.runs import losses, metrics, run
+from tests.support.supervised import COMMON, STEPS, Supervised
 
 
 @pytest.fixture(scope="session")
@@ -78,3 +79,24 @@ def job(cluster: Cluster, runs: Path) -> Iterator[Callable[..., ElasticJob]]:
     yield start
     for one in jobs:
         one.job.kill()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[float]:
+    """Losses of the same run on one rank, without a supervisor; a file may set STEPS."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    task = ["--task", "tests.support.tasks:Regression", "--run.root", str(root), "--run.id", "a"]
+    steps = ["--train.steps", str(getattr(request.module, "STEPS", STEPS))]
+    done = run(root, [*task, *COMMON, *steps])
+    assert done.returncode == 0, done
+    return losses(root / "a")
+
+
+@pytest.fixture
+def supervised(one_run: Supervised) -> Supervised:
+    """That run, under a supervisor."""
+    if not one_run.job.running():
+        one_run.start()
+    return one_run

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.test_launch import ALL, HOSTS, SLOW, TEST_SECONDS, Record, Supervised
-from tests.cluster.test_launch import supervised as supervised  # a fixture
-from tests.cluster.test_launch import undisturbed as undisturbed  # a fixture
 from tests.support.cluster import Cluster
 from tests.support.job import poll
+from tests.support.supervised import ALL, HOSTS, SLOW, TEST_SECONDS, Record, Supervised
 
 STEPS = 300
 

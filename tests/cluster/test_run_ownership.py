@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.test_launch import Supervised
 from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob, assert_same_curve, pause
 from tests.support.owners import BorrowedLocks
+from tests.support.supervised import Supervised
 
 LENDS = "--task tests.support.owners:LendsLock"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import subprocess
 import tempfile
 from collections.abc import Iterator
 
@@ -25,6 +27,19 @@ def _folder_of_mpirun() -> Iterator[None]:
         os.environ[_MPI_FOLDER] = folder
         yield
         del os.environ[_MPI_FOLDER]
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Files of a self-signed certificate for 127.0.0.1, and of its key."""
+    folder = tmp_path_factory.mktemp("tls")
+    files = str(folder / "cert.pem"), str(folder / "key.pem")
+    command = shlex.split(
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=node1"
+        f" -addext subjectAltName=IP:127.0.0.1 -out {files[0]} -keyout {files[1]}"
+    )
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return files
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -93,3 +93,15 @@ def test_module_imports_are_acyclic() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_no_test_file_imports_another() -> None:
+    tests = PACKAGE.parent / "tests"
+    imported = {
+        (str(path.relative_to(tests)), name)
+        for path in tests.rglob("*.py")
+        for name in _imports(path)
+        if name.startswith("tests.")
+        and any(part.startswith("test_") for part in name.split(".")[:3])
+    }
+    assert not imported, imported

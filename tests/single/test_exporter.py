@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-import shlex
 import socket
 import ssl
-import subprocess
 import threading
 import time
 import urllib.error
@@ -57,18 +55,6 @@ def test_unavailable_address_is_a_user_error() -> None:
         Exporter(TelemetryConfig(host="203.0.113.1"), 0)
     with pytest.raises(UserError, match=r"cannot listen on no-such-host\.invalid:9855"):
         Exporter(TelemetryConfig(host="no-such-host.invalid"), 0)
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    folder = tmp_path_factory.mktemp("tls")
-    files = str(folder / "cert.pem"), str(folder / "key.pem")
-    command = shlex.split(
-        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=node1"
-        f" -addext subjectAltName=IP:{HOST} -out {files[0]} -keyout {files[1]}"
-    )
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return files
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter, ExporterAddress, write_targets
 from hvdtrain.top.scrape import Rank, Scraper, Target, read_targets
 from hvdtrain.top.screen import RankTable, fit
-from tests.single.test_exporter import certificate as certificate  # a fixture
 from tests.support.job import Finished, Job, poll
 from tests.support.runs import REPOSITORY, environment, start
 

@@ -20,7 +20,7 @@ from tests.support import namespaces
 from tests.support.cluster import Cluster
 from tests.support.faults import PACED, assert_clean
 from tests.support.job import Job, poll
-from tests.support.pods import Pods
+from tests.support.kubernetes import Pods
 
 OPTIONS = "--name train --nodes 2 --ranks 1 --min-nodes 1 --max-nodes 3"
 SECONDS = 120

@@ -20,8 +20,17 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import REPOSITORY, Cluster
-from tests.support.doctor_faults import BASHRC, BOTH, OF_A_HOST, OF_A_LOGIN, OWN, TOGETHER, Fault
-from tests.support.doctored import Examined, named
+from tests.support.doctored import (
+    BASHRC,
+    BOTH,
+    OF_A_HOST,
+    OF_A_LOGIN,
+    OWN,
+    TOGETHER,
+    Examined,
+    Fault,
+    named,
+)
 from tests.support.namespaces import ENVIRONMENT
 
 # What slows hosts down, such as another test, is a finding too.

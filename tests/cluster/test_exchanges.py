@@ -11,9 +11,9 @@ import pytest
 from hvdtrain.audit.same import compare
 from hvdtrain.bench.processes import launch
 from tests.support.cluster import Cluster
+from tests.support.datasets import KEYS, sales, write
 from tests.support.faults import PACED, ElasticJob, MpiJob, assert_clean
 from tests.support.runs import CORPUS, losses, run, weights
-from tests.support.tables import KEYS, sales, write
 
 STEPS = 400
 EXACT = f"--exchange.name exact --runtime.threads 1 --train.steps {STEPS}"

@@ -17,7 +17,7 @@ import psutil
 from tests.support.cluster import Cluster
 from tests.support.faults import ElasticJob, assert_clean, assert_same_curve
 
-TROUBLED = "--task tests.support.troubled:Troubled --checkpoint.every 0"
+TROUBLED = "--task tests.support.disturbed:Troubled --checkpoint.every 0"
 HANG_SECONDS = 5
 # Of two ranks, whose steps take as long as those of four.
 PACE = {"HVDTRAIN_TEST_PACE": "0.05"}
@@ -139,7 +139,7 @@ def test_run_survives_a_discovery_gap_and_waits_for_required_ranks(
     job: Callable[..., ElasticJob], reference: list[dict[str, Any]]
 ) -> None:
     # A survivor and a newcomer call collectives of the task's own, too.
-    task = "--task tests.support.collecting:Collecting"
+    task = "--task tests.support.disturbed:Collecting"
     running = job(hosts="node1:1 node2:1", np=2, min_np=2, arguments=task, env=PACE)
     running.wait_for_step(10)
     running.set_hosts("node1:1")

@@ -31,7 +31,7 @@ from tests.support.faults import (
     pause,
 )
 
-HELD = "--task tests.support.held:Held --train.steps 150 --eval.every 10 --checkpoint.every 15"
+HELD = "--task tests.support.disturbed:Held --train.steps 150 --eval.every 10 --checkpoint.every 15"
 NO_PACE = {"HVDTRAIN_TEST_PACE": "0"}
 # Of two ranks, whose steps take as long as those of four.
 PACE_OF_TWO = {"HVDTRAIN_TEST_PACE": "0.05"}

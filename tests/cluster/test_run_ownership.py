@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import Cluster
+from tests.support.disturbed import BorrowedLocks
 from tests.support.faults import ElasticJob, assert_same_curve, pause
-from tests.support.owners import BorrowedLocks
 from tests.support.supervised import Supervised
 
-LENDS = "--task tests.support.owners:LendsLock"
+LENDS = "--task tests.support.disturbed:LendsLock"
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ EVERY = (
     " --telemetry.port 0"
 )
 SLEEPING = (
-    f"--task tests.support.lagging:Lagging --batch.global_size 8 --batch.micro_size 2 {EVERY}"
+    f"--task tests.support.disturbed:Lagging --batch.global_size 8 --batch.micro_size 2 {EVERY}"
 )
 # Steps long enough to be told from noise.
 COMPUTING = (

@@ -24,7 +24,7 @@ from hvdtrain.runtime.mpi import Alone
 from hvdtrain.tasks.tabular_data import open_training, scan_columns
 from hvdtrain.tasks.tabular_measures import of_classes
 from tests.support.contexts import replicated
-from tests.support.tables import KEYS, sales, write
+from tests.support.datasets import KEYS, sales, write
 
 
 class _Scores:

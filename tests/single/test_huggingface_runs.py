@@ -119,7 +119,7 @@ def test_lora_loss_curve_is_unchanged_after_rank_is_killed(root: Path) -> None:
         "horovodrun --gloo -np 3 --min-np 1 --max-np 3 --network-interfaces lo"
         f" --host-discovery-script 'cat {root}/hosts'"
     )
-    task = ["--task", "tests.support.killed:KilledHuggingFace", "--run.id", "killed"]
+    task = ["--task", "tests.support.transformer_folders:KilledHuggingFace", "--run.id", "killed"]
     env = environment({"HVDTRAIN_TEST_KILL": "2:7"})  # of 2 micro-batches in each step
     command = [*launcher, *TRAIN, *_flags(root, "gpt2"), *task]
     done = Job([], command, env, root / "killed-job").wait(180)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.datasets import cut_off, draw
 from tests.support.job import Finished
-from tests.support.pictures import cut_off, draw
 from tests.support.runs import losses, metrics, run
 
 # Random shifts, mixup, BatchNorm and 6 micro-batches a step.

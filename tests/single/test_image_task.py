@@ -17,7 +17,7 @@ from hvdtrain.models.vit import VisionTransformer
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.tasks.image import Image, ImageConfig, ImageTaskConfig
-from tests.support.pictures import cut_off, draw
+from tests.support.datasets import cut_off, draw
 
 
 # Of torchvision 0.28: parameters, and entries of state_dict().

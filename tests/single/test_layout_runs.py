@@ -29,7 +29,7 @@ def _run(root: Path, axes: dict[str, int], ranks: int, slow: int) -> tuple[Path,
     """A run of which a rank takes longer; (its folder, what it said)."""
     flags = [word for axis, size in axes.items() for word in (f"--parallel.{axis}", str(size))]
     where = ["--run.root", str(root), "--run.id", "run"]
-    flags += ["--task", "tests.support.lagging:SlowToCompute"]
+    flags += ["--task", "tests.support.disturbed:SlowToCompute"]
     env = {"HVDTRAIN_TEST_SLOW": f"{slow}:{LAG}"}
     done = run(root / "output", [*FLAGS, *flags, *where], f"mpirun:{ranks}", env, timeout=300)
     assert done.returncode == 0, done

@@ -27,7 +27,7 @@ from tests.support.job import Finished
 pytestmark = pytest.mark.slow
 
 PACED = (
-    "--task tests.support.lagging:Lagging --batch.global_size 8 --batch.micro_size 2"
+    "--task tests.support.disturbed:Lagging --batch.global_size 8 --batch.micro_size 2"
     " --eval.every 0 --telemetry.port 0 --telemetry.exchange_every 1 --train.steps 14"
 )
 

@@ -17,7 +17,7 @@ from tests.support.job import Job, poll
 from tests.support.runs import environment, metrics, start
 
 PACE = {"HVDTRAIN_TEST_PACE": "0.02"}
-TASK = "--task tests.support.owners:NoLocks"
+TASK = "--task tests.support.disturbed:NoLocks"
 
 
 class Runs:

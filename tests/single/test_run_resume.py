@@ -152,7 +152,7 @@ def test_resume_from_a_slow_disk_survives_the_watchdog(tmp_path: Path) -> None:
     # Rank 0 reads the model, then both ranks read the optimizer's files: each takes 6 s, longer
     # than a rank may be idle, or missing in a collective.
     flags = [
-        *("--task", "tests.support.slow_disk:OnSlowDisk", "--parallel.zero", "1"),
+        *("--task", "tests.support.disturbed:OnSlowDisk", "--parallel.zero", "1"),
         *("--batch.global_size", "4", "--batch.micro_size", "2", "--elastic.hang_seconds", "3"),
         *("--telemetry.port", "0", "--run.root", str(tmp_path), "--run.id", "slow"),
     ]

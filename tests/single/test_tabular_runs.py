@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.datasets import KEYS, sales, write
 from tests.support.job import Finished
 from tests.support.runs import losses, metrics, run
-from tests.support.tables import KEYS, sales, write
 
 SHORT = (
     "--batch.global_size 48 --batch.micro_size 8 --train.steps 24 --eval.every 12 --optim.lr 0.01"

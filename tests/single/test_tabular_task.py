@@ -29,7 +29,7 @@ from hvdtrain.runtime.mpi import Alone
 from hvdtrain.tasks.tabular import Tabular
 from hvdtrain.tasks.tabular_data import buffers, read_columns
 from hvdtrain.tasks.tabular_measures import of_classes, of_numbers
-from tests.support.tables import KEYS, sales, write
+from tests.support.datasets import KEYS, sales, write
 
 FEATURES = ("day", "cost", "colour", "shop", "number", "country")
 WANTED = Wanted(FEATURES, "sold", "day", 0.2)

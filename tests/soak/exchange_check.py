@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.soak import mixed_speed
+from tests.soak.pinned import ENV, PinnedHosts
 from tests.support.namespaces import why_not
-from tests.support.pinned import ENV, PinnedHosts
 
 LIMIT_S = 3000.0
 GPT_11M = [

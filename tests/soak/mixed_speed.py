@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 from hvdtrain.bench.processes import MARK, QUIET, launch, worker
-from tests.support.pinned import NAMES, PinnedHosts
+from tests.soak.pinned import NAMES, PinnedHosts
 
 # So large that the exchange, which the sum of the speeds leaves out, is a small part of a step.
 MICRO_SIZE = 8

@@ -22,8 +22,8 @@ from hvdtrain.plan.cluster import Cluster, Link
 from hvdtrain.plan.job import JobProfile
 from hvdtrain.plan.measure import COLLECTIVES, CollectiveCosts, costs_from, job_from, mean_of
 from hvdtrain.plan.predict import predict
+from tests.soak.pinned import NAMES, PinnedHosts
 from tests.support.namespaces import why_not
-from tests.support.pinned import NAMES, PinnedHosts
 
 # tbf counts an Ethernet frame without preamble, checksum and gap.
 PAYLOAD = 1448 / 1514
@@ -91,7 +91,7 @@ def _cells(
     costs = _costs(hosts, ranks, where) if ranks > 1 else CollectiveCosts(0.0, 0.0, 0.0)
     wanted = [(mbit, strategy) for mbit in args.mbit for strategy in args.strategies]
     text = json.dumps({"flags": flags, "cells": wanted})
-    command = [sys.executable, "-m", "tests.support.plan_cells", str(args.steps), text]
+    command = [sys.executable, "-m", "tests.soak.plan_cells", str(args.steps), text]
     if ranks > 1:
         command = launch("gloo", ranks, command, where)
     before = _job(hosts, flags, per_host)

@@ -36,7 +36,7 @@ from safetensors import safe_open
 
 from hvdtrain.launch.commands import elastic_horovodrun
 from hvdtrain.tasks.language_model import LanguageModel, LanguageModelConfig
-from tests.support import runs, tables, warm
+from tests.support import datasets, runs, warm
 from tests.support.job import Finished
 
 # The values of one case as text, by place ("step 3") and name ("loss").
@@ -64,7 +64,7 @@ IMAGE = (
 )
 RAGGED = f"{COMMON} --task tests.support.ragged:Ragged"
 TABULAR = (
-    f"{COMMON} {' '.join(tables.KEYS)} --tabular.data {{data}}/sales.parquet"
+    f"{COMMON} {' '.join(datasets.KEYS)} --tabular.data {{data}}/sales.parquet"
     " --batch.global_size 48 --batch.micro_size 8 --optim.lr 0.01"
 )
 BATCHNORM = f"{COMMON} {BATCH} --task tests.support.unusual:RowMajor"
@@ -331,7 +331,7 @@ def _run_all(names: Sequence[str]) -> Iterator[tuple[str, Record | str]]:
     cases = _cases()
     with tempfile.TemporaryDirectory(prefix="recorded-") as folder:
         root = Path(folder)
-        tables.write(tables.sales(), root / "sales.parquet")
+        datasets.write(datasets.sales(), root / "sales.parquet")
         for number, name in enumerate(names):
             began = time.monotonic()
             try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,161 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+BOTH = "node1:1,node2:1"
+OWN = "the finding's own command"
+NAMES = "grep -vw {name} /etc/hosts > /tmp/names; mount --bind /tmp/names /etc/hosts"
+BASHRC = "printf '%s\\n' '{line}' > /tmp/bashrc; mount --bind /tmp/bashrc ~/.bashrc"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of node2, as a host.
+
+    Args:
+        check: which has to name it.
+        make: makes it; {root} is run.root.
+        says: what the finding says.
+        undo: leaves the host as it was.
+        mend: OWN: the command that the finding names is run, before `undo`.
+        on: the host on which all of this is done.
+        where: of the finding.
+        severity: of the finding.
+    """
+
+    check: str
+    make: str
+    says: str
+    undo: str
+    mend: str = ""
+    on: str = "node2"
+    where: str = "node2"
+    severity: str = "error"
+    hosts: str = BOTH
+
+
+# Of what a host tells about itself.
+OF_A_HOST = {
+    "own name": Fault(
+        "own name", NAMES.format(name="node2"), "cannot resolve its own name",
+        "umount -l /etc/hosts", OWN,
+    ),
+    "the name of another": Fault(
+        "name", NAMES.format(name="node1"), "node1 cannot be resolved there",
+        "umount -l /etc/hosts", where="node1 on node2",
+    ),
+    "small /dev/shm": Fault(
+        "shm", "mount -o remount,size=16m /dev/shm", "/dev/shm has 16 MiB free",
+        "mount -o remount,size=1g /dev/shm", OWN,
+    ),
+    "few open files": Fault(
+        "open files", "prlimit --pid 1 --nofile=200:", "may open 200 files",
+        "prlimit --pid 1 --nofile=4096:",
+    ),
+    "full disk": Fault(
+        "disk", "mount -t tmpfs -o size=64k tmpfs {root}", "No space left on device",
+        "umount -l {root}",
+    ),
+    "nearly full disk": Fault(
+        "disk", "mount -t tmpfs -o size=900m tmpfs {root}", "MiB are free", "umount -l {root}",
+        severity="warning",
+    ),
+    "read-only disk": Fault(
+        "disk", "mount --bind {root} {root} && mount -o remount,ro,bind {root}",
+        "Read-only file system", "umount -l {root}",
+    ),
+    "a folder of its own": Fault(
+        "shared folder", "mount -t tmpfs -o size=4g tmpfs {root}", "is a different directory there",
+        "umount -l {root}", severity="warning",
+    ),
+    "locks that others do not see": Fault(
+        "locks",
+        "mkdir -p /tmp/over/up /tmp/over/work && mount -t overlay overlay "
+        "-o lowerdir={root},upperdir=/tmp/over/up,workdir=/tmp/over/work {root}",
+        "is not visible to other hosts", "umount -l {root}; rm -r /tmp/over", severity="warning",
+    ),
+    "a locale that is not there": Fault(
+        "locale", BASHRC.format(line="export LC_ALL=xx_YY.UTF-8"), "LC_ALL=xx_YY.UTF-8",
+        "umount -l ~/.bashrc", severity="warning",
+    ),
+    "another Python in front on PATH": Fault(
+        "python",
+        "mkdir -p /tmp/other && ln -sf /usr/bin/env /tmp/other/python",
+        "`python` is /tmp/other/python", "rm -r /tmp/other",
+    ),
+    "a GPU with errors": Fault(
+        "gpu",
+        "mkdir -p /tmp/gpu && printf '%s\\n' '#!/bin/sh' "
+        "'echo NVIDIA H200, 570.1, 3, 16, 16, Not Active, Not Active' > /tmp/gpu/nvidia-smi && "
+        "chmod +x /tmp/gpu/nvidia-smi && " + BASHRC.format(line="export PATH=$PATH:/tmp/gpu"),
+        "3 memory errors", "umount -l ~/.bashrc", where="node2, GPU 0",
+    ),
+    "too many ranks": Fault(
+        "memory", "true", "are free for 900 ranks", "true", hosts="node1:1,node2:900",
+    ),
+    "more ranks than cores": Fault(
+        "cores", "true", "ranks for", "true", severity="warning", hosts="node1:1,node2:900",
+    ),
+    "another version": Fault(
+        "versions",
+        "sed 's/^__version__ = .*/__version__ = \"0.0.7\"/' {package}/__init__.py > /tmp/init.py "
+        "&& mount --bind /tmp/init.py {package}/__init__.py",
+        "hvdtrain 0.0.7", "umount -l {package}/__init__.py",
+    ),
+    "other source files": Fault(
+        "versions", "mount -t tmpfs tmpfs {package}/presets && touch {package}/presets/new.py",
+        "hvdtrain's source files differ", "umount -l {package}/presets",
+    ),
+    "no mpirun": Fault(
+        "mpi", "mount --bind /dev/null $(readlink -f $(command -v mpirun))", "no mpirun is on PATH",
+        "umount -l $(readlink -f $(command -v mpirun))",
+    ),
+    "one address on both hosts": Fault(
+        "interfaces",
+        "ip link add docker0 type bridge && ip addr add 172.17.0.1/16 dev docker0 && "
+        "ip link set docker0 up",
+        "docker0 has the same address, 172.17.0.1", "ip link delete docker0",
+        on="node1 node2", where="node1, node2",
+    ),
+}  # fmt: skip
+
+# Which of them are made at once: those of one file or folder are in different ones.
+TOGETHER = (
+    ("own name", "small /dev/shm", "few open files", "full disk", "a locale that is not there"),
+    ("the name of another", "nearly full disk", "another Python in front on PATH", "no mpirun"),
+    ("a GPU with errors", "read-only disk", "another version", "one address on both hosts"),
+    ("a folder of its own", "other source files"),
+    ("too many ranks", "more ranks than cores", "locks that others do not see"),
+)
+assert sorted(name for names in TOGETHER for name in names) == sorted(OF_A_HOST)
+
+# Of the way to a host: what ssh says, and what is missing there.
+OF_A_LOGIN = {
+    "an unknown name": Fault(
+        "name", NAMES.format(name="node2"), "this host cannot resolve its name",
+        "umount -l /etc/hosts", on="node1",
+    ),
+    "an unknown host key": Fault(
+        "ssh", "true", "its host key is not known here", "rm -f ~/.ssh/known_hosts", OWN,
+        on="node1",
+    ),
+    "another host key": Fault(
+        "ssh", "ssh-keyscan node1 2>/dev/null | sed s/node1/node2/ > ~/.ssh/known_hosts",
+        "its host key differs from the key", "rm -f ~/.ssh/known_hosts", OWN, on="node1",
+    ),
+    "a key that is not allowed": Fault(
+        "ssh", "mount --bind /dev/null {folder}/key.pub", "asks for a password",
+        "umount -l {folder}/key.pub",
+    ),
+    "another Python path": Fault(
+        "python path", "mount -t tmpfs tmpfs {bin}", "is missing there", "umount -l {bin}",
+    ),
+    "no hvdtrain": Fault(
+        "ssh", "mount -t tmpfs tmpfs {package}", "hvdtrain is not installed in its Python",
+        "umount -l {package}",
+    ),
+    "no such folder": Fault(
+        "folder", "mount -t tmpfs tmpfs {shared}", "the working directory", "umount -l {shared}",
+    ),
+}  # fmt: skip

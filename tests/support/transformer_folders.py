@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import nn
 
+from hvdtrain.tasks.huggingface import HuggingFace
+from hvdtrain.tasks.huggingface_config import HuggingFaceTaskConfig
 from tests.support.runs import CORPUS
 
 # Positions and vocabulary of each; without dropout but for GPT-2.
@@ -124,3 +130,20 @@ def write(file: Path, rows: list[Any]) -> Path:
     lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
     file.write_text("\n".join(lines) + "\n")
     return file
+
+
+class KilledHuggingFace(HuggingFace):
+    """HVDTRAIN_TEST_KILL=process:call: that process gets SIGKILL in that training micro-batch."""
+
+    def __init__(self, config: HuggingFaceTaskConfig) -> None:
+        super().__init__(config)
+        process, self._last = os.environ["HVDTRAIN_TEST_KILL"].split(":")
+        # As it was at the start: a process of an elastic run prepares as a world of one.
+        self._killed = process == psutil.Process().environ().get("HOROVOD_RANK")
+        self._calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        self._calls += model.training
+        if self._killed and self._calls == int(self._last):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(model, batch)

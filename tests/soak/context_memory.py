@@ -1,6 +1,6 @@
 """Memory of a training step as the sequence grows with the ranks that share it.
 
-    python -m tests.support.context_memory [tokens of a rank]
+    python -m tests.soak.context_memory [tokens of a rank]
 
 Prints, for each pattern and 1, 2 and 4 ranks, by how much the largest rank grew in a step.
 """

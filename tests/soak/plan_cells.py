@@ -1,4 +1,4 @@
-"""Ranks that measure steps at several bandwidths: `python -m tests.support.plan_cells STEPS JSON`.
+"""Ranks that measure steps at several bandwidths: `python -m tests.soak.plan_cells STEPS JSON`.
 
 JSON: {"flags": [...], "cells": [[Mbit/s, strategy], ...]}. The first rank of each host limits what
 its eth0 sends. All cells take turns, so that the machine's drift is in all of them. Rank 0 prints a

@@ -1,0 +1,316 @@
+"""Tasks that injure, slow down or hold one rank of a run, for tests of what happens then.
+
+Processes are numbered as their launcher started them.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import psutil
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import hvdtrain.run.prepare
+from hvdtrain import comm
+from hvdtrain.checkpoint import layout, tensor_file
+from hvdtrain.engine.state import RunState
+from hvdtrain.runtime.environment import launched_rank
+from hvdtrain.tasks import Datasets
+from hvdtrain.tasks.language_model import LanguageModel
+from tests.support.tasks import Paced, Regression
+
+BAD_SAMPLE = 77
+
+
+def _trouble() -> str:
+    """HVDTRAIN_TEST_TROUBLE=3:device,4:data: what is wrong with this process; "*" is any."""
+    own = psutil.Process().environ()  # as it was at the start
+    entries = os.environ.get("HVDTRAIN_TEST_TROUBLE", "").split(",")
+    troubles = dict(entry.split(":") for entry in entries if entry)
+    return troubles.get(str(launched_rank(own)), troubles.get("*", ""))
+
+
+class Troubled(Paced):
+    """Paced.
+
+    sample: one sample of the data raises, on whatever rank it falls.
+    data: one sample less than the others have.
+    device: the process has another device than the others. No test machine has two kinds, so
+        it is set in place of what `choose_device` finds.
+    hand-over: the state of the others does not get through to it: its exchange fails.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._trouble = _trouble()
+        if self._trouble == "hand-over":
+            RunState.broadcast = _fail  # type: ignore[method-assign]
+
+    def datasets(self) -> Datasets:
+        datasets = super().datasets()
+        if self._trouble != "data":
+            return datasets
+        return Datasets(datasets.train[:-1], datasets.validation)  # type: ignore[index]
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        bad = super().datasets().train[BAD_SAMPLE]
+        if self._trouble == "sample" and model.training and (batch == bad).all(dim=1).any():
+            raise ValueError("a bad sample")
+        return super().loss(model, batch)
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    hvd.shutdown()
+    raise HorovodInternalError("the network between here and there")
+
+
+if _trouble() == "device":
+    hvdtrain.run.prepare.choose_device = lambda *_: torch.device("meta")
+
+
+_LONGEST_SECONDS = 60.0
+
+
+class Held(Paced):
+    """Paced; the process that was started as number 0 waits once.
+
+    HVDTRAIN_TEST_HOLD=place:PATH: at `place` it makes the file PATH, and continues when the file
+    is gone. Places: step (its first micro-batch), evaluation (its first one), save (its first
+    checkpoint: model.safetensors is written, optimizer.safetensors not yet on the disk).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        place, _, path = os.environ.get("HVDTRAIN_TEST_HOLD", "").partition(":")
+        own = psutil.Process().environ()  # as it was at the start
+        self._place = place if launched_rank(own) == 0 else ""
+        self._path = Path(path)
+        if self._place == "save":
+            self._hold_save()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        if self._place == ("step" if model.training else "evaluation"):
+            self._hold()
+        return super().loss(model, batch)
+
+    def _hold_save(self) -> None:
+        fsync = os.fsync
+
+        def holding(file: int) -> None:
+            written = os.readlink(f"/proc/self/fd/{file}")
+            saving = threading.current_thread().name == "checkpoint"
+            if saving and self._place and written.endswith("/optimizer.safetensors"):
+                self._hold()
+            fsync(file)
+
+        os.fsync = holding
+
+    def _hold(self) -> None:
+        self._place = ""
+        self._path.touch()
+        deadline = time.monotonic() + _LONGEST_SECONDS
+        while self._path.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+READS = 12  # of a file
+SECONDS = 0.5  # that each takes
+
+
+class _SlowFile(io.FileIO):
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._bytes = os.stat(path).st_size // READS + 1
+
+    def readinto(self, buffer: Any) -> int | None:
+        time.sleep(SECONDS)
+        return super().readinto(memoryview(buffer)[: self._bytes])
+
+    def read(self, size: int | None = -1) -> bytes | None:  # type: ignore[override]
+        time.sleep(SECONDS)
+        return super().read(self._bytes)
+
+
+def _open(path: Path, mode: str, buffering: int = -1) -> Any:
+    return _SlowFile(path) if mode == "rb" else open(path, mode, buffering)
+
+
+class OnSlowDisk(Regression):
+    def __init__(self) -> None:
+        for module in (layout, tensor_file):
+            module.open = _open  # type: ignore[attr-defined]
+
+
+class Lagging(Paced):
+    """Paced, so a busy machine disturbs it little; one rank's data are slow while a file is there.
+
+    HVDTRAIN_TEST_LAG=rank:seconds:PATH: rank `rank` takes so long for each sample.
+    """
+
+    def datasets(self) -> Datasets:
+        return _lagging(super().datasets())
+
+
+def _lagging(found: Datasets) -> Datasets:
+    rank, seconds, path = os.environ["HVDTRAIN_TEST_LAG"].split(":")
+    own = psutil.Process().environ()  # as it was at the start
+    if int(rank) != launched_rank(own):
+        return found
+    return found._replace(train=_SlowToLoad(found.train, float(seconds), Path(path)))
+
+
+class SlowToCompute(LanguageModel):
+    """The language model; one rank takes longer for each micro-batch, before its model is called.
+
+    HVDTRAIN_TEST_SLOW=rank:seconds
+    """
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        rank, seconds = os.environ["HVDTRAIN_TEST_SLOW"].split(":")
+        if int(rank) == launched_rank() and model.training:
+            time.sleep(float(seconds))
+        return super().loss(model, batch)  # type: ignore[arg-type]
+
+
+class _SlowToLoad(Dataset[Any]):
+    def __init__(self, dataset: Dataset[Any], seconds: float, path: Path) -> None:
+        self._dataset = dataset
+        self._seconds = seconds
+        self._path = path
+
+    def __len__(self) -> int:
+        return len(self._dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        if self._path.exists():
+            time.sleep(self._seconds)
+        return self._dataset[index]
+
+
+class Controlled(Lagging):
+    """Lagging; HVDTRAIN_TEST_CONTROL names a folder. As long as there is a file in it called
+
+    nan: the loss of rank 1 is NaN
+    quick: a micro-batch takes no time
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = Path(os.environ["HVDTRAIN_TEST_CONTROL"])
+        self._own_pace = self._pace
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        self._pace = 0.0 if (self._folder / "quick").exists() else self._own_pace
+        losses = super().loss(model, batch)
+        if hvd.rank() == 1 and (self._folder / "nan").exists():
+            losses["loss"] = losses["loss"] * float("nan")
+        return losses
+
+
+class NoLocks(Paced):
+    """Paced, on a file system without flock: a Lustre that is mounted without it says ENOSYS.
+
+    A real one cannot be had where tests run, so the call itself fails.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def fail(*_: Any) -> None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+        fcntl.flock = fail
+
+
+class LendsLock(Paced):
+    """Paced; process 0 hands the lock of its run to the listener at HVDTRAIN_TEST_LOCKS.
+
+    So it outlives the process: a descriptor that is passed on shares the lock. A helper process
+    that held it would be ended with its rank.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = psutil.Process().environ()  # as it was at the start
+        self._lent = launched_rank(own) != 0
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        if not self._lent:
+            self._lent = True
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.connect(os.environ["HVDTRAIN_TEST_LOCKS"])
+                socket.send_fds(listener, [b"."], _locks())
+        return super().loss(model, batch)
+
+
+def _locks() -> list[int]:
+    """Descriptors of files named .lock that this process has open."""
+    found = []
+    for file in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{file}").endswith("/.lock"):
+                found.append(file)
+    return found
+
+
+class BorrowedLocks:
+    """Keeps each lock that a LendsLock hands to `address`, until `close`.
+
+    Args:
+        folder: that all hosts see, with a short path, as it becomes that of a socket.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.address = str(folder / f"locks-{secrets.token_hex(4)}")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.address)
+        self._listener.listen()
+        self.held: list[int] = []
+        threading.Thread(target=self._receive, daemon=True).start()
+
+    def _receive(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                rank, _ = self._listener.accept()
+                with rank:
+                    self.held += socket.recv_fds(rank, 1, 1)[1]
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for file in self.held:
+            os.close(file)
+
+
+class Collecting(Paced):
+    """Paced, with the same losses: they are multiplied by a 1 that all ranks compute."""
+
+    def datasets(self) -> Datasets:
+        assert comm.broadcast(torch.tensor(comm.rank()), root=comm.size() - 1) == comm.size() - 1
+        return super().datasets()
+
+    def model(self) -> nn.Module:
+        comm.barrier()
+        return super().model()
+
+    def loss(self, model: nn.Module, batch: Tensor) -> dict[str, Tensor]:
+        weights = comm.all_gather(next(p for p in model.parameters() if p.dim() == 2).detach())
+        assert len(weights) == comm.size() and (weights == weights[0]).all(), "ranks differ"
+        mode = torch.tensor([float(model.training), 1 - model.training])
+        assert comm.reduce_scatter(mode.repeat(comm.size())).sum() == comm.size()
+        one = comm.all_reduce(mode, "mean").sum()
+        return {"loss": super().loss(model, batch)["loss"] * one}

@@ -19,7 +19,7 @@ from hvdtrain.errors import CollectiveError, UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.runtime.heartbeat import Heartbeat
-from tests.support.runs import losses, run, train, weights
+from tests.support.runs import losses, metrics, run, train, weights
 
 CPU = torch.device("cpu")
 SHAPE = GPTConfig(layers=3, width=32, heads=2, context=16, vocab_size=64, dropout=0.1)
@@ -128,16 +128,24 @@ def test_error_in_one_interleaved_pass_is_raised_without_deadlock(failing: int) 
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_interleaved_run_is_bitwise_identical_to_plain_run(tmp_path: Path) -> None:
-    """4 micro-batches a step: three ranks have 2, 1, 1."""
-    flags = ["--train.steps", "8", "--checkpoint.every", "8", "--model.layers", "3"]
-    flags += ["--model.dropout", "0.1"]
-    for launcher in ("", "gloo:2", "mpirun:3"):
-        name = launcher.replace(":", "-") or "alone"
-        plain = train(tmp_path, name, flags, launcher)
-        turns = train(tmp_path, f"{name}-turns", [*flags, "--batch.interleave", "3"], launcher)
-        assert losses(turns) == losses(plain)
-        assert weights(turns, 8) == weights(plain, 8)
+# Of 4 micro-batches per step, one rank has 4, two ranks have 2 each, three have 2, 1 and 1. The
+# last 3 of a rank are interleaved: after the n-th forward pass of them, n graphs are open.
+@pytest.mark.parametrize(
+    ("launcher", "open_graphs"),
+    [("", [1, 1, 2, 3]), ("gloo:2", [1, 2] * 2), ("mpirun:3", [1, 2, 1, 1])],
+)
+def test_interleaved_run_is_bitwise_identical_to_plain_run(
+    tmp_path: Path, launcher: str, open_graphs: list[int]
+) -> None:
+    flags = ["--task", "tests.support.open_graphs:OpenGraphs", "--model.layers", "3"]
+    flags += ["--train.steps", "8", "--checkpoint.every", "8", "--model.dropout", "0.1"]
+    plain = train(tmp_path, "plain", flags, launcher)
+    interleaved = train(tmp_path, "interleaved", [*flags, "--batch.interleave", "3"], launcher)
+    assert losses(interleaved) == losses(plain)
+    assert weights(interleaved, 8) == weights(plain, 8)
+    assert {line["open_graphs"] for line in metrics(plain)} == {1.0}
+    mean = sum(open_graphs) / len(open_graphs)
+    assert {line["open_graphs"] for line in metrics(interleaved)} == {mean}
 
 
 def test_interleave_rejects_unsupported_models_and_options(tmp_path: Path) -> None:

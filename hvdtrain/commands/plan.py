@@ -25,7 +25,7 @@ _GIB = float(1 << 30)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_argument_group("what is trained")
+    source = parser.add_argument_group("job")
     source.add_argument(
         "--measure", action="store_true", help="measure a step here, about a minute"
     )
@@ -40,17 +40,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "with --format json; may be given several times",
     )
     source.add_argument(
-        "--gpu", metavar="NAME", help="from the model's FLOPs and this GPU's peak, such as H100"
+        "--gpu",
+        metavar="NAME",
+        help="compute the step from the model's FLOPs and this GPU's peak, such as H100",
     )
     source.add_argument(
-        "--mfu", type=_fraction, default=0.4, help="of that peak (default: %(default)s)"
+        "--mfu", type=_fraction, default=0.4, help="fraction of that peak (default: %(default)s)"
     )
     source.add_argument(
-        "--weak", action="store_true", help="the batch grows with the ranks (default: it is shared)"
+        "--weak",
+        action="store_true",
+        help="the batch grows with the ranks (default: ranks share it)",
     )
-    _add_cluster(parser.add_argument_group("the cluster"))
+    _add_cluster(parser.add_argument_group("cluster"))
     parser.add_argument(
-        "--strategies", metavar="dense,float16", help="exchanges (default: all that are known)"
+        "--strategies", metavar="dense,float16", help="exchange strategies (default: all known)"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw efficiency over ranks")
     parser.add_argument(
@@ -64,30 +68,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
     count: dict[str, Any] = {"type": _count, "metavar": "N", "default": 1}
-    group.add_argument("--hosts", **count, help="at most (default: %(default)s)")
-    group.add_argument("--ranks", **count, help="of each host (default: %(default)s)")
+    group.add_argument("--hosts", **count, help="maximum number of hosts (default: %(default)s)")
+    group.add_argument("--ranks", **count, help="ranks per host (default: %(default)s)")
     group.add_argument(
-        "--bandwidth", metavar="25gbit", help="of a host's link (default: 10gbit, or as measured)"
+        "--bandwidth",
+        metavar="25gbit",
+        help="bandwidth of a host's link (default: 10gbit, or as measured)",
     )
     group.add_argument(
-        "--latency", default="30us", metavar="30us", help="of that link (default: %(default)s)"
+        "--latency",
+        default="30us",
+        metavar="30us",
+        help="latency of that link (default: %(default)s)",
     )
     group.add_argument(
         "--inside",
         default="100gbit",
         metavar="100gbit",
-        help="bandwidth of two ranks of a host (default: %(default)s)",
+        help="bandwidth between two ranks of a host (default: %(default)s)",
     )
     group.add_argument(
         "--algorithm",
         choices=("ring", "hierarchical", "best"),
         default="ring",
-        help="of an all-reduce: ring (Gloo), hierarchical (exchange.hierarchical), best (NCCL, "
+        help="all-reduce algorithm: ring (Gloo), hierarchical (exchange.hierarchical), best (NCCL, "
         "MPI: by size) (default: %(default)s)",
     )
-    group.add_argument("--memory", type=_positive, metavar="GIB", help="of a rank")
-    group.add_argument("--mtbf", type=_positive, metavar="HOURS", help="of a host")
-    group.add_argument("--price", type=_positive, metavar="NUMBER", help="of a host for an hour")
+    group.add_argument("--memory", type=_positive, metavar="GIB", help="memory of a rank")
+    group.add_argument(
+        "--mtbf", type=_positive, metavar="HOURS", help="mean time between failures of a host"
+    )
+    group.add_argument("--price", type=_positive, metavar="NUMBER", help="price of a host per hour")
 
 
 def _count(text: str) -> int:
@@ -102,7 +113,7 @@ def _positive(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number > 0")
+        raise argparse.ArgumentTypeError(f"{text} is not a number > 0")
     return value
 
 
@@ -122,9 +133,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tune:
         return _tune(found, plan)
     if plan is None:
-        raise UserError(
-            "nothing says what is trained: --measure, --gpu NAME, or --from RUN or FILE.json"
-        )
+        raise UserError("no job is given: --measure, --gpu NAME, or --from RUN or FILE.json")
     if args.plot is not None:
         from hvdtrain.plan.report import plan_svg
 
@@ -156,7 +165,7 @@ def _job(args: argparse.Namespace, found: list[Found]) -> tuple[JobProfile | Non
     described = [one for one in found if one.job is not None]
     given = [args.measure, args.gpu is not None, *(True for _ in described)]
     if sum(given) > 1:
-        raise UserError("one job at a time: --measure, --gpu or one --from that has a job")
+        raise UserError("give one job: --measure, --gpu, or one --from that contains a job")
     if args.measure:
         from hvdtrain.plan.measure import measure_job
 
@@ -165,12 +174,12 @@ def _job(args: argparse.Namespace, found: list[Found]) -> tuple[JobProfile | Non
         from hvdtrain.plan.described import described_job
 
         return described_job(args.flags, args.gpu, args.mfu), [
-            f"what of the peak this model reaches: {args.mfu:g} is assumed (--mfu)",
-            "when each gradient is ready: taken as even over the backward pass",
-            "activations in 16 bits: they are counted as float32",
+            f"the fraction of the peak that this model reaches: {args.mfu:g} is assumed (--mfu)",
+            "when each gradient is ready: assumed even over the backward pass",
+            "activations in 16 bits: counted as float32",
         ]
     if args.flags:
-        raise UserError("keys of the configuration belong to --measure or --gpu")
+        raise UserError("keys of the configuration require --measure or --gpu")
     return (described[0].job, list(described[0].unknown)) if described else (None, [])
 
 
@@ -205,13 +214,13 @@ def _cluster(args: argparse.Namespace, found: list[Found]) -> tuple[Cluster, lis
         beside = costs.contention_seconds
     else:
         assumed.append(
-            "what starts a collective and what it takes of a processor: 0 is assumed; give --from "
+            "start-up time and processor time of collectives: 0 is assumed; give --from "
             "ALLREDUCE.json (`hvdtrain bench allreduce --format json`)"
         )
     if measured is None or not measured.several:
-        assumed.append(f"the network as it is: {bits / 1e9:g} Gbit/s and {args.latency} are given")
+        assumed.append(f"the real network: {bits / 1e9:g} Gbit/s and {args.latency} are assumed")
     if args.ranks > 1:
-        assumed.append(f"links inside of a host: {args.inside} (--inside)")
+        assumed.append(f"links within a host: {args.inside} (--inside)")
     within = Link(parse_bandwidth(args.inside))
     between = Link(bits, latency, payload)
     cluster = Cluster(args.hosts, args.ranks, between, within, args.algorithm, launch, busy, beside)
@@ -237,7 +246,7 @@ def _terms(args: argparse.Namespace, found: list[Found], job: JobProfile) -> Ter
         names = [name.strip() for name in args.strategies.split(",")]
         for name in names:
             if name not in job.costs:
-                raise UserError(f"--strategies: {name} is none of {', '.join(job.costs)}")
+                raise UserError(f"--strategies: {name} is not one of {', '.join(job.costs)}")
     return Terms(
         exchange=exchange,
         strategies=list(dict.fromkeys(names)),

@@ -70,8 +70,8 @@ class Cluster:
     contention_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        require(self.hosts >= 1, f"a cluster has 1 host or more, not {self.hosts}")
-        require(self.ranks_per_host >= 1, f"a host has 1 rank or more, not {self.ranks_per_host}")
+        require(self.hosts >= 1, f"a cluster has at least 1 host, not {self.hosts}")
+        require(self.ranks_per_host >= 1, f"a host has at least 1 rank, not {self.ranks_per_host}")
 
     @property
     def ranks(self) -> int:
@@ -89,8 +89,8 @@ def parse_bandwidth(text: str) -> float:
     value = _number(match[1]) * _BITS[match[2].lower()] if match else 0.0
     if not match or value <= 0:
         raise UserError(
-            f"{text} is no bandwidth: bits a second are expected, such as 25gbit, or bytes, such "
-            "as 3GB/s"
+            f"{text} is not a bandwidth: give bits per second, such as 25gbit, or bytes, such as "
+            "3GB/s"
         )
     counts_bytes = match[3].startswith("B") and match[3].lower() != "bit"
     return value * 8 if counts_bytes else value
@@ -105,7 +105,7 @@ def parse_seconds(text: str) -> float:
     match = re.fullmatch(r"([\d.]+)\s*(s|ms|us|ns)", text.strip().lower())
     value = _number(match[1]) * _SECONDS[match[2]] if match else -1.0
     if value < 0:
-        raise UserError(f"{text} is no time: a number with ns, us, ms or s is expected, as in 20us")
+        raise UserError(f"{text} is not a time: give a number with ns, us, ms or s, such as 20us")
     return value
 
 

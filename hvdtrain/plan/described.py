@@ -114,10 +114,10 @@ def described_job(flags: Sequence[str], gpu: str, mfu: float) -> JobProfile:
     dtype = torch.bfloat16 if half else Precision("float32").dtype(model)
     peak = peak_flops(gpu, dtype, tf32=False)
     if peak is None:
-        raise UserError(f"--gpu {gpu}: no peak is known; known are {', '.join(PEAKS)}")
+        raise UserError(f"--gpu {gpu}: its peak is unknown; known are {', '.join(PEAKS)}")
     flops = count(task, model, datasets.train, config.batch.micro_size)
     if flops is None:
-        raise UserError("--gpu: the model's FLOPs cannot be counted; --measure on such a GPU")
+        raise UserError("--gpu: the model's FLOPs cannot be counted; use --measure on such a GPU")
     seconds = flops / (peak * mfu)
     model = model.to(META)
     batch = to_device(first_batch(task, datasets.train, config.batch.micro_size), META)

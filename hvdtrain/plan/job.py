@@ -28,7 +28,7 @@ class GradientBucket:
     matrices: tuple[tuple[int, int], ...] | None = None
 
     def __post_init__(self) -> None:
-        require(self.elements >= 1, f"a bucket has 1 element or more, not {self.elements}")
+        require(self.elements >= 1, f"a bucket has at least 1 element, not {self.elements}")
         require(0 <= self.ready <= 1, f"a bucket is ready in [0, 1], not {self.ready}")
 
 
@@ -83,12 +83,12 @@ class JobProfile:
     control_bytes: int = 1024
 
     def __post_init__(self) -> None:
-        require(self.micro_batches >= 1, "a step has 1 micro-batch or more")
-        require(bool(self.buckets), "a model without a parameter has nothing to exchange")
+        require(self.micro_batches >= 1, "a step has at least 1 micro-batch")
+        require(bool(self.buckets), "a model without parameters has nothing to exchange")
         require("dense" in self.costs, "every job can be exchanged dense")
         require(
             "powersgd" not in self.costs or all(b.matrices is not None for b in self.buckets),
-            "powersgd is known only where the shapes of the parameters are",
+            "powersgd requires the shapes of the parameters",
         )
 
     @property
@@ -113,7 +113,7 @@ def require_micro_size(batch: BatchConfig) -> None:
     """
     if batch.max_tokens or batch.per_rank_size:
         raise UserError(
-            "hvdtrain plan takes micro-batches of batch.micro_size samples: give "
+            "hvdtrain plan requires micro-batches of batch.micro_size samples: give "
             "batch.global_size and batch.micro_size, not batch.max_tokens or batch.per_rank_size"
         )
 

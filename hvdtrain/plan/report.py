@@ -29,13 +29,13 @@ def show(plan: PlanResult, console: Console) -> None:
             highlight=False,
         )
     console.print(_recommended(plan), highlight=False, soft_wrap=True)
-    console.print("Not known:", highlight=False)
+    console.print("Unknown:", highlight=False)
     for sentence in plan.unknown:
         console.print(f"- {sentence}", highlight=False, soft_wrap=True)
 
 
 def _scaling(plan: PlanResult) -> Table:
-    table = Table(title="On hosts with whole models", title_justify="left")
+    table = Table(title="Scaling, with the whole model on each rank", title_justify="left")
     for name in ("hosts", "ranks"):
         table.add_column(name, justify="right")
     table.add_column("exchange")
@@ -61,10 +61,10 @@ def _layouts(plan: PlanResult) -> Table:
     shown = plan.placed[:_MOST_LAYOUTS]
     if plan.best is not None and plan.best not in shown:
         shown = [*shown, plan.best]
-    title = f"Layouts on {plan.cluster.ranks} ranks, the fastest first"
+    title = f"Layouts on {plan.cluster.ranks} ranks, fastest first"
     table = Table(title=title, title_justify="left")
     table.add_column("flags", overflow="fold")
-    for name in ("a rank's memory", "fits", "ms/step", "price of 1M samples"):
+    for name in ("memory per rank", "fits", "ms/step", "price per 1M samples"):
         table.add_column(name, justify="right")
     for one in shown:
         fits = "?" if one.fits is None else "yes" if one.fits else "no"
@@ -73,7 +73,7 @@ def _layouts(plan: PlanResult) -> Table:
         table.add_row(one.layout.flags or "(defaults)", needed, fits, step, price)
     left = len(plan.placed) - len(shown)
     if left > 0:
-        table.caption = f"and {left} slower ones (--format json)"
+        table.caption = f"and {left} slower layouts (--format json)"
     return table
 
 
@@ -82,7 +82,7 @@ def _recommended(plan: PlanResult) -> str:
     if best is None:
         least = min(plan.placed, key=lambda one: one.memory_bytes)
         return (
-            f"No layout fits; the smallest takes {units.size(least.memory_bytes)} a rank "
+            f"No layout fits; the smallest requires {units.size(least.memory_bytes)} per rank "
             f"({least.layout.flags or 'defaults'}): more ranks, a smaller batch.micro_size, or "
             "--memory.checkpoint_activations blocks"
         )
@@ -153,22 +153,22 @@ def tune(link: MeasuredLink, plan: PlanResult | None) -> str:
     at = _size_of_buckets(link)
     seconds = {name: by[at] for name, by in link.sides.items() if name.startswith(_OWN)}
     if not seconds:
-        raise UserError("--tune: `hvdtrain bench allreduce` has measured no side of Horovod")
+        raise UserError("--tune: `hvdtrain bench allreduce` did not measure Horovod")
     best = min(seconds, key=lambda name: seconds[name])
     library = best.removeprefix(_OWN).removesuffix(_HIERARCHICAL)
     flat, deep = _OWN + library, _OWN + library + _HIERARCHICAL
     lines = [
         f"# From `hvdtrain bench allreduce` with {link.ranks} ranks: an all-reduce of {at} bytes,",
-        f"# about a bucket of gradients, takes {_list(seconds)}.",
+        f"# about a bucket of gradients, requires {_list(seconds)}.",
         f"# Start it with {_LAUNCHERS.get(library, library)}.",
         "exchange:",
     ]
     if deep in seconds:
         gain = seconds[flat] / seconds[deep]
         on = gain > _WORTH
-        lines.append(f"  hierarchical: {str(on).lower()}  # {gain:.2f} x as fast with it")
+        lines.append(f"  hierarchical: {str(on).lower()}  # {gain:.2f} x as fast as without it")
     else:
-        lines.append("  hierarchical: auto  # not measured: it takes several ranks on each host")
+        lines.append("  hierarchical: auto  # not measured: it requires several ranks on each host")
     lines.append(f"  wire: {_wire(plan)}")
     return "\n".join(lines) + "\n"
 
@@ -185,12 +185,12 @@ def _list(seconds: dict[str, float]) -> str:
 
 def _wire(plan: PlanResult | None) -> str:
     if plan is None:
-        return "float32  # no job was given (--measure, --from RUN)"
+        return "float32  # no job is given (--measure, --from RUN)"
     whole = [found for hosts, found in plan.scaling if hosts == plan.cluster.hosts]
     seconds = {found.strategy: found.step_seconds for found in whole}
     wires = {name: seconds[name] for name in _WIRES if name in seconds}
     if "dense" not in seconds or not wires:
-        return "float32  # no other wire was planned"
+        return "float32  # no other wire format was predicted"
     name = min(wires, key=lambda wire: wires[wire])
     gain = seconds["dense"] / wires[name]
     if gain < _WORTH:

@@ -283,27 +283,28 @@ def _place(
 
 def _unknown(job: JobProfile, terms: Terms) -> list[str]:
     found = [
-        "slow ranks, other jobs on the network, data that comes late, evaluations: none is in it",
+        "slow ranks, other jobs on the network, late data and evaluations: not included",
     ]
     if job.activation_bytes is None:
-        found.append("activations: memory is that of parameters, gradients and optimizer alone")
+        found.append("activations: memory includes only parameters, gradients and optimizer state")
     if not job.blocks or not job.block_bytes:
-        found.append("blocks of the model: layouts on which ranks share it are left out")
+        found.append("blocks of the model: layouts in which ranks share it are omitted")
     else:
         found.append(
-            "layouts on which ranks share the model: from the whole model's times, as if matrices "
-            "and stages divided evenly; parallel.context is left out"
+            "layouts in which ranks share the model: estimated from the whole model's times, with "
+            "even matrices and stages; parallel.context is omitted"
         )
     if terms.memory_bytes is None:
-        found.append("memory of a rank (--memory): whether a layout fits")
+        found.append("memory of a rank (--memory), and so whether a layout fits")
     if terms.mtbf == inf:
-        found.append("failures (--mtbf): goodput and the time between checkpoints")
+        found.append("failures (--mtbf), and so goodput and the checkpoint interval")
     elif terms.save_seconds is None:
-        found.append("by how much a checkpoint holds up the steps: 1 GB/s is assumed")
+        found.append("how long a checkpoint stalls the steps: 1 GB/s is assumed")
     if terms.mtbf != inf:
         found.append(
-            f"your restarts: {RESTART_SECONDS:g} s, {ELASTIC_SECONDS:g} s in an elastic run, as "
-            "measured with 4 ranks of a tiny model; read `hvdtrain report` of a run"
+            f"your restart time: {RESTART_SECONDS:g} s, {ELASTIC_SECONDS:g} s in an elastic "
+            "run, as "
+            "measured with 4 ranks of a tiny model; `hvdtrain report` of a run shows yours"
         )
     if terms.price is None:
         found.append("the price of a host (--price)")

@@ -89,14 +89,14 @@ def read(path: Path) -> Found:
     readers = {"allreduce": _of_allreduce, "exchange": _of_exchange, "plan": _of_plan}
     if kind not in readers:
         raise UserError(
-            f"--from {path}: the folder of a run is expected, or what `hvdtrain bench exchange`, "
-            "`hvdtrain bench allreduce` or `hvdtrain plan` prints with --format json"
+            f"--from {path}: not a run directory, nor the JSON output of `hvdtrain bench "
+            "exchange`, `hvdtrain bench allreduce` or `hvdtrain plan` (--format json)"
         )
     try:
         return readers[kind](content)
     except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError) as error:
         raise UserError(
-            f"--from {path}: not as `{kind}` writes it ({type(error).__name__}: {error}); "
+            f"--from {path}: not the format of `{kind}` ({type(error).__name__}: {error}); "
             "measure again"
         ) from None
 
@@ -114,8 +114,8 @@ def _of_allreduce(content: dict[str, Any]) -> Found:
     sizes = sorted({size for by_size in own.values() for size in by_size})
     if len(sizes) < 2:
         raise UserError(
-            "--from: all-reduces of Horovod of two sizes or more are needed, one of them of 1M or "
-            "more; measure again: hvdtrain bench allreduce --sizes 1K,8M --format json"
+            "--from: Horovod's all-reduces of at least two sizes are required, one of them at "
+            "least 1M; measure again: hvdtrain bench allreduce --sizes 1K,8M --format json"
         )
     best = min(own.values(), key=lambda by_size: by_size[sizes[-1]])
     slope = (best[sizes[-1]] - best[sizes[0]]) / (sizes[-1] - sizes[0])
@@ -145,10 +145,10 @@ def _of_exchange(content: dict[str, Any]) -> Found:
         optimizer_bytes=2.0 * sent,
     )
     unknown = (
-        "how a step divides: two thirds of it are taken for the backward pass, one micro-batch a "
-        "rank, and samples are counted as micro-batches",
-        "powersgd and topk, whose arithmetic `hvdtrain bench exchange` does not tell from the rest",
-        "optimizer state: taken for AdamW's",
+        "how a step is divided: assumed are two thirds for the backward pass, one micro-batch per "
+        "rank, and one sample per micro-batch",
+        "powersgd and topk: `hvdtrain bench exchange` does not measure their arithmetic separately",
+        "optimizer state: AdamW's is assumed",
     )
     return Found(job=job, unknown=unknown)
 
@@ -163,14 +163,16 @@ def _of_run(path: Path) -> Found:
     seconds = found["phase_seconds_per_step"]
     if ranks is None or seconds is None or not run.config:
         raise UserError(
-            f"--from {path}: it has no ranks.jsonl or config.yaml to plan from; train some tens of "
+            f"--from {path}: it has no ranks.jsonl or config.yaml; train some tens of "
             "steps (telemetry.exchange_every)"
         )
     if found["layout"] or run.config.get("parallel", {}).get("zero"):
-        raise UserError(f"--from {path}: its model spans ranks; plan from a run of whole models")
+        raise UserError(f"--from {path}: its model spans ranks; plan from a run with whole models")
     batch = run.config["batch"]
     if batch.get("max_tokens") or batch.get("per_rank_size"):
-        raise UserError(f"--from {path}: batch.max_tokens and batch.per_rank_size are not planned")
+        raise UserError(
+            f"--from {path}: batch.max_tokens and batch.per_rank_size are not supported"
+        )
     micro_batches = max(1, batch["global_size"] // batch["micro_size"])
     world = int(ranks.world_size[-1])
     passes = ceil(micro_batches / world)
@@ -192,13 +194,14 @@ def _of_run(path: Path) -> Found:
         optimizer_bytes=2.0 * sum(p.nbytes for p in parameters),
     )
     unknown = [
-        "when each gradient is ready: taken as even over the backward pass",
-        "powersgd and topk, whose arithmetic takes a measurement (--measure)",
-        "optimizer state: taken for AdamW's; activations are in no file of a run",
+        "when each gradient is ready: assumed even over the backward pass",
+        "powersgd and topk: their arithmetic requires a measurement (--measure)",
+        "optimizer state: AdamW's is assumed; activations are not recorded in a run",
     ]
     if not alone:
         unknown.append(
-            f"what exchange cost the backward pass of the run's {world} ranks: it is in their times"
+            f"the cost of gradient synchronization during the backward pass of the run's {world} "
+            f"ranks: it is included in their times"
         )
     stalls = [s for g in run.ledger.generations for s in g.stalls.values()] if run.ledger else []
     return Found(job, save_seconds=median(stalls) if stalls else None, unknown=unknown)

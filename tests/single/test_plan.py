@@ -214,8 +214,12 @@ def test_planned_bytes_match_exchange() -> None:
         exchange: Any = build_exchange(config, 1, optimizer, model, elastic=False)
         exchange.begin(1)
         model(torch.ones(2, 64)).sum().backward()
-        travelled = exchange._receive()
-        assert travelled == sum(sent(bucket, strategy, config).bytes for bucket in found)
+        for number in exchange._arrivals.incomplete():
+            exchange._send(number)
+        for bucket in exchange._buckets:
+            bucket.answer()
+        bytes_sent = sum(bucket.receive() for bucket in exchange._buckets)
+        assert bytes_sent == sum(sent(bucket, strategy, config).bytes for bucket in found)
         exchange._arrivals.stop()
 
 
@@ -397,7 +401,7 @@ def test_plan_lists_unknown_inputs(
     assert "Recommended, memory and price unknown:" in out and "Cheapest" not in out
     assert "python -m hvdtrain.train --exchange.wire" in out
     for word in ("--memory", "--mtbf", "--price", "slow ranks"):
-        assert word in out[out.index("Not known") :]
+        assert word in out[out.index("Unknown:") :]
     assert "efficiency" in plot.read_text()
 
 
@@ -463,17 +467,17 @@ def test_plan_uses_measured_exchanges(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "nothing says what is trained"),
+        ([], "no job is given"),
         (["--from", "nowhere.json"], "cannot be read"),
-        (["--from", "{allreduce}"], "nothing says what is trained"),
-        (["--from", "{job}", "--bandwidth", "fast"], "no bandwidth"),
-        (["--from", "{job}", "--latency", "20"], "no time"),
-        (["--from", "{job}", "--strategies", "magic"], "magic is none of"),
-        (["--from", "{job}", "--measure"], "one job at a time"),
+        (["--from", "{allreduce}"], "no job is given"),
+        (["--from", "{job}", "--bandwidth", "fast"], "not a bandwidth"),
+        (["--from", "{job}", "--latency", "20"], "not a time"),
+        (["--from", "{job}", "--strategies", "magic"], "magic is not one of"),
+        (["--from", "{job}", "--measure"], "give one job"),
         (["--from", "{job}", "--plot", "plan.png"], "must end in .svg"),
         (["--tune", "--from", "{job}"], "--tune needs"),
-        (["--from", "{job}", "--", "--model.layers=2"], "belong to"),
-        (["--gpu", "Voodoo2"], "no peak is known"),
+        (["--from", "{job}", "--", "--model.layers=2"], "require --measure or --gpu"),
+        (["--gpu", "Voodoo2"], "its peak is unknown"),
     ],
 )
 def test_plan_reports_invalid_input_without_traceback(

@@ -103,7 +103,7 @@ CAUSES = (
     LogPattern(
         "network",
         r"rendezvous failed|cannot be reached|no route to host|connection (?:refused|timed out)"
-        r"|launcher does not answer",
+        r"|launcher does not (answer|respond)",
         "ranks could not reach each other, or their launcher",
         "a port, a name or a link between the hosts does not work",
         "hvdtrain doctor --hosts LIST   # ports, names, MTU",

@@ -46,6 +46,6 @@ def build_datasets(task: Task, config: Config) -> Datasets:
     if config.loader.workers and has_own_order(datasets.train):
         raise UserError(
             f"loader.workers {config.loader.workers}: the training data is an IterableDataset, "
-            "which each rank reads from beginning to end; leave it at 0"
+            "which each rank reads from start to end: use 0"
         )
     return datasets

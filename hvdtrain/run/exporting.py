@@ -49,7 +49,7 @@ def build_exporter(
         return None
     exporter = Exporter(config.telemetry, local_rank)
     exporter.watch_totals(
-        "phase_seconds", "Wall time of this process by what it did", "phase", of.timer.seconds
+        "phase_seconds", "Wall time of this process by phase", "phase", of.timer.seconds
     )
     exporter.watch_total(
         "comm_inflight_seconds",
@@ -73,7 +73,8 @@ def build_exporter(
     )
     exporter.watch(
         "pipeline_bubble_formula",
-        "Fraction of these that a rank would wait were all stages as fast; NaN without a pipeline",
+        "Fraction of the schedule in which ranks wait if all stages are equally fast; NaN without "
+        "a pipeline",
         lambda: of.timer.bubble.formula,
     )
     exporter.watch(
@@ -83,12 +84,12 @@ def build_exporter(
     )
     exporter.watch(
         "residual_norm",
-        "Norm of what this rank owes by error feedback; 0 without it",
+        "Norm of this rank's residuals (error feedback); 0 without error feedback",
         lambda: sum(p.norm() for p in of.exchange.state_parts() if isinstance(p, Residuals)),
     )
     exporter.watch(
         "loss_scale",
-        "What losses are multiplied with, of precision.name fp16; 1 without it",
+        "Factor of the loss with precision.name fp16; 1 without it",
         lambda: of.loss_scale.value if of.loss_scale else 1.0,
     )
     exporter.watch_total(
@@ -98,28 +99,32 @@ def build_exporter(
     )
     for name, figure, text in (
         ("collective", "calls", "Collectives of hvdtrain.comm"),
-        ("collective_bytes", "bytes", "Bytes of the tensors of these"),
-        ("collective_seconds", "seconds", "Seconds in these, waiting for other ranks included"),
+        ("collective_bytes", "bytes", "Bytes of the tensors in collectives of hvdtrain.comm"),
+        (
+            "collective_seconds",
+            "seconds",
+            "Seconds in collectives of hvdtrain.comm, including the wait for other ranks",
+        ),
     ):
         exporter.watch_totals(name, text, "operation", partial(comm.COLLECTIVES.figure, figure))
     exporter.watch(
         "device_memory_bytes",
-        "Memory of the device that tensors take up; 0 without a device of its own",
+        "Device memory allocated to tensors; 0 on the CPU",
         lambda: torch.cuda.memory_allocated(device) if device.type == "cuda" else 0,
     )
     exporter.watch(
         "device_memory_reserved_bytes",
-        "Memory of the device that its allocator keeps; 0 without a device of its own",
+        "Device memory reserved by the allocator; 0 on the CPU",
         lambda: torch.cuda.memory_reserved(device) if device.type == "cuda" else 0,
     )
     exporter.watch(
         "device_memory_peak_bytes",
-        "The most that tensors took up so far; 0 without a device of its own",
+        "Peak device memory allocated to tensors so far; 0 on the CPU",
         lambda: of.memory.most()[1],
     )
     exporter.watch(
         "host_memory_peak_bytes",
-        "The most resident memory so far",
+        "Peak resident memory so far",
         lambda: of.memory.most()[0],
     )
     peaks = of.memory.of_run
@@ -129,7 +134,7 @@ def build_exporter(
     ):
         exporter.watch_each(
             f"phase_{name}_memory_peak_bytes",
-            f"The most memory that was {text} in this phase, in the steps that ranks compare",
+            f"Peak memory {text} in this phase, in the steps that ranks compare",
             "phase",
             partial(_of_phases, most),
         )

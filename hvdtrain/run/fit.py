@@ -66,8 +66,8 @@ class Trial:
                 (loss[0] if isinstance(loss, tuple) else loss).backward()
         except CollectiveError:
             raise UserError(
-                "memory.fit tries micro-batches on each rank alone, and this model's forward pass "
-                "calls collectives (image.sync_batchnorm does): set batch.micro_size"
+                "memory.fit tries micro-batches on each rank alone, but this model's forward pass "
+                "calls collectives (as image.sync_batchnorm does): set batch.micro_size"
             ) from None
         finally:
             for parameter in self.model.parameters():
@@ -151,8 +151,8 @@ class _Need:
     def __init__(self, trial: Trial, neighbours: int) -> None:
         if has_own_order(trial.datasets.train):
             raise UserError(
-                "memory.fit reads samples before training, and an IterableDataset is read from "
-                "beginning to end: set batch.micro_size"
+                "memory.fit reads samples before training, but an IterableDataset can only be read "
+                "from start to end: set batch.micro_size"
             )
         self._trial = trial
         parameters = [p for p in trial.model.parameters() if p.requires_grad]
@@ -187,7 +187,7 @@ class _Need:
         host, device = marks.read()
         if device is None and not marks.set_back():
             raise UserError(
-                "memory.fit: this kernel does not let peaks of memory be measured "
+                "memory.fit: this kernel does not report peak memory "
                 "(/proc/self/clear_refs): set batch.micro_size"
             )
         return ((host if device is None else device) - self._before + self._later) / self._room

@@ -146,7 +146,7 @@ class RunRecorder:
         path = Path(resume)
         if not path.is_dir():
             raise UserError(
-                f"run.resume {resume}: auto, never or the folder of a checkpoint is expected"
+                f"run.resume {resume}: expected auto, never or the directory of a checkpoint"
             )
         of_this_run = path.resolve().parent == self.manager.root.resolve()
         if named(self.manager.root) and (begun or not of_this_run):
@@ -284,8 +284,8 @@ class LateFiles:
                 raise
             if path not in self._said:
                 logger.error(
-                    "%s cannot be written (%s); training continues, and it is tried again before "
-                    "each checkpoint",
+                    "%s cannot be written (%s); training continues, and the write is "
+                    "retried before each checkpoint",
                     path,
                     error.strerror,
                 )
@@ -306,7 +306,7 @@ def _export_checkpoints(exporter: Exporter, writer: CheckpointWriter) -> None:
     )
     exporter.watch(
         "last_checkpoint_write_seconds",
-        "How long the newest one took to be written, beside the steps",
+        "Seconds to write the newest checkpoint, in parallel with steps",
         lambda: writer.seconds,
     )
     exporter.watch_total(
@@ -314,7 +314,7 @@ def _export_checkpoints(exporter: Exporter, writer: CheckpointWriter) -> None:
     )
     exporter.watch_total(
         "checkpoint_stall_seconds",
-        "How long steps were held up by saves, to copy the state",
+        "Seconds for which steps waited for saves, to copy the state",
         lambda: writer.stall_seconds_total,
     )
 

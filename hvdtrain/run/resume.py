@@ -105,15 +105,14 @@ def _say_lost(components: RunComponents, checkpoint: Checkpoint | None, newest: 
         f"to the checkpoint of step {checkpoint.state['step']}" if checkpoint else "to its start"
     )
     if not components.strategy.holds_whole_model:
-        what, advice = "parts of the model", "with two replicas each part is on two ranks"
+        what, advice = "shards of the model", "with two replicas, two ranks hold each shard"
     elif components.state.sharded is not None:
-        what = "parts of the optimizer's state"
-        advice = "parallel.zero_copies 2 keeps each part on two ranks"
+        what = "shards of the optimizer's state"
+        advice = "parallel.zero_copies 2 keeps each shard on two ranks"
     else:
-        what, advice = "the state", "a checkpoint more often (checkpoint.every) loses less"
+        what, advice = "the state", "more frequent checkpoints (checkpoint.every) lose less"
     logger.warning(
-        "ranks are gone that held %s which no other rank has: from step %d the run goes back %s; "
-        "%s",
+        "lost ranks held %s that no other rank has: from step %d the run goes back %s; %s",
         what,
         newest,
         where,
@@ -156,7 +155,7 @@ def load_initial_weights(model: nn.Module, path: str, strict: bool) -> None:
     ]
     said = "; ".join(filter(None, differences))
     if said and (strict or not fit):
-        hint = "; run.init_strict false takes over the rest" if fit else "; nothing is left to load"
+        hint = "; run.init_strict false loads the others" if fit else "; nothing is left to load"
         raise UserError(f"run.init_from {path}: the weights are not this model's: {said}{hint}")
     for name in fit:
         own[name].copy_(tensors[name])

@@ -250,7 +250,7 @@ class Session:
         try:
             membership.replace(str(reason))
         except OSError as error:
-            raise crash(f"the launcher does not answer ({error}): {reason}") from None
+            raise crash(f"the launcher does not respond ({error}): {reason}") from None
         with heartbeat.HEARTBEAT.waiting():
             shut_down()
         return 0
@@ -269,7 +269,7 @@ class Session:
                 print(f"hvdtrain: error: {refusal}", file=sys.stderr, flush=True)
                 return EXIT_CRASH
             except LostError as error:
-                raise crash(f"the launcher does not answer any more ({error})") from None
+                raise crash(f"the launcher no longer responds ({error})") from None
             try:
                 return self._train(cause)
             except ReplacedError as error:

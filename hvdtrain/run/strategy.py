@@ -254,8 +254,8 @@ class Spanning:
         name, parallel, mesh = self._config.task, self._config.parallel, self._mesh
         if optional(task, "measures"):
             raise UserError(
-                f"task {name}: its measures() take a row for each sample from ranks that hold "
-                "the whole model: leave the degrees of `parallel` at 1"
+                f"task {name}: its measures() require ranks that hold the whole model: use degrees "
+                "of 1 in `parallel`"
             )
         of_task = f"the model of task {name}"
         has_batchnorm = any(isinstance(module, _NormBase) for module in model.modules())
@@ -271,7 +271,7 @@ class Spanning:
             plan = getattr(model, "tensor_plan", None)
             if plan is None:
                 raise UserError(
-                    f"parallel.tensor {parallel.tensor}: {of_task} does not say how it is split: "
+                    f"parallel.tensor {parallel.tensor}: {of_task} does not define its split: "
                     "give it a method tensor_plan() "
                     "(docs/custom-tasks.md#how-ranks-split-a-model)"
                 )
@@ -282,8 +282,8 @@ class Spanning:
 
             if not isinstance(model, GPT):
                 raise UserError(
-                    f"parallel.context {parallel.context}: {of_task} is no GPT, the one model "
-                    "whose attention reaches over ranks"
+                    f"parallel.context {parallel.context}: {of_task} is not a GPT, the only "
+                    "model whose attention can span ranks"
                 )
             apply_context(model, mesh.axes.get_group("context"))
         if parallel.pipeline == 1:
@@ -313,8 +313,8 @@ class Spanning:
         offloads = parallel.offload == "cpu"
         if offloads and axes.device_type == "cpu":
             raise UserError(
-                "parallel.offload cpu: this rank computes on the CPU, in whose memory parameters "
-                "lie already: it is for GPUs"
+                "parallel.offload cpu: this rank computes on the CPU, whose memory already holds "
+                "the parameters: it is for GPUs"
             )
         from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
@@ -324,8 +324,8 @@ class Spanning:
         if not blocks:
             raise UserError(
                 f"parallel.shard {parallel.shard}: the model of task {self._config.task} has no "
-                "nn.ModuleList of blocks, one of which at a time is whole on a rank: name them "
-                "with the task's blocks(model)"
+                "nn.ModuleList of blocks, which ranks gather one at a time: name them with the "
+                "task's blocks(model)"
             )
         offload = CPUOffloadPolicy() if offloads else OffloadPolicy()
         in_order = self._stages is None
@@ -451,8 +451,8 @@ class Spanning:
         grid, moved = arrange(topology.hosts, statuses, newest, parallel.degrees, parallel.place)
         if topology.rank in moved:
             raise ReplacedError(
-                f"it had part {self._before} of the model, of which there are enough; a new "
-                f"process can have part {grid.part(topology.rank)}"
+                f"it had shard {self._before} of the model, which enough ranks hold; a new "
+                f"process can have shard {grid.part(topology.rank)}"
             )
         if moved:
             raise MembershipChanged
@@ -481,8 +481,8 @@ class Spanning:
         assert self._shard is not None
         if (self._shard.number, self._shard.step) != (grid.part(rank), newest):
             raise RuntimeError(
-                f"this rank holds part {self._shard.number} as of step {self._shard.step} instead "
-                f"of part {grid.part(rank)} as of step {newest}"
+                f"this rank holds shard {self._shard.number} as of step {self._shard.step} instead "
+                f"of shard {grid.part(rank)} as of step {newest}"
             )
 
     def forget_pending_step(self) -> None:

@@ -82,7 +82,7 @@ def _visible_gpus() -> list[str]:
         return []
     if not (hvd.nccl_built() or hvd.cuda_built()):
         logger.warning(
-            "CUDA is there, but Horovod was built without it: training on the CPU; "
+            "CUDA is available, but Horovod was built without it: training on the CPU; "
             "`hvdtrain horovod build --gpu nccl --install` builds it for GPUs"
         )
         return []

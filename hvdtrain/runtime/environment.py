@@ -22,8 +22,8 @@ class RuntimeConfig:
     """A rank's process.
 
     Args:
-        threads: of a rank's computations on the CPU; 0 = OMP_NUM_THREADS, or else the cores of
-            the host divided by its ranks
+        threads: CPU threads per rank; 0 = OMP_NUM_THREADS if set, otherwise the host's cores
+            divided by its ranks
     """
 
     threads: int = 0

@@ -66,7 +66,7 @@ def start_ranks() -> RankGroup:
     if size is None or size == 1:
         return Alone()
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in os.environ:
-        raise UserError("this needs MPI's ranks: start it with mpirun, or horovodrun --mpi")
+        raise UserError("this requires MPI: start it with mpirun, or horovodrun --mpi")
     environment.prepare()
     try:
         from mpi4py import MPI

@@ -84,7 +84,7 @@ def _watch(text: str, source: Source, on_notice: Callable[[str], None]) -> None:
             said = False
         except Exception as error:  # after any error, the next answer may be a notice
             if not said:
-                logger.warning("preempt.notice %s: %s; it is asked again", text, error)
+                logger.warning("preempt.notice %s: %s; retrying", text, error)
             said = True
         time.sleep(EVERY_SECONDS)
 
@@ -111,7 +111,7 @@ def _request(address: str, headers: Mapping[str, str], method: str = "GET") -> t
 
 
 def _expect(address: str, status: int) -> None:
-    require(status == 200, f"{address} answers {status}")
+    require(status == 200, f"{address} returned status {status}")
 
 
 def _aws(metadata: str) -> bool:
@@ -166,7 +166,7 @@ def _succeeds(command: str) -> bool:
             os.killpg(process.pid, signal.SIGKILL)  # including the shell's children
         with suppress(subprocess.TimeoutExpired):  # SIGKILL does not end it
             process.wait(_COMMAND_SECONDS)
-        raise OSError(f"it takes longer than {_COMMAND_SECONDS:.0f} s") from None
+        raise OSError(f"it ran longer than {_COMMAND_SECONDS:.0f} s") from None
     if code in (126, 127):
         raise OSError(f"exit code {code}: the command cannot be started")
     return code == 0

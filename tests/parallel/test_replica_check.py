@@ -81,7 +81,7 @@ def test_tie_between_states_ends_every_rank(topology: Topology) -> None:
     check.on_step(_loop(topology, 10), {})
     next(state.model.parameters()).data.view(torch.int32)[0, 0] ^= topology.rank
     check.on_step(_loop(topology, 19), {})  # not due
-    with pytest.raises(AgreedError, match="alike after step 10") as caught:
+    with pytest.raises(AgreedError, match="identical after step 10") as caught:
         check.on_step(_loop(topology, 20), {})
     assert caught.value.exit_code == 1
 

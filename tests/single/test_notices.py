@@ -97,7 +97,7 @@ def test_watch_survives_hanging_server_and_logs_once(
         assert heard.wait(20)
     assert told == ["notice from aws: this host is about to be taken away"] * 2
     lines = [line for line in caplog.messages if "timed out" in line]
-    assert len(lines) == 1 and lines[0].endswith("; it is asked again")
+    assert len(lines) == 1 and lines[0].endswith("; retrying")
 
 
 def test_first_signal_after_notice_does_not_end_process(

@@ -1,6 +1,6 @@
 # make train   set up this machine, then train the default task on NP ranks
 # make test    set up this machine, then run every test
-# make test-fast   of these, those that start no whole runs: under 3 minutes
+# make test-fast   of these, those that start no whole runs: two to three minutes
 # make test-newest-torch   of these, those marked smoke and tests/parallel, on the newest torch
 # make soak    kills for 5 minutes, 16 ranks on two hosts for as long, long tests of tests/cluster: not part of make test
 # make chaos   faults of all kinds at random for 5 minutes: not part of make test

@@ -190,7 +190,7 @@ def build_parser(task_class: type) -> ArgumentParser:
         LAYOUT,
         metavar="HOSTS",
         default=SUPPRESS,
-        help="print which rank of node1:8,node2:8 holds which part of the model, and exit",
+        help="print which rank of node1:8,node2:8 holds which shard of the model, and exit",
     )
     own = optional(task_class, "Config")
     for owner in filter(None, (Config, own)):

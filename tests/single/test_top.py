@@ -284,7 +284,7 @@ def test_top_scrapes_over_https_with_a_password(
 
 
 WRONG = {
-    "no file": ({}, ["--once"], "there is no such file"),
+    "no file": ({}, ["--once"], "does not exist; it exists while a run"),
     "no json": ({"targets.json": "{"}, ["--once"], "is not a list of targets"),
     "no targets": ({"targets.json": '[{"labels": {}}]'}, ["--once"], "is not a list of targets"),
     "no list": ({"targets.json": "[1]"}, ["--once"], "is not a list of targets"),
@@ -332,7 +332,7 @@ def test_slow_rank_is_first_and_a_thousand_ranks_fit_the_screen() -> None:
     assert len(lines) == 24 and all(len(line) <= 80 for line in lines)
     assert "slow: rank 700 (data)" in lines[1]
     assert lines[3].split()[0] == "700" and lines[4].split()[0] == "0"
-    assert lines[-1].startswith("the slowest; 980 more ranks do not fit")
+    assert lines[-1].startswith("the slowest ranks; 980 more do not fit")
 
 
 def test_silent_ranks_fill_at_most_half_of_the_rows() -> None:

@@ -323,7 +323,7 @@ def test_server_survives_the_removal_of_a_run(root: Path, served: Served) -> Non
         path.rmdir() if path.is_dir() else path.unlink()
     history.folder.rmdir()
     status, answer, _ = served.get("/api/run?name=gone")
-    assert status == 404 and "no longer" in json.loads(answer)["problem"]
+    assert status == 404 and "was removed" in json.loads(answer)["problem"]
     poll(lambda: '"gone"' not in served.get("/api/runs")[1], 10, "the list without it")
 
 

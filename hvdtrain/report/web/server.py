@@ -143,7 +143,7 @@ def make_app(runs: Runs) -> App:
         except ValueError:
             found = _problem(HTTPStatus.BAD_REQUEST, "invalid address")
         except KeyError:
-            found = _problem(HTTPStatus.NOT_FOUND, "no such run")
+            found = _problem(HTTPStatus.NOT_FOUND, "no such run, or it was removed")
         except UserError as error:
             found = _problem(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
         except OSError as error:

@@ -68,7 +68,7 @@ def test_auc_is_exact_over_the_rows_of_all_ranks(
 
 def test_rank_with_too_few_rows_raises_on_every_rank(topology: Topology) -> None:
     lost = 1 if topology.rank == topology.world_size - 1 else 0
-    with pytest.raises(UserError, match=r"rows for micro-batches of .*: with measures\(\) each"):
+    with pytest.raises(UserError, match=r"rows for micro-batches of .*: a task with measures\(\)"):
         _evaluate(_Scores(lost), 99, 8, topology)
 
 

@@ -38,7 +38,7 @@ class ReplacedError(Exception):
 
 
 class LostError(Exception):
-    """The launcher does not answer any more."""
+    """The launcher no longer responds."""
 
 
 class Membership:

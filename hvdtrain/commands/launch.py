@@ -73,7 +73,7 @@ def _not_negative(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     from hvdtrain.launch.discovery import parse_probe
     from hvdtrain.launch.hostfile import read_hosts
-    from hvdtrain.supervise.supervisor import Plan, Supervisor
+    from hvdtrain.supervise.supervisor import SupervisedRun, Supervisor
 
     words = args.training[1:] if args.training[:1] == ["--"] else args.training
     train, flags = _rank_command(words)
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if slots < args.min_np:
         raise UserError(f"--min-np {args.min_np}, but the hosts have {slots} slots together")
     return Supervisor(
-        Plan(
+        SupervisedRun(
             controller=args.controller,
             min_np=args.min_np,
             max_np=args.max_np,

@@ -10,7 +10,7 @@ hvdtrain's commands. The driver starts a process in a slot of a host. The states
 
     removed: excluded from the run (its host was taken away, or the process does not fit the run)
     spare:   waits, like a newcomer, until the processes suffice for another replica of the model
-             (replicas.py); a spare that has taken part before rejoins as a newcomer
+             (processes.py); a spare that has taken part before rejoins as a newcomer
     lost:    no rank waits for it any more, and its slot is not used while the process exists
 
 When a rank is lost:
@@ -18,17 +18,17 @@ When a rank is lost:
 1. The driver detects the loss: the process exits, its heartbeats stop (failure_detector.py), its
    watchdog cannot kill it (POST /stuck/NUMBER), or the other ranks have waited too long for it.
 2. The driver ends the generation: it clears the rendezvous and notifies the remaining ranks
-   (OVER, see beats.py), which abort their collectives.
+   (OVER, see heartbeats.py), which abort their collectives.
 3. The survivors request ranks and form the next generation at once.
 4. Meanwhile the driver starts a process in the free slot. When that process is ready to train, it
    waits, rank 0 learns of it (GET /news/NUMBER), and all ranks form another generation at the
    next step boundary. No rank waits for a process to start, unless too few ranks are left.
 
 A slot whose process died is used again after a pause, which grows while its processes keep dying
-(slots.py); its host stays in use.
+(processes.py); its host stays in use.
 
 The job ends when a rank exits with a code on which all ranks agree (_FINAL), when a step fails
-repeatedly (failures.py), when ranks have failed more than --reset-limit times, or when fewer than
+repeatedly (status.py), when ranks have failed more than --reset-limit times, or when fewer than
 --min-np ranks, or too few for a replica, are left for the length of --elastic-timeout.
 """
 
@@ -50,16 +50,21 @@ from typing import Any, NamedTuple
 from horovod.runner.common.util.hosts import SlotInfo
 
 from hvdtrain.elastic import interfaces
-from hvdtrain.elastic.beats import Beats
 from hvdtrain.elastic.command import starts_training
 from hvdtrain.elastic.failure_detector import Silence
-from hvdtrain.elastic.failures import RENDEZVOUS, TRAINING, Failures, ProcessStatus
-from hvdtrain.elastic.host_list import HostList
-from hvdtrain.elastic.identity import Identity
-from hvdtrain.elastic.process import Process, assign, describe, in_order
+from hvdtrain.elastic.heartbeats import HeartbeatReceiver
+from hvdtrain.elastic.processes import (
+    HostList,
+    Slots,
+    TrainingProcess,
+    assign,
+    choose,
+    describe,
+    in_order,
+    replica_size,
+)
 from hvdtrain.elastic.rendezvous import make_handler
-from hvdtrain.elastic.replicas import choose, replica_size
-from hvdtrain.elastic.slots import Slots
+from hvdtrain.elastic.status import RENDEZVOUS, TRAINING, Identity, ProcessStatus, StepFailures
 from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
 from hvdtrain.runtime.signals import handle
 from hvdtrain.untrusted import printable_lines
@@ -78,7 +83,7 @@ _END_SECONDS = 30.0
 # than a watchdog needs for its verdict, so it applies if the watchdog or the host is lost.
 _LAST_RESORT_SECONDS = 900.0
 # A newcomer is refused after this many failed state transfers; the others continue to train.
-_HAND_OVERS = 2
+_STATE_TRANSFERS = 2
 _JOIN_SECONDS = 15.0  # for the threads of ended processes, at the end of the job
 _END_OF_START_SECONDS = 1.0  # replaces _END_SECONDS if no generation was formed
 _PATIENCE_SECONDS = 3.0  # before a message reports too few slots
@@ -132,16 +137,16 @@ class ElasticDriver:
         self._formed = threading.Condition(lock)
         self._hosts = HostList(discovery)
         self._slots = Slots(cooldown_range)
-        self._processes: list[Process] = []
+        self._processes: list[TrainingProcess] = []
         self._threads: list[threading.Thread] = []
         self._create: CreateWorker | None = None
         self._next_number = 0
         self._plan: list[SlotInfo] = []  # of the current generation
         # Processes of the current generation that need the run's state from others.
-        self._newcomers: list[Process] = []
+        self._newcomers: list[TrainingProcess] = []
         self._rounds = 0  # generations formed
         self._judged = 0  # generations whose failure has been examined
-        self._failures = Failures()
+        self._failures = StepFailures()
         self._identity: tuple[Identity, str] | None = None  # of the run, and its host
         self._job = secrets.randbits(62)  # unique to this job
         self._failed = False  # a process died since the last generation was formed
@@ -152,7 +157,7 @@ class ElasticDriver:
         self._signalled = False
         self._ending: float | None = None  # since when the ranks have been ending by agreement
         self._told_to_end: float | None = None
-        self._beats: Beats | None = None
+        self._beats: HeartbeatReceiver | None = None
         self._silent: list[str] = []  # processes whose silence ended the last generation
         self._exit_code = 0
         self._results: dict[str, tuple[int, float]] = {}
@@ -220,7 +225,9 @@ class ElasticDriver:
         """Listen for heartbeats; if the port is taken, timeouts alone detect failures."""
         try:
             secret = getattr(self._rendezvous, "secret", None) or ""
-            self._beats = Beats(self._rendezvous._httpd.server_address[1], secret.encode())
+            self._beats = HeartbeatReceiver(
+                self._rendezvous._httpd.server_address[1], secret.encode()
+            )
         except OSError as error:
             _say(f"signs of life are not listened to: {error}")
             return
@@ -336,7 +343,7 @@ class ElasticDriver:
                 self._lose(process, message)
                 self._changed.notify_all()
 
-    def _heard_of(self, number: int) -> Process | None:
+    def _heard_of(self, number: int) -> TrainingProcess | None:
         process = next((p for p in self._processes if p.number == number), None)
         if process is None or process.state in ("gone", "lost"):
             return None
@@ -385,7 +392,7 @@ class ElasticDriver:
     def _take_over(self, found: dict[str, int]) -> None:
         changes = self._hosts.take_over(found)
         if changes:
-            self._slots.forgive()
+            self._slots.release_refused()
         for change in changes:
             if self._rounds:
                 _say(change)
@@ -433,7 +440,10 @@ class ElasticDriver:
         self._form_round(waiting, survivors, [p for p in alive if p.state == "starting"])
 
     def _form_round(
-        self, waiting: list[Process], survivors: list[Process], starting: list[Process]
+        self,
+        waiting: list[TrainingProcess],
+        survivors: list[TrainingProcess],
+        starting: list[TrainingProcess],
     ) -> None:
         still_starting = any(p.lasted() < self._timeout for p in starting)
         patient = all(p.lasted() < self._timeout for p in waiting)
@@ -463,7 +473,7 @@ class ElasticDriver:
             self._set_aside([p for p in staying if p not in taking_part])
             self._begin_round(taking_part)
 
-    def _set_aside(self, spares: Sequence[Process]) -> None:
+    def _set_aside(self, spares: Sequence[TrainingProcess]) -> None:
         """Make processes spares: they wait until the spares suffice for another replica."""
         for process in spares:
             if process.first_round is not None:
@@ -471,14 +481,14 @@ class ElasticDriver:
                 if process.status is not None:
                     # It drops its pending step, and its generation's failure is already counted.
                     step = process.status.step
-                    process.status = replace(process.status, failed=None, reaches=step)
+                    process.status = replace(process.status, failed=None, reachable_step=step)
                 process.assignment = {"rank": -1, "spare": True}
         if spares:
             size = replica_size(spares)
             names = ", ".join(map(str, spares))
             _say(f"spare until there are {size} for a replica of the model: {names}")
 
-    def _judge(self, waiting: list[Process]) -> None:
+    def _judge(self, waiting: list[TrainingProcess]) -> None:
         """Classify the end of a generation, once, by its ranks' reports of a failed phase."""
         said = [p.status for p in waiting if p.status is not None and p.status.failed]
         if not said:
@@ -493,15 +503,15 @@ class ElasticDriver:
             if reason:
                 self._give_up(reason)
 
-    def _blame(self, newcomers: list[Process]) -> None:
+    def _blame(self, newcomers: list[TrainingProcess]) -> None:
         """Count a failed state transfer; refuse newcomers that repeatedly do not get the state."""
         for process in newcomers:
-            process.hand_overs_failed += 1
-            if process.state == "waiting" and process.hand_overs_failed >= _HAND_OVERS:
-                times = process.hand_overs_failed
+            process.transfers_failed += 1
+            if process.state == "waiting" and process.transfers_failed >= _STATE_TRANSFERS:
+                times = process.transfers_failed
                 self._refuse(process, f"the state of the run did not reach it {times} times", False)
 
-    def _refused_as_other(self, process: Process) -> bool:
+    def _refused_as_other(self, process: TrainingProcess) -> bool:
         """Refuse a newcomer whose configuration, data or device differs from the run's."""
         if process.first_round is not None or self._identity is None or process.status is None:
             return False
@@ -511,7 +521,7 @@ class ElasticDriver:
             self._refuse(process, f"on {process.host}: {problem}", for_good=True)
         return bool(problem)
 
-    def _refuse(self, process: Process, reason: str, for_good: bool) -> None:
+    def _refuse(self, process: TrainingProcess, reason: str, for_good: bool) -> None:
         pause = self._slots.refused(process, for_good)
         process.become("removed")
         process.assignment = {"rank": -1, "reason": reason}
@@ -519,7 +529,7 @@ class ElasticDriver:
         _say(f"{process} takes no part ({reason}); its slot is used again {again}")
         self._formed.notify_all()
 
-    def _lose(self, process: Process, reason: str) -> None:
+    def _lose(self, process: TrainingProcess, reason: str) -> None:
         """Give up a process that still exists: no rank waits for it any more."""
         was_running = process.state == "running"
         process.become("lost")
@@ -532,7 +542,7 @@ class ElasticDriver:
             self._failed = True
             self._end_round()
 
-    def _end_overdue(self, alive: list[Process]) -> None:
+    def _end_overdue(self, alive: list[TrainingProcess]) -> None:
         """End processes that others have waited for too long: the last resort.
 
         An ended process never takes part again: SIGTERM makes a rank ask all others to stop.
@@ -555,7 +565,7 @@ class ElasticDriver:
             elif process.state == "removed" and process.lasted() > _END_SECONDS:
                 process.end.set()
 
-    def _begin_round(self, taking_part: list[Process]) -> None:
+    def _begin_round(self, taking_part: list[TrainingProcess]) -> None:
         self._plan = plan = assign(taking_part)
         self._rendezvous.init(plan, self._rounds)
         if self._beats is not None:
@@ -620,12 +630,12 @@ class ElasticDriver:
                 free = (host, slot) not in taken and self._slots.usable(host, slot)
                 if free and count < min(most, self._max):
                     count += 1
-                    self._start_process(Process(self._next_number, host, slot), count)
+                    self._start_process(TrainingProcess(self._next_number, host, slot), count)
                     self._next_number += 1
 
-    def _start_process(self, process: Process, count: int) -> None:
+    def _start_process(self, process: TrainingProcess, count: int) -> None:
         self._processes.append(process)
-        # Ranks are assigned later; these numbers only identify the process (see Process).
+        # Ranks are assigned later; these numbers only identify the process (see TrainingProcess).
         slots = self._hosts.slots[process.host]
         slot_info = SlotInfo(process.host, process.number, process.slot, 0, count, slots, 1)
 
@@ -640,7 +650,7 @@ class ElasticDriver:
         self._threads.append(thread)
         thread.start()
 
-    def _on_exit(self, process: Process, code: int) -> None:
+    def _on_exit(self, process: TrainingProcess, code: int) -> None:
         state, was_starting = process.state, process.state == "starting"
         pause = 0.0 if state == "removed" else self._slots.failed(process)
         process.become("gone")
@@ -724,7 +734,7 @@ class ElasticDriver:
             else:
                 _say("heartbeats: the common silence is over")
 
-    def _process(self, silence: Silence) -> Process | None:
+    def _process(self, silence: Silence) -> TrainingProcess | None:
         return next((p for p in self._processes if p.number == silence.number), None)
 
     def _end_round(self) -> None:
@@ -756,7 +766,7 @@ class ElasticDriver:
         )  # fmt: skip
         return bool(ready) or any(p.leaving and p.state == "running" for p in alive)
 
-    def _alive(self) -> list[Process]:
+    def _alive(self) -> list[TrainingProcess]:
         return [p for p in self._processes if p.state not in ("gone", "lost")]
 
 

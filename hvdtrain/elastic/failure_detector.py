@@ -14,7 +14,7 @@ processes fall silent at once, the likely cause is the listener's own link or a 
 datagrams. FailureDetector therefore measures silence on a clock that stops while no witness is
 heard.
 
-The detector only classifies. beats.py receives the heartbeats and passes the verdicts to the
+The detector only classifies. heartbeats.py receives the heartbeats and passes the verdicts to the
 driver, which gives the process up and ends the generation (driver.py).
 """
 
@@ -43,7 +43,7 @@ _NO_WITNESS_SECONDS = 60.0
 THIS_HOST = ""
 
 
-class Arrivals:
+class HeartbeatArrivals:
     """Arrival times of one process's heartbeats. All times are in seconds.
 
     Args:
@@ -130,7 +130,7 @@ class _Heard:
     """
 
     host: str
-    arrivals: Arrivals
+    arrivals: HeartbeatArrivals
     given_up: bool = False
     answered: bool = False
 
@@ -185,7 +185,7 @@ class FailureDetector:
 
     def mute(self, number: int, host: str, now: float) -> None:
         """Suspend verdicts on a process until `_ENOUGH` more delays are recorded."""
-        self._heard[number] = _Heard(host, Arrivals(now))
+        self._heard[number] = _Heard(host, HeartbeatArrivals(now))
 
     def beat(self, number: int, host: str, now: float, acknowledged: bool = True) -> Silence | None:
         """Record a heartbeat; return the silence that it ends if the process was given up.

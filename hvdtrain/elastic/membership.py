@@ -11,9 +11,9 @@ from dataclasses import asdict
 from typing import Any
 
 from hvdtrain.elastic import interfaces
-from hvdtrain.elastic.beats import Line
-from hvdtrain.elastic.failures import ProcessStatus
+from hvdtrain.elastic.heartbeats import HeartbeatSender
 from hvdtrain.elastic.rendezvous import ask
+from hvdtrain.elastic.status import ProcessStatus
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.signals import StopFlag
 
@@ -61,7 +61,7 @@ class Membership:
         self.job, self.generation = 0, 0
         self.hosts_changed = False
         self.launcher = f"{address}:{port}"
-        self.line = Line(address, port, number)
+        self.line = HeartbeatSender(address, port, number)
         self.silent: list[str] = []
         self._number = number
         self._stop = stop

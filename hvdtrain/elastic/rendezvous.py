@@ -1,7 +1,7 @@
 """HTTP protocol between the elastic driver and processes, on Horovod's key-value store server.
 
 GET /news/NUMBER     {"stop": bool, "hosts": bool}
-POST /join/NUMBER    requests the process's ranks. Body: the process's status (failures.py).
+POST /join/NUMBER    requests the process's ranks. Body: the process's status (status.py).
                      Response: a JSON object of ranks, or 404: not yet
 POST /alive/NUMBER   {}: sent by a watchdog whose heartbeats are not acknowledged
 POST /failed/NUMBER  {"message": str, "step": int or null}: why the process is about to end

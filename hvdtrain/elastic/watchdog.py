@@ -20,21 +20,25 @@ Durations are measured on the watchdog's own clock, which stops while the job is
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import psutil
 
-from hvdtrain.elastic.beats import Line
-from hvdtrain.elastic.hung_rank import Launcher, end
+from hvdtrain.elastic.heartbeats import HeartbeatSender
 from hvdtrain.elastic.rendezvous import ask
+from hvdtrain.log import logger
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 from hvdtrain.runtime.work import IDLE_TICKS, WATCHDOG, threads_named, work
 
@@ -60,7 +64,11 @@ _ENDING_SECONDS = 60.0  # at least: a rank limits its own end (train.py)
 
 
 def start(
-    heartbeat: Heartbeat, hang_seconds: float, launcher: str, number: int, line: Line | None
+    heartbeat: Heartbeat,
+    hang_seconds: float,
+    launcher: str,
+    number: int,
+    line: HeartbeatSender | None,
 ) -> subprocess.Popen[bytes]:
     """Start the watchdog of this process; it ends with the process.
 
@@ -181,7 +189,7 @@ def _main(arguments: list[str]) -> int:
     if len(arguments) <= 6:
         return _watch(arguments)
     address, _, port = arguments[4].rpartition(":")
-    line = Line(address, int(port), *map(int, arguments[5:]))
+    line = HeartbeatSender(address, int(port), *map(int, arguments[5:]))
     tell = partial(ask, address, int(port), "alive", line.number, {})
     threading.Thread(target=line.beat_for_ever, args=(tell,), daemon=True).start()
     try:
@@ -220,7 +228,12 @@ def _watch(arguments: list[str]) -> int:
         except (psutil.Error, OSError):
             return 0
         if reason:
-            end(process, f"{reason}, while {activity.name}", stacks, Launcher(launcher, number))
+            end(
+                process,
+                f"{reason}, while {activity.name}",
+                stacks,
+                LauncherAddress(launcher, number),
+            )
             os._exit(0)  # a thread of this process may hang with the rank
 
 
@@ -239,6 +252,164 @@ def _reachable(launcher: str) -> bool:
             return True
     except OSError:
         return False
+
+
+# Handling of a hung rank by its watchdog: report to the launcher, write stacks, kill.
+
+
+_DUMP_SECONDS = 5.0
+_WRITE_SECONDS = 1.0  # a disk that blocks the rank may block this write, too
+_REPORT_SECONDS = 8.0
+_KILL_SECONDS = 2.0  # the kernel needs less if it can end the process at all
+_TELL_SECONDS = 20.0
+
+
+class LauncherAddress:
+    """Client of the elastic launcher in a watchdog; does nothing if `address` is ""."""
+
+    def __init__(self, address: str, number: int) -> None:
+        self._host, _, port = address.rpartition(":")
+        self._port = int(port or 0)
+        self._number = number
+
+    def tell(self, what: str, message: str, seconds: float) -> None:
+        """Send a message; retry for `seconds`."""
+        deadline = time.monotonic() + seconds
+        while self._port:
+            try:
+                ask(self._host, self._port, what, self._number, {"message": message})
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.5)
+
+
+def end(
+    process: psutil.Process, reason: str, stacks: Path | None, launcher: LauncherAddress
+) -> None:
+    """Write to `stacks` where the rank hangs, as far as that is visible, and kill the rank."""
+    launcher.tell("failed", f"killed by its watchdog: {reason}", 0.0)
+    if stacks is not None:
+        begun = threading.Event()
+        arguments = (process, reason, stacks, begun)
+        writing = threading.Thread(target=_report, args=arguments, daemon=True)
+        writing.start()
+        if begun.wait(_WRITE_SECONDS):
+            writing.join(_REPORT_SECONDS)
+    process.kill()
+    deadline = time.monotonic() + _KILL_SECONDS
+    while _lives(process.pid):
+        if time.monotonic() > deadline:
+            where = _where(process)
+            launcher.tell("stuck", f"SIGKILL does not end it ({where})", _TELL_SECONDS)
+            return
+        time.sleep(0.05)
+
+
+def _lives(pid: int) -> bool:
+    """Whether any thread is alive: the process may be a zombie while a thread waits for a disk."""
+    try:
+        states = [
+            (thread / "stat").read_text().rpartition(")")[2].split()[0]
+            for thread in Path(f"/proc/{pid}/task").iterdir()
+        ]
+    except OSError:
+        return False
+    return not set(states) <= {"Z", "X"}
+
+
+def _report(process: psutil.Process, reason: str, stacks: Path, begun: threading.Event) -> None:
+    with suppress(OSError, psutil.Error, subprocess.SubprocessError):
+        with open(stacks, "a") as file:
+            file.write(f"\n{time.strftime('%F %T')} killed by its watchdog: {reason}\n")
+            file.write(_where(process).replace("; ", "\n") + "\n")
+        begun.set()
+        _dump(process, stacks)
+
+
+def _where(process: psutil.Process) -> str:
+    """Position of each thread in the kernel."""
+    threads = []
+    for thread in sorted(Path(f"/proc/{process.pid}/task").iterdir()):
+        where = []
+        for name in ("comm", "wchan", "syscall"):
+            try:
+                where.append((thread / name).read_text().strip())
+            except OSError:
+                where.append("?")
+        threads.append(f"thread {thread.name}: {where[0]}, kernel {where[1]}, call {where[2]}")
+    return "; ".join(threads)
+
+
+def _dump(process: psutil.Process, stacks: Path) -> None:
+    """Write all Python stacks, by py-spy if it is installed, else by the rank's faulthandler."""
+    tool = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if tool:
+        with open(stacks, "a") as file:
+            command = [tool, "dump", "--nonblocking", "--pid", str(process.pid)]
+            done = subprocess.run(command, stdout=file, stderr=file, timeout=_DUMP_SECONDS)
+        if done.returncode == 0:
+            return
+    # A stopped process would have to continue for this, and might write what it must not.
+    if process.status() != psutil.STATUS_STOPPED:
+        process.send_signal(signal.SIGQUIT)  # handled by faulthandler, see KeptWatchdog below
+        time.sleep(1)
+
+
+# --- A rank's handle of its watchdog ---
+
+
+_RESTART_SECONDS = (0.5, 60.0)  # after a watchdog's first end; longest pause
+
+
+class KeptWatchdog:
+    """A watchdog that is restarted whenever it ends, with a warning the first time.
+
+    Args:
+        start: starts a watchdog.
+    """
+
+    def __init__(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
+        self._start = start
+        self._stacks: Path | None = None
+        self._lock = threading.Lock()
+        self._process = start()
+        os.register_at_fork(after_in_child=partial(faulthandler.unregister, signal.SIGQUIT))
+        threading.Thread(target=self._keep, name="watchdog", daemon=True).start()
+
+    def write_to(self, stacks: Path) -> None:
+        """Set the file for stacks in the watchdog and in the rank's own fault handler.
+
+        If the file cannot be written, training continues without stacks.
+        """
+        with self._lock:
+            self._stacks = stacks
+            self._send_path()
+        with suppress(OSError):
+            file = open(stacks, "a")  # noqa: SIM115 - as long as the process lives
+            faulthandler.register(signal.SIGQUIT, file=file, all_threads=True)
+
+    def _send_path(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # it has died: its successor receives the path
+            self._process.stdin.write(f"{self._stacks}\n".encode())
+            self._process.stdin.flush()
+
+    def _keep(self) -> None:
+        pause = _RESTART_SECONDS[0]
+        said = False
+        while True:
+            code = self._process.wait()
+            if not said:
+                said = True
+                logger.warning("this rank's watchdog ended (%s); it is started again", code)
+            time.sleep(pause)
+            pause = min(2 * pause, _RESTART_SECONDS[1])
+            with self._lock, suppress(OSError):  # currently no memory for it
+                self._process = self._start()
+                if self._stacks is not None:
+                    self._send_path()
 
 
 if __name__ == "__main__":

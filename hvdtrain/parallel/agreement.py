@@ -39,14 +39,14 @@ class Agreement:
         """Drop the pending step: its gradients are about to be overwritten."""
         self._pending = None
 
-    def reaches(self, step: int) -> int:
+    def reachable_step(self, step: int) -> int:
         """Return the newest step that this rank, which is at `step`, can reach by itself."""
         pending = self._pending is not None and self._pending[0] == step + 1
         return step + 1 if pending else step
 
     def catch_up(self, step: int, newest: int) -> None:
         """Take the pending step if another rank, which is at `newest`, has taken it."""
-        if step < newest == self.reaches(step):
+        if step < newest == self.reachable_step(step):
             assert self._pending is not None
             _, take = self._pending
             self._pending = None

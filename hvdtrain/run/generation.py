@@ -16,9 +16,8 @@ from torch import nn
 
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Settings
-from hvdtrain.elastic.failures import HAND_OVER, TRAINING
-from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.membership import Membership
+from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity
 from hvdtrain.engine.callbacks.evaluate import evaluating
 from hvdtrain.engine.integrity import TensorHash, state_hash
 from hvdtrain.engine.loop import Interruptions, Loop
@@ -108,7 +107,7 @@ class Generation:
         """
         self._context.heartbeat.beat(Activity.PREPARING)
         check_hierarchical(self._config, self._topology)
-        self._persistent.phase = HAND_OVER
+        self._persistent.phase = STATE_TRANSFER
         source, targets = self._compare_ranks()
         if self._components.exporter is not None:
             self._components.exporter.describe(run_facts(self._config))
@@ -128,7 +127,7 @@ class Generation:
         topology, components, persistent = self._topology, self._components, self._persistent
         step, agreement = components.state.progress.step, components.agreement
         status = RankStatus(
-            persistent.trained, step, agreement.reaches(step) if agreement else step
+            persistent.trained, step, agreement.reachable_step(step) if agreement else step
         )
         port = components.exporter.port if components.exporter else 0
         identity = components.prepared.identity(self._launched.digest)
@@ -380,17 +379,17 @@ class RankStatus:
     Args:
         trained: it holds the state of this run; a new process does not.
         step: optimizer steps done.
-        reaches: the step that it can reach by itself, see Agreement; default: `step`.
+        reachable_step: the step that it can reach by itself, see Agreement; default: `step`.
     """
 
     trained: bool
     step: int
-    reaches: int | None = None
+    reachable_step: int | None = None
 
     def caught_up(self, newest: int) -> RankStatus:
         """Return the status after taking the pending step if another rank has taken that step."""
-        step = newest if self.trained and self.reaches == newest else self.step
-        return replace(self, step=step, reaches=None)
+        step = newest if self.trained and self.reachable_step == newest else self.step
+        return replace(self, step=step, reachable_step=None)
 
 
 def most_advanced(statuses: Sequence[RankStatus]) -> int | None:

@@ -8,7 +8,7 @@ import torch
 
 from hvdtrain import comm
 from hvdtrain.config import Config, Settings
-from hvdtrain.elastic.identity import Identity
+from hvdtrain.elastic.status import Identity
 from hvdtrain.engine.loop import Progress
 from hvdtrain.engine.memory import CompileClock
 from hvdtrain.exchange.base import Exchange

@@ -18,8 +18,8 @@ from hvdtrain.checkpoint.layout import named
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.writer import CheckpointWriter
 from hvdtrain.config import Config
-from hvdtrain.elastic.failures import RENDEZVOUS
-from hvdtrain.elastic.kept_watchdog import KeptWatchdog
+from hvdtrain.elastic.status import RENDEZVOUS
+from hvdtrain.elastic.watchdog import KeptWatchdog
 from hvdtrain.errors import EXIT_CRASH, UserError
 from hvdtrain.log import logger
 from hvdtrain.run_files.events_file import EventsFile

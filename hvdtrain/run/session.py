@@ -39,8 +39,6 @@ from math import prod
 from hvdtrain import log
 from hvdtrain.config import Settings
 from hvdtrain.elastic import watchdog
-from hvdtrain.elastic.failures import HAND_OVER, RENDEZVOUS, TRAINING, ProcessStatus
-from hvdtrain.elastic.kept_watchdog import KeptWatchdog
 from hvdtrain.elastic.membership import (
     LostError,
     Membership,
@@ -48,6 +46,8 @@ from hvdtrain.elastic.membership import (
     RemovedError,
     ReplacedError,
 )
+from hvdtrain.elastic.status import RENDEZVOUS, STATE_TRANSFER, TRAINING, ProcessStatus
+from hvdtrain.elastic.watchdog import KeptWatchdog
 from hvdtrain.engine.loop import MembershipChanged
 from hvdtrain.errors import EXIT_CRASH
 from hvdtrain.log import logger
@@ -229,7 +229,7 @@ class Session:
     def _train(self, cause: Cause) -> int:
         if self._strategy.rebuilds:
             heartbeat.HEARTBEAT.beat(Activity.PREPARING)
-            self.persistent.phase = HAND_OVER
+            self.persistent.phase = STATE_TRANSFER
             self._components = None  # its memory is needed
             self._components = self._strategy.regroup(
                 self.topology,
@@ -376,5 +376,5 @@ class Rejoin:
             message=failure.message[:_LONGEST_MESSAGE],
             replica_size=prod(config.parallel.degrees.values()),
             part=own.part,
-            reaches=own.reaches,
+            reachable_step=own.reachable_step,
         )

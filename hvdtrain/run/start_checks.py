@@ -2,7 +2,7 @@
 
 Ranks compare themselves twice. `agree_to_start` is the first collective after the start, before any
 rank reads data: different configurations may lead to different collectives. What depends on device
-and data (elastic/identity.py) is compared in the rendezvous of each generation. Both gather a small
+and data (elastic/status.py) is compared in the rendezvous of each generation. Both gather a small
 structure from every rank, so all ranks reach the same verdict without another collective.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from hvdtrain.config import Config, Settings
 from hvdtrain.config_checks import Ranks, check_ranks
-from hvdtrain.elastic.identity import other_configuration
 from hvdtrain.elastic.membership import LostError, Membership
+from hvdtrain.elastic.status import other_configuration
 from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError
 from hvdtrain.horovod_wheel import recipe
 from hvdtrain.log import logger

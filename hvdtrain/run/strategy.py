@@ -61,18 +61,18 @@ class ShardStatus(NamedTuple):
     Args:
         part: index of the shard that it holds, or None.
         step: optimizer steps done; -1: it holds no shard.
-        reaches: the step that it can reach by itself: this or the next one, see Agreement.
+        reachable_step: the step that it can reach by itself: this or the next one, see Agreement.
         before: index of this process's last shard, whether or not it still holds it.
     """
 
     part: int | None = None
     step: int = -1
-    reaches: int = -1
+    reachable_step: int = -1
     before: int | None = None
 
     def holds(self, newest: int) -> int | None:
         """Return the index of the shard that it holds or can make as of step `newest`, or None."""
-        return self.part if newest in (self.step, self.reaches) else None
+        return self.part if newest in (self.step, self.reachable_step) else None
 
 
 class Regrouped(Protocol):
@@ -163,7 +163,7 @@ class Replicated:
         Args:
             step: optimizer steps done.
         """
-        return ShardStatus(reaches=0)
+        return ShardStatus(reachable_step=0)
 
     def regroup(
         self, topology: Topology, persistent: PersistentState, step: int, build: Callable[[], C]
@@ -402,8 +402,8 @@ class Spanning:
             return ShardStatus(self._shard.number, self._shard.step, self._shard.step, self._before)
         if self._components is not None and persistent.trained:
             assert self._components.agreement is not None
-            reaches = self._components.agreement.reaches(step)
-            return ShardStatus(self._before, step, reaches, self._before)
+            reachable_step = self._components.agreement.reachable_step(step)
+            return ShardStatus(self._before, step, reachable_step, self._before)
         return ShardStatus(before=self._before)
 
     def regroup(

@@ -1,4 +1,4 @@
-"""Decision whether and when a failed run is started again: arithmetic only."""
+"""When a supervisor starts a run again, and when it counts a silent host as lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FINAL = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RestartDecision:
     """Decision after a start has ended.
 
     Args:
@@ -49,7 +49,7 @@ class RestartPolicy:
         self._last_step: int | None = None
         self._same_step = 0
 
-    def after(self, code: int, step: int, host_lost: bool) -> Verdict:
+    def after(self, code: int, step: int, host_lost: bool) -> RestartDecision:
         """Decide what to do after a start has ended.
 
         Args:
@@ -60,19 +60,69 @@ class RestartPolicy:
         if step > self._furthest:
             self._furthest, self._progressed, self._without_progress = step, True, 0
         if code in _FINAL:
-            return Verdict(None, _FINAL[code])
+            return RestartDecision(None, _FINAL[code])
         # After progress the cause is another one, for example a host that lost its disk.
         if code == EXIT_USER and not self._progressed:
-            return Verdict(None, "the command line, the configuration or the input is wrong")
+            return RestartDecision(
+                None, "the command line, the configuration or the input is wrong"
+            )
         if host_lost:
             self._last_step, self._same_step = None, 0
         else:
             self._same_step = self._same_step + 1 if step == self._last_step else 1
             self._last_step = step
         if self._same_step >= _SAME_STEP:
-            return Verdict(None, f"it failed {_SAME_STEP} times in a row after step {step}")
+            return RestartDecision(None, f"it failed {_SAME_STEP} times in a row after step {step}")
         if self._without_progress >= self._max_restarts:
-            return Verdict(None, f"{self._max_restarts} restarts brought no progress")
+            return RestartDecision(None, f"{self._max_restarts} restarts brought no progress")
         wait = min(_LONGEST_WAIT, _FIRST_WAIT * 2.0**self._without_progress)
         self._without_progress += 1
-        return Verdict(wait)
+        return RestartDecision(wait)
+
+
+# Pace of a start's steps: limit of a host's silence before the host counts as lost.
+
+
+# Minimum time without a step and without a response; longer if steps take longer.
+_LEAST_SECONDS = 10.0
+_FACTOR = 3.0  # times the longest pause between two steps of this start
+# While the pace is unknown: loading, compiling and the first steps take longer.
+_START_SECONDS = 60.0
+_ENOUGH = 2  # pauses before the pace is known
+
+
+class Pace:
+    """Steps of one start, as its files show them. Pure: the caller passes the time.
+
+    Args:
+        now: time of the start, by a monotonic clock.
+        step: the most advanced step in the run's files at that time.
+    """
+
+    def __init__(self, now: float, step: int) -> None:
+        self._step, self._since = step, now
+        self._pauses = -1  # the time until the first step does not count
+        self._longest = 0.0
+
+    def saw(self, now: float, step: int) -> None:
+        """Record the step that the run's files show now."""
+        if step == self._step:
+            return
+        self._pauses += 1
+        if self._pauses:
+            self._longest = max(self._longest, now - self._since)
+        self._step, self._since = step, now
+
+    def patience(self, saving: bool = False) -> float:
+        """Return the seconds without a step and without a response before a host counts as lost.
+
+        Args:
+            saving: the ranks were asked to stop, and are writing a checkpoint.
+        """
+        if saving or self._pauses < _ENOUGH:
+            return max(_START_SECONDS, _FACTOR * self._longest)
+        return max(_LEAST_SECONDS, _FACTOR * self._longest)
+
+    def stalled(self, now: float, saving: bool = False) -> bool:
+        """Whether no step was completed for longer than `patience`."""
+        return now - self._since > self.patience(saving)

@@ -19,21 +19,77 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Literal
 
 from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
 from hvdtrain.launch import commands
 from hvdtrain.launch.discovery import Probe
 from hvdtrain.launch.hostfile import Host, as_text, first_slots, total_slots
+from hvdtrain.runtime.signals import handle
 from hvdtrain.supervise import run_progress
-from hvdtrain.supervise.host_watch import ROUND_SECONDS, HostWatch
-from hvdtrain.supervise.known_hosts import KnownHosts
+from hvdtrain.supervise.hosts import ROUND_SECONDS, VARIABLE, HostWatch, KnownHosts, end_orphans
 from hvdtrain.supervise.launcher import Launcher
-from hvdtrain.supervise.orphans import VARIABLE, end_orphans
-from hvdtrain.supervise.pace import Pace
-from hvdtrain.supervise.policy import RestartPolicy
-from hvdtrain.supervise.stop_requests import Stop, StopRequests
+from hvdtrain.supervise.policy import Pace, RestartPolicy
 from hvdtrain.untrusted import printable_lines
+
+# --- Stop signals of a supervisor ---
+#
+# SIGUSR1 or SIGTERM requests an end with a checkpoint; Ctrl-C or a second signal, an end at once.
+
+
+_TICK_SECONDS = 0.1
+
+
+class Stop(Exception):
+    """The supervisor ends now, with this exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class StopRequests:
+    """The received signals; the handler only records them."""
+
+    def __init__(self) -> None:
+        self._signals: list[int] = []
+
+    def install(self) -> None:
+        """Install the handlers; call it in the main thread."""
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            handle(number, self._note)
+
+    def __bool__(self) -> bool:
+        return bool(self._signals)
+
+    def tick(self) -> None:
+        """Wait a moment while a launcher runs.
+
+        Raises:
+            Stop: the supervisor must end at once.
+        """
+        time.sleep(_TICK_SECONDS)
+        if signal.SIGINT in self._signals or len(self._signals) > 1:
+            raise Stop(128 + self._signals[-1])
+
+    def pause(self, seconds: float) -> None:
+        """Wait while no launcher runs.
+
+        Raises:
+            Stop: a signal has arrived; there is nothing to save.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            self.tick()
+            if self._signals:
+                raise Stop(EXIT_PREEMPTED)
+            if time.monotonic() >= deadline:
+                return
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signals.append(number)
+
 
 # Long enough for a busy host to respond, in two rounds; then its silence is reported.
 _SILENT_SECONDS = 5.0
@@ -44,7 +100,7 @@ _ASIDE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class SupervisedRun:
     """Configuration of a supervised run.
 
     Args:
@@ -94,7 +150,7 @@ class _Ended:
 class Supervisor:
     """One supervised run."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: SupervisedRun) -> None:
         """Read the hosts; raises UserError as `plan.hosts`."""
         self._plan = plan
         self._hosts = KnownHosts(plan.hosts, plan.probe)

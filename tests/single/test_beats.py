@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from hvdtrain.elastic import beats
-from hvdtrain.elastic.beats import Beats, Kind, Line, Message
+from hvdtrain.elastic import heartbeats as beats
 from hvdtrain.elastic.failure_detector import BEAT_SECONDS, Silence
+from hvdtrain.elastic.heartbeats import HeartbeatReceiver, HeartbeatSender, Kind, Message
 
 pytestmark = pytest.mark.alone
 SECRET = b"secret"
@@ -22,7 +22,7 @@ class Ear:
     """A driver's end that notes what it hears of whom."""
 
     def __init__(self, *ranks: int, block: float = 0.0) -> None:
-        self.beats = Beats(0, SECRET)
+        self.beats = HeartbeatReceiver(0, SECRET)
         self.silent: list[int] = []
         self.returned: list[int] = []
         self.unheard: list[int] = []
@@ -51,7 +51,7 @@ class Beating:
 
     def __init__(self, ear: Ear, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOROVOD_RENDEZVOUS_SECRET", SECRET.decode())
-        self.line = Line("127.0.0.1", ear.beats.port, number)
+        self.line = HeartbeatSender("127.0.0.1", ear.beats.port, number)
         self.on = threading.Event()
         self.on.set()
         threading.Thread(target=self._run, daemon=True).start()
@@ -146,7 +146,7 @@ def test_watchdog_reports_with_backoff_while_its_heartbeats_are_lost(
 ) -> None:
     monkeypatch.setenv("HOROVOD_RENDEZVOUS_SECRET", SECRET.decode())
     ear, told = Ear(0), [0]
-    line = Line("127.0.0.1", ear.beats.port, 0)
+    line = HeartbeatSender("127.0.0.1", ear.beats.port, 0)
     driver, nobody = line._driver, ("127.0.0.1", 9)
 
     def tell() -> None:
@@ -173,7 +173,7 @@ def test_rank_survives_lost_acknowledgements_and_heartbeats(
 ) -> None:
     ear = Ear(0, 1)
     beating(ear, 1)
-    line, nobody = Line("127.0.0.1", ear.beats.port, 0), ("127.0.0.1", 9)
+    line, nobody = HeartbeatSender("127.0.0.1", ear.beats.port, 0), ("127.0.0.1", 9)
 
     def lose(deadline: float) -> bool:
         time.sleep(deadline - time.monotonic())

@@ -18,9 +18,8 @@ from hvdtrain.elastic import driver as driver_module
 from hvdtrain.elastic import watchdog
 from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.elastic.failure_detector import Silence
-from hvdtrain.elastic.failures import HAND_OVER, TRAINING, ProcessStatus
-from hvdtrain.elastic.identity import Identity
-from hvdtrain.elastic.process import Process, assign, describe, in_order
+from hvdtrain.elastic.processes import TrainingProcess, assign, describe, in_order
+from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity, ProcessStatus
 from hvdtrain.run.generation import RankStatus, all_equal, most_advanced
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 
@@ -30,8 +29,8 @@ PLACES = st.lists(
 )
 
 
-def _processes(places: list[tuple[str, int]]) -> list[Process]:
-    return [Process(n, host, slot) for n, (host, slot) in enumerate(places)]
+def _processes(places: list[tuple[str, int]]) -> list[TrainingProcess]:
+    return [TrainingProcess(n, host, slot) for n, (host, slot) in enumerate(places)]
 
 
 @given(PLACES)
@@ -182,7 +181,7 @@ def test_incomplete_replica_is_a_spare_and_complete_ones_continue(
         threads = {}
         got: dict[int, dict[str, Any]] = {}
         for number, part in parts.items():
-            fields = {"replica_size": 2, "part": part, "step": step, "reaches": step}
+            fields = {"replica_size": 2, "part": part, "step": step, "reachable_step": step}
             ask = functools.partial(lambda n, f: got.update(running.join(n, **f)), number, fields)
             threads[number] = threading.Thread(target=ask)
             threads[number].start()
@@ -211,9 +210,9 @@ def test_incomplete_replica_is_a_spare_and_complete_ones_continue(
 
 def test_spare_status_reports_its_last_completed_step(job: Callable[..., Job]) -> None:
     running = job({"a": 2, "b": 2}, np=4)
-    running.join(0, 1, 2, 3, replica_size=2, step=9, reaches=9)
+    running.join(0, 1, 2, 3, replica_size=2, step=9, reachable_step=9)
     running.exits[1] = 137
-    half = {"replica_size": 2, "step": 9, "reaches": 10, "failed": "training"}
+    half = {"replica_size": 2, "step": 9, "reachable_step": 10, "failed": "training"}
     got: dict[int, dict[str, Any]] = {}
 
     def ask(number: int, part: int) -> None:
@@ -226,7 +225,7 @@ def test_spare_status_reports_its_last_completed_step(job: Callable[..., Job]) -
         thread.join()
     assert got[0] == {"rank": -1, "spare": True}
     status = running.driver._processes[0].status
-    assert status is not None and (status.reaches, status.failed) == (9, None)
+    assert status is not None and (status.reachable_step, status.failed) == (9, None)
 
 
 def test_replacing_a_process_does_not_count_as_a_failure_of_its_slot(
@@ -446,8 +445,8 @@ def test_newcomer_is_excluded_after_repeated_state_transfer_failures(
     _until(lambda: len(running.driver._processes) == 3)
     running.join(2)
     assert all(running.join(0, 1, 2).values()), "processes came"
-    assert all(running.join(0, 1, 2, failed=HAND_OVER, step=30).values())
-    got = running.join(0, 1, 2, failed=HAND_OVER, step=30)
+    assert all(running.join(0, 1, 2, failed=STATE_TRANSFER, step=30).values())
+    got = running.join(0, 1, 2, failed=STATE_TRANSFER, step=30)
     assert [got[number]["rank"] for number in (0, 1, 2)] == [0, 1, -1]
     assert "did not reach it 2 times" in got[2]["reason"]
     running.exits[2] = 1

@@ -8,16 +8,21 @@ from unittest.mock import patch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.elastic.failure_detector import BEAT_SECONDS, THIS_HOST, Arrivals, FailureDetector
+from hvdtrain.elastic.failure_detector import (
+    BEAT_SECONDS,
+    THIS_HOST,
+    FailureDetector,
+    HeartbeatArrivals,
+)
 
 LEAST, MOST = 1.0, 3.0
 DELAYS = st.lists(st.floats(0.01, 1.2), min_size=8, max_size=600)
 
 
-def _after(delays: list[float]) -> tuple[Arrivals, float]:
+def _after(delays: list[float]) -> tuple[HeartbeatArrivals, float]:
     """A process whose beats came after these delays, and the time of the last one."""
     now = 100.0
-    arrivals = Arrivals(now)
+    arrivals = HeartbeatArrivals(now)
     for delay in delays:
         now += delay
         arrivals.heard(now)
@@ -188,7 +193,7 @@ def test_common_silence_needs_no_per_rank_statistics() -> None:
     for beat in range(20):
         for number in range(3):
             detector.beat(number, f"host{number}", beat * BEAT_SECONDS)
-    with patch.object(Arrivals, "bound", side_effect=AssertionError):
+    with patch.object(HeartbeatArrivals, "bound", side_effect=AssertionError):
         verdicts = detector.look(8.0)
     assert verdicts.deaf > 3 and not verdicts.silent
 

@@ -145,7 +145,7 @@ def test_late_step_advances_all_state(poisoned: int) -> None:
         each.run(LOST - 1)
     _lose_agreement(rank)
     _assert_equal(rank.content(), undisturbed.content())
-    assert rank.agreement.reaches(LOST - 1) == LOST
+    assert rank.agreement.reachable_step(LOST - 1) == LOST
     rank.agreement.catch_up(LOST - 1, newest=LOST)
     undisturbed.run(LOST)
     _assert_equal(rank.content(), undisturbed.content())
@@ -162,7 +162,7 @@ def test_step_applied_by_no_rank_is_recomputed() -> None:
     for each in (rank, undisturbed):
         each.run(LOST + 1)
     _assert_equal(rank.content(), undisturbed.content())
-    assert rank.agreement.reaches(LOST + 1) == LOST + 1
+    assert rank.agreement.reachable_step(LOST + 1) == LOST + 1
 
 
 @pytest.mark.parametrize("place", ["reduce", "agreed_norm"])

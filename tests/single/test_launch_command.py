@@ -17,9 +17,9 @@ HERE = Path(sys.executable).parent
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[supervisor.Plan]:
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[supervisor.SupervisedRun]:
     """The plans of the launches that this test begins; nothing is started."""
-    plans: list[supervisor.Plan] = []
+    plans: list[supervisor.SupervisedRun] = []
 
     def run(self: supervisor.Supervisor) -> int:
         plans.append(self._plan)
@@ -46,7 +46,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[supervisor.
     ],
 )
 def test_launch_accepts_horovodrun_style_training_command(
-    planned: list[supervisor.Plan], tmp_path: Path, command: str, argv: list[str]
+    planned: list[supervisor.SupervisedRun], tmp_path: Path, command: str, argv: list[str]
 ) -> None:
     assert cli.main(["launch", "--hosts", "a:2", *command.split(), *KEYS]) == 0
     (plan,) = planned
@@ -56,7 +56,7 @@ def test_launch_accepts_horovodrun_style_training_command(
 
 @pytest.mark.parametrize("command", ["train.py --epochs 3", "python other.py", "mine"])
 def test_launch_rejects_program_other_than_training(
-    planned: list[supervisor.Plan], capsys: pytest.CaptureFixture[str], command: str
+    planned: list[supervisor.SupervisedRun], capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert cli.main(["launch", "--hosts", "a:2", "--", *shlex.split(command)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -65,7 +65,7 @@ def test_launch_rejects_program_other_than_training(
 
 
 def test_launch_rejects_python_of_another_environment(
-    planned: list[supervisor.Plan], capsys: pytest.CaptureFixture[str], tmp_path: Path
+    planned: list[supervisor.SupervisedRun], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     base = Path(sys.base_prefix) / "bin" / Path(sys.executable).resolve().name
     (tmp_path / "hvdtrain").touch()
@@ -81,7 +81,7 @@ def test_launch_rejects_python_of_another_environment(
 
 
 def test_launch_validates_keys_before_starting_ranks(
-    planned: list[supervisor.Plan], capsys: pytest.CaptureFixture[str]
+    planned: list[supervisor.SupervisedRun], capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--run.id", "mine", "--train.step", "7"]
     assert cli.main(["launch", "--hosts", "a:2", "--", *MODULE, *flags]) == 2

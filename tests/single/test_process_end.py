@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 FORKED = """
 import faulthandler, os, signal, sys, time
-from hvdtrain.elastic.kept_watchdog import KeptWatchdog
+from hvdtrain.elastic.watchdog import KeptWatchdog
 from hvdtrain.runtime.signals import StopFlag, handle, leave_on_sigterm
 import subprocess
 kept = KeptWatchdog(lambda: subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE))

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from hvdtrain.config import Config
 from hvdtrain.elastic import membership
-from hvdtrain.elastic.failures import TRAINING
-from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.membership import Membership
+from hvdtrain.elastic.status import TRAINING, Identity
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.run import session
 from hvdtrain.run.session import Failure, Rejoin
@@ -97,7 +96,7 @@ def test_pending_step_is_kept_unless_the_process_is_a_spare(start: Start, spare:
     process.strategy._components, process.strategy._before = components, 0
     _lose(agreement, lambda: taken.append(STEP + 1))
     process(Failure(TRAINING, "a rank died"), components)
-    reached = [status["reaches"] for status in launcher.statuses]
+    reached = [status["reachable_step"] for status in launcher.statuses]
     assert reached == ([STEP + 1, STEP] if spare else [STEP + 1])
     # The other ranks have redone the step without the spare, which receives its shard from them.
     status = process.strategy.status(process.persistent, STEP)

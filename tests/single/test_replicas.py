@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdtrain.elastic.failures import ProcessStatus
-from hvdtrain.elastic.identity import Identity
-from hvdtrain.elastic.process import Process
-from hvdtrain.elastic.replicas import choose
+from hvdtrain.elastic.processes import TrainingProcess, choose
+from hvdtrain.elastic.status import Identity, ProcessStatus
 from hvdtrain.parallel.regroup import PartLostError, plan
 from hvdtrain.run.strategy import ShardStatus, arrange
 from hvdtrain.runtime.mesh import Grid
@@ -22,13 +20,17 @@ AXES = {"tensor": 2, "context": 1, "shard": 1, "pipeline": 1}
 PLACE = [*AXES]
 
 
-def _process(number: int, host: str, size: int, part: int | None, reaches: int = 9) -> Process:
+def _process(
+    number: int, host: str, size: int, part: int | None, reachable_step: int = 9
+) -> TrainingProcess:
     step = 0 if part is None else 9
-    status = ProcessStatus(IDENTITY, step=step, replica_size=size, part=part, reaches=reaches)
-    return Process(number, host, 0, status=status)
+    status = ProcessStatus(
+        IDENTITY, step=step, replica_size=size, part=part, reachable_step=reachable_step
+    )
+    return TrainingProcess(number, host, 0, status=status)
 
 
-def _chosen(processes: list[Process], most: int = 100) -> list[int]:
+def _chosen(processes: list[TrainingProcess], most: int = 100) -> list[int]:
     return [process.number for process in choose(processes, most)]
 
 
@@ -61,7 +63,7 @@ def test_survivors_of_two_broken_replicas_form_one() -> None:
 
 
 def test_spare_with_an_outdated_shard_does_not_count_as_its_holder() -> None:
-    old = _process(0, "a", 2, 1, reaches=5)
+    old = _process(0, "a", 2, 1, reachable_step=5)
     new = [_process(1, "b", 2, 0), _process(2, "c", 2, 1)]
     assert _chosen([old, *new]) == [1, 2]
 
@@ -105,7 +107,7 @@ def test_new_process_completes_the_replica_on_its_host() -> None:
 
 
 def test_holder_of_the_newest_shard_takes_precedence_over_a_spare() -> None:
-    spare, holder = ShardStatus(before=0), ShardStatus(part=0, step=9, reaches=9, before=0)
+    spare, holder = ShardStatus(before=0), ShardStatus(part=0, step=9, reachable_step=9, before=0)
     grid, moved = arrange(["a", "a"], [spare, holder], 9, AXES, PLACE)
     assert moved == [0] and grid.part(1) == 0
 

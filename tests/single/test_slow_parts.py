@@ -15,7 +15,7 @@ RANKS = """
 import logging, os, sys, threading, time
 from functools import partial
 from hvdtrain.elastic import watchdog
-from hvdtrain.elastic.kept_watchdog import KeptWatchdog
+from hvdtrain.elastic.watchdog import KeptWatchdog
 from hvdtrain.runtime import collectives
 from hvdtrain.runtime.heartbeat import HEARTBEAT
 from hvdtrain.runtime.init import initialise

@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 
 from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import elastic_horovodrun, mpirun_that_notices
-from hvdtrain.supervise import pace as pace_module
+from hvdtrain.supervise import policy as pace_module
 from hvdtrain.supervise import run_progress, supervisor
-from hvdtrain.supervise.orphans import VARIABLE, end_orphans
-from hvdtrain.supervise.pace import Pace
-from hvdtrain.supervise.policy import RestartPolicy
-from hvdtrain.supervise.supervisor import Plan, Supervisor
+from hvdtrain.supervise.hosts import VARIABLE, end_orphans
+from hvdtrain.supervise.policy import Pace, RestartPolicy
+from hvdtrain.supervise.supervisor import SupervisedRun, Supervisor
 from tests.support.job import poll
 from tests.support.runs import environment
 
@@ -108,7 +107,9 @@ def test_silent_host_ends_a_start_only_if_no_step_is_completed(
 ) -> None:
     monkeypatch.setattr(pace_module, "_LEAST_SECONDS", 0.5)
     monkeypatch.setattr(supervisor, "_LOOK_SECONDS", 0.1)
-    plan = Plan("mpi", 1, None, 1, 1.0, list, [], lambda name, deadline: False, [], tmp_path)
+    plan = SupervisedRun(
+        "mpi", 1, None, 1, 1.0, list, [], lambda name, deadline: False, [], tmp_path
+    )
     killed = threading.Event()
     launcher = SimpleNamespace(poll=lambda: None, kill=killed.set)
     watch = SimpleNamespace(silent=lambda seconds: ["b"], steady=lambda seconds: [])

@@ -26,7 +26,7 @@ from hashlib import sha256
 from pathlib import Path
 from threading import Thread
 from hvdtrain.elastic import watchdog
-from hvdtrain.elastic.kept_watchdog import KeptWatchdog
+from hvdtrain.elastic.watchdog import KeptWatchdog
 from hvdtrain.runtime.heartbeat import HEARTBEAT, Activity
 
 def work():

@@ -24,9 +24,8 @@ from horovod.runner.http.http_server import RendezvousServer
 
 from hvdtrain.bench.report import Figure, Report
 from hvdtrain.elastic.driver import ElasticDriver
-from hvdtrain.elastic.failures import ProcessStatus
-from hvdtrain.elastic.identity import Identity
 from hvdtrain.elastic.rendezvous import ask
+from hvdtrain.elastic.status import Identity, ProcessStatus
 
 SLOTS = 8  # of a host
 _ADDRESS_BYTES = 24  # of an IPv4 address in a row

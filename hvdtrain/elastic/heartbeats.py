@@ -87,7 +87,7 @@ def decode(data: bytes, secret: bytes) -> Message | None:
         return None
 
 
-class Line:
+class HeartbeatSender:
     """A process's end of the heartbeats: its watchdog sends, the rank listens on another socket.
 
     Args:
@@ -199,7 +199,7 @@ class Line:
 
 
 class Listener(Protocol):
-    """The driver's callbacks for the verdicts of `Beats`, called from a thread of its own."""
+    """The driver's callbacks for verdicts of `HeartbeatReceiver`, called from its thread."""
 
     def on_silence(self, silence: Silence) -> bool:
         """Handle a silent process; return whether to give it up. If not, it is reported again."""
@@ -214,7 +214,7 @@ class Listener(Protocol):
         """Handle a silence of all processes, which are not given up; 0: it has ended."""
 
 
-class Beats:
+class HeartbeatReceiver:
     """The driver's end of the heartbeats: receives them and reports silent processes.
 
     Args:

@@ -1,0 +1,318 @@
+"""Processes, hosts and slots of an elastic job, and which processes form a generation."""
+
+from __future__ import annotations
+
+import math
+import signal
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from horovod.runner.common.util.hosts import SlotInfo
+
+from hvdtrain.elastic.status import ProcessStatus
+
+# The driver's record of the processes of an elastic job, and their ranks in a generation.
+
+
+@dataclass
+class TrainingProcess:
+    """One process of the job.
+
+    Args:
+        number: unique in this job; HOROVOD_RANK in its environment at its start.
+        slot: its place on the host, HOROVOD_LOCAL_RANK at its start.
+        state: starting, waiting, running, removed (excluded from the run), lost (given up, but
+            still there) or gone; see driver.py.
+        since: when it entered this state, time.monotonic().
+        first_round: number of its first generation; None for a newcomer.
+        assignment: its ranks in the newest generation, until it has received them.
+        status: its status when it last requested ranks.
+        heard: it has sent a request to the driver: its watchdog runs.
+        transfers_failed: generations with it that failed before it had the state of the run.
+        failure: why it ends, as reported by itself or its watchdog.
+        failed_step: the step in which it raised an error of its own.
+        leaving_since: when it had to leave, time.monotonic(); None: it stays.
+        replaced: it ends, and a new process starts in its slot at once.
+        end: set to end it.
+    """
+
+    number: int
+    host: str
+    slot: int
+    state: str = "starting"
+    since: float = field(default_factory=time.monotonic)
+    first_round: int | None = None
+    assignment: dict[str, Any] = field(default_factory=dict)
+    status: ProcessStatus | None = None
+    heard: bool = False
+    transfers_failed: int = 0
+    failure: str = ""
+    failed_step: int | None = None
+    leaving_since: float | None = None
+    replaced: bool = False
+    end: threading.Event = field(default_factory=threading.Event)
+
+    def become(self, state: str) -> None:
+        self.state, self.since = state, time.monotonic()
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it must leave because its host or slot was taken away."""
+        return self.leaving_since is not None
+
+    def leave(self, leaves: bool) -> None:
+        """Record that its host or slot was taken away, or is back."""
+        if leaves != self.leaving:
+            self.leaving_since = time.monotonic() if leaves else None
+
+    def lasted(self) -> float:
+        """Seconds in this state."""
+        return time.monotonic() - self.since
+
+    def __str__(self) -> str:
+        return f"process {self.number} on {self.host}"
+
+
+def in_order(processes: Sequence[TrainingProcess]) -> list[TrainingProcess]:
+    """Sort processes in the order of their ranks: host by host, the oldest process and host first.
+
+    The oldest process is the one that took part first, not the one that was started first. Rank 0,
+    which holds the run directory, therefore keeps its rank until it ends.
+    """
+    oldest: dict[str, tuple[float, int]] = {}
+    for process in sorted(processes, key=_age):
+        oldest.setdefault(process.host, _age(process))
+    return sorted(processes, key=lambda p: (oldest[p.host], _age(p)))
+
+
+def _age(process: TrainingProcess) -> tuple[float, int]:
+    first = math.inf if process.first_round is None else process.first_round
+    return first, process.number
+
+
+def assign(processes: Sequence[TrainingProcess]) -> list[SlotInfo]:
+    """Assign the ranks of a generation, in the order of `in_order`."""
+    ordered = in_order(processes)
+    hosts = list(dict.fromkeys(p.host for p in ordered))
+    local = {host: [p for p in ordered if p.host == host] for host in hosts}
+    plan = []
+    for rank, process in enumerate(ordered):
+        local_rank = local[process.host].index(process)
+        peers = [host for host in hosts if len(local[host]) > local_rank]
+        plan.append(
+            SlotInfo(
+                hostname=process.host,
+                rank=rank,
+                local_rank=local_rank,
+                cross_rank=peers.index(process.host),
+                size=len(ordered),
+                local_size=len(local[process.host]),
+                cross_size=len(peers),
+            )
+        )
+    return plan
+
+
+def describe(code: int) -> str:
+    """Describe an exit code, such as "signal 9 (Killed)" or "exit code 1"."""
+    number = code - 128 if code > 128 else -code
+    if number in signal.valid_signals():
+        return f"signal {number} ({signal.strsignal(number)})"
+    return f"exit code {code}"
+
+
+# Selection of processes that form whole replicas of a model that spans several processes.
+
+
+def replica_size(processes: Sequence[TrainingProcess]) -> int:
+    """Number of processes that hold one model together, as they report; 1 before any report."""
+    return max((p.status.replica_size for p in processes if p.status is not None), default=1)
+
+
+def choose(waiting: Sequence[TrainingProcess], most: int) -> list[TrainingProcess]:
+    """Select as many of `waiting` as form whole replicas, in order; the others are spares.
+
+    Processes on hosts whose number of processes is not a multiple of the replica size are omitted
+    first; among these, first those that hold no shard, or a shard with many copies. The last
+    holder of a shard stays, and so does the last process that has completed the newest step: the
+    others complete it with the gradients that they have. If they repeated it, its bits could
+    differ from those of the omitted process, which may return.
+
+    Args:
+        most: limit of the number of processes.
+    """
+    size = replica_size(waiting)
+    chosen = [*waiting]
+    for _ in range(len(chosen) - min(len(chosen), most) // size * size):
+        chosen.remove(_least_useful(chosen, size))
+    return chosen
+
+
+def _least_useful(chosen: Sequence[TrainingProcess], size: int) -> TrainingProcess:
+    held = _held(chosen)
+    copies = Counter(held.values())
+    on_host = Counter(p.host for p in chosen)
+    steps = [p.status.step for p in chosen if p.status and p.number in held]
+    newest = max(steps, default=0)
+
+    def use(at: int) -> tuple[bool, bool, int, int, int]:
+        process = chosen[at]
+        part = held.get(process.number)
+        others = len(chosen) if part is None else copies[part] - 1
+        beyond = on_host[process.host] % size
+        step = process.status.step if process.status and part is not None else None
+        is_newest = step == newest and steps.count(newest) == 1
+        return others == 0 or is_newest, beyond == 0, beyond, -others, -at
+
+    return chosen[min(range(len(chosen)), key=use)]
+
+
+def _held(processes: Sequence[TrainingProcess]) -> dict[int, int]:
+    """Process number -> its shard, for processes that can provide it as of the newest step."""
+    known = {p.number: p.status for p in processes if p.status and p.status.part is not None}
+    top = max((status.step for status in known.values()), default=0)
+    return {n: s.part for n, s in known.items() if s.part is not None and s.reachable_step >= top}
+
+
+# Growing pause before a slot is used again after its process has died or was refused.
+
+
+_PAUSES = (1.0, 60.0)  # seconds after a first failure; longest pause
+_START_PAUSE = 10.0  # longest pause if a process ended before it requested its ranks
+_WELL_SECONDS = 60.0  # a process that trained this long proves its slot good
+# Each failed state transfer costs the training ranks seconds.
+_REFUSED_PAUSES = (60.0, 3600.0)
+
+
+@dataclass
+class _Slot:
+    failures: int = 0
+    refusals: int = 0
+    not_before: float = 0.0
+
+
+class Slots:
+    """The slots of all hosts.
+
+    Args:
+        pauses: (first, longest) pause after failures in seconds; default: 1 and 60.
+    """
+
+    def __init__(self, pauses: Sequence[float] | None) -> None:
+        self._first, self._most = pauses or _PAUSES
+        self._slots: dict[tuple[str, int], _Slot] = {}
+
+    def usable(self, host: str, number: int) -> bool:
+        slot = self._slots.get((host, number))
+        return slot is None or time.monotonic() >= slot.not_before
+
+    def failed(self, process: TrainingProcess) -> float:
+        """Record that a slot's process has died; return the pause in seconds.
+
+        Args:
+            process: still in the state in which it died.
+        """
+        slot = self._slots.setdefault((process.host, process.slot), _Slot())
+        well = process.state == "running" and process.lasted() > _WELL_SECONDS
+        slot.failures = 1 if well else slot.failures + 1
+        most = min(_START_PAUSE, self._most) if process.state == "starting" else self._most
+        pause = min(most, self._first * 2 ** min(slot.failures - 1, 10))
+        slot.not_before = time.monotonic() + pause
+        return pause
+
+    def refused(self, process: TrainingProcess, for_good: bool) -> float:
+        """Record that a slot's process was refused; return the pause in seconds.
+
+        Args:
+            for_good: the slot is not used until `release_refused`.
+        """
+        slot = self._slots.setdefault((process.host, process.slot), _Slot())
+        first, most = _REFUSED_PAUSES
+        pause = math.inf if for_good else min(most, first * 2 ** min(slot.refusals, 10))
+        slot.refusals += 1
+        slot.not_before = time.monotonic() + pause
+        return pause
+
+    def release_refused(self) -> None:
+        """Release slots of refused processes: after a change of hosts a new process may fit."""
+        self._slots = {place: slot for place, slot in self._slots.items() if not slot.refusals}
+
+
+# --- Hosts of an elastic job, as repeated discovery finds them ---
+
+
+# A host is removed after it is missing from this many discoveries in a row.
+_MISSING_DISCOVERIES = 2
+_SCRIPT_SECONDS = 30.0
+
+
+class HostList:
+    """Host -> slots, in the order of first discovery.
+
+    Args:
+        discovery: Horovod's object: find_available_hosts_and_slots() -> {host: slots}.
+    """
+
+    def __init__(self, discovery: Any) -> None:
+        self._discovery = discovery
+        self._missing: dict[str, int] = {}  # host -> discoveries in a row without it
+        self._retired: set[str] = set()
+        self.slots: dict[str, int] = {}
+
+    @property
+    def host_assignment_order(self) -> list[str]:
+        """The hosts; horovodrun reads this attribute."""
+        return list(self.slots)
+
+    def count(self) -> int:
+        """Number of slots on all hosts."""
+        return sum(self.slots.values())
+
+    def find(self) -> dict[str, int]:
+        """Run the discovery without changing the list.
+
+        A script is run directly: Horovod would start a new Python for each call.
+
+        Raises:
+            Exception: the discovery failed; for example its script failed or timed out.
+        """
+        script = getattr(self._discovery, "_discovery_script", None)
+        if script is None:
+            return dict(self._discovery.find_available_hosts_and_slots())
+        done = subprocess.run(
+            script, shell=True, capture_output=True, text=True, timeout=_SCRIPT_SECONDS
+        )
+        if done.returncode:
+            raise RuntimeError(f"{script}: exit code {done.returncode}: {done.stderr.strip()}")
+        hosts = {}
+        for line in filter(None, map(str.strip, done.stdout.splitlines())):
+            host, _, slots = line.partition(":")
+            hosts[host] = int(slots or self._discovery._default_slots)
+        return hosts
+
+    def retire(self, host: str) -> None:
+        """Remove a host until a discovery misses it: after that the name means another host."""
+        self.slots.pop(host, None)
+        self._retired.add(host)
+
+    def take_over(self, found: dict[str, int]) -> list[str]:
+        """Adopt the result of a discovery; return messages about changes."""
+        self._retired &= found.keys()
+        found = {host: slots for host, slots in found.items() if host not in self._retired}
+        changes = []
+        for host in [h for h in self.slots if h not in found]:
+            self._missing[host] = self._missing.get(host, 0) + 1
+            if self._missing[host] >= _MISSING_DISCOVERIES:
+                del self.slots[host]
+                changes.append(f"{host} is not there any more")
+        for host, slots in found.items():
+            self._missing.pop(host, None)
+            if self.slots.get(host) != slots:
+                changes.append(f"{host} has {slots} slots")
+            self.slots[host] = slots
+        return changes

@@ -1,0 +1,143 @@
+"""Status that a process reports when it requests ranks, and counts of failed steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+# Properties that all processes of a run must share, so that replicas stay bitwise identical.
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Configuration, data and device of a process.
+
+    Args:
+        device: device type, such as "cuda".
+        configuration: digest of the configuration.
+        samples, fingerprint: of the training data.
+        precision: in which the model is computed.
+        rounding: how this processor rounds an optimizer step, see `runtime.device.rounding`.
+    """
+
+    device: str
+    configuration: str
+    samples: int
+    fingerprint: str | None
+    precision: str = "float32"
+    rounding: str = ""
+
+    def differs_from(self, other: Identity, host: str) -> str:
+        """Why this process cannot join the run of `other`, a rank on `host`; "": it can."""
+        if self.device != other.device:
+            return (
+                f"the device here is {self.device}, and that of the ranks on {host} {other.device}"
+            )
+        if self.configuration != other.configuration:
+            return other_configuration(host)
+        if (self.samples, self.fingerprint) != (other.samples, other.fingerprint):
+            return (
+                f"the training data here ({self.samples} samples, fingerprint "
+                f"{self.fingerprint}) is not the data of {host} ({other.samples} samples, "
+                f"fingerprint {other.fingerprint})"
+            )
+        if self.precision != other.precision:
+            return (
+                f"precision.name auto is {self.precision} on the device here and {other.precision} "
+                f"on that of {host}: name one that both have"
+            )
+        if self.rounding != other.rounding:
+            return (
+                f"the processor here is not like that of {host}: an optimizer's step is rounded "
+                "otherwise, so that the ranks' parameters would drift apart. Use hosts with one "
+                "kind of processor, or try MKL_CBWR=COMPATIBLE and ATEN_CPU_CAPABILITY=default in "
+                "the environment of all ranks"
+            )
+        return ""
+
+
+def other_configuration(host: str) -> str:
+    return (
+        f"the configuration here is not that of rank 0 on {host}: compare the "
+        "files that --config names, and hvdtrain's version, on the two hosts"
+    )
+
+
+# Decision to end a job whose steps fail repeatedly, counted over all its processes.
+#
+# A process that dies reports the reason if it can. The surviving processes report the phase in
+# which their generation failed when they request their next ranks. There are three possible causes:
+#
+#     observation                                      cause
+#     an error that a process raises itself            the step's data or code: other processes will
+#                                                      raise it, too
+#     a generation with newcomers that fails before    the newcomers, or the connection to them
+#     its first step, although no process died
+#     any other repeated failure of a step             the network, or the machines
+
+
+_ERRORS_OF_A_STEP = 3
+_FAILURES_OF_A_STEP = 5
+RENDEZVOUS, STATE_TRANSFER, TRAINING = "meeting", "hand-over", "training"
+
+
+@dataclass(frozen=True)
+class ProcessStatus:
+    """Status of a process when it requests its next ranks.
+
+    Args:
+        identity: what it would train.
+        trained: it holds the state of the run; a new process does not.
+        step: optimizer steps done.
+        patience: seconds for which other processes may have to wait for a watchdog's verdict.
+        failed: the phase in which its last generation failed, or None.
+        message: the reason of that failure.
+        replica_size: ranks that hold one model together.
+        part: index of the model's shard that it holds, 0 to replica_size - 1; None: no shard.
+        reachable_step: the latest step as of which it can provide that shard: `step`, or one more
+            if a pending step can still be applied because another process has done it.
+    """
+
+    identity: Identity
+    trained: bool = False
+    step: int = 0
+    patience: float = 0.0
+    failed: str | None = None
+    message: str = ""
+    replica_size: int = 1
+    part: int | None = None
+    reachable_step: int = 0
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> ProcessStatus:
+        """Build a status from the output of dataclasses.asdict."""
+        return cls(**fields | {"identity": Identity(**fields["identity"])})
+
+
+class StepFailures:
+    """Counts failures of each step."""
+
+    def __init__(self) -> None:
+        self._errors: Counter[int] = Counter()
+        self._step, self._times = -1, 0
+
+    def error(self, step: int, message: str) -> str | None:
+        """Count an error that a process raised in this step.
+
+        Returns:
+            Why the job has to end, or None.
+        """
+        self._errors[step] += 1
+        times = self._errors[step]
+        if times < _ERRORS_OF_A_STEP:
+            return None
+        return f"step {step} failed in {times} processes by an error of their own: {message}"
+
+    def generation(self, step: int, message: str) -> str | None:
+        """Count a failed generation whose most advanced rank had done `step` steps; as `error`."""
+        self._times = self._times + 1 if step == self._step else 1
+        self._step = step
+        if self._times < _FAILURES_OF_A_STEP:
+            return None
+        return f"step {step + 1} failed {self._times} times: {message}"

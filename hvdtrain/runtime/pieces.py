@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -74,7 +75,10 @@ def flat_range(pieces: Iterable[tuple[Piece, Tensor]], start: int, stop: int) ->
         if low < high:
             parts.append((low, high, tensor, begin))
     # Before memory is allocated: a file may claim any shape.
-    _check(sum(high - low for low, high, *_ in parts), stop - start)
+    _check_count(sum(high - low for low, high, *_ in parts), stop - start)
+    spans = sorted((low, high) for low, high, *_ in parts)
+    if any(high > low for (_, high), (low, _) in pairwise(spans)):
+        raise ValueError("two of its pieces overlap")
     found = torch.empty(stop - start, dtype=given[0][1].dtype)
     for low, high, tensor, begin in parts:
         found[low - start : high - start] = tensor.reshape(-1)[low - begin : high - begin]
@@ -97,11 +101,13 @@ def assemble(pieces: Iterable[tuple[Piece, Tensor]]) -> Tensor:
     if all(piece.offsets is None for piece, _ in given):
         return flat_range(given, 0, prod(shape)).view(shape)
     for piece, tensor in given:
-        if piece.offsets is None or any(
-            o + n > most for o, n, most in zip(piece.offsets, tensor.shape, shape, strict=True)
-        ):
+        if piece.offsets is None or not len(piece.offsets) == tensor.dim() == len(shape):
+            raise ValueError("its pieces have different dimensions")
+        if any(o + n > most for o, n, most in zip(piece.offsets, tensor.shape, shape, strict=True)):
             raise ValueError("a piece lies outside of the tensor")
-    _check(sum(tensor.numel() for _, tensor in given), prod(shape))
+    _check_count(sum(tensor.numel() for _, tensor in given), prod(shape))
+    if _overlap([box(piece, tensor) for piece, tensor in given if tensor.numel()]):
+        raise ValueError("two of its pieces overlap")
     whole = torch.empty(shape, dtype=given[0][1].dtype)
     for piece, tensor in given:
         whole[box(piece, tensor)] = tensor
@@ -114,6 +120,18 @@ def box(piece: Piece, tensor: Tensor) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(piece.offsets, tensor.shape, strict=True))
 
 
-def _check(found: int, wanted: int) -> None:
+def _check_count(found: int, wanted: int) -> None:
     if found != wanted:
         raise ValueError(f"its pieces have {found} elements of {wanted}")
+
+
+def _overlap(boxes: list[tuple[slice, ...]]) -> bool:
+    """Whether two of several boxes, of at least one element each, have an element in common."""
+    boxes = sorted(boxes, key=lambda box: [along.start for along in box])
+    for number, one in enumerate(boxes):
+        for other in boxes[number + 1 :]:
+            if one[0].stop <= other[0].start:
+                break  # as do all that follow
+            if all(a.start < b.stop and b.start < a.stop for a, b in zip(one, other, strict=True)):
+                return True
+    return False

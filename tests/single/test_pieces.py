@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from hvdtrain.parallel.pieces import extent, piece
-from hvdtrain.runtime.pieces import Piece, assemble
+from hvdtrain.runtime.pieces import Piece, assemble, flat_range
 from tests.support.split_models import wrong_pieces
 from tests.support.torch_ranks import on_torch_ranks
 
@@ -69,3 +69,42 @@ def test_partial_placement_is_rejected() -> None:
 def test_shards_saved_by_first_holders_assemble_to_whole_tensor() -> None:
     """Of a 2 x 2 mesh, with uneven parts, and what FSDP2 makes of a split model."""
     assert on_torch_ranks(4, wrong_pieces, timeout=240) == [[]] * 4
+
+
+def _flat(start: int, count: int) -> tuple[Piece, Tensor]:
+    return Piece((2, 4), start=start), torch.arange(start, start + count)
+
+
+def _box(offsets: tuple[int, ...], *lengths: int) -> tuple[Piece, Tensor]:
+    return Piece((2, 4), offsets=offsets), torch.zeros(lengths)
+
+
+def test_flat_range_reads_adjacent_shards_in_any_order() -> None:
+    shards = [_flat(5, 3), _flat(0, 0), _flat(0, 2), _flat(2, 3), _flat(2, 0)]
+    assert flat_range(shards, 1, 7).tolist() == [1, 2, 3, 4, 5, 6]
+    assert assemble(shards).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("shards", "error"),
+    [
+        ([_flat(0, 6), _flat(4, 2)], "overlap"),
+        ([_flat(4, 4), _flat(4, 4)], "overlap"),
+        ([_flat(0, 4)], "4 elements of 8"),
+        ([_flat(0, 4), _flat(4, 4), _flat(4, 1)], "9 elements of 8"),
+        ([_box((0, 0), 2, 2), _box((0, 1), 2, 2)], "overlap"),
+        ([_box((1, 0), 1, 4), _box((1, 0), 1, 4)], "overlap"),
+        ([_box((0, 0), 1, 4), _box((1, 0), 1, 2), _box((0, 2), 2, 1)], "overlap"),
+        ([_box((0, 0), 2, 2)], "4 elements of 8"),
+        ([_box((0, 0), 2, 2), _box((0, 3), 2, 2)], "outside"),
+        ([_box((0, 0), 2, 2), _box((0,), 4)], "different dimensions"),
+        ([_box((0, 0), 1, 4), _flat(4, 4)], "different dimensions"),
+    ],
+)
+def test_missing_or_doubled_elements_are_rejected(
+    shards: list[tuple[Piece, Tensor]], error: str
+) -> None:
+    with pytest.raises(ValueError, match=error):
+        assemble(shards)
+    with pytest.raises(ValueError, match=error):
+        flat_range(shards, 0, 8)

@@ -19,13 +19,10 @@ from hvdtrain.parallel.parts import Slice
 from hvdtrain.parallel.zero import Entries, ShardedOptimizer
 from hvdtrain.runtime.collectives import broadcast_tensors, gather_json
 from hvdtrain.runtime.mesh import Topology
+from hvdtrain.runtime.pieces import ShardLostError
 
 # Elements of each entry sent at once; as much memory is used in addition to the state.
 _AT_ONCE = 8 << 20
-
-
-class PartLostError(Exception):
-    """No rank holds some shard any more; every rank raises it."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ def hand_over(optimizer: ShardedOptimizer, topology: Topology, step: int) -> Non
         step: of the most advanced rank.
 
     Raises:
-        PartLostError: on all ranks.
+        ShardLostError: on all ranks.
         RankLostError: another rank is gone.
     """
     valid = optimizer.version == step
@@ -67,7 +64,7 @@ def hand_over(optimizer: ShardedOptimizer, topology: Topology, step: int) -> Non
     wanted = [dealing.held(rank) for rank in range(topology.world_size)]
     # Before the first step there is no state that could be lost.
     exists = any(of for f in facts for of in f.entries.values())
-    moves = plan([f.held for f in facts], wanted) if exists else []
+    moves = plan_moves([f.held for f in facts], wanted) if exists else []
     if not all(f.complete for f in facts):
         _complete(optimizer, facts)
     given = _move(moves, facts, entries, dealing.held(topology.rank), optimizer)
@@ -100,7 +97,7 @@ def _described(entries: Mapping[Slice, Entries]) -> list[Any]:
     return [*found.items()]
 
 
-def plan(held: Sequence[Sequence[Slice]], wanted: Sequence[Sequence[Slice]]) -> list[Move]:
+def plan_moves(held: Sequence[Sequence[Slice]], wanted: Sequence[Sequence[Slice]]) -> list[Move]:
     """Decide who sends which elements: only those that a rank wants and does not hold.
 
     A pure function, so every rank computes the same plan.
@@ -113,7 +110,7 @@ def plan(held: Sequence[Sequence[Slice]], wanted: Sequence[Sequence[Slice]]) -> 
         ranks.
 
     Raises:
-        PartLostError: no rank holds some wanted elements.
+        ShardLostError: no rank holds some wanted elements.
     """
     held_by_parameter, wanted_by_parameter = _by_parameter(held), _by_parameter(wanted)
     moves: list[Move] = []
@@ -124,7 +121,7 @@ def plan(held: Sequence[Sequence[Slice]], wanted: Sequence[Sequence[Slice]]) -> 
             if takers <= holders:
                 continue
             if not holders:
-                raise PartLostError(f"elements {first} to {last} of parameter {number}")
+                raise ShardLostError(f"elements {first} to {last} of parameter {number}")
             source = min(holders)
             moves += [Move(source, piece) for piece in _pieces(Slice(number, first, last))]
     return sorted(moves, key=lambda move: (move.source, move.what))
@@ -166,7 +163,7 @@ def _pieces(s: Slice) -> list[Slice]:
 def _complete(optimizer: ShardedOptimizer, facts: Sequence[_Facts]) -> None:
     """Give every rank the parameters of the ranks that updated them."""
     whole = [Slice(n, 0, p.numel()) for n, p in enumerate(optimizer.parameters)]
-    moves = plan([f.held for f in facts], [whole] * len(facts))
+    moves = plan_moves([f.held for f in facts], [whole] * len(facts))
 
     def rows(move: Move) -> dict[str, Tensor]:
         number, start, stop = move.what

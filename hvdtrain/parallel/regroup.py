@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hvdtrain.runtime.collectives import ProcessSet, broadcast_json, broadcast_tensors, passing_set
 from hvdtrain.runtime.mesh import Grid
+from hvdtrain.runtime.pieces import ShardLostError
 
 
 @dataclass(frozen=True)
@@ -40,32 +41,28 @@ class HeldShard:
 class Transfer:
     """Shard that one rank sends to others."""
 
-    part: int
+    shard: int
     source: int
     receivers: tuple[int, ...]
 
 
-class PartLostError(Exception):
-    """No rank holds some shard any more; raised on all ranks."""
-
-
-def plan(held: Sequence[int | None], grid: Grid) -> list[Transfer]:
+def plan_transfers(held: Sequence[int | None], grid: Grid) -> list[Transfer]:
     """Plan the transfers that give every rank its shard.
 
     Args:
         held: the shard that each rank holds as of the most advanced step, or None.
 
     Raises:
-        PartLostError: see there.
+        ShardLostError: no rank holds some shard.
     """
     transfers = []
-    for part in range(grid.replica_size):
-        if part not in held:
-            raise PartLostError(f"part {part} of {grid.replica_size}")
-        wanted = [rank for rank in grid.ranks if grid.part(rank) == part]
-        lacking = sorted(rank for rank in wanted if held[rank] != part)
+    for shard in range(grid.replica_size):
+        if shard not in held:
+            raise ShardLostError(f"shard {shard} of {grid.replica_size}")
+        wanted = [rank for rank in grid.ranks if grid.part(rank) == shard]
+        lacking = sorted(rank for rank in wanted if held[rank] != shard)
         if lacking:
-            transfers.append(Transfer(part, held.index(part), (*lacking,)))
+            transfers.append(Transfer(shard, held.index(shard), (*lacking,)))
     return transfers
 
 
@@ -92,7 +89,7 @@ def transfer(transfers: Sequence[Transfer], rank: int, own: HeldShard | None) ->
 def _broadcast(own: HeldShard | None, each: Transfer, group: ProcessSet) -> HeldShard:
     held: Mapping[str, Tensor] = own.tensors if own else {}
     layout = {key: [[*t.shape], str(t.dtype).removeprefix("torch.")] for key, t in held.items()}
-    name = f"part.{each.part}"
+    name = f"part.{each.shard}"
     told = [layout, own.progress, own.applied] if own else None
     theirs, progress, applied = broadcast_json(told, f"{name}.layout", each.source, group)
     tensors = {
@@ -100,4 +97,4 @@ def _broadcast(own: HeldShard | None, each: Transfer, group: ProcessSet) -> Held
         for key, (shape, dtype) in theirs.items()
     }
     broadcast_tensors(tensors, name, each.source, group)
-    return HeldShard(each.part, progress, applied, tensors)
+    return HeldShard(each.shard, progress, applied, tensors)

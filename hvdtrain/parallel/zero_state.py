@@ -11,11 +11,11 @@ from hvdtrain.checkpoint.spread import SpreadPart, open_part
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.optim.optimizer import parameter_names
-from hvdtrain.parallel.handover import PartLostError, hand_over
+from hvdtrain.parallel.handover import hand_over
 from hvdtrain.parallel.parts import Slice, hosts_that_hold_alone
 from hvdtrain.parallel.zero import Entries, ShardedOptimizer
 from hvdtrain.runtime.mesh import Topology
-from hvdtrain.runtime.pieces import Piece
+from hvdtrain.runtime.pieces import Piece, ShardLostError
 from hvdtrain.runtime.state_part import Scope
 
 _SCALAR = "step"  # the entry that is identical in all slices of a parameter
@@ -86,7 +86,7 @@ class ShardedOptimizerState:
         """See handover.py; False, on all ranks: no rank holds some shard any more."""
         try:
             hand_over(self.optimizer, topology, step)
-        except PartLostError:
+        except ShardLostError:
             return False
         self._warn(topology)
         return True

@@ -467,12 +467,13 @@ class Spanning:
         persistent: PersistentState,
     ) -> None:
         """Give every rank its shard as of step `newest`; if one was lost, drop all shards."""
-        from hvdtrain.parallel.regroup import PartLostError, plan, transfer
+        from hvdtrain.parallel.regroup import plan_transfers, transfer
+        from hvdtrain.runtime.pieces import ShardLostError
 
         holds = [status.holds(newest) for status in statuses]
         try:
-            transfers = plan(holds, grid)
-        except PartLostError:
+            transfers = plan_transfers(holds, grid)
+        except ShardLostError:
             self._shard, persistent.trained, persistent.newest = None, False, newest
             return
         received = transfer(transfers, rank, self._shard)

@@ -16,6 +16,10 @@ from hvdtrain.untrusted import is_of, shown
 _MOST_ELEMENTS = 1 << 62
 
 
+class ShardLostError(Exception):
+    """No rank holds some shard any more; raised on all ranks."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """Position of a piece in its whole tensor.

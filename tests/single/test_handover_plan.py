@@ -9,8 +9,9 @@ from collections import defaultdict
 import pytest
 
 from hvdtrain.parallel import handover
-from hvdtrain.parallel.handover import Move, PartLostError, plan
+from hvdtrain.parallel.handover import Move, plan_moves
 from hvdtrain.parallel.parts import Slice, deal
+from hvdtrain.runtime.pieces import ShardLostError
 
 Element = tuple[int, int]  # number of the parameter, index
 SIZES = [7, 1, 0, 12]
@@ -61,14 +62,14 @@ def test_plan_sends_each_missing_element_once_from_its_lowest_holder(seed: int) 
     held = [draw.sample(pool, draw.randint(0, len(pool))) for _ in range(ranks)]
     lost = set[Element]().union(*map(_elements, wanted)) - set().union(*map(_elements, held))
     if lost:
-        with pytest.raises(PartLostError) as raised:
-            plan(held, wanted)
+        with pytest.raises(ShardLostError) as raised:
+            plan_moves(held, wanted)
         found = re.fullmatch(r"elements (\d+) to (\d+) of parameter (\d+)", str(raised.value))
         assert found
         first, last, number = map(int, found.groups())
         assert {(number, index) for index in range(first, last)} <= lost
     else:
-        _assert_sufficient_and_minimal(plan(held, wanted), held, wanted)
+        _assert_sufficient_and_minimal(plan_moves(held, wanted), held, wanted)
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -83,9 +84,9 @@ def test_plan_reaches_any_assignment_that_the_survivors_can_serve(seed: int) -> 
     ranks = max(len(alive), after)
     held = [*alive, *([] for _ in range(ranks - len(alive)))]
     wanted = [new.held(rank) if rank < after else [] for rank in range(ranks)]
-    _assert_sufficient_and_minimal(plan(held, wanted), held, wanted)
+    _assert_sufficient_and_minimal(plan_moves(held, wanted), held, wanted)
 
 
 def test_plan_sends_nothing_that_all_who_want_it_hold() -> None:
     whole = [Slice(0, 0, 7)]
-    assert plan([whole, whole, []], [whole, [Slice(0, 2, 5)], []]) == []
+    assert plan_moves([whole, whole, []], [whole, [Slice(0, 2, 5)], []]) == []

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from hvdtrain.elastic.processes import TrainingProcess, choose
 from hvdtrain.elastic.status import Identity, ProcessStatus
-from hvdtrain.parallel.regroup import PartLostError, plan
+from hvdtrain.parallel.regroup import plan_transfers
 from hvdtrain.run.strategy import ShardStatus, arrange
 from hvdtrain.runtime.mesh import Grid
+from hvdtrain.runtime.pieces import ShardLostError
 
 IDENTITY = Identity("cpu", "digest", 8, None)
 AXES = {"tensor": 2, "context": 1, "shard": 1, "pipeline": 1}
@@ -114,9 +115,9 @@ def test_holder_of_the_newest_shard_takes_precedence_over_a_spare() -> None:
 
 def test_shards_are_sent_from_their_holders_to_ranks_that_lack_them() -> None:
     grid = Grid((0, 1, 2, 3), {"tensor": 2})
-    moves = plan([None, 1, 0, None], grid)
-    assert [(m.part, m.source, m.receivers) for m in moves] == [(0, 2, (0,)), (1, 1, (3,))]
-    assert plan([0, 1, 0, 1], grid) == []
-    assert plan([1, 0], Grid((0, 1), {"tensor": 2}))[0].receivers == (0,)
-    with pytest.raises(PartLostError, match="part 1 of 2"):
-        plan([0, None, 0, None], grid)
+    moves = plan_transfers([None, 1, 0, None], grid)
+    assert [(m.shard, m.source, m.receivers) for m in moves] == [(0, 2, (0,)), (1, 1, (3,))]
+    assert plan_transfers([0, 1, 0, 1], grid) == []
+    assert plan_transfers([1, 0], Grid((0, 1), {"tensor": 2}))[0].receivers == (0,)
+    with pytest.raises(ShardLostError, match="shard 1 of 2"):
+        plan_transfers([0, None, 0, None], grid)

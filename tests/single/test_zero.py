@@ -19,12 +19,13 @@ from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import build_optimizer, set_learning_rate
 from hvdtrain.parallel.agreement import Agreement
-from hvdtrain.parallel.handover import PartLostError, hand_over
+from hvdtrain.parallel.handover import hand_over
 from hvdtrain.parallel.parts import deal, hosts_that_hold_alone
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.runtime.mesh import Topology
+from hvdtrain.runtime.pieces import ShardLostError
 from tests.support.thread_ranks import Death, DiedError, exchange, on_ranks
 
 HOSTS = "aabb"
@@ -244,7 +245,7 @@ def test_shard_without_a_holder_is_reported_as_lost(copies: int, dead: tuple[int
     ranks = [_Rank(copies=copies) for _ in HOSTS]
     _generation(ranks, HOSTS, 7, Death(dead, "gradients", 4))
     left = [rank for number, rank in enumerate(ranks) if number not in dead]
-    with pytest.raises(PartLostError):
+    with pytest.raises(ShardLostError):
         _generation(left, "a" * len(left), 6)
 
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 from hvdtrain.config import Config
-from hvdtrain.data.iterable import has_own_order
+from hvdtrain.data.loader import has_own_order
 from hvdtrain.data.order import sample_order
 from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import build_optimizer, set_learning_rate

@@ -185,7 +185,7 @@ def _columns(args: argparse.Namespace, ranks: RankGroup) -> None:
 
 
 def _flights(args: argparse.Namespace, ranks: RankGroup) -> None:
-    from hvdtrain.data.tables_flights import write_flights
+    from hvdtrain.data.tables import write_flights
 
     if ranks.rank == 0:
         rows = write_flights(args.out)

@@ -73,8 +73,8 @@ class Buckets:
             begin = (numbers[buckets == bucket] - self._first[bucket]) * each
             within = (begin[:, None] + np.arange(each)).ravel()
             seed = self._seed + (bucket + 1) * _SEED_STEP
-            dealt = permute(within[within < samples], samples, seed, epoch)
-            found.append(self._begin[bucket] + dealt)
+            within_bucket = permute(within[within < samples], samples, seed, epoch)
+            found.append(self._begin[bucket] + within_bucket)
         return np.concatenate(found)
 
     def counts(self, start: int, stop: int) -> Indices:

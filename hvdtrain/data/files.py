@@ -1,22 +1,35 @@
-"""Expansion of configured globs to files, and the split into train and validation."""
+"""Files of datasets: which ones a pattern names, their fingerprint, temporary copies."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
 import os
+import shutil
 import sysconfig
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 
 from hvdtrain.errors import UserError
+from hvdtrain.files import FileLock
+from hvdtrain.log import logger
 
 # Parts of the standard library that are not installed everywhere, or are mostly tables.
 _NOT_SOURCE = {
     "site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "distutils",
     "ensurepip", "__pycache__", "encodings", "pydoc_data",
 }  # fmt: skip
+# Content of a fingerprint: at most 64 MiB of all files together, or one block per file if there are
+# more files; at most 4 MiB of one file.
+_BLOCK_BYTES = 1 << 14
+_BLOCKS = 1 << 12
+_BLOCKS_PER_FILE = 1 << 8
+# A copy without a lock (from an older version, or a file system without locks) is removed if
+# nothing was written to it for this long.
+STALE_SECONDS = 3600.0
 
 
 def expand(
@@ -76,7 +89,7 @@ def standard_library() -> list[Path]:
     )
 
 
-def split(paths: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path]]:
+def split_files(paths: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path]]:
     """Split files into train and validation by a hash of their paths below their common directory.
 
     Args:
@@ -96,7 +109,7 @@ def split(paths: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path
     return sorted(ranked[count:]), sorted(ranked[:count])
 
 
-def deal(sizes: Sequence[int], ranks: int) -> list[int]:
+def assign_files(sizes: Sequence[int], ranks: int) -> list[int]:
     """Assign files to ranks: neighbours stay together, and ranks get about the same bytes.
 
     A file belongs to the rank whose even share of all bytes contains the middle of the file.
@@ -110,3 +123,143 @@ def deal(sizes: Sequence[int], ranks: int) -> list[int]:
     ends = list(accumulate(sizes))
     middles = [2 * end - size for end, size in zip(ends, sizes, strict=True)]
     return [min(middle * ranks // (2 * ends[-1]), ranks - 1) for middle in middles]
+
+
+# --- fingerprints: a run must resume with the data that it started with -------
+
+
+class Fingerprint(str):
+    """16 hex digits.
+
+    Attributes:
+        former: fingerprint of the same data in checkpoints of older versions, which still resume.
+    """
+
+    former: str
+
+    def __new__(cls, digits: str, former: str) -> Fingerprint:
+        made = super().__new__(cls, digits)
+        made.former = former
+        return made
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return str(self), self.former
+
+
+def former_of(fingerprint: str | None) -> str | None:
+    """Return the fingerprint that older versions computed of the same data; None if unchanged."""
+    return fingerprint.former if isinstance(fingerprint, Fingerprint) else None
+
+
+def of_files(paths: Sequence[Path], samples: Sequence[int]) -> Fingerprint:
+    """Fingerprint of files: paths below the common directory, sample counts, sizes and content.
+
+    Small files are read completely, larger ones in evenly spaced blocks: at most 4 MiB per file,
+    and 64 MiB of all files or one block of each. Changes between the blocks are not detected. The
+    fingerprint is the same on all hosts and ignores modification times, so files may be copied.
+
+    Args:
+        samples: of each file.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    root = os.path.commonpath([path.parent for path in paths])
+    former, digest = hashlib.sha256(), hashlib.sha256()
+    most = min(max(_BLOCKS // len(paths), 1), _BLOCKS_PER_FILE)
+    for path, count in zip(paths, samples, strict=True):
+        name = f"{os.path.relpath(path, root)}\0{count}\n".encode()
+        former.update(name)
+        digest.update(name)
+        for block in _blocks(path, most):
+            digest.update(block)
+    return Fingerprint(digest.hexdigest()[:16], former.hexdigest()[:16])
+
+
+def _blocks(path: Path, most: int) -> Iterator[bytes]:
+    """Yield the size, and the whole content or `most` blocks; the last block ends with the file."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            yield size.to_bytes(8, "little")
+            last = max(size - _BLOCK_BYTES, 0)
+            if size <= most * _BLOCK_BYTES:
+                places = range(0, size, _BLOCK_BYTES)
+            elif most == 1:
+                places = range(last, last + 1)
+            else:
+                places = [last * n // (most - 1) for n in range(most)]  # type: ignore[assignment]
+            for place in places:
+                yield os.pread(file.fileno(), _BLOCK_BYTES, place)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+
+
+# --- temporary copies ---------------------------------------------------------
+#
+# The writer holds a lock file next to its copy until it has renamed or removed the copy. The
+# kernel, or the file server, frees the lock when the writer dies, and the next start removes the
+# copy. Other hosts see that too, so no process numbers are compared.
+
+
+@contextmanager
+def hidden_copy(path: Path) -> Iterator[None]:
+    """Hold the lock of a copy; on exit, remove the copy unless it was renamed.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    lock = FileLock(_lock_of(path))
+    lock.open()
+    try:
+        lock.attempt()
+        yield
+    finally:
+        _remove(path)
+        _lock_of(path).unlink(missing_ok=True)
+        lock.close()
+
+
+def remove_leftovers(folder: Path, pattern: str) -> None:
+    """Remove the copies in a directory whose writers are dead.
+
+    Args:
+        pattern: glob of their names.
+    """
+    with suppress(OSError):
+        for path in folder.glob(pattern):
+            _remove_if_left(path)
+
+
+def _remove_if_left(path: Path) -> None:
+    lock = FileLock(_lock_of(path))
+    try:
+        known = False
+        if _lock_of(path).exists():
+            lock.open()
+            known = lock.attempt()
+        if lock.held or (not known and _idle_seconds(path) > STALE_SECONDS):
+            _remove(path)
+            _lock_of(path).unlink(missing_ok=True)
+            if not path.exists():
+                logger.info("removed %s, whose writer was killed", path)
+    except OSError:
+        pass  # another process removed it, or it belongs to another user
+    finally:
+        lock.close()
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.lock")
+
+
+def _idle_seconds(path: Path) -> float:
+    newest = max(p.stat().st_mtime for p in (path, *(path.iterdir() if path.is_dir() else ())))
+    return time.time() - newest
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

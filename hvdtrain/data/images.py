@@ -1,7 +1,7 @@
-"""Labelled images: scikit-learn's digits, or a directory of class directories.
+"""Labelled images: scikit-learn's digits, class directories, or tar shards; their augmentation.
 
 Images are uint8 (channels, side, side). The side includes a margin beyond what a model sees, from
-which the image is cropped (augment.py).
+which the image is cropped.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from hvdtrain.data.order import permute
+from hvdtrain.data.records import TarShards
 from hvdtrain.errors import UserError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 DIGIT_SIZE, _DIGIT_MARGIN = 8, 2
+_MEMBERS = tuple(suffix[1:] for suffix in SUFFIXES)  # of a sample in a tar shard
 SPLIT_SEED = 0  # the split depends on the data only, not on the run's seed
 
 
@@ -245,3 +247,152 @@ def decode(file: Path | BytesIO, side: int, name: str) -> Tensor:
         reason = f"{error}".partition(str(file))[0].strip(" '\"") or type(error).__name__
         raise UserError(f"image {name} cannot be read ({reason}): repair or remove it") from None
     return torch.from_numpy(np.asarray(fitted).copy()).permute(2, 0, 1).contiguous()
+
+
+# --- tar shards in WebDataset's format: 0001.jpg (or .png, ...) and 0001.cls ---
+
+
+class Reading(NamedTuple):
+    """Options for reading shards.
+
+    Args:
+        classes: number of classes.
+        cache: directory for indexes; None = next to the shards.
+    """
+
+    classes: int
+    cache: str | None = None
+
+
+class ImageShards(Dataset[tuple[Tensor, int]]):
+    """Images, decoded on access, and their class numbers.
+
+    Args:
+        shards: samples with an image under its suffix, and a class under "cls".
+        classes: number of classes.
+        side: pixels; the shorter side is scaled to this, and the middle is cut out.
+
+    Accessing a sample raises UserError if it lacks an image or class, cannot be decoded, or has an
+    invalid class.
+    """
+
+    def __init__(self, shards: TarShards, classes: int, side: int) -> None:
+        self._shards = shards
+        self._classes = classes
+        self._side = side
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        sample = self._shards[index]
+        name = f"{sample.get('__key__')} of {sample['__shard__']}"
+        image = next((sample[suffix] for suffix in _MEMBERS if suffix in sample), None)
+        if image is None:
+            found = ", ".join(key for key in sample if not key.startswith("__"))
+            raise UserError(f"sample {name} has no image (*.{', *.'.join(_MEMBERS)}), but {found}")
+        return decode(BytesIO(image), self._side, name), self._label(sample, name)
+
+    def _label(self, sample: dict[str, Any], name: str) -> int:
+        written = sample.get("cls", b"").decode(errors="replace").strip()
+        if not written.isdecimal():
+            raise UserError(f"sample {name}: its .cls is no number of a class, but {written!r}")
+        if int(written) >= self._classes:
+            raise UserError(
+                f"sample {name} is of class {written}, but image.classes {self._classes} means "
+                f"classes 0 to {self._classes - 1}"
+            )
+        return int(written)
+
+
+def shards(
+    data: str, validation: str | None, fraction: float, size: int, read: Reading
+) -> ImageData:
+    """Open images in shards.
+
+    Args:
+        data: for training, a file or glob; a fraction is split off for validation unless
+            `validation` is given.
+        size: pixels that the model sees.
+
+    Raises:
+        UserError: Pillow is missing, there are no shards, or one is broken.
+    """
+    check_pillow()
+    side = margin_side(size)
+    opened = TarShards([data], read.cache, "image.data")
+    train: Dataset[Any] = ImageShards(opened, read.classes, side)
+    if validation is not None:
+        kept = TarShards([validation], read.cache, "image.validation")
+        held_out = _mixed(ImageShards(kept, read.classes, side))
+    else:
+        mixed, count = _mixed(train), len(opened)
+        ends = min(max(int(count * fraction), 1), count - 1)
+        if ends < 1:
+            raise UserError(f"image.data: {data} has one sample: there is none for validation")
+        held_out = Subset(mixed, range(ends))
+        train = Subset(mixed, range(ends, count))
+    names = [str(number) for number in range(read.classes)]
+    return ImageData(train, held_out, names, COLOUR, opened.fingerprint())
+
+
+def _mixed(samples: Dataset[Any]) -> Dataset[Any]:
+    """Shuffle: evaluation may use only the first samples, and shards may be sorted by class."""
+    count = len(samples)  # type: ignore[arg-type]
+    order = permute(np.arange(count), count, SPLIT_SEED, epoch=0)
+    return Subset(samples, order)  # type: ignore[arg-type]
+
+
+# --- augmentation of a micro-batch --------------------------------------------
+#
+# Random numbers come from torch's CPU generator, like dropout on the CPU. It is seeded for each
+# micro-batch, so the result does not depend on the rank that processes it.
+
+
+def crop(images: Tensor, size: int, move: bool, flip: bool) -> Tensor:
+    """Cut a square out of each image.
+
+    Args:
+        images: (N, C, H, W), H and W at least `size`.
+        size: side of the square.
+        move: cut at a random position, else from the middle.
+        flip: mirror the image left to right with probability 1/2.
+
+    Returns:
+        (N, C, size, size), same dtype and device.
+    """
+    count, _, height, width = images.shape
+    room = torch.tensor([[height - size], [width - size]])
+    drawn = torch.rand(2, count) if move else torch.full((2, count), 0.5)
+    # 0.5 is the middle; rand() < 1, so the last position is as likely as any other.
+    top, left = (drawn * (room + 1)).long() if move else (room // 2).expand(2, count)
+    rows = top[:, None] + torch.arange(size)
+    columns = left[:, None] + torch.arange(size)
+    if flip:
+        mirrored = torch.rand(count) < 0.5
+        columns = torch.where(mirrored[:, None], columns.flip(1), columns)
+    device = images.device
+    sample = torch.arange(count, device=device)[:, None, None]
+    cut = images[sample, :, rows.to(device)[:, :, None], columns.to(device)[:, None, :]]
+    return cut.permute(0, 3, 1, 2).contiguous()
+
+
+def normalise(images: Tensor, normalisation: Normalisation) -> Tensor:
+    """Args: images: (N, C, H, W) uint8. Returns: float32, mean about 0, deviation about 1."""
+    mean, std = (torch.tensor(values, device=images.device) for values in normalisation)
+    return (images.float() / 255 - mean[:, None, None]) / std[:, None, None]
+
+
+def mix(images: Tensor, alpha: float) -> tuple[Tensor, Tensor, float]:
+    """Mixup (Zhang et al., arXiv:1710.09412): mix each image with another of the micro-batch.
+
+    Args:
+        images: (N, C, H, W) float.
+        alpha: > 0; one mixing coefficient per micro-batch is drawn from Beta(alpha, alpha).
+
+    Returns:
+        The mixtures; int64 (N,), the index of each image's partner; the weight of the image itself.
+    """
+    share = float(torch.distributions.Beta(alpha, alpha).sample())
+    other = torch.randperm(len(images)).to(images.device)
+    return images.lerp(images[other], 1 - share), other, share

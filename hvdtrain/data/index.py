@@ -18,8 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hvdtrain.data.files import deal
-from hvdtrain.data.hidden_copy import hidden_copy, remove_leftovers
+from hvdtrain.data.files import assign_files, hidden_copy, remove_leftovers
 from hvdtrain.data.order import Indices
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
@@ -27,7 +26,7 @@ from hvdtrain.runtime.mpi import RankGroup, on_all_ranks
 
 _VERSION = 1
 # Bytes that one rank scans at a time, if a scan can begin anywhere in a file.
-_PIECE_BYTES = 1 << 26
+_RANGE_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,12 @@ class _Plan:
 
     Args:
         files: files without an up-to-date index, and their heads
-        pieces: (number in `files`, start, stop, rank that scans it)
+        ranges: (number in `files`, start, stop, rank that scans it)
         tag: distinguishes the temporary files of this run from those of another
     """
 
     files: list[tuple[Path, Indices]]
-    pieces: list[tuple[int, int, int, int]]
+    ranges: list[tuple[int, int, int, int]]
     tag: str
 
 
@@ -103,7 +102,7 @@ def build_indexes(files: Sequence[Path], kind: Format, cache: str | None, ranks:
     first = ranks.rank == 0
     plan = on_all_ranks(ranks, lambda: _plan(files, kind, cache, ranks.size) if first else None)[0]
     assert plan is not None
-    own = [n for n, piece in enumerate(plan.pieces) if piece[3] == ranks.rank]
+    own = [n for n, each in enumerate(plan.ranges) if each[3] == ranks.rank]
     try:
         on_all_ranks(ranks, lambda: _scan(plan, own, kind, cache))
         on_all_ranks(ranks, lambda: _join(plan, own, kind, cache))
@@ -118,34 +117,34 @@ def _plan(files: Sequence[Path], kind: Format, cache: str | None, ranks: int) ->
         Path(cache).expanduser().mkdir(parents=True, exist_ok=True)
     _remove_leftovers(files, cache)
     stale = [(path, _head(path)) for path in files if _load(path, cache) is None]
-    pieces = []
+    ranges = []
     for number, (_, head) in enumerate(stale):
         size = int(head[1])
-        step = _PIECE_BYTES if kind.splits else max(size, 1)
-        pieces += [(number, at, min(at + step, size)) for at in range(0, size, step)]
-    owners = deal([stop - start for _, start, stop in pieces], ranks) if pieces else []
-    dealt = [(*piece, owner) for piece, owner in zip(pieces, owners, strict=True)]
-    return _Plan(stale, dealt, secrets.token_hex(4))
+        step = _RANGE_BYTES if kind.splits else max(size, 1)
+        ranges += [(number, at, min(at + step, size)) for at in range(0, size, step)]
+    owners = assign_files([stop - start for _, start, stop in ranges], ranks) if ranges else []
+    assigned = [(*each, owner) for each, owner in zip(ranges, owners, strict=True)]
+    return _Plan(stale, assigned, secrets.token_hex(4))
 
 
 def _part(plan: _Plan, number: int, cache: str | None) -> Path:
-    path = index_path(plan.files[plan.pieces[number][0]][0], cache)
+    path = index_path(plan.files[plan.ranges[number][0]][0], cache)
     return path.with_name(f".{path.name.strip('.')}.{plan.tag}.{number}.tmp.npy")
 
 
 def _scan(plan: _Plan, own: Sequence[int], kind: Format, cache: str | None) -> None:
     for number in own:
-        file, start, stop, _ = plan.pieces[number]
+        file, start, stop, _ = plan.ranges[number]
         np.save(_part(plan, number, cache), kind.scan(plan.files[file][0], start, stop))
 
 
 def _join(plan: _Plan, own: Sequence[int], kind: Format, cache: str | None) -> None:
-    """Write the indexes of those files whose first piece belongs to this rank."""
+    """Write the indexes of those files whose first range belongs to this rank."""
     for first in own:
-        file, start, _, _ = plan.pieces[first]
+        file, start, _, _ = plan.ranges[first]
         if start:
             continue
-        numbers = [n for n, piece in enumerate(plan.pieces) if piece[0] == file]
+        numbers = [n for n, each in enumerate(plan.ranges) if each[0] == file]
         parts = [np.load(_part(plan, number, cache)) for number in numbers]
         path, head = plan.files[file]
         _write(path, cache, _whole(head, parts, kind))

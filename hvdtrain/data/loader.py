@@ -1,27 +1,61 @@
-"""Loading of a rank's micro-batches of each step, from a position of the run onwards."""
+"""Loading of a rank's micro-batches: of each step, from a position of the run on; on their devices.
+
+The random numbers drawn while a micro-batch is loaded depend only on its place in the run: the
+generators are seeded for each micro-batch, on whatever rank or in whatever process loads it.
+
+Map-style datasets are read by sample number, optionally by worker processes. Iterable datasets are
+read from beginning to end in their own order: each rank reads all samples and keeps those of its
+micro-batches, so the global batch does not depend on the world size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from itertools import count
-from typing import Any
+import ctypes
+import os
+import signal
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, islice
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.buckets import SampleBuckets
-from hvdtrain.data.config import BatchConfig
-from hvdtrain.data.deal import Deal
-from hvdtrain.data.iterable import IterableBatches, has_own_order
-from hvdtrain.data.loading import IN_RANK, Batch, Loading, MicroBatches, Place, load
+from hvdtrain.data.config import BatchConfig, LoaderConfig
 from hvdtrain.data.order import sample_order
-from hvdtrain.errors import UserError
+from hvdtrain.errors import UnsupportedTaskError, UserError
+from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.device import seed_all
+from hvdtrain.runtime.heartbeat import Activity
 
+Batch = Any  # result of collate: tensors, or dicts and tuples of them
 _POSITIONS_AT_ONCE = 1024
-# Separates the seeds of loading a micro-batch from those of a forward pass, whose keys have no such
-# part. (1 is a validation batch, see validation.py; 2 is an epoch's start, see iterable.py.)
-_LOADING = 3
+# Timeout of a rank for a worker; the same as for a collective that another rank does not join.
+_WORKER_SECONDS = 900.0
+_PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
+# The last part of a seed separates uses of random numbers. A forward pass in training has no such
+# part.
+VALIDATION_SEED, _EPOCH_SEED, _LOADING_SEED = 1, 2, 3
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Options for loading batches, in training and evaluation.
+
+    Args:
+        config: processes that load ahead; none for an iterable dataset.
+        pin_memory: copy batches into page-locked memory, for CUDA.
+        collate: makes a batch of samples.
+    """
+
+    config: LoaderConfig = field(default_factory=LoaderConfig)
+    pin_memory: bool = False
+    collate: Callable[[list[Any]], Any] = default_collate
+
+
+IN_RANK = Loading()
 
 
 class TrainLoader:
@@ -35,7 +69,7 @@ class TrainLoader:
         dataset: at least one sample; map-style, or iterable with its own order.
         samples: start position in the order, in samples since the run's first.
         batch: sizes of a step and of a micro-batch.
-        deal: which micro-batches belong to this rank; read again in each step.
+        assignment: which micro-batches belong to this rank; read again in each step.
         seed: the run's seed.
         buckets: samples of each micro-batch, with batch.max_tokens; not for iterable datasets.
     """
@@ -45,7 +79,7 @@ class TrainLoader:
         dataset: Dataset[Any],
         samples: int,
         batch: BatchConfig,
-        deal: Deal,
+        assignment: Assignment,
         seed: int,
         loading: Loading = IN_RANK,
         buckets: SampleBuckets | None = None,
@@ -58,19 +92,19 @@ class TrainLoader:
         self._seed = seed
         self._loading = loading
         self._buckets = buckets
-        self.deal = deal
+        self.assignment = assignment
         self._own_order = has_own_order(dataset)
         # Reading an iterable dataset passes the micro-batches of the other ranks, too.
-        self._read: Collection[int] = range(batch.micro_batches) if self._own_order else deal
+        self._read: Collection[int] = range(batch.micro_batches) if self._own_order else assignment
         self._batches: Iterator[Batch] = iter(())
-        self._dealt: list[int] | None = None
+        self._assigned: list[int] | None = None
         if has_own_order(dataset):
-            batches = IterableBatches(dataset, samples, batch, deal, seed, loading.collate)
+            batches = IterableBatches(dataset, samples, batch, assignment, seed, loading.collate)
             pin_memory = loading.pin_memory
             self._batches = iter(DataLoader(batches, batch_size=None, pin_memory=pin_memory))
 
     def next_step(self, step: int) -> Iterator[Batch]:
-        """This rank's micro-batches of the next step, in the order of `deal`.
+        """This rank's micro-batches of the next step, in the order of `assignment`.
 
         Random numbers are seeded before each micro-batch is loaded and, for a map-style dataset,
         again before the forward pass: the numbers drawn depend on the position in the run, and
@@ -83,9 +117,9 @@ class TrainLoader:
             UnsupportedTaskError: on each rank, an iterable dataset is shorter than its length.
             UserError: a sample cannot be loaded.
         """
-        if not self._own_order and self._dealt != self.deal.counts:
+        if not self._own_order and self._assigned != self.assignment.counts:
             # Prefetched micro-batches belong to the previous assignment.
-            self._dealt = list(self.deal.counts)
+            self._assigned = list(self.assignment.counts)
             self._batches = self._begin(step)
         self._samples += self._global_size
         for j in self._read:
@@ -94,7 +128,7 @@ class TrainLoader:
             batch = next(self._batches)
             if isinstance(batch, UserError):
                 raise batch
-            if j in self.deal:
+            if j in self.assignment:
                 if not self._own_order:
                     seed_all(self._seed, step, j)
                 yield batch
@@ -105,13 +139,13 @@ class TrainLoader:
 
     def _begin(self, step: int) -> Iterator[Batch]:
         self.close()
-        loading, own = self._loading, [*self.deal]
+        loading, own = self._loading, [*self.assignment]
         places = (
             self._places(step, self._samples, own)
             if self._buckets is None
             else self._places_of_buckets(step, own, self._buckets)
         )
-        batches = MicroBatches(self._dataset, self._seed, _LOADING, loading.collate)
+        batches = MicroBatches(self._dataset, self._seed, _LOADING_SEED, loading.collate)
         return load(batches, places, loading)
 
     def _places_of_buckets(
@@ -141,6 +175,161 @@ class TrainLoader:
                 number = next(numbers)
                 for j in own:
                     yield Place(number, j, micro_batches[j])
+
+
+# --- map-style datasets -------------------------------------------------------
+
+
+class Place(NamedTuple):
+    """A micro-batch: its step in the run, its number in the step, and its samples."""
+
+    step: int
+    number: int
+    samples: Sequence[int]
+
+
+class MicroBatches(Dataset[Batch]):
+    """Micro-batches by place; the random numbers drawn in loading depend only on the place."""
+
+    def __init__(
+        self, dataset: Dataset[Any], seed: int, kind: int, collate: Callable[[list[Any]], Any]
+    ) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._kind = kind
+        self._collate = collate
+
+    def __getitem__(self, place: Place) -> Batch | UserError:
+        """The micro-batch, or the error: raised in a worker, it would become a traceback."""
+        seed_all(self._seed, place.step, place.number, self._kind)
+        try:
+            several = getattr(self._dataset, "__getitems__", None)
+            if several is not None:
+                return self._collate(several(place.samples))
+            return self._collate([self._dataset[index] for index in place.samples])
+        except UserError as error:
+            return error
+
+
+def load(batches: MicroBatches, places: Iterable[Place], loading: Loading) -> Iterator[Batch]:
+    workers = loading.config.workers
+    return iter(
+        DataLoader(
+            batches,
+            sampler=places,
+            batch_size=None,
+            collate_fn=_as_it_is,
+            num_workers=workers,
+            timeout=_WORKER_SECONDS if workers else 0.0,
+            prefetch_factor=loading.config.prefetch if workers else None,
+            worker_init_fn=begin_worker,
+            pin_memory=loading.pin_memory,
+        )
+    )
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def begin_worker(number: int) -> None:
+    """Make the worker exit with its rank, however the rank exits, and ignore the rank's signals.
+
+    Otherwise it would hold the lock on the run directory and the exporter's port for seconds.
+    """
+    rank = os.getppid()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != rank:
+        os._exit(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for ignored in (signal.SIGUSR1, signal.SIGINT):
+        signal.signal(ignored, signal.SIG_IGN)
+
+
+# --- iterable datasets --------------------------------------------------------
+
+
+def has_own_order(dataset: object) -> TypeGuard[IterableDataset[Any]]:
+    """Whether the dataset is iterable, without access to samples by number."""
+    return isinstance(dataset, IterableDataset)
+
+
+class IterableBatches(IterableDataset[Any]):
+    """Endless micro-batches of a run from a position on: None for those of other ranks.
+
+    Args:
+        samples: start position, in samples since the run's first; a step begins there.
+        own: numbers of this rank's micro-batches in a step.
+        seed: the run's seed.
+        collate: makes a micro-batch of samples.
+
+    Iterating raises UnsupportedTaskError if the dataset has fewer samples than its length.
+    """
+
+    def __init__(
+        self,
+        dataset: IterableDataset[Any],
+        samples: int,
+        batch: BatchConfig,
+        own: Container[int],
+        seed: int,
+        collate: Callable[[list[Any]], Any],
+    ) -> None:
+        self._collate = collate
+        self._dataset = dataset
+        self._start = samples
+        self._batch = batch
+        self._own = own
+        self._seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = self._samples()
+        while True:
+            for j in range(self._batch.micro_batches):
+                micro_batch = list(islice(samples, self._batch.micro_size))
+                yield self._collate(micro_batch) if j in self._own else None
+
+    def _samples(self) -> Iterator[Any]:
+        """Samples from the start position on; earlier samples of its epoch are read and dropped.
+
+        The consumer of a later sample must have seeded the generators for its micro-batch.
+        """
+        size = len(self._dataset)  # type: ignore[arg-type]
+        micro_size, micro_batches = self._batch.micro_size, self._batch.micro_batches
+        samples: Iterator[Any] = iter(())
+        for position in count(self._start - self._start % size):
+            if position <= self._start and position % micro_size == 0:
+                seed_all(self._seed, *divmod(position // micro_size, micro_batches))
+                heartbeat.HEARTBEAT.beat(Activity.WORKING)
+            if position % size == 0:
+                samples = self._begin(position // size)
+            sample = take(samples, position % size, self._dataset)
+            if position >= self._start:
+                yield sample
+
+    def _begin(self, epoch: int) -> Iterator[Any]:
+        set_epoch = getattr(self._dataset, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        seed_all(self._seed, epoch, 0, _EPOCH_SEED)
+        return iter(self._dataset)
+
+
+def take(samples: Iterator[Any], number: int, dataset: IterableDataset[Any]) -> Any:
+    """The next sample of an iteration over `dataset`, which has returned `number` samples so far.
+
+    Raises:
+        UnsupportedTaskError: the iteration has ended before the dataset's length.
+    """
+    for sample in samples:
+        return sample
+    raise UnsupportedTaskError(
+        f"the data set {type(dataset).__name__} ended after {number} samples, but its __len__() "
+        f"says {len(dataset)}: it must be the number of samples of each iteration"  # type: ignore[arg-type]
+    )
+
+
+# --- devices ------------------------------------------------------------------
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
 
 from hvdtrain.data.config import DataConfig
-from hvdtrain.data.text import Tokenizer, cut, read_text
-from hvdtrain.data.tokens import TokenArray, TokenMeta, TokenWindows, read_token_files
+from hvdtrain.data.files import expand, hidden_copy, remove_leftovers, split_files, standard_library
+from hvdtrain.data.text import RECORDS, Tokenizer, encode_file, refuse_records
+from hvdtrain.data.tokens import TokenArray, TokenMeta, TokenWindows, read_token_files, split_end
 from hvdtrain.errors import UserError
+from hvdtrain.files import sync_directory
+
+_SPLITS = ("train", "validation")
 
 
 @dataclass(frozen=True)
@@ -69,5 +80,122 @@ def read_packed(data: DataConfig, tokenizer: Tokenizer | None) -> PackedTokens:
             raise UserError(f"data.train is {meta}, but data.validation is {other}")
         return PackedTokens(data, arrays, held_out, meta)
     *rest, last = arrays
-    last, end = cut(last, data.validation_fraction)
+    last, end = split_end(last, data.validation_fraction)
     return PackedTokens(data, [*rest, last], [end], meta)
+
+
+def text_files(config: DataConfig) -> tuple[list[Path], list[Path]]:
+    """(train, validation) files; validation is empty if a single file has to be split.
+
+    Raises:
+        UserError: a configured pattern matches no file.
+    """
+    of_records = RECORDS.get(config.source)
+    kind = (of_records.suffixes, of_records.name) if of_records else ()
+    train = expand("data.train", config.train, *kind) if config.train else standard_library()
+    validation = expand("data.validation", config.validation, *kind) if config.validation else []
+    if of_records is None:
+        for name, files in (("data.train", train), ("data.validation", validation)):
+            refuse_records(name, files, "data.source", "data.text_key")
+    if validation:
+        return train, validation
+    if len(train) == 1:
+        return train, []
+    return split_files(train, config.validation_fraction)
+
+
+def read_text(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenArray, TokenArray]:
+    """(train, validation) tokens of the configured text.
+
+    Raises:
+        UserError: a file is missing or unreadable, or the tokenizer cannot separate documents.
+    """
+    separator = tokenizer.separator(config.source, config.document_mask)
+    source = config.source, config.text_key, separator
+    train_files, validation_files = text_files(config)
+
+    def tokens(files: Sequence[Path]) -> TokenArray:
+        return np.concatenate([encode_file(path, tokenizer, *source) for path in files])
+
+    def both() -> tuple[TokenArray, TokenArray]:
+        train = tokens(train_files)
+        if validation_files:
+            return train, tokens(validation_files)
+        return split_end(train, config.validation_fraction)
+
+    if config.cache is None:
+        return both()
+    tokenizer_files = [Path(config.tokenizer)] if config.tokenizer else []
+    name = cache_name(
+        [*train_files, *validation_files, *tokenizer_files],
+        len(train_files),
+        source,
+        config.validation_fraction,
+    )
+    return cached(Path(config.cache), name, both)
+
+
+# --- cache of tokenized text, for the ranks of a host and later starts --------
+
+
+def cache_name(files: Iterable[Path], *settings: object) -> str:
+    """Name that changes with the settings, and with a file's path, size or modification time."""
+    stats = ((str(path.absolute()), path.stat()) for path in files)
+    found = [[path, stat.st_size, stat.st_mtime_ns] for path, stat in stats]
+    return hashlib.sha256(json.dumps([found, settings]).encode()).hexdigest()[:16]
+
+
+def cached(
+    folder: Path, name: str, make: Callable[[], tuple[TokenArray, TokenArray]]
+) -> tuple[TokenArray, TokenArray]:
+    """Return the result of `make`, memory-mapped; call it only if nothing is cached as `name`.
+
+    Processes that run this at the same time may each call `make`; all use the result that was
+    stored first.
+
+    Raises:
+        UserError: the directory cannot be written, or its content is damaged.
+    """
+    kept = folder.expanduser() / name
+    new = kept.with_name(f".{name}.{secrets.token_hex(4)}.tmp")
+    remove_leftovers(kept.parent, f".{'[0-9a-f]' * 16}.*.tmp")
+    if not kept.is_dir():
+        tokens = make()
+        try:
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with hidden_copy(new):
+                new.mkdir()
+                _write(new, tokens)
+                _rename(new, kept)
+            sync_directory(kept.parent)
+        except OSError as error:
+            raise UserError(f"data.cache: {kept}: {error}") from None
+    train, validation = (_read(kept, split) for split in _SPLITS)
+    return train, validation
+
+
+def _rename(new: Path, kept: Path) -> None:
+    try:
+        new.rename(kept)
+    except OSError:
+        if not kept.is_dir():  # otherwise another process was faster
+            raise
+
+
+def _write(folder: Path, tokens: tuple[TokenArray, TokenArray]) -> None:
+    for name, array in zip(_SPLITS, tokens, strict=True):
+        with open(folder / f"{name}.npy", "wb") as file:
+            np.save(file, array)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _read(kept: Path, split: str) -> TokenArray:
+    try:
+        tokens: TokenArray = np.load(kept / f"{split}.npy", mmap_mode="r")
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(
+            f"data.cache: {kept / f'{split}.npy'} cannot be read ({error}): delete the directory "
+            f"{kept}, and the next start makes it again"
+        ) from None
+    return tokens

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from hvdtrain.data.fingerprint import Fingerprint
+from hvdtrain.data.files import Fingerprint
 from hvdtrain.data.index import Format
 from hvdtrain.data.order import Indices
 from hvdtrain.data.records import Files

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from hvdtrain.data.files import expand
-from hvdtrain.data.fingerprint import Fingerprint, of_files
+from hvdtrain.data.files import Fingerprint, expand, of_files
 from hvdtrain.data.index import Format, open_indexes
 from hvdtrain.data.order import Indices
 from hvdtrain.errors import UserError

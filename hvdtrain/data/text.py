@@ -8,24 +8,23 @@ gigabytes is better tokenized once (`hvdtrain data tokenize`) and memory-mapped
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hvdtrain.data.config import DataConfig
-from hvdtrain.data.files import expand, split, standard_library
 from hvdtrain.data.index import Format
 from hvdtrain.data.parquet import PARQUET, read_group, row_groups
 from hvdtrain.data.records import JSON_LINES, parse_line
-from hvdtrain.data.token_bytes import bytes_of_tokens
-from hvdtrain.data.token_cache import cache_name, cached
 from hvdtrain.data.tokens import TokenArray, TokenMeta, with_separator
 from hvdtrain.errors import UserError
 from hvdtrain.untrusted import parse_json
 
 BYTES_VOCABULARY = 256
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's notation
 _LONGEST_LINE = 1 << 24
 # Common names of the end-of-document token.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "[SEP]")
@@ -250,58 +249,44 @@ def encode_file(
     return np.concatenate(parts) if parts else np.empty(0, tokenizer.dtype)
 
 
-def text_files(config: DataConfig) -> tuple[list[Path], list[Path]]:
-    """(train, validation) files; validation is empty if a single file has to be split.
+# --- bytes of text per token --------------------------------------------------
 
-    Raises:
-        UserError: a configured pattern matches no file.
+
+def bytes_of_tokens(tokenizer: str, vocab_size: int) -> tuple[int, ...]:
+    """Number of bytes of text per token; 0 for special tokens.
+
+    Text that a tokenizer drops, such as spaces, or does not know is not counted.
+
+    Args:
+        tokenizer: a tokenizer.json that the `tokenizers` library has accepted.
+        vocab_size: number of its tokens.
     """
-    of_records = RECORDS.get(config.source)
-    kind = (of_records.suffixes, of_records.name) if of_records else ()
-    train = expand("data.train", config.train, *kind) if config.train else standard_library()
-    validation = expand("data.validation", config.validation, *kind) if config.validation else []
-    if of_records is None:
-        for name, files in (("data.train", train), ("data.validation", validation)):
-            refuse_records(name, files, "data.source", "data.text_key")
-    if validation:
-        return train, validation
-    if len(train) == 1:
-        return train, []
-    return split(train, config.validation_fraction)
+    facts = json.loads(Path(tokenizer).read_text(encoding="utf-8"))
+    model, added = facts["model"], facts.get("added_tokens") or []
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, list):  # (text, score) of a Unigram model
+        vocabulary = {text: number for number, (text, _) in enumerate(vocabulary)}
+    decoder = json.dumps(facts["decoder"], ensure_ascii=False)
+    sizes = [0] * vocab_size
+    for text, number in vocabulary.items():
+        if text != model.get("unk_token") and number < vocab_size:
+            sizes[number] = _size(text, decoder)
+    for token in added:  # stored literally
+        if token["id"] < vocab_size:
+            sizes[token["id"]] = 0 if token["special"] else len(token["content"].encode())
+    return tuple(sizes)
 
 
-def read_text(config: DataConfig, tokenizer: Tokenizer) -> tuple[TokenArray, TokenArray]:
-    """(train, validation) tokens of the configured text.
+def _size(token: str, decoder: str) -> int:
+    """Bytes of text that a token stands for, in the notation of a decoder.
 
-    Raises:
-        UserError: a file is missing or unreadable, or the tokenizer cannot separate documents.
+    Args:
+        decoder: the tokenizer's decoder, as JSON.
     """
-    separator = tokenizer.separator(config.source, config.document_mask)
-    source = config.source, config.text_key, separator
-    train_files, validation_files = text_files(config)
-
-    def tokens(files: Sequence[Path]) -> TokenArray:
-        return np.concatenate([encode_file(path, tokenizer, *source) for path in files])
-
-    def both() -> tuple[TokenArray, TokenArray]:
-        train = tokens(train_files)
-        if validation_files:
-            return train, tokens(validation_files)
-        return cut(train, config.validation_fraction)
-
-    if config.cache is None:
-        return both()
-    tokenizer_files = [Path(config.tokenizer)] if config.tokenizer else []
-    name = cache_name(
-        [*train_files, *validation_files, *tokenizer_files],
-        len(train_files),
-        source,
-        config.validation_fraction,
-    )
-    return cached(Path(config.cache), name, both)
-
-
-def cut(tokens: TokenArray, fraction: float) -> tuple[TokenArray, TokenArray]:
-    """Split off the end for validation."""
-    at = len(tokens) - int(len(tokens) * fraction)
-    return tokens[:at], tokens[at:]
+    if '"ByteLevel"' in decoder:
+        return len(token)  # one letter per byte
+    if '"ByteFallback"' in decoder and re.fullmatch(r"<0x[0-9A-F]{2}>", token):
+        return 1
+    if '"WordPiece"' in decoder:
+        token = token.removeprefix("##")
+    return len((token.replace(_SPACE, " ") if _SPACE in decoder else token).encode())

@@ -18,10 +18,16 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hvdtrain.data.files import deal, expand, split, standard_library
-from hvdtrain.data.hidden_copy import hidden_copy, remove_leftovers
-from hvdtrain.data.text import RECORDS, Tokenizer, cut, encode_file, refuse_records
-from hvdtrain.data.tokens import DTYPES, TokenArray, TokenMeta
+from hvdtrain.data.files import (
+    assign_files,
+    expand,
+    hidden_copy,
+    remove_leftovers,
+    split_files,
+    standard_library,
+)
+from hvdtrain.data.text import RECORDS, Tokenizer, encode_file, refuse_records
+from hvdtrain.data.tokens import DTYPES, TokenArray, TokenMeta, split_end
 from hvdtrain.errors import UserError
 from hvdtrain.files import sync_directory
 from hvdtrain.run_files.owner_token import boot
@@ -41,7 +47,7 @@ class Writer:
         boot: boot ID of its host's kernel.
         started: clock ticks from the boot to the start of the process. A restarted container can
             have the same host name and pid.
-        tag: see Plan.
+        tag: see TokenizePlan.
     """
 
     host: str
@@ -87,7 +93,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TokenizePlan:
     """Work of all ranks; made by rank 0.
 
     Args:
@@ -146,7 +152,7 @@ def tokenize(source: Source, out: Path, ranks: RankGroup) -> dict[Path, int]:
     return {plan.result(name): total[name] for name in SPLITS}
 
 
-def _plan(source: Source, out: Path, ranks: int) -> Plan:
+def _plan(source: Source, out: Path, ranks: int) -> TokenizePlan:
     fraction = source.validation_fraction
     if not 0 < fraction < 1:
         raise UserError(f"--validation-fraction must lie in (0, 1), not {fraction}")
@@ -156,15 +162,15 @@ def _plan(source: Source, out: Path, ranks: int) -> Plan:
     paths = expand("--input", source.patterns, *kind) if source.patterns else standard_library()
     if records is None:
         refuse_records("--input", paths, "--source", "--text-key")
-    train, validation = (paths, []) if len(paths) == 1 else split(paths, fraction)
+    train, validation = (paths, []) if len(paths) == 1 else split_files(paths, fraction)
     files = [("train", path) for path in train] + [("validation", path) for path in validation]
-    owners = deal([path.stat().st_size for _, path in files], ranks)
+    owners = assign_files([path.stat().st_size for _, path in files], ranks)
     meta = replace(tokenizer.meta, separator=tokenizer.separator(source.kind, source.separate))
     out.mkdir(parents=True, exist_ok=True)
     tag = _claim(out)
     for name in SPLITS:
         remove_leftovers(out, f".{name}.u*.tmp")
-    return Plan(
+    return TokenizePlan(
         out,
         [(name, path, owner) for (name, path), owner in zip(files, owners, strict=True)],
         not validation,
@@ -173,7 +179,7 @@ def _plan(source: Source, out: Path, ranks: int) -> Plan:
     )
 
 
-def _hold_parts(stack: ExitStack, plan: Plan, rank: int) -> None:
+def _hold_parts(stack: ExitStack, plan: TokenizePlan, rank: int) -> None:
     """Remove this rank's parts at the end; after a kill, the next run in the directory does so."""
     for name in SPLITS:
         stack.enter_context(hidden_copy(plan.part(name, rank)))
@@ -222,14 +228,14 @@ def _writer(out: Path) -> Writer | None:
         return None
 
 
-def _release(plan: Plan) -> None:
+def _release(plan: TokenizePlan) -> None:
     writer = _writer(plan.out)
     if writer is not None and writer.tag == plan.tag:
         with suppress(OSError):
             (plan.out / _LOCK).unlink()
 
 
-def _write_parts(plan: Plan, source: Source, rank: int) -> Counts:
+def _write_parts(plan: TokenizePlan, source: Source, rank: int) -> Counts:
     """Tokenize this rank's files; return the number of its tokens per split."""
     tokenizer = Tokenizer(source.tokenizer)
     counts = dict.fromkeys(SPLITS, 0)
@@ -242,7 +248,9 @@ def _write_parts(plan: Plan, source: Source, rank: int) -> Counts:
             tokens = tokens.astype(DTYPES[plan.suffix])
             pieces = {name: tokens}
             if plan.cut:
-                pieces = dict(zip(SPLITS, cut(tokens, source.validation_fraction), strict=True))
+                pieces = dict(
+                    zip(SPLITS, split_end(tokens, source.validation_fraction), strict=True)
+                )
             for piece_name, piece in pieces.items():
                 parts[piece_name].write(piece.data)
                 counts[piece_name] += len(piece)
@@ -259,7 +267,7 @@ def _encode(tokenizer: Tokenizer, path: Path, source: Source, separator: int | N
     return tokens
 
 
-def _join_part(plan: Plan, counts: Sequence[Counts], rank: int) -> None:
+def _join_part(plan: TokenizePlan, counts: Sequence[Counts], rank: int) -> None:
     """Copy this rank's tokens to their place in rank 0's part, and sync them to disk."""
     for name in SPLITS:
         before = sum(count[name] for count in counts[:rank]) * DTYPES[plan.suffix].itemsize
@@ -272,7 +280,7 @@ def _join_part(plan: Plan, counts: Sequence[Counts], rank: int) -> None:
             os.fsync(whole.fileno())
 
 
-def _publish(plan: Plan, total: Counts) -> None:
+def _publish(plan: TokenizePlan, total: Counts) -> None:
     """Replace the old files by the new ones; readers need tokens.json, which is written last."""
     for name in SPLITS:
         if total[name] == 0:

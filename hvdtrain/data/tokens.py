@@ -140,3 +140,9 @@ def read_token_files(key: str, patterns: Sequence[str]) -> tuple[list[TokenArray
         except (OSError, ValueError) as error:
             raise UserError(f"{key}: {path}: {error}") from None
     return arrays, metas.pop()
+
+
+def split_end(tokens: TokenArray, fraction: float) -> tuple[TokenArray, TokenArray]:
+    """Split off the end for validation: (train, validation)."""
+    at = len(tokens) - int(len(tokens) * fraction)
+    return tokens[:at], tokens[at:]

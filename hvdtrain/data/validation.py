@@ -10,15 +10,20 @@ from torch.utils.data import Dataset, IterableDataset
 
 from hvdtrain.data.buckets import SampleBuckets
 from hvdtrain.data.config import BatchConfig
-from hvdtrain.data.iterable import has_own_order, take
-from hvdtrain.data.loading import IN_RANK, Batch, Loading, MicroBatches, Place, load
+from hvdtrain.data.loader import (
+    IN_RANK,
+    VALIDATION_SEED,
+    Batch,
+    Loading,
+    MicroBatches,
+    Place,
+    has_own_order,
+    load,
+    take,
+)
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.runtime.mesh import Group
-
-# Separates the seeds of validation batches from those of a forward pass in training, whose keys
-# have no such part. (2 is an epoch's start, see iterable.py; 3 is loading, see loader.py.)
-_EVALUATION = 1
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ def validation_batches(
         _read_all(dataset, places, own, seed, loading)
         if has_own_order(dataset)
         else load(
-            MicroBatches(dataset, seed, _EVALUATION, loading.collate),
+            MicroBatches(dataset, seed, VALIDATION_SEED, loading.collate),
             [Place(0, number, places[number]) for number in own],
             loading,
         )
@@ -100,7 +105,7 @@ def validation_batches(
         if isinstance(batch, UserError):
             raise batch
         if not has_own_order(dataset):
-            seed_all(seed, 0, number, _EVALUATION)
+            seed_all(seed, 0, number, VALIDATION_SEED)
         yield len(places[number]), batch
 
 
@@ -113,7 +118,7 @@ def _read_all(
 ) -> Iterator[Batch]:
     rest: Iterator[Any] = iter(())
     for number, place in enumerate(places):
-        seed_all(seed, 0, number, _EVALUATION)
+        seed_all(seed, 0, number, VALIDATION_SEED)
         rest = rest if number else iter(dataset)
         batch = [take(rest, i, dataset) for i in place]
         if number in own:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # private, see tasks/sync_batchnorm.py
 
 from hvdtrain import comm
-from hvdtrain.data.deal import Deal
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.errors import EXIT_USER
@@ -55,7 +55,7 @@ class Passes(Protocol):
     def train(
         self,
         batches: Iterator[Batch],
-        deal: Deal,
+        assignment: Assignment,
         totals: StepTotals,
         before_last: Callable[[], None],
     ) -> None:
@@ -69,7 +69,7 @@ class Passes(Protocol):
         Args:
             batches: this rank's micro-batches; taking one also seeds the random numbers that its
                 forward pass draws.
-            deal: the micro-batches assigned to this rank; may be empty.
+            assignment: the micro-batches assigned to this rank; may be empty.
             totals: receives the values and statistics of the forward passes.
             before_last: called when these are complete, unless there is no micro-batch; before the
                 last backward pass if possible.
@@ -128,7 +128,7 @@ class Accumulate:
     def train(
         self,
         batches: Iterator[Batch],
-        deal: Deal,
+        assignment: Assignment,
         totals: StepTotals,
         before_last: Callable[[], None],
     ) -> None:
@@ -137,22 +137,23 @@ class Accumulate:
         heartbeat.beat(Activity.WORKING)
         self.statistics.begin()
         enter("data")
-        own = comm.COLLECTIVES.micro_batches(batches, deal.in_common, max(deal.counts))
-        together = min(self._interleaved.count if self._interleaved else 1, len(deal))
+        own = comm.COLLECTIVES.micro_batches(batches, assignment.in_common, max(assignment.counts))
+        together = min(self._interleaved.count if self._interleaved else 1, len(assignment))
         losses: list[Tensor] = []  # backward has not begun
         for done, batch in enumerate(own, start=1):
             on_device = to_device(batch, self._context.device)
             enter("forward")
             self.statistics.prepare()
-            values = self._forward(on_device, len(losses) if len(deal) - done < together else None)
+            held_back = len(assignment) - done < together
+            values = self._forward(on_device, len(losses) if held_back else None)
             self.forward.add(totals.values, values)
             if self._context.mesh.counts:
                 self.statistics.collect(totals.statistics)
             losses.append(self.forward.scaled(values.loss))
             del values
-            if done == len(deal):
+            if done == len(assignment):
                 before_last()
-            if done == len(deal) or done <= len(deal) - together:
+            if done == len(assignment) or done <= len(assignment) - together:
                 enter("backward")
                 self._backward(losses)
                 losses.clear()  # free the graph: the next forward pass needs the memory

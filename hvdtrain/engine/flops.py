@@ -12,8 +12,7 @@ from torch.utils.data import Dataset
 from torch.utils.flop_counter import FlopCounterMode
 
 from hvdtrain import comm
-from hvdtrain.data.iterable import has_own_order
-from hvdtrain.data.loader import Batch, to_device
+from hvdtrain.data.loader import Batch, has_own_order, to_device
 from hvdtrain.log import logger
 from hvdtrain.tasks import Task
 from hvdtrain.tasks.batch import first_batch

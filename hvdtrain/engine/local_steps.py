@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from hvdtrain.data.deal import Deal
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.loader import Batch
 from hvdtrain.engine.step import Flags, StepResult, TrainStep
 from hvdtrain.exchange.local_sgd import LocalSgd
@@ -36,13 +36,13 @@ class LocalSteps:
     def __call__(
         self,
         batches: Iterator[Batch],
-        deal: Deal,
+        assignment: Assignment,
         lr: float,
         flags: Flags,
         advance: Callable[[StepResult], None] = lambda result: None,
     ) -> StepResult:
         """Run one step, see TrainStep, and average the ranks' states if it is due."""
-        result = self._step(batches, deal, lr, flags, advance)
+        result = self._step(batches, assignment, lr, flags, advance)
         step = flags.step + 1
         pauses = result.stop or result.membership_changed
         if pauses or step % self._exchange.every == 0 or step >= self._last:

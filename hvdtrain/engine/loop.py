@@ -29,8 +29,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig
-from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch, TrainLoader
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.step import AppliedSteps, Flags, StepResult
@@ -131,7 +131,7 @@ class Step(Protocol):
     def __call__(
         self,
         batches: Iterator[Batch],
-        deal: Deal,
+        assignment: Assignment,
         lr: float,
         flags: Flags,
         advance: Callable[[StepResult], None] = ...,
@@ -185,9 +185,9 @@ class Loop:
         self._membership_changed = False  # as agreed in the last step
 
     @property
-    def deal(self) -> Deal:
+    def assignment(self) -> Assignment:
         """This rank's micro-batches of a step; a callback may change it."""
-        return self._loader.deal
+        return self._loader.assignment
 
     @property
     def step_samples(self) -> int:
@@ -267,7 +267,7 @@ class Loop:
         start = time.perf_counter()
         result = self._step(
             self._loader.next_step(progress.step),
-            self.deal,
+            self.assignment,
             lr,
             Flags(
                 stop=self._interruptions.stop.raised,

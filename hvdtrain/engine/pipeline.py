@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hvdtrain import comm
-from hvdtrain.data.deal import Deal
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.loader import Batch, to_device
 from hvdtrain.engine.accumulate import (
     BatchStatistics,
@@ -106,7 +106,7 @@ class Pipeline:
     def train(
         self,
         batches: Iterator[Batch],
-        deal: Deal,
+        assignment: Assignment,
         totals: StepTotals,
         before_last: Callable[[], None],
     ) -> None:

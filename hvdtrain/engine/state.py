@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from hvdtrain.checkpoint.format import Checkpoint, Shared, read_files_of_ranks
 from hvdtrain.checkpoint.layout import file_of_rank, part_and_rank
 from hvdtrain.checkpoint.spread import open_part, to_current_names
-from hvdtrain.data.fingerprint import former_of
+from hvdtrain.data.files import former_of
 from hvdtrain.engine.loop import Loop, Progress, StepRecord
 from hvdtrain.engine.step import AppliedSteps
 from hvdtrain.errors import UserError

@@ -35,9 +35,9 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.buckets import SampleBuckets, Used
 from hvdtrain.data.config import BatchConfig
-from hvdtrain.data.deal import Deal
 from hvdtrain.data.loader import Batch
 from hvdtrain.engine.accumulate import Passes, StepTotals, Totals, means
 from hvdtrain.errors import EXIT_USER
@@ -139,7 +139,7 @@ class TrainStep:
     def __call__(
         self,
         batches: Iterator[Batch],
-        deal: Deal,
+        assignment: Assignment,
         lr: float,
         flags: Flags,
         advance: Callable[[StepResult], None] = lambda result: None,
@@ -148,7 +148,7 @@ class TrainStep:
 
         Args:
             batches: this rank's micro-batches, see Passes.
-            deal: the micro-batches assigned to this rank; may be empty.
+            assignment: the micro-batches assigned to this rank; may be empty.
             lr: learning rate.
             flags: sent to the other ranks in the control vector; `step` must be identical on all
                 ranks.
@@ -167,7 +167,7 @@ class TrainStep:
                 self._agreement.forget()
             self._buffers.keep()
             try:
-                agreed = self._reduce_gradients(batches, deal, flags)
+                agreed = self._reduce_gradients(batches, assignment, flags)
                 timer.enter("optimizer")
                 self._check(agreed, flags.step)
                 values = means(self._passes.forward.names, agreed.sums, self._batch.micro_batches)
@@ -181,22 +181,26 @@ class TrainStep:
             self._wait_for_all(flags.step + 1, ready, commit)
             return commit()
 
-    def _reduce_gradients(self, batches: Iterator[Batch], deal: Deal, flags: Flags) -> Agreed:
+    def _reduce_gradients(
+        self, batches: Iterator[Batch], assignment: Assignment, flags: Flags
+    ) -> Agreed:
         """Run the passes and exchange their gradients; return the sums over all ranks.
 
         Afterwards each parameter has the gradient of the global batch.
         """
         timer, heartbeat = self._context.timer, self._context.heartbeat
         self._update.clear()
-        self._exchange.begin(len(deal))
-        control = ControlVector(flags, self._used(deal, flags.step), self._sizes, self._context)
+        self._exchange.begin(len(assignment))
+        control = ControlVector(
+            flags, self._used(assignment, flags.step), self._sizes, self._context
+        )
 
         def send_control() -> None:
             # A task freezes parameters in its forward pass; without a pass, none is known.
-            control.send(self._exchange.trained.frozen() if len(deal) else ())
+            control.send(self._exchange.trained.frozen() if len(assignment) else ())
 
-        self._passes.train(batches, deal, control.totals, before_last=send_control)
-        if not len(deal):
+        self._passes.train(batches, assignment, control.totals, before_last=send_control)
+        if not len(assignment):
             send_control()
         heartbeat.beat(Activity.WAITING)
         timer.enter(self._exposed)
@@ -207,13 +211,13 @@ class TrainStep:
         heartbeat.beat(Activity.WORKING)
         return agreed
 
-    def _used(self, deal: Deal, step: int) -> Used:
+    def _used(self, assignment: Assignment, step: int) -> Used:
         """Contents of this rank's micro-batches; zero if another rank counts them."""
         if not self._context.mesh.leads:
             return Used(0)
         if self._buckets is None:
-            return Used(len(deal) * self._batch.micro_size)
-        return self._buckets.used(step * self._batch.micro_batches + j for j in deal)
+            return Used(len(assignment) * self._batch.micro_size)
+        return self._buckets.used(step * self._batch.micro_batches + j for j in assignment)
 
     def _check(self, agreed: Agreed, step: int) -> None:
         """Raise RuntimeError unless all ranks did the same step, and all of it."""

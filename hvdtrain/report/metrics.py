@@ -48,7 +48,7 @@ def run_metrics(run: RecordedRun) -> Metrics:
         **_memory(run),
         "layout": layout(run),
         "stragglers": stragglers(run),
-        "deals": deals(run),
+        "deals": assignments(run),
         **_slowest(run),
         **_goodput(run),
         "restarts": restarts(run),
@@ -202,7 +202,7 @@ def who(entry: Metrics) -> str:
     return named if entry["stage"] is None else f"stage {entry['stage']} ({named})"
 
 
-def deals(run: RecordedRun) -> list[Metrics]:
+def assignments(run: RecordedRun) -> list[Metrics]:
     """Assignments of micro-batches: the step after which each applies, and the count per rank."""
     return [
         {"step": event["step"], "micro_batches": event["micro_batches"]}

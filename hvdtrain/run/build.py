@@ -10,9 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hvdtrain.config import Config
-from hvdtrain.data.deal import Deal
-from hvdtrain.data.loader import TrainLoader
-from hvdtrain.data.loading import Loading
+from hvdtrain.data.assignment import Assignment
+from hvdtrain.data.loader import Loading, TrainLoader
 from hvdtrain.engine.accumulate import Passes
 from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.engine.interleave import InterleavedBackward
@@ -219,7 +218,7 @@ def build_loop(
         components.datasets.train,
         samples=state.progress.samples,
         batch=config.batch,
-        deal=Deal(config.batch.micro_batches, context.mesh.data, context.mesh.shard),
+        assignment=Assignment(config.batch.micro_batches, context.mesh.data, context.mesh.shard),
         seed=config.seed,
         loading=components.loading(),
         buckets=buckets,

@@ -86,7 +86,7 @@ def build_callbacks(
             components.exchange,
             Destinations(exporter, recorder.ranks if recorder else None, emit),
             context,
-            deal_by_speed=config.batch.deal == "speed",
+            assign_by_speed=config.batch.deal == "speed",
         )
         if config.telemetry.exchange_every
         else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvdtrain.config import Config, Settings
-from hvdtrain.data.iterable import has_own_order
+from hvdtrain.data.loader import has_own_order
 from hvdtrain.errors import UserError
 from hvdtrain.tasks import Datasets, Task
 

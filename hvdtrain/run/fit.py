@@ -12,8 +12,7 @@ from torch import nn
 
 from hvdtrain import comm
 from hvdtrain.config import Config
-from hvdtrain.data.iterable import has_own_order
-from hvdtrain.data.loader import to_device
+from hvdtrain.data.loader import has_own_order, to_device
 from hvdtrain.engine.accumulate import SavedBuffers
 from hvdtrain.errors import CollectiveError, UserError
 from hvdtrain.optim.precision import Precision

@@ -13,8 +13,8 @@ import torch
 
 import hvdtrain
 from hvdtrain.config import Config, Settings
-from hvdtrain.data.fingerprint import former_of
-from hvdtrain.data.iterable import has_own_order
+from hvdtrain.data.files import former_of
+from hvdtrain.data.loader import has_own_order
 from hvdtrain.engine.state import PRECISION
 from hvdtrain.run.build import RunComponents
 from hvdtrain.run.resolve import dataset_size

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from hvdtrain.config import Config, Settings
 from hvdtrain.data.buckets import SampleBuckets, lengths_of
-from hvdtrain.data.iterable import has_own_order
+from hvdtrain.data.loader import has_own_order
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.tasks import Datasets

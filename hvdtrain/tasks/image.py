@@ -139,8 +139,7 @@ class Image:
         self._data: ImageData | None = None
 
     def datasets(self) -> Datasets:
-        from hvdtrain.data.image_shards import Reading, shards
-        from hvdtrain.data.images import digits, folders
+        from hvdtrain.data.images import Reading, digits, folders, shards
 
         config = self.config
         if config.data is None and config.side != _DIGIT_SIZE:
@@ -195,7 +194,7 @@ class Image:
         import torch
         from torch.nn.functional import cross_entropy
 
-        from hvdtrain.data.augment import mix
+        from hvdtrain.data.images import mix
 
         images, labels = self._prepared(batch[0], model.training), batch[1]
         config, count = self.config, len(labels)
@@ -212,7 +211,7 @@ class Image:
         return {"loss": loss, "top1": (top1, count), "top5": (top5, count)}
 
     def _prepared(self, images: Tensor, training: bool) -> Tensor:
-        from hvdtrain.data.augment import crop, normalise
+        from hvdtrain.data.images import crop, normalise
 
         assert self._data is not None
         config = self.config

@@ -61,7 +61,7 @@ class Tabular:
         )
 
     def model(self) -> TabGPT:
-        from hvdtrain.data.tables_rows import sizes
+        from hvdtrain.data.table_encoding import sizes
         from hvdtrain.models.tabgpt import Shape, TabGPT
         from hvdtrain.tasks.tabular_data import buffers
 
@@ -74,7 +74,7 @@ class Tabular:
 
     def loss(self, model: TabGPT, batch: list[Tensor]) -> dict[str, Any]:
         """Args:
-            batch: codes, fractions and labels of N rows, see data/tables_rows.py.
+            batch: codes, fractions and labels of N rows, see data/table_encoding.py.
 
         Returns:
             "loss"; "accuracy": (number of correct classes or hidden cells, total number); in
@@ -115,7 +115,7 @@ class Tabular:
         import torch
         from torch.nn.functional import cross_entropy
 
-        from hvdtrain.data.tables_rows import HIDDEN, offsets
+        from hvdtrain.data.table_encoding import HIDDEN, offsets
 
         assert self._data is not None
         first = torch.tensor(offsets(self._data.columns.features), device=codes.device)

@@ -14,11 +14,17 @@ import torch
 from hvdtrain.checkpoint.weights import read_weights
 from hvdtrain.data.files import expand
 from hvdtrain.data.order import permute
-from hvdtrain.data.tables import Table, cell_names, open_table
-from hvdtrain.data.tables_columns import Column, Columns, Wanted, scan
-from hvdtrain.data.tables_files import SUFFIXES
-from hvdtrain.data.tables_flights import DATE, DELAY, LATE, flights_table
-from hvdtrain.data.tables_rows import Rows, classes, read_rows
+from hvdtrain.data.table_encoding import Column, Columns, Rows, Wanted, classes, read_rows, scan
+from hvdtrain.data.tables import (
+    DATE,
+    DELAY,
+    LATE,
+    SUFFIXES,
+    Table,
+    cell_names,
+    flights_table,
+    open_table,
+)
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.init import is_initialised, own_position

@@ -86,7 +86,7 @@ class Exporter:
         self._world_size = gauge("world_size", "World size of the run")
         self._steps = counter("steps", "Optimizer steps that this process has completed")
         self._samples = counter("samples", "Samples of these steps, summed over all ranks")
-        self._dealt = gauge("micro_batches", "Micro-batches per step assigned to this rank")
+        self._assigned = gauge("micro_batches", "Micro-batches per step assigned to this rank")
         self._nonfinite = counter("nonfinite", "Steps skipped because the gradient was not finite")
         self._healed = counter(
             "replicas_healed", "Ranks whose state differed and was replaced; reported by rank 0"
@@ -155,8 +155,8 @@ class Exporter:
         self._mfu.set(record.get("mfu", math.nan))
         return True
 
-    def dealt(self, micro_batches: int) -> None:
-        self._dealt.set(micro_batches)
+    def assigned(self, micro_batches: int) -> None:
+        self._assigned.set(micro_batches)
 
     def go_back(self, step: int) -> None:
         """Count steps after this one again, because the run repeats them."""

@@ -161,7 +161,7 @@ def _cells(rank: Rank) -> dict[str, str]:
         **{LABELS[axis]: str(at) for axis, at in rank.target.place},
         "step": _number(values.get("last_step")),
         "samples/s": _number(values.get("samples_per_second"), ".1f"),
-        "dealt": _number(values.get("micro_batches")),
+        "batches": _number(values.get("micro_batches")),
         **shares,
         "score": _number(values.get("straggler_score"), ".2f"),
         "memory": _mebibytes(memory),

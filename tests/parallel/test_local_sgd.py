@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig
-from hvdtrain.data.deal import Deal
 from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.integrity import TensorHash
 from hvdtrain.engine.loop import Progress
@@ -73,15 +73,15 @@ class _Rank:
         parts = self.exchange.state_parts()
         self.state = RunState(model, optimizer, Progress(), {}, parts)
         self.run_step = _step(self.task, model, optimizer, self.exchange, self)
-        self.deal = Deal(micro_batches, Group(topology.rank, topology.world_size))
+        self.assignment = Assignment(micro_batches, Group(topology.rank, topology.world_size))
 
     def step(self, step: int, average: bool, poisoned: bool = False) -> bool:
         """Whether it was applied."""
-        batches = [_batch(step, j) for j in self.deal]
+        batches = [_batch(step, j) for j in self.assignment]
         if poisoned and self.topology.rank == self.topology.world_size - 1:
             batches[0][0, 0] = float("nan")
         self.state.progress.step = step + 1
-        result = self.run_step(iter(batches), self.deal, LR, Flags(False, False, step))
+        result = self.run_step(iter(batches), self.assignment, LR, Flags(False, False, step))
         if average:
             self.exchange.average()
         return result.applied
@@ -199,8 +199,8 @@ def test_averaging_after_each_step_equals_steps_with_the_mean_gradient(
     step._update._clip_norm = 0.0
     for number in range(5):
         rank.step(number, average=True)
-        batches = [_batch(number, j) for j in dense.deal]
-        step(iter(batches), dense.deal, LR, Flags(False, False, number))
+        batches = [_batch(number, j) for j in dense.assignment]
+        step(iter(batches), dense.assignment, LR, Flags(False, False, number))
         for parameter, expected in zip(
             rank.state.model.parameters(), model.parameters(), strict=True
         ):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.config import Config
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig
-from hvdtrain.data.deal import Deal
 from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.integrity import TensorHash
 from hvdtrain.engine.local_steps import LocalSteps
@@ -91,14 +91,14 @@ class _Rank:
         self._step: Step = step
         if isinstance(self.exchange, LocalSgd):
             self._step = LocalSteps(step, self.exchange, 100, context)
-        self._deal = Deal(micro_batches, Group(topology.rank, topology.world_size))
+        self._assignment = Assignment(micro_batches, Group(topology.rank, topology.world_size))
 
     def step(self, step: int, overflows: bool = False) -> StepResult:
         """In a step that overflows the last rank's first gradients are 1e4 times as large."""
         last = self._topology.rank == self._topology.world_size - 1
-        factors = {next(iter(self._deal)): 1e4 if overflows and last else 0.1}
-        batches = [_batch(step, j, factors.get(j, 0.1)) for j in self._deal]
-        return self._step(iter(batches), self._deal, 0.01, Flags(False, False, step))
+        factors = {next(iter(self._assignment)): 1e4 if overflows and last else 0.1}
+        batches = [_batch(step, j, factors.get(j, 0.1)) for j in self._assignment]
+        return self._step(iter(batches), self._assignment, 0.01, Flags(False, False, step))
 
     def digests(self) -> set[bytes]:
         """Of the states of all ranks; one where they are replicas."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig
-from hvdtrain.data.deal import Deal
 from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.step import Flags, StepResult, TrainStep, Update
 from hvdtrain.exchange.base import Exchange
@@ -102,7 +102,7 @@ def test_only_frozen_parameters_stay_unchanged(
     # What a fixed-point gradient has not is divided by its size by AdamW.
     close = {"rtol": 1e-6, "atol": 1e-6} if exact else {"rtol": 1e-9, "atol": 1e-12}
     for number, frozen in enumerate(FROZEN):
-        own = Deal(micro_batches, Group(topology.rank, topology.world_size))
+        own = Assignment(micro_batches, Group(topology.rank, topology.world_size))
         task.frozen = frozen
         before = [p.detach().clone() for p in model[0].parameters()]
         step((_batch(number, j) for j in own), own, 0.05, Flags(False, False, number))
@@ -144,7 +144,7 @@ def test_skipped_step_leaves_the_state_of_every_rank_unchanged(topology: Topolog
     step = _step(task, model, optimizer, micro_batches, topology)
 
     def run(number: int, poisoned: bool) -> StepResult:
-        own = Deal(micro_batches, Group(topology.rank, topology.world_size))
+        own = Assignment(micro_batches, Group(topology.rank, topology.world_size))
         batches = [_batch(number, j) for j in own]
         if poisoned and topology.rank == topology.world_size - 1:
             batches[0][0, 0] = float("nan")
@@ -179,7 +179,7 @@ def test_weighted_loss_is_averaged_over_the_global_batch(topology: Topology, sha
     step = _step(task, model, _optimizer(model, "sgd"), micro_batches, topology)
     optimizer = _optimizer(alone, "sgd")
     for number in range(3):
-        own = Deal(micro_batches, Group(topology.rank, topology.world_size))
+        own = Assignment(micro_batches, Group(topology.rank, topology.world_size))
         result = step((_batch(number, j) for j in own), own, 0.05, Flags(False, False, number))
         batches = [_batch(number, j) for j in range(micro_batches)]
         rows = torch.cat(batches)
@@ -213,7 +213,7 @@ def test_mix_of_mean_and_weighted_losses_is_refused_on_every_rank(topology: Topo
     model = task.model()
     micro_batches = 2 * topology.world_size
     step = _step(task, model, _optimizer(model, "sgd"), micro_batches, topology)
-    own = Deal(micro_batches, Group(topology.rank, topology.world_size))
+    own = Assignment(micro_batches, Group(topology.rank, topology.world_size))
     batches = [_batch(0, j) for j in own]
     if topology.rank == topology.world_size - 1:
         batches[0][0, 0] = 0

@@ -14,11 +14,10 @@ from torch.utils.data import Dataset
 
 from hvdtrain.audit.lineage import check_buckets
 from hvdtrain.config import parse
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.buckets import SampleBuckets, lengths_of
 from hvdtrain.data.config import BatchConfig, LoaderConfig
-from hvdtrain.data.deal import Deal
-from hvdtrain.data.loader import TrainLoader
-from hvdtrain.data.loading import Loading
+from hvdtrain.data.loader import Loading, TrainLoader
 from hvdtrain.data.validation import ValidationData
 from hvdtrain.errors import UserError
 from hvdtrain.run.resolve import with_steps
@@ -85,13 +84,13 @@ def test_buckets_limit_padding_and_are_reshuffled_every_epoch() -> None:
 
 
 def _loaded(rank: int, ranks: int, workers: int, start: int = 0) -> dict[tuple[int, int], Tensor]:
-    """(step, number) -> what a rank loads in three steps from `start` on; dealt anew once."""
+    """(step, number) -> what a rank loads in three steps from `start` on; reassigned once."""
     data = Sentences(TRAIN)
     loader = TrainLoader(
         data,
         0,
         BatchConfig(max_tokens=90, per_step=PER_STEP),
-        Deal(PER_STEP, Group(rank, ranks)),
+        Assignment(PER_STEP, Group(rank, ranks)),
         SEED,
         Loading(LoaderConfig(workers), collate=Ragged().collate),
         SampleBuckets(data.lengths, 90, SEED),
@@ -99,9 +98,9 @@ def _loaded(rank: int, ranks: int, workers: int, start: int = 0) -> dict[tuple[i
     found = {}
     for step in range(start, start + 3):
         if step == 1 and ranks == 2:
-            loader.deal.change([1, 3])
+            loader.assignment.change([1, 3])
         batches = list(loader.next_step(step))
-        found |= {(step, j): batch for j, batch in zip(loader.deal, batches, strict=True)}
+        found |= {(step, j): batch for j, batch in zip(loader.assignment, batches, strict=True)}
     loader.close()
     return found
 

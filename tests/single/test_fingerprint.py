@@ -15,8 +15,8 @@ from torch import nn
 from hvdtrain.audit.ledger import read as read_ledger
 from hvdtrain.audit.lineage import trace
 from hvdtrain.checkpoint.format import Checkpoint
-from hvdtrain.data import fingerprint
-from hvdtrain.data.fingerprint import Fingerprint, of_files
+from hvdtrain.data import files
+from hvdtrain.data.files import Fingerprint, of_files
 from hvdtrain.data.parquet import ParquetRows
 from hvdtrain.data.records import JsonLines
 from hvdtrain.engine.loop import Progress
@@ -74,7 +74,7 @@ def test_fingerprint_of_large_files_reads_little(
         after = of_files(paths, [1, 1, 1])
         assert after != before and after.former == before.former
         before = after
-    monkeypatch.setattr(fingerprint, "_BLOCKS", 2)  # of more files than blocks the ends
+    monkeypatch.setattr(files, "_BLOCKS", 2)  # of more files than blocks the ends
     assert of_files(paths, [1, 1, 1]) != of_files(paths[:2], [1, 1])
 
 

@@ -20,7 +20,7 @@ RECORD = dict.fromkeys(FIGURES.split(), 1.0)
 def test_only_rank_0_counts_healed_replicas(rank: int) -> None:
     exporter = Exporter(TelemetryConfig(host="127.0.0.1"), 0)
     topology = SimpleNamespace(rank=rank)
-    loop: Any = SimpleNamespace(topology=topology, step_samples=8, deal=[0, 2, 4])
+    loop: Any = SimpleNamespace(topology=topology, step_samples=8, assignment=[0, 2, 4])
     export = Export(exporter, None, 0)
     for step, healed in enumerate(({}, {"healed": [2, 3]}, {"healed": [1]}), start=1):
         loop.due = lambda every, agree=step < 3: agree

@@ -9,8 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hvdtrain.config import parse
-from hvdtrain.data.augment import crop, mix
-from hvdtrain.data.images import digits, folders
+from hvdtrain.data.images import crop, digits, folders, mix
 from hvdtrain.errors import UnsupportedTaskError, UserError
 from hvdtrain.models.resnet import ResNet
 from hvdtrain.models.vit import VisionTransformer

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig
-from hvdtrain.data.deal import Deal
 from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.config import TrainConfig
 from hvdtrain.engine.loop import Interruptions, Loop, Plan, Progress
@@ -52,7 +52,7 @@ class _Exchange(Exchange):
 class _Loader:
     """The batches of each step; those of step `poisoned` are not finite."""
 
-    deal = Deal(MICRO_BATCHES, ALONE)
+    assignment = Assignment(MICRO_BATCHES, ALONE)
 
     def __init__(self, poisoned: int) -> None:
         self._poisoned = poisoned

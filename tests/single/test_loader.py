@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from hvdtrain.config import Config
+from hvdtrain.data.assignment import Assignment, by_speed, even
 from hvdtrain.data.config import BatchConfig
-from hvdtrain.data.deal import Deal, by_speed, even
 from hvdtrain.data.loader import TrainLoader, to_device
 from hvdtrain.data.order import sample_order
 from hvdtrain.data.validation import validation_batches, validation_places
@@ -42,14 +42,17 @@ def _loader(rank: int, world_size: int, micro: int, batches: int, samples: int =
         _Numbers(),
         samples=samples,
         batch=BatchConfig(global_size=micro * batches, micro_size=micro),
-        deal=Deal(batches, Group(rank, world_size)),
+        assignment=Assignment(batches, Group(rank, world_size)),
         seed=SEED,
     )
 
 
 def _steps(loader: TrainLoader, steps: int) -> list[list[tuple[int, list[int]]]]:
     return [
-        [(j, batch.tolist()) for j, batch in zip(loader.deal, loader.next_step(step), strict=True)]
+        [
+            (j, batch.tolist())
+            for j, batch in zip(loader.assignment, loader.next_step(step), strict=True)
+        ]
         for step in range(steps)
     ]
 
@@ -66,7 +69,7 @@ def test_ranks_cover_global_batch_exactly_once(
 ) -> None:
     size = micro * batches
     loaders = [_loader(r, world_size, micro, batches, start * size) for r in range(world_size)]
-    assert sum(len(loader.deal) for loader in loaders) == batches
+    assert sum(len(loader.assignment) for loader in loaders) == batches
     by_rank = [_steps(loader, 3) for loader in loaders]
     for step in range(3):
         micro_batches = dict(pair for rank in by_rank for pair in rank[step])
@@ -78,7 +81,7 @@ def test_ranks_cover_global_batch_exactly_once(
 
 def test_micro_batch_counts_differ_by_at_most_one() -> None:
     for world_size in range(1, 12):
-        shares = [len(_loader(r, world_size, 2, 7).deal) for r in range(world_size)]
+        shares = [len(_loader(r, world_size, 2, 7).assignment) for r in range(world_size)]
         assert max(shares) - min(shares) <= 1
 
 
@@ -105,13 +108,13 @@ def test_assignment_by_speed_minimizes_step_time(
 def test_reassigned_micro_batches_cover_each_sample_exactly_once() -> None:
     for ranks in range(1, 6):
         for rank in range(ranks):
-            assert list(Deal(13, Group(rank, ranks))) == list(range(rank, 13, ranks))
+            assert list(Assignment(13, Group(rank, ranks))) == list(range(rank, 13, ranks))
     loaders = [_loader(rank, 3, 2, 9) for rank in range(3)]
     for step, counts in enumerate([(3, 3, 3), (6, 2, 1), (1, 1, 7)]):
         seen = {}
         for loader in loaders:
-            loader.deal.change(counts)
-            seen |= dict(zip(loader.deal, loader.next_step(step), strict=True))
+            loader.assignment.change(counts)
+            seen |= dict(zip(loader.assignment, loader.next_step(step), strict=True))
         together = [index for j in range(9) for index in seen[j].tolist()]
         assert together == sample_order(step * 18, step * 18 + 18, SIZE, SEED).tolist()
 
@@ -167,11 +170,11 @@ def test_dataset_randomness_is_independent_of_world_size_and_restart(
     world_size: int, data: type[Dataset[Any]]
 ) -> None:
     def steps(rank: int, world_size: int, first: int) -> dict[tuple[int, int], list[list[float]]]:
-        deal = Deal(4, Group(rank, world_size))
-        loader = TrainLoader(data(), first * 8, BatchConfig(8, 2), deal, SEED)
+        assignment = Assignment(4, Group(rank, world_size))
+        loader = TrainLoader(data(), first * 8, BatchConfig(8, 2), assignment, SEED)
         seen = {}
         for step in range(first, 6):
-            for j, batch in zip(loader.deal, loader.next_step(step), strict=True):
+            for j, batch in zip(loader.assignment, loader.next_step(step), strict=True):
                 seen[step, j] = batch.tolist()
                 torch.rand(3)  # as a forward pass with dropout
         return seen
@@ -184,7 +187,7 @@ def test_dataset_randomness_is_independent_of_world_size_and_restart(
 
 
 def test_iterable_dataset_is_read_epoch_by_epoch() -> None:
-    loader = TrainLoader(_Stream(), 0, BatchConfig(8, 2), Deal(4, Group(0, 1)), SEED)
+    loader = TrainLoader(_Stream(), 0, BatchConfig(8, 2), Assignment(4, Group(0, 1)), SEED)
     seen = [int(row[0]) for step in range(5) for batch in loader.next_step(step) for row in batch]
     assert [number // 100 for number in seen] == [0] * 13 + [1] * 13 + [2] * 13 + [3]
     epochs = [[n % 100 for n in seen[start : start + 13]] for start in (0, 13)]
@@ -217,7 +220,7 @@ class _Short(_Stream):
 @pytest.mark.parametrize("rank", range(6))
 def test_all_ranks_report_iterable_dataset_that_ends_early(rank: int) -> None:
     message = "the data set _Short ended after 18 samples, but its __len__.* says 20"
-    loader = TrainLoader(_Short(), 0, BatchConfig(8, 2), Deal(4, Group(rank, 6)), SEED)
+    loader = TrainLoader(_Short(), 0, BatchConfig(8, 2), Assignment(4, Group(rank, 6)), SEED)
     for step in range(2):
         list(loader.next_step(step))
     with pytest.raises(UnsupportedTaskError, match=message):

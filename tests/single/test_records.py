@@ -22,16 +22,16 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from hvdtrain.data import index as index_module
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig, DataConfig, LoaderConfig
-from hvdtrain.data.deal import Deal
-from hvdtrain.data.image_shards import Reading, shards
+from hvdtrain.data.images import Reading, shards
 from hvdtrain.data.index import build_indexes, index_path, open_indexes
-from hvdtrain.data.loader import TrainLoader
-from hvdtrain.data.loading import Loading
+from hvdtrain.data.loader import Loading, TrainLoader
 from hvdtrain.data.order import sample_order
+from hvdtrain.data.packed import read_text
 from hvdtrain.data.parquet import PARQUET, ParquetRows
 from hvdtrain.data.records import JSON_LINES, JsonLines, TarShards, scan_lines
-from hvdtrain.data.text import Tokenizer, read_text
+from hvdtrain.data.text import Tokenizer
 from hvdtrain.data.tokenize import Source, tokenize
 from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import mpirun
@@ -116,8 +116,8 @@ def test_workers_read_data_that_their_rank_has_opened(tmp_path: Path) -> None:
     for data in (ParquetRows([str(tmp_path)], ["n"]), JsonLines([str(tmp_path)])):
         assert data[20] == {"n": 20}
         loading = Loading(LoaderConfig(2))
-        deal = Deal(3, Group(0, 1))
-        loader = TrainLoader(data, 0, BatchConfig(30, 10), deal, seed=1, loading=loading)
+        assignment = Assignment(3, Group(0, 1))
+        loader = TrainLoader(data, 0, BatchConfig(30, 10), assignment, seed=1, loading=loading)
         found = [n for batch in loader.next_step(0) for n in batch["n"].tolist()]
         loader.close()
         assert found == sample_order(0, 30, 30, seed=1).tolist()

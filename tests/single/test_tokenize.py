@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from hvdtrain.data.config import DataConfig
-from hvdtrain.data.files import deal
-from hvdtrain.data.text import Tokenizer, read_text
+from hvdtrain.data.files import assign_files
+from hvdtrain.data.packed import read_text
+from hvdtrain.data.text import Tokenizer
 from hvdtrain.data.tokenize import Source, Writer, tokenize
 from hvdtrain.data.tokens import TokenMeta, read_token_files
 from hvdtrain.errors import UserError
@@ -246,10 +247,10 @@ def test_gloo_ranks_are_refused(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_files_are_assigned_evenly_and_in_order() -> None:
-    assert deal([10] * 8, 4) == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert deal([1, 1, 1, 97], 2) == [0, 0, 0, 1]
-    assert deal([100], 3) == [1]
-    owners = deal([7, 1, 30, 2, 2, 9, 40, 1], 5)
+    assert assign_files([10] * 8, 4) == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert assign_files([1, 1, 1, 97], 2) == [0, 0, 0, 1]
+    assert assign_files([100], 3) == [1]
+    owners = assign_files([7, 1, 30, 2, 2, 9, 40, 1], 5)
     assert owners == sorted(owners) and max(owners) < 5
 
 

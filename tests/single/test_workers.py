@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from hvdtrain.config import Config
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig, LoaderConfig
-from hvdtrain.data.deal import Deal
-from hvdtrain.data.loader import TrainLoader
-from hvdtrain.data.loading import Loading
+from hvdtrain.data.loader import Loading, TrainLoader
 from hvdtrain.errors import UserError
 from hvdtrain.run.data import build_datasets
 from hvdtrain.runtime.mesh import Group
@@ -47,15 +46,15 @@ class _Broken(_Drawing):
 
 def _loader(dataset: Dataset[Tensor], workers: int, rank: int = 0) -> TrainLoader:
     loading = Loading(LoaderConfig(workers))
-    return TrainLoader(dataset, 0, BatchConfig(12, 2), Deal(6, Group(rank, 2)), 5, loading)
+    return TrainLoader(dataset, 0, BatchConfig(12, 2), Assignment(6, Group(rank, 2)), 5, loading)
 
 
 def _steps(workers: int, rank: int) -> list[Tensor]:
-    """What was loaded, and a random number of each forward pass; dealt anew in the third step."""
+    """What was loaded, and a random number of each forward pass; reassigned in the third step."""
     loader = _loader(_Drawing(), workers, rank)
     found = []
     for step, counts in enumerate([(3, 3), (3, 3), (5, 1), (6, 0), (3, 3)]):
-        loader.deal.change(counts)
+        loader.assignment.change(counts)
         for batch in loader.next_step(step):
             found += [batch, torch.rand(2)]
     loader.close()

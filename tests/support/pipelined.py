@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.buckets import Used
-from hvdtrain.data.deal import Deal
 from hvdtrain.engine.accumulate import Accumulate, Passes, StepTotals, Totals
 from hvdtrain.engine.callbacks.evaluate import evaluating
 from hvdtrain.engine.config import MemoryConfig
@@ -199,7 +199,7 @@ def run(case: Case, passes: Passes) -> Seen:
         values = Totals(control.totals.values.parts[:, :, : len(passes.forward.names)])
         sums = StepTotals(values, control.totals.statistics)
         sent = Mock()
-        passes.train(_batches(case, step), Deal(count, Group(0, 1)), sums, sent)
+        passes.train(_batches(case, step), Assignment(count, Group(0, 1)), sums, sent)
         assert sent.call_count == (count > 0)
         passes.finish()
         passes.statistics.apply(sums.statistics.value())

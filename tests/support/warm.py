@@ -58,7 +58,7 @@ def write_command(path: Path, sockets: Path, parents: int) -> None:
 
     Args:
         sockets: where those of the parents are, as the command finds them.
-        parents: among which the ranks of a job are dealt by their numbers.
+        parents: among which the ranks of a job are assigned by their numbers.
     """
     rank = Path(__file__).with_name("warm_rank.py")
     words = [sys.executable, "-I", "-S", str(rank), str(sockets), str(parents)]

@@ -174,7 +174,7 @@ class Export:
         if new and self._failed_at is not None:
             self._exporter.recovered(time.time() - self._failed_at)
             self._failed_at = None
-        self._exporter.dealt(len(loop.deal))
+        self._exporter.assigned(len(loop.assignment))
         if loop.topology.rank == 0:
             self._exporter.replicas_healed(len(record.get("healed", ())))
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain import comm
-from hvdtrain.data.deal import by_speed
+from hvdtrain.data.assignment import by_speed
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.exchange.base import Exchange
 from hvdtrain.log import logger
@@ -68,7 +68,7 @@ class DetectStragglers:
 
     Args:
         step: steps done when the generation begins.
-        deal_by_speed: slow ranks receive fewer micro-batches.
+        assign_by_speed: slow ranks receive fewer micro-batches.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class DetectStragglers:
         exchange: Exchange,
         destinations: Destinations,
         context: RankContext,
-        deal_by_speed: bool = False,
+        assign_by_speed: bool = False,
     ) -> None:
         self._every = config.exchange_every
         self._grid = context.mesh.grid
         self._ranks = context.mesh.topology.world_size
         self._watch = StragglerWatch(config.straggler_threshold, self._grid)
         self._data_watch = DataWatch()
-        self._speeds = Speeds() if deal_by_speed else None
+        self._speeds = Speeds() if assign_by_speed else None
         self._timer, self._memory = context.timer, context.memory
         self._exchange = exchange
         self._parameter_bytes = sum(local(p).nbytes for p in exchange.parameters)
@@ -101,7 +101,7 @@ class DetectStragglers:
         self._line: dict[str, Any] = {}
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
-        step, micro_batches = loop.progress.step, len(loop.deal)
+        step, micro_batches = loop.progress.step, len(loop.assignment)
         if self._handle is not None:
             self._evaluate(loop, completed(self._handle))
         # After a failure the callbacks are called for the last step again: nothing is new then.
@@ -159,8 +159,9 @@ class DetectStragglers:
         rank = loop.topology.rank
         if self._exporter is not None:
             self._exporter.straggler(float(found[rank]), self._watch.slow.get(rank))
-        if self._speeds is not None and (counts := self._speeds.look(table, loop.deal.counts)):
-            loop.deal.change(counts)
+        counts = self._speeds and self._speeds.look(table, loop.assignment.counts)
+        if counts:
+            loop.assignment.change(counts)
             if rank == 0:
                 self._emit("deal", step=loop.progress.step, micro_batches=counts)
                 fewest, most = min(counts), max(counts)

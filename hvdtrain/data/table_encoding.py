@@ -1,33 +1,53 @@
-"""Column statistics that a model needs: edges of numbers, vocabularies.
+"""Encoding of a table's rows for a model: statistics of the columns, codes and fractions of cells.
 
-One pass over the training rows, shared among any number of ranks. The ranks' results are combined
-exactly (counts, exactly rounded sums, samples whose rows do not depend on which rank read them), so
-the result is bitwise identical for any world size.
+Statistics (edges of numbers, vocabularies of categories) come from one pass over the training
+rows, shared among any number of ranks. The ranks' results are combined exactly (counts, exactly
+rounded sums, samples whose rows do not depend on which rank read them), so the statistics are
+bitwise identical for any world size.
+
+Each column has its own codes: one for a missing cell, one for a category outside the vocabulary,
+one for a cell hidden from the model, then its categories or edges. A number between two edges has
+the lower edge's code; its fraction is the relative position between the two edges.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from hvdtrain.data.tables import Cells, Kind, Table, cell_names, read_cells, read_order
-from hvdtrain.data.tables_files import places_of
-from hvdtrain.data.tables_sample import Sample
+from hvdtrain.data.tables import (
+    Cells,
+    Kind,
+    Table,
+    cell_names,
+    places_of,
+    read_cells,
+    read_order,
+    to_numpy,
+)
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.mpi import RankGroup, on_all_ranks
 
+MISSING, UNSEEN, HIDDEN = 0, 1, 2
+SPECIAL = 3  # number of codes before a column's categories or edges
 # Numbers are embedded between at most this many quantiles.
 _EDGES = 64
 # Rarer categories count as unseen: their embedding is learned for the use on new categories.
 _RARE = 10
 _MOST_CATEGORIES = 1_000_000
+_SAMPLE_ROWS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -284,3 +304,215 @@ def _quantiles(values: NDArray[np.float64]) -> NDArray[np.float64]:
     known = np.sort(values[~np.isnan(values)])
     places = np.linspace(0, len(known) - 1, _EDGES).round().astype(np.int64)
     return np.unique(known[places])
+
+
+# --- a random sample of rows --------------------------------------------------
+
+
+class Sample:
+    """The rows with the smallest keys; a key is a hash of the row's place in the table.
+
+    Samples of parts of a table can be merged in any order (a bottom-k sketch: Cohen and Kaplan,
+    "Summarizing data using bottom-k sketches", 2007). A table of at most 16,384 rows is included
+    completely.
+
+    Attributes:
+        values: (rows, width) float64, in the order of the keys; NaN if missing.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.values = np.empty((0, width))
+        self._keys = np.empty(0, np.uint64)
+
+    def add(self, part: int, rows: NDArray[np.int64], values: NDArray[np.float64]) -> None:
+        """Add rows of a part.
+
+        Args:
+            part: its number in the table.
+            rows: their numbers in the part.
+            values: (len(rows), width).
+        """
+        places = np.uint64(part << 32) + rows.astype(np.uint64)
+        self._keep(_hash(places), values)
+
+    def state(self) -> list[str]:
+        """State for `merge` on another rank; JSON-serializable."""
+        return [base64.b64encode(array.tobytes()).decode() for array in (self._keys, self.values)]
+
+    def merge(self, state: list[str]) -> None:
+        keys = np.frombuffer(base64.b64decode(state[0]), np.uint64)
+        values = np.frombuffer(base64.b64decode(state[1]))
+        self._keep(keys, values.reshape(len(keys), self.values.shape[1]))
+
+    def _keep(self, keys: NDArray[np.uint64], values: NDArray[np.float64]) -> None:
+        if len(self._keys) == _SAMPLE_ROWS:
+            smaller = keys < self._keys[-1]
+            keys, values = keys[smaller], values[smaller]
+        keys = np.concatenate((self._keys, keys))
+        kept = np.argsort(keys, kind="stable")[:_SAMPLE_ROWS]
+        self._keys = keys[kept]
+        self.values = np.concatenate((self.values, values))[kept]
+
+
+def _hash(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """splitmix64 (Steele, Lea and Flood, 2014)."""
+    words = words + np.uint64(0x9E3779B97F4A7C15)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))
+
+
+# --- encoded rows -------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Encoded rows.
+
+    Args:
+        codes: (N, columns) int32, all columns in one range, see `offsets`.
+        fractions: (N, columns) float32 in [0, 1].
+        labels: (N,) float64: the class number, or the number itself; NaN if missing.
+    """
+
+    codes: Tensor
+    fractions: Tensor
+    labels: Tensor
+
+    def fingerprint(self) -> bytes:
+        """Hash of the content."""
+        digest = hashlib.sha256()
+        for tensor in self:
+            digest.update(tensor.contiguous().numpy().data)
+        return digest.digest()
+
+    def take(self, rows: Tensor) -> Rows:
+        """Args: rows: indices or a mask."""
+        return Rows(*(tensor[rows] for tensor in self))
+
+
+class Read(NamedTuple):
+    """Encoded content of a table.
+
+    Args:
+        train, held_out: rows before the cut, and from the cut on; without a cut all are in `train`.
+        unseen: for each of the two, cells per column with a category outside the vocabulary.
+    """
+
+    train: Rows
+    held_out: Rows
+    unseen: tuple[Counter[str], Counter[str]]
+
+
+def sizes(columns: Sequence[Column]) -> list[int]:
+    """Number of codes of each column."""
+    return [SPECIAL + len(column.edges) + len(column.categories) for column in columns]
+
+
+def offsets(columns: Sequence[Column]) -> list[int]:
+    """The first code of each column."""
+    return [0, *accumulate(sizes(columns))][:-1]
+
+
+def classes(label: Column) -> list[str]:
+    """Classes of a predicted category, in numeric order if all are numbers, else sorted as text."""
+    try:
+        return sorted(label.categories, key=float)
+    except ValueError:
+        return sorted(label.categories)
+
+
+def read_rows(table: Table, wanted: Wanted, columns: Columns, cut: float | None) -> Read:
+    """Encode all rows.
+
+    Args:
+        cut: value of `wanted.split_by`; None: no split.
+
+    Raises:
+        UserError: a label is not one of the classes, or a part of the table cannot be read.
+    """
+    names = [*wanted.features, *([wanted.label] if wanted.label else [])]
+    unseen: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    pieces: list[list[Rows]] = [[_nothing(columns)], [_nothing(columns)]]
+    for part in table.parts:
+        cells = read_cells(table, part, names)
+        order = read_order(table, part, wanted.split_by or "") if cut is not None else None
+        labels = _labels(cells, columns, f"{table.key}: {part.file}")
+        first = training_rows(order, cut)
+        every = first if first is not None else np.ones(len(labels), bool)
+        for side, chosen in enumerate((every, ~every)):
+            codes, fractions = encode(columns.features, cells, chosen, unseen[side])
+            rows = (torch.from_numpy(array) for array in (codes, fractions, labels[chosen]))
+            pieces[side].append(Rows(*rows))
+    both = (Rows(*map(torch.cat, zip(*side, strict=True))) for side in pieces)
+    return Read(next(both), next(both), unseen)
+
+
+def _nothing(columns: Columns) -> Rows:
+    codes = torch.empty(0, len(columns.features), dtype=torch.int32)
+    return Rows(codes, codes.float(), torch.empty(0, dtype=torch.float64))
+
+
+def encode(
+    columns: Sequence[Column], cells: Cells, chosen: NDArray[np.bool_], unseen: Counter[str]
+) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """Codes and fractions of the chosen rows, (N, columns) each.
+
+    Args:
+        unseen: incremented by the number of cells with a category outside the vocabulary.
+    """
+    codes = np.zeros((int(chosen.sum()), len(columns)), np.int32)
+    fractions = np.zeros(codes.shape, np.float32)
+    for place, (column, offset) in enumerate(zip(columns, offsets(columns), strict=True)):
+        if column.kind == "category":
+            found = _categories(column, cells.categories[column.name], chosen)
+            unseen[column.name] += int((found == UNSEEN).sum())
+        else:
+            found, fractions[:, place] = _numbers(column, cells.numbers[column.name][chosen])
+        codes[:, place] = offset + found
+    return codes, fractions
+
+
+def _categories(column: Column, texts: Any, chosen: NDArray[np.bool_]) -> NDArray[np.int64]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    texts = texts.take(places_of(chosen))
+    known = pc.index_in(texts, value_set=pa.array(column.categories, "string"))
+    codes = to_numpy(known, UNSEEN - SPECIAL).astype(np.int64) + SPECIAL
+    return np.where(to_numpy(texts.is_null().cast("int8"), 0) == 1, MISSING, codes)
+
+
+def _numbers(
+    column: Column, values: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Encode numbers; values beyond the first or last edge are clamped to it."""
+    edges = np.asarray(column.edges)
+    lower = np.searchsorted(edges, values, side="right") - 1
+    lower = np.clip(lower, 0, max(len(edges) - 2, 0))
+    upper = np.minimum(lower + 1, len(edges) - 1)
+    width = np.where(upper > lower, edges[upper] - edges[lower], 1.0)
+    missing = np.isnan(values)
+    fractions = np.clip((np.where(missing, 0.0, values) - edges[lower]) / width, 0.0, 1.0)
+    return np.where(missing, MISSING, SPECIAL + lower), np.where(missing, 0.0, fractions)
+
+
+def _labels(cells: Cells, columns: Columns, where: str) -> NDArray[np.float64]:
+    label = columns.label
+    if label is None:
+        some = next(iter([*cells.numbers.values(), *cells.categories.values()]))
+        return np.full(len(some), np.nan)
+    if label.kind == "number":
+        return cells.numbers[label.name]
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    texts, known = cells.categories[label.name], classes(label)
+    numbers = pc.index_in(texts, value_set=pa.array(known, "string"))
+    if numbers.null_count > texts.null_count:
+        foreign = texts.filter(pc.and_(numbers.is_null(), texts.is_valid()))[0]
+        shown = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
+        raise UserError(
+            f"{where}: {label.name} is {foreign}, which is none of the classes of the training "
+            f"data ({shown})"
+        )
+    return np.asarray(to_numpy(numbers.cast("float64"), np.nan), dtype=np.float64)

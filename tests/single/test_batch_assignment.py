@@ -32,15 +32,17 @@ def test_assignment_by_speed_shortens_steps_and_keeps_the_curve(
     tmp_path: Path, flags: list[str]
 ) -> None:
     alone = _train(tmp_path, "alone", flags, "", "0")
-    dealt = _train(tmp_path, "dealt", [*flags, "--batch.deal", "speed"], "gloo:2", "0.03")
-    assert losses(dealt) == pytest.approx(losses(alone), rel=1e-6)
+    by_speed = _train(tmp_path, "by_speed", [*flags, "--batch.deal", "speed"], "gloo:2", "0.03")
+    assert losses(by_speed) == pytest.approx(losses(alone), rel=1e-6)
     if flags:
-        assert weights(dealt, STEPS) == weights(alone, STEPS)
-    change, *_ = deals = [e for e in read_lines(dealt / "events.jsonl") if e["event"] == "deal"]
+        assert weights(by_speed, STEPS) == weights(alone, STEPS)
+    change, *_ = changes = [
+        e for e in read_lines(by_speed / "events.jsonl") if e["event"] == "deal"
+    ]
     # 8 and 4; on a machine that is busy beside the ranks' sleep the speeds differ by less.
-    assert all(deal["micro_batches"] in ([8, 4], [7, 5]) for deal in deals), deals
-    seconds = [line["step_seconds"] for line in metrics(dealt)]
+    assert all(change["micro_batches"] in ([8, 4], [7, 5]) for change in changes), changes
+    seconds = [line["step_seconds"] for line in metrics(by_speed)]
     before, after = median(seconds[2 : change["step"]]), median(seconds[change["step"] + 1 :])
     assert after < 0.9 * before, "8 and 4 take 2/3 of the time of 6 and 6"
-    last, counts = list(read_lines(dealt / "ranks.jsonl"))[-1], deals[-1]["micro_batches"]
+    last, counts = list(read_lines(by_speed / "ranks.jsonl"))[-1], changes[-1]["micro_batches"]
     assert last["micro_batches"] == [count * last["steps"] for count in counts]

@@ -37,7 +37,7 @@ def by_speed(micro_batches: int, seconds: Sequence[float], fixed: Sequence[float
     return counts
 
 
-class Deal:
+class Assignment:
     """The micro-batches of this rank in a step; changes between steps, identically on all ranks.
 
     Args:

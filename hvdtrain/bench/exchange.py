@@ -234,7 +234,7 @@ class ExchangeReport:
     """Results of the measurement.
 
     Args:
-        facts: ranks, hosts, launcher and the like, as printed.
+        facts: ranks, hosts, launcher and similar facts, as printed.
         curves: curves of each strategy, one per round.
         alone: seconds per step of ranks that exchange nothing, one per round.
     """

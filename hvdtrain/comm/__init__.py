@@ -139,7 +139,7 @@ def broadcast(tensor: Tensor, root: int = 0, name: str = "") -> Tensor:
     ranks = _place(call).world_size
     if not isinstance(root, int) or not 0 <= root < ranks:
         raise CollectiveError(
-            f"comm.broadcast: root {root!r} is no rank; there are ranks 0 to {ranks - 1}"
+            f"comm.broadcast: root {root!r} is not a rank; there are ranks 0 to {ranks - 1}"
         )
     received = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
     if _several(call):
@@ -213,7 +213,8 @@ def _widened(tensor: Tensor) -> Tensor:
 def _check(call: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise CollectiveError(
-            f"comm.{call}: {type(tensor).__name__} is no tensor; torch.as_tensor(value) makes one"
+            f"comm.{call}: {type(tensor).__name__} is not a tensor; "
+            "torch.as_tensor(value) makes one"
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise CollectiveError(
@@ -237,5 +238,6 @@ def _check_reduction(call: str, tensor: Tensor, op: str, ops: tuple[str, ...]) -
         )
     if op == "mean" and tensor.dtype not in _FLOATS:
         raise CollectiveError(
-            f"comm.{call}: the mean of {tensor.dtype} is no integer; give tensor.float(), or sum"
+            f"comm.{call}: the mean of {tensor.dtype} is not an integer; "
+            "give tensor.float(), or sum"
         )

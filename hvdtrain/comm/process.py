@@ -128,7 +128,7 @@ class UserCollectives:
             if not any(mistake in str(error) for mistake in _MISTAKES):
                 raise
             raise CollectiveError(
-                f"comm.{operation}: the ranks do not call it alike ({error})"
+                f"comm.{operation}: the ranks call it differently ({error})"
             ) from None
         before, seconds = self.totals[operation], time.perf_counter() - began
         self.totals[operation] = Usage(
@@ -166,8 +166,8 @@ class UserCollectives:
 
 def _no_rank(function: str) -> str:
     return (
-        f"comm.{function}: called in a helper process, such as a DataLoader's worker, which is no "
-        "rank; call it in the rank itself and hand the result over"
+        f"comm.{function}: called in a helper process, such as a DataLoader's worker, which is not "
+        "a rank; call it in the rank itself and hand the result over"
     )
 
 

@@ -95,7 +95,7 @@ class Job:
         }
         for option, word in words.items():
             if word is not None and not _WORD.fullmatch(word):
-                raise UserError(f"{option}: {word!r} is no name or path without spaces")
+                raise UserError(f"{option}: {word!r} is not a name or path without spaces")
         if self.limit_seconds < self.grace + _SHORTEST_LIMIT:
             raise UserError(
                 f"--time {self.time} leaves less than a minute before the {self.grace} s of "

@@ -64,7 +64,7 @@ class Callback(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How a run proceeds, identical on every rank.
 
     Args:
@@ -159,7 +159,7 @@ class Loop:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: TrainingPlan,
         step: Step,
         loader: TrainLoader,
         progress: Progress,

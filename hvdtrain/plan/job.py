@@ -52,7 +52,7 @@ class JobProfile:
     Args:
         forward_seconds, backward_seconds: per micro-batch, loading its data included.
         optimizer_seconds: per step, over all parameters.
-        other_seconds: per step: the record, metrics and the like.
+        other_seconds: per step: the record, metrics and similar work.
         micro_batches: per step, over all ranks.
         micro_size: samples per micro-batch.
         buckets: in the order in which they are sent.

@@ -16,7 +16,7 @@ from hvdtrain.engine.accumulate import Passes
 from hvdtrain.engine.flops import ModelFlops, count
 from hvdtrain.engine.interleave import InterleavedBackward
 from hvdtrain.engine.local_steps import LocalSteps
-from hvdtrain.engine.loop import Callback, Interruptions, Loop, Plan
+from hvdtrain.engine.loop import Callback, Interruptions, Loop, TrainingPlan
 from hvdtrain.engine.memory import arrange_activations, compile_blocks
 from hvdtrain.engine.state import PRECISION, RunState, Snapshot
 from hvdtrain.engine.step import TrainStep, Update
@@ -228,7 +228,7 @@ def build_loop(
     )
     rate = partial(learning_rate, config.schedule, config.optim.lr, steps=config.train.steps)
     return Loop(
-        Plan(
+        TrainingPlan(
             config.train,
             config.batch,
             rate,

@@ -1,6 +1,6 @@
 """Detection of slow ranks, and of the phase in which they are slow, from each rank's own time.
 
-The step time is no indicator: it is equal on all ranks, because fast ranks wait for the slow one.
+The step time does not reveal them: it is equal on all ranks, because fast ranks wait for slow ones.
 The time that a rank spends on its own work (compute time) is longest on a straggler.
 
 If a model spans ranks, a rank is compared with the ranks that do the same work, and pipeline stages

@@ -129,7 +129,7 @@ def test_mismatched_calls_raise_a_collective_error(
         pytest.skip("one rank fits itself")
 
     def mistaken() -> None:
-        with pytest.raises(comm.CollectiveError, match="the ranks do not call it alike") as caught:
+        with pytest.raises(comm.CollectiveError, match="the ranks call it differently") as caught:
             call(topology.rank)
         assert "Mismatched" in str(caught.value)
 
@@ -139,11 +139,14 @@ def test_mismatched_calls_raise_a_collective_error(
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "op": (lambda: comm.all_reduce(torch.ones(1), "avg"), "'avg'.* use one of sum, mean, min, max"),
     "op of a part": (lambda: comm.reduce_scatter(torch.ones(1), "max"), "use one of sum, mean"),
-    "no tensor": (lambda: comm.all_reduce(1.0), r"float is no tensor; torch\.as_tensor"),  # type: ignore[arg-type]
-    "root": (lambda: comm.broadcast(torch.ones(1), 99), "root 99 is no rank; there are ranks 0 to"),
-    "negative root": (lambda: comm.broadcast(torch.ones(1), -1), "root -1 is no rank"),
+    "no tensor": (lambda: comm.all_reduce(1.0), r"float is not a tensor; torch\.as_tensor"),  # type: ignore[arg-type]
+    "root": (
+        lambda: comm.broadcast(torch.ones(1), 99),
+        "root 99 is not a rank; there are ranks 0 to",
+    ),
+    "negative root": (lambda: comm.broadcast(torch.ones(1), -1), "root -1 is not a rank"),
     "dtype": (lambda: comm.all_reduce(torch.ones(1, dtype=torch.uint8)), "uint8 cannot be combi"),
-    "mean of integers": (lambda: comm.all_reduce(torch.ones(1).int(), "mean"), "is no integer"),
+    "mean of integers": (lambda: comm.all_reduce(torch.ones(1).int(), "mean"), "is not an integer"),
     "scalar": (lambda: comm.reduce_scatter(torch.ones(())), "a scalar has no parts"),
     "gradient": (lambda: comm.all_gather(torch.ones(1, requires_grad=True)), r"tensor\.detach"),
     "sparse": (lambda: comm.all_reduce(torch.eye(2).to_sparse()), "must be dense"),

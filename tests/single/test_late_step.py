@@ -15,7 +15,7 @@ from hvdtrain.data.assignment import Assignment
 from hvdtrain.data.config import BatchConfig
 from hvdtrain.engine.accumulate import Accumulate
 from hvdtrain.engine.config import TrainConfig
-from hvdtrain.engine.loop import Interruptions, Loop, Plan, Progress
+from hvdtrain.engine.loop import Interruptions, Loop, Progress, TrainingPlan
 from hvdtrain.engine.state import RunState
 from hvdtrain.engine.step import TrainStep, Update
 from hvdtrain.exchange.base import Exchange, TrainedParameters
@@ -87,7 +87,9 @@ class _Rank:
             agreement=self.agreement,
         )
         train = TrainConfig(steps=10)
-        plan = Plan(train, batch, lambda s: 0.1 / (s + 1), lambda s: batch.global_size, 1000)
+        plan = TrainingPlan(
+            train, batch, lambda s: 0.1 / (s + 1), lambda s: batch.global_size, 1000
+        )
         never = Interruptions(StopFlag(), lambda: False)
         progress, applied = self.state.progress, self.state.applied
         self.loop = Loop(plan, step, loader, progress, applied, [], never, context)

@@ -86,7 +86,7 @@ _LAST_RESORT_SECONDS = 900.0
 _STATE_TRANSFERS = 2
 _JOIN_SECONDS = 15.0  # for the threads of ended processes, at the end of the job
 _END_OF_START_SECONDS = 1.0  # replaces _END_SECONDS if no generation was formed
-_PATIENCE_SECONDS = 3.0  # before a message reports too few slots
+_REPORT_SECONDS = 3.0  # before a message reports too few slots
 _DEFAULT_TIMEOUT = 600
 _NO_GENERATION = -1
 _FINAL = (0, EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)  # exit codes that the ranks agree on
@@ -144,20 +144,20 @@ class ElasticDriver:
         self._plan: list[SlotInfo] = []  # of the current generation
         # Processes of the current generation that need the run's state from others.
         self._newcomers: list[TrainingProcess] = []
-        self._rounds = 0  # generations formed
-        self._judged = 0  # generations whose failure has been examined
+        self._generations = 0  # generations formed
+        self._classified = 0  # generations whose failure has been examined
         self._failures = StepFailures()
         self._identity: tuple[Identity, str] | None = None  # of the run, and its host
         self._job = secrets.randbits(62)  # unique to this job
         self._failed = False  # a process died since the last generation was formed
-        self._failed_rounds = 0
+        self._failed_generations = 0
         self._most_ranks = 0  # most ranks that have run at once so far
         self._short_since: float | None = None  # since when too few processes have been left
         self._stop_requested = False
         self._signalled = False
         self._ending: float | None = None  # since when the ranks have been ending by agreement
-        self._told_to_end: float | None = None
-        self._beats: HeartbeatReceiver | None = None
+        self._shutdown_since: float | None = None
+        self._heartbeats: HeartbeatReceiver | None = None
         self._silent: list[str] = []  # processes whose silence ended the last generation
         self._exit_code = 0
         self._results: dict[str, tuple[int, float]] = {}
@@ -190,7 +190,7 @@ class ElasticDriver:
                 if time.monotonic() - began > self._timeout:
                     _say(f"error: after {self._timeout} s {state}")
                     sys.exit(EXIT_CRASH)
-                if time.monotonic() - began > _PATIENCE_SECONDS and state != said:
+                if time.monotonic() - began > _REPORT_SECONDS and state != said:
                     _say(f"{state}: waiting for hosts")
                     said = state
                 self._changed.wait(0.2)
@@ -219,19 +219,19 @@ class ElasticDriver:
             self._create = create_worker
             self._listen()
             self._start_processes(num_proc)
-        threading.Thread(target=self._direct, daemon=True).start()
+        threading.Thread(target=self._run, daemon=True).start()
 
     def _listen(self) -> None:
         """Listen for heartbeats; if the port is taken, timeouts alone detect failures."""
         try:
             secret = getattr(self._rendezvous, "secret", None) or ""
-            self._beats = HeartbeatReceiver(
+            self._heartbeats = HeartbeatReceiver(
                 self._rendezvous._httpd.server_address[1], secret.encode()
             )
         except OSError as error:
             _say(f"signs of life are not listened to: {error}")
             return
-        self._beats.listen(self)
+        self._heartbeats.listen(self)
 
     def get_results(self) -> Results:
         """Wait for the end of the job."""
@@ -263,12 +263,12 @@ class ElasticDriver:
         """
         deadline = time.monotonic() + seconds
         with self._changed:
-            process = self._heard_of(number)
+            process = self._record_request(number)
             if process is None or self._ending is not None:
                 return {"rank": -1}
             if process.state in ("starting", "running") and not process.assignment:
                 process.status = ProcessStatus.of(status)
-                if not self._refused_as_other(process):
+                if not self._refuse_if_different(process):
                     process.become("waiting")
                 self._changed.notify_all()
             while not process.assignment and (left := deadline - time.monotonic()) > 0:
@@ -284,25 +284,25 @@ class ElasticDriver:
         "stop": write a checkpoint and end. "hosts": processes wait to join or must leave.
         """
         with self._changed:
-            self._heard_of(number)
-            return {"stop": self._stop_requested, "hosts": self._others_come_or_go()}
+            self._record_request(number)
+            return {"stop": self._stop_requested, "hosts": self._membership_changes()}
 
     def alive(self, number: int) -> None:
         """Record that a process is alive, although its heartbeats are not acknowledged."""
         with self._changed:
-            self._heard_of(number)
+            self._record_request(number)
 
     def failed(self, number: int, message: str, step: int | None) -> None:
         """Record why a process is about to end; `step`: the step in which it raised an error."""
         with self._changed:
-            process = self._heard_of(number)
+            process = self._record_request(number)
             if process is not None:
                 process.failure, process.failed_step = message, step
 
     def replace(self, number: int, message: str) -> None:
         """Replace a healthy process, which ends, by a new one; its slot has not failed."""
         with self._changed:
-            process = self._heard_of(number)
+            process = self._record_request(number)
             if process is not None and process.state == "running":
                 process.become("removed")
                 process.replaced = True
@@ -316,13 +316,13 @@ class ElasticDriver:
         host has the state of the run, all ranks write a checkpoint and stop.
         """
         with self._changed:
-            process = self._heard_of(number)
+            process = self._record_request(number)
             if process is None or process.leaving or self._stop_requested:
                 return
             alive = self._alive()
             able = [p for p in alive if p.state != "removed"]
             # Before the first generation no process has a state to lose.
-            holders = [p for p in able if p.first_round is not None] or able
+            holders = [p for p in able if p.first_generation is not None] or able
             if any(p.host != process.host and not p.leaving for p in holders):
                 _say(f"{process.host} leaves: {message}")
                 self._hosts.retire(process.host)
@@ -340,16 +340,16 @@ class ElasticDriver:
             if process is not None and process.state == "lost":
                 _say(f"{process} is still there: {message}")  # it fell silent earlier
             elif process is not None and process.state != "gone":
-                self._lose(process, message)
+                self._give_up_process(process, message)
                 self._changed.notify_all()
 
-    def _heard_of(self, number: int) -> TrainingProcess | None:
+    def _record_request(self, number: int) -> TrainingProcess | None:
         process = next((p for p in self._processes if p.number == number), None)
         if process is None or process.state in ("gone", "lost"):
             return None
-        process.heard = True
-        if self._beats is not None:
-            self._beats.answered(number)
+        process.responded = True
+        if self._heartbeats is not None:
+            self._heartbeats.answered(number)
         return process
 
     def ranks_of(self, host: str, local_rank: int) -> str | None:
@@ -386,7 +386,7 @@ class ElasticDriver:
             with self._changed:
                 ranks = sum(p.state == "running" for p in self._processes)
                 self._most_ranks = max(self._most_ranks, ranks)
-                complete = self._rounds > 0 and ranks == self._most_ranks
+                complete = self._generations > 0 and ranks == self._most_ranks
             self._shutdown.wait(_DISCOVERY_SECONDS[complete])
 
     def _take_over(self, found: dict[str, int]) -> None:
@@ -394,16 +394,16 @@ class ElasticDriver:
         if changes:
             self._slots.release_refused()
         for change in changes:
-            if self._rounds:
+            if self._generations:
                 _say(change)
         for process in self._alive():
             process.leave(process.slot >= self._hosts.slots.get(process.host, 0))
 
-    def _direct(self) -> None:
+    def _run(self) -> None:
         while not self._finished.is_set():
             with self._changed:
                 try:
-                    self._consider()
+                    self._check_processes()
                 except Exception:  # a bug in the driver must not leave the job without one
                     _say(f"error in the elastic driver:\n{traceback.format_exc()}")
                     self._exit_code = self._exit_code or EXIT_CRASH
@@ -411,7 +411,7 @@ class ElasticDriver:
                     self._finished.set()
                 self._changed.wait(_LOOK_SECONDS)
 
-    def _consider(self) -> None:
+    def _check_processes(self) -> None:
         """Check all processes once: end overdue ones, start missing ones, form a generation."""
         alive = self._alive()
         if not alive:
@@ -420,38 +420,38 @@ class ElasticDriver:
             self._finish(EXIT_CRASH if lost else self._exit_code)
             return
         if self._shutdown.is_set():
-            self._told_to_end = self._told_to_end or time.monotonic()
-            if time.monotonic() - self._told_to_end > _END_SECONDS:
+            self._shutdown_since = self._shutdown_since or time.monotonic()
+            if time.monotonic() - self._shutdown_since > _END_SECONDS:
                 self._finish(self._exit_code or EXIT_CRASH)  # still there although killed
             return
         if self._ending is not None:
-            limit = _END_SECONDS if self._rounds else _END_OF_START_SECONDS
+            limit = _END_SECONDS if self._generations else _END_OF_START_SECONDS
             if time.monotonic() - self._ending > limit:
                 self._shutdown.set()
             return
         self._end_overdue(alive)
         running = [p for p in alive if p.state == "running"]
         waiting = [p for p in alive if p.state == "waiting"]
-        survivors = [p for p in waiting if p.first_round is not None]
+        survivors = [p for p in waiting if p.first_generation is not None]
         if running:
             if not survivors:
                 self._start_processes(self._max)
             return
-        self._form_round(waiting, survivors, [p for p in alive if p.state == "starting"])
+        self._form_generation(waiting, survivors, [p for p in alive if p.state == "starting"])
 
-    def _form_round(
+    def _form_generation(
         self,
         waiting: list[TrainingProcess],
         survivors: list[TrainingProcess],
         starting: list[TrainingProcess],
     ) -> None:
         still_starting = any(p.lasted() < self._timeout for p in starting)
-        patient = all(p.lasted() < self._timeout for p in waiting)
-        if still_starting and patient and not survivors:
+        within_timeout = all(p.lasted() < self._timeout for p in waiting)
+        if still_starting and within_timeout and not survivors:
             return  # a first start, or all ranks died: waiting for all delays no training
-        if self._judged < self._rounds:
-            self._judged = self._rounds
-            self._judge(waiting)
+        if self._classified < self._generations:
+            self._classified = self._generations
+            self._classify_failure(waiting)
             waiting = [p for p in waiting if p.state == "waiting"]
         if self._shutdown.is_set():
             return
@@ -463,21 +463,21 @@ class ElasticDriver:
             self._shutdown.set()
         elif len(taking_part) < needed:
             self._wait_for_more(len(staying), needed)
-        elif self._reset_limit is not None and self._failed_rounds > self._reset_limit:
-            self._give_up(f"ranks failed more than {self._reset_limit} times (--reset-limit)")
+        elif self._reset_limit is not None and self._failed_generations > self._reset_limit:
+            self._fail_job(f"ranks failed more than {self._reset_limit} times (--reset-limit)")
         else:
             for process in waiting:
                 if process.leaving:
                     process.become("removed")
                     process.assignment = {"rank": -1}
             self._set_aside([p for p in staying if p not in taking_part])
-            self._begin_round(taking_part)
+            self._begin_generation(taking_part)
 
     def _set_aside(self, spares: Sequence[TrainingProcess]) -> None:
         """Make processes spares: they wait until the spares suffice for another replica."""
         for process in spares:
-            if process.first_round is not None:
-                process.first_round = None
+            if process.first_generation is not None:
+                process.first_generation = None
                 if process.status is not None:
                     # It drops its pending step, and its generation's failure is already counted.
                     step = process.status.step
@@ -488,7 +488,7 @@ class ElasticDriver:
             names = ", ".join(map(str, spares))
             _say(f"spare until there are {size} for a replica of the model: {names}")
 
-    def _judge(self, waiting: list[TrainingProcess]) -> None:
+    def _classify_failure(self, waiting: list[TrainingProcess]) -> None:
         """Classify the end of a generation, once, by its ranks' reports of a failed phase."""
         said = [p.status for p in waiting if p.status is not None and p.status.failed]
         if not said:
@@ -496,14 +496,14 @@ class ElasticDriver:
         phases = {status.failed for status in said}
         if self._newcomers and TRAINING not in phases:
             if not self._failed:
-                self._blame(self._newcomers)
+                self._count_failed_transfer(self._newcomers)
         elif phases != {RENDEZVOUS}:  # the ranks themselves limit failed rendezvous
             most_advanced = max(said, key=lambda status: status.step)
             reason = self._failures.generation(most_advanced.step, most_advanced.message)
             if reason:
-                self._give_up(reason)
+                self._fail_job(reason)
 
-    def _blame(self, newcomers: list[TrainingProcess]) -> None:
+    def _count_failed_transfer(self, newcomers: list[TrainingProcess]) -> None:
         """Count a failed state transfer; refuse newcomers that repeatedly do not get the state."""
         for process in newcomers:
             process.transfers_failed += 1
@@ -511,9 +511,9 @@ class ElasticDriver:
                 times = process.transfers_failed
                 self._refuse(process, f"the state of the run did not reach it {times} times", False)
 
-    def _refused_as_other(self, process: TrainingProcess) -> bool:
+    def _refuse_if_different(self, process: TrainingProcess) -> bool:
         """Refuse a newcomer whose configuration, data or device differs from the run's."""
-        if process.first_round is not None or self._identity is None or process.status is None:
+        if process.first_generation is not None or self._identity is None or process.status is None:
             return False
         identity, host = self._identity
         problem = process.status.identity.differs_from(identity, host)
@@ -529,7 +529,7 @@ class ElasticDriver:
         _say(f"{process} takes no part ({reason}); its slot is used again {again}")
         self._formed.notify_all()
 
-    def _lose(self, process: TrainingProcess, reason: str) -> None:
+    def _give_up_process(self, process: TrainingProcess, reason: str) -> None:
         """Give up a process that still exists: no rank waits for it any more."""
         was_running = process.state == "running"
         process.become("lost")
@@ -540,14 +540,14 @@ class ElasticDriver:
         )
         if was_running:
             self._failed = True
-            self._end_round()
+            self._end_generation()
 
     def _end_overdue(self, alive: list[TrainingProcess]) -> None:
         """End processes that others have waited for too long: the last resort.
 
         An ended process never takes part again: SIGTERM makes a rank ask all others to stop.
         """
-        survivors = [p for p in alive if p.state == "waiting" and p.first_round is not None]
+        survivors = [p for p in alive if p.state == "waiting" and p.first_generation is not None]
         waited = max((p.lasted() for p in survivors), default=0.0)
         patience = max((p.status.patience for p in survivors if p.status), default=0.0)
         for process in alive:
@@ -556,20 +556,20 @@ class ElasticDriver:
                 asked = time.monotonic() - process.leaving_since
                 overdue |= min(waited, asked) > _LEAVE_SECONDS
             if process.state == "running" and overdue:
-                self._lose(process, f"the others have waited for it for {waited:.0f} s")
+                self._give_up_process(process, f"the others have waited for it for {waited:.0f} s")
                 process.end.set()
-            elif process.state == "starting" and not process.heard:
+            elif process.state == "starting" and not process.responded:
                 if process.lasted() > self._timeout:
-                    self._lose(process, f"it has not said a word for {self._timeout} s")
+                    self._give_up_process(process, f"it has not said a word for {self._timeout} s")
                     process.end.set()
             elif process.state == "removed" and process.lasted() > _END_SECONDS:
                 process.end.set()
 
-    def _begin_round(self, taking_part: list[TrainingProcess]) -> None:
+    def _begin_generation(self, taking_part: list[TrainingProcess]) -> None:
         self._plan = plan = assign(taking_part)
-        self._rendezvous.init(plan, self._rounds)
-        if self._beats is not None:
-            self._beats.begin([process.number for process in taking_part])
+        self._rendezvous.init(plan, self._generations)
+        if self._heartbeats is not None:
+            self._heartbeats.begin([process.number for process in taking_part])
         silent, self._silent = self._silent, []
         for slot_info, process in zip(plan, in_order(taking_part), strict=True):
             process.become("running")
@@ -580,11 +580,11 @@ class ElasticDriver:
                 "local_size": slot_info.local_size,
                 "cross_rank": slot_info.cross_rank,
                 "cross_size": slot_info.cross_size,
-                "generation": self._rounds,
+                "generation": self._generations,
                 "silent": silent,
                 "job": self._job,
             }
-        if self._rounds:
+        if self._generations:
             count = Counter(process.host for process in taking_part)
             where = ", ".join(f"{host}:{ranks}" for host, ranks in count.items())
             _say(f"continuing with {len(plan)} ranks ({where})")
@@ -597,10 +597,10 @@ class ElasticDriver:
         if self._identity is None and status is not None:
             self._identity = status.identity, first.host
         for process in taking_part:
-            if process.first_round is None:
-                process.first_round = self._rounds
-        self._rounds += 1
-        self._failed_rounds += self._failed
+            if process.first_generation is None:
+                process.first_generation = self._generations
+        self._generations += 1
+        self._failed_generations += self._failed
         self._failed = False
         self._short_since = None
         self._formed.notify_all()
@@ -612,11 +612,11 @@ class ElasticDriver:
             _say(f"{count} ranks are left and {needed} are needed ({why}): waiting for hosts")
         self._start_processes(self._max)
         if time.monotonic() - self._short_since > self._timeout:
-            self._give_up(
+            self._fail_job(
                 f"fewer than {needed} ranks for {self._timeout} s ({why}, --elastic-timeout)"
             )
 
-    def _give_up(self, reason: str) -> None:
+    def _fail_job(self, reason: str) -> None:
         _say(f"error: {reason}")
         self._exit_code = self._exit_code or EXIT_CRASH
         self._shutdown.set()
@@ -654,13 +654,13 @@ class ElasticDriver:
         state, was_starting = process.state, process.state == "starting"
         pause = 0.0 if state == "removed" else self._slots.failed(process)
         process.become("gone")
-        if self._beats is not None:
-            self._beats.drop(process.number)
+        if self._heartbeats is not None:
+            self._heartbeats.drop(process.number)
         if state in ("removed", "lost") or process.leaving or self._shutdown.is_set():
             if process.replaced and self._ending is None and not self._shutdown.is_set():
                 self._start_processes(self._max)
             return
-        alone = (was_starting and self._rounds) or process.failure
+        alone = (was_starting and self._generations) or process.failure
         agreed = code in _FINAL and not alone
         if agreed or self._ending is not None:
             self._ending = self._ending or time.monotonic()
@@ -670,13 +670,13 @@ class ElasticDriver:
         why = describe(code) + (f": {process.failure}" if process.failure else "")
         _say(f"{process} ended ({why}); its slot is used again in {pause:.0f} s")
         if state == "running":
-            self._end_round()
+            self._end_generation()
         if not self._alive():
             self._exit_code = code
         if process.failed_step is not None:
             reason = self._failures.error(process.failed_step, process.failure)
             if reason:
-                self._give_up(reason)
+                self._fail_job(reason)
 
     def on_silence(self, silence: Silence) -> bool:
         """Give up a process that was silent for too long; the others continue at once.
@@ -698,7 +698,7 @@ class ElasticDriver:
             )
             self._silent.append(f"{process} {what}")
             # First notify the others: SIGTERM to a rank that is alive must not stop all of them.
-            self._lose(process, what)
+            self._give_up_process(process, what)
             process.end.set()
             self._changed.notify_all()
             return True
@@ -710,7 +710,7 @@ class ElasticDriver:
             if process is not None and process.state == "lost":
                 _say(f"{process} is heard again after {silence.seconds:.2f} s; it is replaced")
 
-    def on_unheard(self, silence: Silence) -> None:
+    def on_lost_datagrams(self, silence: Silence) -> None:
         """Report that a process responds only over TCP."""
         with self._changed:
             process = self._process(silence)
@@ -721,7 +721,7 @@ class ElasticDriver:
                     "elastic.timeout_seconds detect its failure"
                 )
 
-    def on_deaf(self, seconds: float) -> None:
+    def on_common_silence(self, seconds: float) -> None:
         """Report that processes fell silent all at once; 0 seconds: the silence is over."""
         with self._changed:
             if self._ending is not None or self._shutdown.is_set():
@@ -737,28 +737,28 @@ class ElasticDriver:
     def _process(self, silence: Silence) -> TrainingProcess | None:
         return next((p for p in self._processes if p.number == silence.number), None)
 
-    def _end_round(self) -> None:
+    def _end_generation(self) -> None:
         """End the generation after the loss of a rank, so that no rank waits for a timeout."""
         # Ranks in the rendezvous would wait for the lost rank's addresses: they give up at once.
         self._rendezvous.init([], _NO_GENERATION)
-        if self._beats is not None:
+        if self._heartbeats is not None:
             left = [p.number for p in self._processes if p.state == "running"]
-            self._beats.tell(left, self._rounds - 1)
+            self._heartbeats.announce_over(left, self._generations - 1)
 
     def _finish(self, code: int) -> None:
-        if self._verbose and self._beats is not None:
-            detector = self._beats.detector
+        if self._verbose and self._heartbeats is not None:
+            detector = self._heartbeats.detector
             longest, phi = detector.longest, detector.phi
             _say(f"signs of life: the longest delay was {longest:.2f} s (phi {phi:.0f})")
         self._results["job"] = (code if code >= 0 else 128 - code, time.time())
         self._finished.set()
 
-    def _others_come_or_go(self) -> bool:
+    def _membership_changes(self) -> bool:
         alive = self._alive()
         running = [p for p in alive if p.state == "running"]
         if not running:
             return False
-        joining = [p for p in alive if p.state == "waiting" and p.first_round is None]
+        joining = [p for p in alive if p.state == "waiting" and p.first_generation is None]
         coming = any(p.state == "starting" for p in alive)
         ready = (
             len(choose([*running, *joining], self._max)) > len(running)

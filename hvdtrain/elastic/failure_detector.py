@@ -11,8 +11,8 @@ twice the longest delay of that process, and always lies between a minimum and a
 
 Silence is evidence against a process only while heartbeats of another process arrive. If all
 processes fall silent at once, the likely cause is the listener's own link or a network that drops
-datagrams. FailureDetector therefore measures silence on a clock that stops while no witness is
-heard.
+datagrams. FailureDetector therefore measures silence on a clock that stops while no heartbeat of a
+witness arrives.
 
 The detector only classifies. heartbeats.py receives the heartbeats and passes the verdicts to the
 driver, which gives the process up and ends the generation (driver.py).
@@ -38,7 +38,8 @@ BEAT_SECONDS = 0.25  # between two heartbeats of a process
 _LEAST_SECONDS = 1.0  # lower limit of the bound, whatever the delays
 # A process that responds over TCP after this much silence is alive: its datagrams are lost.
 _OVERDUE_SECONDS = 1.5 * BEAT_SECONDS
-# Limit of the wait while no witness is heard. A connection over a dead link ends long before.
+# Limit of the wait while no witness sends heartbeats. A TCP connection over a dead link ends long
+# before.
 _NO_WITNESS_SECONDS = 60.0
 THIS_HOST = ""
 
@@ -50,19 +51,19 @@ class HeartbeatArrivals:
         now: arrival time of the first heartbeat, by any monotonic clock.
 
     Attributes:
-        last: arrival time of the last heartbeat, plus the time excused by `forgive`.
+        last: arrival time of the last heartbeat, plus the time excused by `excuse`.
     """
 
     def __init__(self, now: float) -> None:
         self.last = now
         self._delays: deque[float] = deque(maxlen=_WINDOW)
 
-    def heard(self, now: float) -> None:
+    def record(self, now: float) -> None:
         """Record a heartbeat."""
         self._delays.append(now - self.last)
         self.last = now
 
-    def forgive(self, seconds: float) -> None:
+    def excuse(self, seconds: float) -> None:
         """Excuse `seconds` of silence during which no heartbeat could be received."""
         self.last += seconds
 
@@ -118,7 +119,7 @@ class Silence:
 
 
 @dataclass
-class _Heard:
+class _TrackedProcess:
     """State of a process as its heartbeats show it.
 
     Args:
@@ -141,13 +142,13 @@ class Verdicts:
 
     Args:
         silent: processes that are gone.
-        unheard: processes that are alive, but whose datagrams do not arrive.
-        deaf: longest silence in seconds that no witness confirms; 0 = none.
+        lost_datagrams: processes that are alive, but whose datagrams do not arrive.
+        common_silence: longest silence in seconds that no witness confirms; 0 = none.
     """
 
     silent: list[Silence] = field(default_factory=list)
-    unheard: list[Silence] = field(default_factory=list)
-    deaf: float = 0.0
+    lost_datagrams: list[Silence] = field(default_factory=list)
+    common_silence: float = 0.0
 
 
 class FailureDetector:
@@ -167,9 +168,9 @@ class FailureDetector:
     """
 
     def __init__(self, most: float) -> None:
-        self._heard: dict[int, _Heard] = {}
+        self._tracked: dict[int, _TrackedProcess] = {}
         self._ranks: frozenset[int] = frozenset()
-        # When a witness was last heard. Key: False = on any host, True = on another host.
+        # Last heartbeat of a witness. Key: False = on any host, True = on another host.
         self._witnessed: dict[bool, float] = {}
         self._several = False  # ranks run on two or more other hosts
         self._least, self._most = _LEAST_SECONDS, most
@@ -181,11 +182,11 @@ class FailureDetector:
 
     def drop(self, number: int) -> None:
         """Forget a process that has ended."""
-        self._heard.pop(number, None)
+        self._tracked.pop(number, None)
 
     def mute(self, number: int, host: str, now: float) -> None:
         """Suspend verdicts on a process until `_ENOUGH` more delays are recorded."""
-        self._heard[number] = _Heard(host, HeartbeatArrivals(now))
+        self._tracked[number] = _TrackedProcess(host, HeartbeatArrivals(now))
 
     def beat(self, number: int, host: str, now: float, acknowledged: bool = True) -> Silence | None:
         """Record a heartbeat; return the silence that it ends if the process was given up.
@@ -193,12 +194,12 @@ class FailureDetector:
         Args:
             acknowledged: acknowledgements reach the process; if not, it also reports over TCP.
         """
-        heard, back = self._heard.get(number), None
-        if heard is None:
+        tracked, back = self._tracked.get(number), None
+        if tracked is None:
             self.mute(number, host, now)
         else:
-            silence, phi = heard.arrivals.silence(now), heard.arrivals.phi(now)
-            if heard.given_up:
+            silence, phi = tracked.arrivals.silence(now), tracked.arrivals.phi(now)
+            if tracked.given_up:
                 # A false alarm: from now on tolerate twice this delay of every process.
                 back = Silence(number, silence, self._least, phi)
                 self._least = min(self._most, max(self._least, 2 * silence))
@@ -206,69 +207,69 @@ class FailureDetector:
                 self.longest, self.phi = silence, phi
         if number in self._ranks:
             self._witness(host, now)
-        if heard is not None:
-            heard.arrivals.heard(now)
-            heard.given_up, heard.answered = False, not acknowledged
+        if tracked is not None:
+            tracked.arrivals.record(now)
+            tracked.given_up, tracked.answered = False, not acknowledged
         return back
 
     def answered(self, number: int, now: float) -> None:
         """Record a request of a process over TCP; safe to call from any thread."""
-        heard = self._heard.get(number)
-        if heard is not None and heard.arrivals.silence(now) > _OVERDUE_SECONDS:
-            heard.answered = True
+        tracked = self._tracked.get(number)
+        if tracked is not None and tracked.arrivals.silence(now) > _OVERDUE_SECONDS:
+            tracked.answered = True
 
     def look(self, now: float) -> Verdicts:
-        """Return the verdicts on all processes; mute processes that are `unheard`."""
-        verdicts, processes = Verdicts(), list(self._heard.items())
+        """Return the verdicts on all processes; mute those in `lost_datagrams`."""
+        verdicts, processes = Verdicts(), list(self._tracked.items())
         ranks = [one for number, one in processes if number in self._ranks and not one.given_up]
         self._several = len({rank.host for rank in ranks} - {THIS_HOST}) > 1
-        for number, heard in processes:
-            seconds = heard.arrivals.silence(now)
-            if heard.given_up or seconds <= self._least or not heard.arrivals.enough:
+        for number, tracked in processes:
+            seconds = tracked.arrivals.silence(now)
+            if tracked.given_up or seconds <= self._least or not tracked.arrivals.enough:
                 continue  # nearly all processes: skip the arithmetic
-            confirmed = heard.arrivals.silence(self._confirmed(heard, now))
-            if confirmed <= self._least and not heard.answered:
+            confirmed = tracked.arrivals.silence(self._confirmed(tracked, now))
+            if confirmed <= self._least and not tracked.answered:
                 # A thousand processes may get here at once: for them the arithmetic below would
                 # take longer than the time between two checks.
-                verdicts.deaf = max(verdicts.deaf, seconds)
+                verdicts.common_silence = max(verdicts.common_silence, seconds)
                 continue
-            bound = heard.arrivals.bound(self._least, self._most)
+            bound = tracked.arrivals.bound(self._least, self._most)
             if bound is None or seconds <= bound:
                 continue
-            silence = Silence(number, seconds, bound, heard.arrivals.phi(now))
-            if heard.answered:
-                verdicts.unheard.append(silence)
-                self.mute(number, heard.host, now)
+            silence = Silence(number, seconds, bound, tracked.arrivals.phi(now))
+            if tracked.answered:
+                verdicts.lost_datagrams.append(silence)
+                self.mute(number, tracked.host, now)
             elif confirmed > bound:
                 verdicts.silent.append(silence)
             else:
-                verdicts.deaf = max(verdicts.deaf, seconds)
+                verdicts.common_silence = max(verdicts.common_silence, seconds)
         return verdicts
 
     def give_up(self, number: int) -> None:
         """Count a process as gone until its heartbeats arrive again."""
-        heard = self._heard.get(number)
-        if heard is not None:
-            heard.given_up = True
+        tracked = self._tracked.get(number)
+        if tracked is not None:
+            tracked.given_up = True
 
     def _witness(self, host: str, now: float) -> None:
         """Record a witness; excuse the time without one from the silence of other processes."""
         for elsewhere in {False, host != THIS_HOST}:
             before = self._witnessed.get(elsewhere, now)
-            unheard = now - before - BEAT_SECONDS
-            if unheard > 0:
-                for other in list(self._heard.values()):
+            unwitnessed = now - before - BEAT_SECONDS
+            if unwitnessed > 0:
+                for other in list(self._tracked.values()):
                     if self._needs_witness_elsewhere(other) == elsewhere:
-                        # A process that is not a witness may have been heard meanwhile.
-                        other.arrivals.forgive(min(unheard, other.arrivals.silence(now)))
+                        # A process that is not a witness may have sent a heartbeat meanwhile.
+                        other.arrivals.excuse(min(unwitnessed, other.arrivals.silence(now)))
             self._witnessed[elsewhere] = now
 
-    def _confirmed(self, heard: _Heard, now: float) -> float:
-        """Return the time until which witnesses confirm that this process could be heard."""
-        witnessed = self._witnessed.get(self._needs_witness_elsewhere(heard))
+    def _confirmed(self, tracked: _TrackedProcess, now: float) -> float:
+        """Return the time until which witnesses confirm that its heartbeats could arrive."""
+        witnessed = self._witnessed.get(self._needs_witness_elsewhere(tracked))
         if witnessed is None:
-            return heard.arrivals.last
+            return tracked.arrivals.last
         return now if now - witnessed > _NO_WITNESS_SECONDS else min(now, witnessed + BEAT_SECONDS)
 
-    def _needs_witness_elsewhere(self, heard: _Heard) -> bool:
-        return self._several and heard.host != THIS_HOST
+    def _needs_witness_elsewhere(self, tracked: _TrackedProcess) -> bool:
+        return self._several and tracked.host != THIS_HOST

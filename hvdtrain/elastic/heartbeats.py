@@ -39,7 +39,7 @@ _UNACKNOWLEDGED_BEATS = 2  # in a row: datagrams get lost one by one, too
 # Seconds from the end of one TCP message to the next. If a heartbeat arrives just before the first
 # message, that message proves nothing: the second must arrive before the driver gives the rank up
 # (1 s). Later messages may be rare: without UDP a thousand ranks send them until they end.
-_TELL_SECONDS, _LONGEST_TELL_SECONDS = 0.5, 4.0
+_NOTIFY_SECONDS, _LONGEST_NOTIFY_SECONDS = 0.5, 4.0
 _SECRET = "HOROVOD_RENDEZVOUS_SECRET"
 _BUFFER_BYTES = 4 << 20
 _BODY = struct.Struct("!BIQH")
@@ -114,29 +114,29 @@ class HeartbeatSender:
         self.port: int = rank_port or self._socket.getsockname()[1]
         self._generation = -1
         self._lock = threading.Lock()
-        self._told = False  # driver notified over TCP since the last acknowledged heartbeat
-        self._tell_at, self._pause = 0.0, _TELL_SECONDS
+        self._notified = False  # driver notified over TCP since the last acknowledged heartbeat
+        self._notify_at, self._pause = 0.0, _NOTIFY_SECONDS
 
-    def beat_for_ever(self, tell: Callable[[], object]) -> None:
+    def beat_for_ever(self, notify: Callable[[], object]) -> None:
         """Send heartbeats; runs in the watchdog.
 
         Args:
-            tell: notifies the driver over TCP that the rank is alive; called in a thread of its
+            notify: notifies the driver over TCP that the rank is alive; called in a thread of its
                 own, every few seconds while heartbeats are not acknowledged. Raises OSError if
                 the driver could not be notified.
         """
-        unacknowledged, telling = 0, threading.Thread()
+        unacknowledged, notifying = 0, threading.Thread()
         while True:
-            self._send(Kind.UNACKNOWLEDGED if self._told else Kind.BEAT)
+            self._send(Kind.UNACKNOWLEDGED if self._notified else Kind.BEAT)
             if self._acknowledged(time.monotonic() + BEAT_SECONDS):
-                unacknowledged, self._told = 0, False
-                self._tell_at, self._pause = 0.0, _TELL_SECONDS
+                unacknowledged, self._notified = 0, False
+                self._notify_at, self._pause = 0.0, _NOTIFY_SECONDS
                 continue
             unacknowledged += 1
-            due = unacknowledged >= _UNACKNOWLEDGED_BEATS and time.monotonic() >= self._tell_at
-            if due and not telling.is_alive():
-                telling = threading.Thread(target=self._tell, args=(tell,), daemon=True)
-                telling.start()
+            due = unacknowledged >= _UNACKNOWLEDGED_BEATS and time.monotonic() >= self._notify_at
+            if due and not notifying.is_alive():
+                notifying = threading.Thread(target=self._notify, args=(notify,), daemon=True)
+                notifying.start()
 
     def _acknowledged(self, deadline: float) -> bool:
         """Read until the deadline; return whether a heartbeat was acknowledged meanwhile."""
@@ -148,13 +148,13 @@ class HeartbeatSender:
                 acknowledged |= message is not None and message[:2] == (Kind.ACK, self.number)
         return acknowledged
 
-    def _tell(self, tell: Callable[[], object]) -> None:
+    def _notify(self, notify: Callable[[], object]) -> None:
         pause = self._pause
         with suppress(OSError):
-            tell()
-            self._told = True
-            self._pause = min(2 * pause, _LONGEST_TELL_SECONDS)
-        self._tell_at = time.monotonic() + pause
+            notify()
+            self._notified = True
+            self._pause = min(2 * pause, _LONGEST_NOTIFY_SECONDS)
+        self._notify_at = time.monotonic() + pause
 
     def join(self, generation: int) -> None:
         """Enter a generation; OVER messages for other generations are ignored."""
@@ -207,10 +207,10 @@ class Listener(Protocol):
     def on_return(self, silence: Silence) -> None:
         """Handle the return of a process that was given up."""
 
-    def on_unheard(self, silence: Silence) -> None:
+    def on_lost_datagrams(self, silence: Silence) -> None:
         """Handle a process that is alive but whose datagrams do not arrive."""
 
-    def on_deaf(self, seconds: float) -> None:
+    def on_common_silence(self, seconds: float) -> None:
         """Handle a silence of all processes, which are not given up; 0: it has ended."""
 
 
@@ -241,13 +241,13 @@ class HeartbeatReceiver:
         self._addresses: dict[int, tuple[str, int]] = {}  # where each rank listens
         self._hosts: dict[str, str] = {}  # address -> the same, or THIS_HOST
         self._over: dict[int, int] = {}  # process -> its generation, which is over
-        self._deaf = False
+        self._common_silence = False
 
     def listen(self, listener: Listener) -> None:
         """Start a thread that calls the listener."""
         threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
 
-    def tell(self, numbers: Iterable[int], generation: int) -> None:
+    def announce_over(self, numbers: Iterable[int], generation: int) -> None:
         """Send OVER to processes now, and in response to each heartbeat until `begin`."""
         for number in numbers:
             self._over[number] = generation
@@ -312,14 +312,14 @@ class HeartbeatReceiver:
 
     def _look(self, listener: Listener, now: float) -> None:
         verdicts = self.detector.look(now)
-        for silence in verdicts.unheard:
-            listener.on_unheard(silence)
+        for silence in verdicts.lost_datagrams:
+            listener.on_lost_datagrams(silence)
         for silence in verdicts.silent:
             if listener.on_silence(silence):
                 self.detector.give_up(silence.number)
-        if bool(verdicts.deaf) != self._deaf:
-            self._deaf = bool(verdicts.deaf)
-            listener.on_deaf(verdicts.deaf)
+        if bool(verdicts.common_silence) != self._common_silence:
+            self._common_silence = bool(verdicts.common_silence)
+            listener.on_common_silence(verdicts.common_silence)
 
     def _send(self, message: Message, address: tuple[str, int]) -> None:
         with suppress(OSError):

@@ -117,13 +117,13 @@ class Membership:
             RefusedError: the generation excludes this process because it does not fit the run.
             LostError: the launcher did not respond for 20 s.
         """
-        heard = time.monotonic()
+        responded_at = time.monotonic()
         while True:
             try:
                 assignment = ask(self.address, self.port, "join", self._number, asdict(status()))
-                heard = time.monotonic()
+                responded_at = time.monotonic()
             except OSError as error:
-                if time.monotonic() - heard > _LOST_SECONDS:
+                if time.monotonic() - responded_at > _LOST_SECONDS:
                     raise LostError(f"{self.address}:{self.port}: {error}") from None
                 time.sleep(0.2)
                 continue

@@ -29,10 +29,10 @@ class TrainingProcess:
         state: starting, waiting, running, removed (excluded from the run), lost (given up, but
             still there) or gone; see driver.py.
         since: when it entered this state, time.monotonic().
-        first_round: number of its first generation; None for a newcomer.
+        first_generation: number of its first generation; None for a newcomer.
         assignment: its ranks in the newest generation, until it has received them.
         status: its status when it last requested ranks.
-        heard: it has sent a request to the driver: its watchdog runs.
+        responded: it has sent a request to the driver: its watchdog runs.
         transfers_failed: generations with it that failed before it had the state of the run.
         failure: why it ends, as reported by itself or its watchdog.
         failed_step: the step in which it raised an error of its own.
@@ -46,10 +46,10 @@ class TrainingProcess:
     slot: int
     state: str = "starting"
     since: float = field(default_factory=time.monotonic)
-    first_round: int | None = None
+    first_generation: int | None = None
     assignment: dict[str, Any] = field(default_factory=dict)
     status: ProcessStatus | None = None
-    heard: bool = False
+    responded: bool = False
     transfers_failed: int = 0
     failure: str = ""
     failed_step: int | None = None
@@ -91,7 +91,7 @@ def in_order(processes: Sequence[TrainingProcess]) -> list[TrainingProcess]:
 
 
 def _age(process: TrainingProcess) -> tuple[float, int]:
-    first = math.inf if process.first_round is None else process.first_round
+    first = math.inf if process.first_generation is None else process.first_generation
     return first, process.number
 
 

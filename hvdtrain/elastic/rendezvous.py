@@ -75,7 +75,7 @@ def make_handler(driver: Driver) -> type:
             if len(path) != 2:
                 return super()._answer(path, body)
             try:
-                answer = _told(driver, path[0], int(path[1]), json.loads(body))
+                answer = _handle_report(driver, path[0], int(path[1]), json.loads(body))
             except (KeyError, TypeError, ValueError):  # another version of hvdtrain
                 return HTTPStatus.BAD_REQUEST, b""
             if answer is None:
@@ -85,7 +85,9 @@ def make_handler(driver: Driver) -> type:
     return Handler
 
 
-def _told(driver: Driver, what: str, number: int, body: dict[str, Any]) -> dict[str, Any] | None:
+def _handle_report(
+    driver: Driver, what: str, number: int, body: dict[str, Any]
+) -> dict[str, Any] | None:
     if what == "join":
         return driver.join(number, _HOLD_SECONDS, body)
     if what == "alive":

@@ -190,8 +190,8 @@ def _main(arguments: list[str]) -> int:
         return _watch(arguments)
     address, _, port = arguments[4].rpartition(":")
     line = HeartbeatSender(address, int(port), *map(int, arguments[5:]))
-    tell = partial(ask, address, int(port), "alive", line.number, {})
-    threading.Thread(target=line.beat_for_ever, args=(tell,), daemon=True).start()
+    notify = partial(ask, address, int(port), "alive", line.number, {})
+    threading.Thread(target=line.beat_for_ever, args=(notify,), daemon=True).start()
     try:
         return _watch(arguments)
     finally:
@@ -261,7 +261,7 @@ _DUMP_SECONDS = 5.0
 _WRITE_SECONDS = 1.0  # a disk that blocks the rank may block this write, too
 _REPORT_SECONDS = 8.0
 _KILL_SECONDS = 2.0  # the kernel needs less if it can end the process at all
-_TELL_SECONDS = 20.0
+_NOTIFY_SECONDS = 20.0
 
 
 class LauncherAddress:
@@ -272,7 +272,7 @@ class LauncherAddress:
         self._port = int(port or 0)
         self._number = number
 
-    def tell(self, what: str, message: str, seconds: float) -> None:
+    def notify(self, what: str, message: str, seconds: float) -> None:
         """Send a message; retry for `seconds`."""
         deadline = time.monotonic() + seconds
         while self._port:
@@ -289,7 +289,7 @@ def end(
     process: psutil.Process, reason: str, stacks: Path | None, launcher: LauncherAddress
 ) -> None:
     """Write to `stacks` where the rank hangs, as far as that is visible, and kill the rank."""
-    launcher.tell("failed", f"killed by its watchdog: {reason}", 0.0)
+    launcher.notify("failed", f"killed by its watchdog: {reason}", 0.0)
     if stacks is not None:
         begun = threading.Event()
         arguments = (process, reason, stacks, begun)
@@ -302,7 +302,7 @@ def end(
     while _lives(process.pid):
         if time.monotonic() > deadline:
             where = _where(process)
-            launcher.tell("stuck", f"SIGKILL does not end it ({where})", _TELL_SECONDS)
+            launcher.notify("stuck", f"SIGKILL does not end it ({where})", _NOTIFY_SECONDS)
             return
         time.sleep(0.05)
 

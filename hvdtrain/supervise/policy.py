@@ -113,7 +113,7 @@ class Pace:
             self._longest = max(self._longest, now - self._since)
         self._step, self._since = step, now
 
-    def patience(self, saving: bool = False) -> float:
+    def stall_seconds(self, saving: bool = False) -> float:
         """Return the seconds without a step and without a response before a host counts as lost.
 
         Args:
@@ -124,5 +124,5 @@ class Pace:
         return max(_LEAST_SECONDS, _FACTOR * self._longest)
 
     def stalled(self, now: float, saving: bool = False) -> bool:
-        """Whether no step was completed for longer than `patience`."""
-        return now - self._since > self.patience(saving)
+        """Whether no step was completed for longer than `stall_seconds`."""
+        return now - self._since > self.stall_seconds(saving)

@@ -274,9 +274,9 @@ class Supervisor:
             if silent and not reported:
                 _say(f"no answer from {', '.join(silent)}; the run continues while it makes steps")
             reported = bool(silent)
-            patience = pace.patience(saving=asked)
-            if pace.stalled(now, saving=asked) and (lost := watch.silent(patience)):
-                _say(f"no answer from {', '.join(lost)} and no step for {patience:.0f} s")
+            seconds = pace.stall_seconds(saving=asked)
+            if pace.stalled(now, saving=asked) and (lost := watch.silent(seconds)):
+                _say(f"no answer from {', '.join(lost)} and no step for {seconds:.0f} s")
                 launcher.kill()  # it would wait for the silent hosts
                 return EXIT_CRASH, False
             if not asked and self._can_grow(watch, job, began_at):

@@ -39,15 +39,15 @@ class Ear:
     def on_return(self, silence: Silence) -> None:
         self.returned.append(silence.number)
 
-    def on_unheard(self, silence: Silence) -> None:
+    def on_lost_datagrams(self, silence: Silence) -> None:
         self.unheard.append(silence.number)
 
-    def on_deaf(self, seconds: float) -> None:
+    def on_common_silence(self, seconds: float) -> None:
         self.deaf.append(seconds > 0)
 
 
 class Beating:
-    """A process that beats until it is told to stop."""
+    """A process that beats until it is asked to stop."""
 
     def __init__(self, ear: Ear, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOROVOD_RENDEZVOUS_SECRET", SECRET.decode())
@@ -211,8 +211,8 @@ def test_forged_and_replayed_datagrams_are_ignored(beating: Callable[[Ear, int],
         for _ in range(20):
             anybody.sendto(genuine, ("127.0.0.1", ear.beats.port))
     time.sleep(0.3)
-    (heard,) = ear.beats.detector._heard.values()
-    assert heard.arrivals.bound(1, 3) is None, "the same datagram counted again"
+    (tracked,) = ear.beats.detector._tracked.values()
+    assert tracked.arrivals.bound(1, 3) is None, "the same datagram counted again"
 
 
 def test_end_of_round_notice_is_resent_and_ends_only_its_own_round(
@@ -223,13 +223,13 @@ def test_end_of_round_notice_is_resent_and_ends_only_its_own_round(
     process.line.listen(over.set)
     process.line.join(3)
     _until(lambda: 7 in ear.beats._addresses, 2)
-    ear.beats.tell([7], 2)
+    ear.beats.announce_over([7], 2)
     time.sleep(3 * BEAT_SECONDS)
     assert not over.is_set(), "round 3 was ended by the end of round 2"
-    ear.beats.tell([7], 3)
+    ear.beats.announce_over([7], 3)
     assert over.wait(0.2)
     over.clear()
-    assert over.wait(3 * BEAT_SECONDS), "it was told once, and datagrams get lost"
+    assert over.wait(3 * BEAT_SECONDS), "it was notified once, and datagrams get lost"
     ear.beats.begin([7, 8])
     time.sleep(0.1)
     over.clear()

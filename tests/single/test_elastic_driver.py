@@ -126,7 +126,7 @@ class Job:
 
         def ask(number: int) -> None:
             process = self.driver._processes[number]
-            trained = process.first_round is not None and process not in self.driver._newcomers
+            trained = process.first_generation is not None and process not in self.driver._newcomers
             said = ProcessStatus(IDENTITY, **{"trained": trained} | status)  # type: ignore[arg-type]
             got[number] = self.driver.join(number, 1.5, asdict(said)) or {}
 

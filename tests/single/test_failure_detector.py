@@ -25,7 +25,7 @@ def _after(delays: list[float]) -> tuple[HeartbeatArrivals, float]:
     arrivals = HeartbeatArrivals(now)
     for delay in delays:
         now += delay
-        arrivals.heard(now)
+        arrivals.record(now)
     return arrivals, now
 
 
@@ -70,7 +70,7 @@ def test_phi_increases_during_silence(delays: list[float]) -> None:
 
 def test_time_without_listening_does_not_count_as_silence() -> None:
     arrivals, now = _after([0.25] * 20)
-    arrivals.forgive(60)
+    arrivals.excuse(60)
     assert arrivals.silence(now + 60.25) == 0.25
 
 
@@ -106,8 +106,8 @@ class Network:
                     if host not in cut:
                         self.detector.beat(rank, host, self.now)
             verdicts = self.detector.look(self.now)
-            self.deaf += verdicts.deaf > 0
-            self.unheard += len(verdicts.unheard)
+            self.deaf += verdicts.common_silence > 0
+            self.unheard += len(verdicts.lost_datagrams)
             for silence in verdicts.silent:
                 self.silent.setdefault(silence.number, self.now)
                 self.detector.give_up(silence.number)
@@ -195,7 +195,7 @@ def test_common_silence_needs_no_per_rank_statistics() -> None:
             detector.beat(number, f"host{number}", beat * BEAT_SECONDS)
     with patch.object(HeartbeatArrivals, "bound", side_effect=AssertionError):
         verdicts = detector.look(8.0)
-    assert verdicts.deaf > 3 and not verdicts.silent
+    assert verdicts.common_silence > 3 and not verdicts.silent
 
 
 def test_rank_whose_heartbeats_are_unacknowledged_is_not_given_up() -> None:
@@ -211,4 +211,4 @@ def test_rank_whose_heartbeats_are_unacknowledged_is_not_given_up() -> None:
         for silence in verdicts.silent:
             detector.give_up(silence.number)
             assert silence.number == 2, "acknowledgements do not reach rank 1"
-    assert detector._heard[2].given_up and not detector._heard[1].given_up
+    assert detector._tracked[2].given_up and not detector._tracked[1].given_up

@@ -99,7 +99,7 @@ def test_run_without_steps_is_stalled_after_a_time_limit(pauses: list[float]) ->
         pace.saw(now, step)
         now += pause
     assert pace.stalled(now + 60 + 3 * max(pauses, default=0.0))
-    assert 10 <= pace.patience() <= max(60, 3.01 * max(pauses, default=0.0))
+    assert 10 <= pace.stall_seconds() <= max(60, 3.01 * max(pauses, default=0.0))
 
 
 def test_silent_host_ends_a_start_only_if_no_step_is_completed(

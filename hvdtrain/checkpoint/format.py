@@ -45,7 +45,7 @@ _SUM = ".sum"
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedDirectory:
     """A checkpoint that several ranks write into one directory, each rank its own files.
 
     Args:
@@ -76,7 +76,7 @@ class Checkpoint:
 
     parts: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
-    shared: Shared | None = None
+    shared: SharedDirectory | None = None
     folder: Path | None = None
     pieces: dict[str, dict[str, Piece]] = field(default_factory=dict)
 
@@ -149,7 +149,7 @@ def write_own_files(root: Path, checkpoint: Checkpoint) -> None:
         write_atomic(folder / f"{name}{_SUM}", json.dumps(found).encode())
 
 
-def _sums_of_others(folder: Path, shared: Shared) -> dict[str, dict[str, Any]]:
+def _sums_of_others(folder: Path, shared: SharedDirectory) -> dict[str, dict[str, Any]]:
     """Wait for the files of the other ranks; return their sizes and checksums.
 
     Raises:

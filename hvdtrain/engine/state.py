@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain.checkpoint.format import Checkpoint, Shared, read_files_of_ranks
+from hvdtrain.checkpoint.format import Checkpoint, SharedDirectory, read_files_of_ranks
 from hvdtrain.checkpoint.layout import file_of_rank, part_and_rank
 from hvdtrain.checkpoint.spread import open_part, to_current_names
 from hvdtrain.data.files import former_of
@@ -114,8 +114,8 @@ class RunState:
 
         Args:
             group: all ranks.
-            folder: directory to which all ranks write, see Shared; only if there are parts that are
-                not replicated.
+            folder: directory to which all ranks write, see SharedDirectory; only if there are parts
+                that are not replicated.
         """
         local = self.of_scope("local", "sharded")
         parts = {file_of_rank(part.name, group.rank): part.tensors() for part in local}
@@ -130,7 +130,7 @@ class RunState:
                 **self.progress.state_dict(),
                 "identity": self.identity,
             },
-            Shared(folder, others) if folder else None,
+            SharedDirectory(folder, others) if folder else None,
             pieces=pieces,
         )
 

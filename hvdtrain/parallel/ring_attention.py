@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hvdtrain import comm
+from hvdtrain.errors import UserError
 from hvdtrain.models.attention_kernels import attend, attend_backward
 from hvdtrain.models.partial_attention import empty_result, merge_, same_document
-from hvdtrain.parallel.context_checks import check_length
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,15 @@ class ZigZag:
         check_length(x.shape[dim], 2 * self.ranks, self.ranks)
         chunks = x.chunk(2 * self.ranks, dim)
         return torch.cat((chunks[self.rank], chunks[-1 - self.rank]), dim)
+
+
+def check_length(tokens: int, chunks: int, ranks: int) -> None:
+    """Raise UserError if a sequence of `tokens` tokens cannot be split into equal chunks."""
+    if tokens % chunks:
+        raise UserError(
+            f"a sequence of {tokens} tokens cannot be shared by the {ranks} ranks of "
+            f"parallel.context: it is not a multiple of {chunks}"
+        )
 
 
 @dataclass(frozen=True)

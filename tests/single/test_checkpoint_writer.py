@@ -22,7 +22,7 @@ from torch import Tensor
 
 from hvdtrain.checkpoint import tensor_file, writer
 from hvdtrain.checkpoint.config import CheckpointConfig
-from hvdtrain.checkpoint.format import Checkpoint, Shared, read
+from hvdtrain.checkpoint.format import Checkpoint, SharedDirectory, read
 from hvdtrain.checkpoint.layout import DamagedError, delete_leftovers, finished, hidden_name, verify
 from hvdtrain.checkpoint.manager import CheckpointManager
 from hvdtrain.checkpoint.writer import CheckpointWriter
@@ -139,7 +139,9 @@ class _Shard:
         others = (names[1],) if self._rank == 0 else ()
         parts = {names[self._rank]: {"weight": torch.ones(1)}}
         step = self._loop.progress.step
-        return Checkpoint(parts, {"step": step}, Shared(folder, others) if folder else None)
+        return Checkpoint(
+            parts, {"step": step}, SharedDirectory(folder, others) if folder else None
+        )
 
     def run(self) -> str:
         """Steps until rank 0's save has ended; what it says."""

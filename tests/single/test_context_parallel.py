@@ -14,9 +14,7 @@ from torch import Tensor
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
-from hvdtrain.parallel.context import apply_context, undivided
-from hvdtrain.parallel.context_checks import check_context
-from hvdtrain.parallel.exchange_keys import gather_positions
+from hvdtrain.parallel.context import apply_context, check_context, gather_positions, undivided
 from tests.support.torch_ranks import on_torch_ranks
 
 CONTEXT = 64

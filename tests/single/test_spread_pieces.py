@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hvdtrain.checkpoint.format import Checkpoint, Shared, write, write_own_files
+from hvdtrain.checkpoint.format import Checkpoint, SharedDirectory, write, write_own_files
 from hvdtrain.checkpoint.layout import DamagedError, file_of_rank, verify
 from hvdtrain.checkpoint.spread import SpreadPart, open_part
 from hvdtrain.runtime.pieces import Piece, assemble, flat_range
@@ -63,7 +63,7 @@ def _save(root: Path) -> Path:
         name = file_of_rank("optimizer", rank)
         tensors = {"w/exp_avg": tensor} | ({"w/step": torch.tensor(3.0)} if rank == 0 else {})
         others = tuple(file_of_rank("optimizer", other) for other in (1, 2))
-        shared = Shared(hidden, others if rank == 0 else ())
+        shared = SharedDirectory(hidden, others if rank == 0 else ())
         pieces = {name: {"w/exp_avg": piece}}
         captured.append(Checkpoint({name: tensors}, {"step": 3}, shared, pieces=pieces))
     for checkpoint in captured[1:]:

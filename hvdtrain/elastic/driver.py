@@ -86,7 +86,7 @@ _LAST_RESORT_SECONDS = 900.0
 _STATE_TRANSFERS = 2
 _JOIN_SECONDS = 15.0  # for the threads of ended processes, at the end of the job
 _END_OF_START_SECONDS = 1.0  # replaces _END_SECONDS if no generation was formed
-_REPORT_SECONDS = 3.0  # before a message reports too few slots
+_REPORT_SECONDS = 3.0  # from the start of the wait for slots to the first message about it
 _DEFAULT_TIMEOUT = 600
 _NO_GENERATION = -1
 _FINAL = (0, EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)  # exit codes that the ranks agree on
@@ -141,22 +141,25 @@ class ElasticDriver:
         self._threads: list[threading.Thread] = []
         self._create: CreateWorker | None = None
         self._next_number = 0
-        self._plan: list[SlotInfo] = []  # of the current generation
+        self._plan: list[SlotInfo] = []  # ranks of the current generation
         # Processes of the current generation that need the run's state from others.
         self._newcomers: list[TrainingProcess] = []
-        self._generations = 0  # generations formed
-        self._classified = 0  # generations whose failure has been examined
+        self._generations = 0  # number of generations formed; the current one has the number before
+        self._classified = 0  # number of generations whose end has been classified
         self._failures = StepFailures()
         self._identity: tuple[Identity, str] | None = None  # of the run, and its host
         self._job = secrets.randbits(62)  # unique to this job
         self._failed = False  # a process died since the last generation was formed
-        self._failed_generations = 0
+        self._failed_generations = 0  # see --reset-limit
         self._most_ranks = 0  # most ranks that have run at once so far
         self._short_since: float | None = None  # since when too few processes have been left
+        # Ways to the end of the job. _stop_requested: the ranks write a checkpoint and end (signal,
+        # or a host leaves). _ending: a rank has ended by agreement, the others follow. _shutdown:
+        # all processes are killed. _finished: get_results returns.
         self._stop_requested = False
-        self._signalled = False
+        self._signalled = False  # by a first SIGTERM or SIGUSR1; a second one kills
         self._ending: float | None = None  # since when the ranks have been ending by agreement
-        self._shutdown_since: float | None = None
+        self._shutdown_since: float | None = None  # since when processes have been killed
         self._heartbeats: HeartbeatReceiver | None = None
         self._silent: list[str] = []  # processes whose silence ended the last generation
         self._exit_code = 0
@@ -344,6 +347,7 @@ class ElasticDriver:
                 self._changed.notify_all()
 
     def _record_request(self, number: int) -> TrainingProcess | None:
+        """Record that a process is alive; return it, or None if the driver has given it up."""
         process = next((p for p in self._processes if p.number == number), None)
         if process is None or process.state in ("gone", "lost"):
             return None
@@ -360,7 +364,7 @@ class ElasticDriver:
                     return str(slot.to_response_string())
             return None
 
-    # --- the driver's own threads ------------------------------------------
+    # --- signals and discovery -----------------------------------------------
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT or self._signalled:
@@ -399,7 +403,10 @@ class ElasticDriver:
         for process in self._alive():
             process.leave(process.slot >= self._hosts.slots.get(process.host, 0))
 
+    # --- the driver's thread -------------------------------------------------
+
     def _run(self) -> None:
+        """Check all processes at each change and every _LOOK_SECONDS; the driver's main thread."""
         while not self._finished.is_set():
             with self._changed:
                 try:
@@ -439,12 +446,42 @@ class ElasticDriver:
             return
         self._form_generation(waiting, survivors, [p for p in alive if p.state == "starting"])
 
+    def _end_overdue(self, alive: list[TrainingProcess]) -> None:
+        """End processes that others have waited for too long: the last resort.
+
+        An ended process never takes part again: SIGTERM makes a rank ask all others to stop.
+        """
+        survivors = [p for p in alive if p.state == "waiting" and p.first_generation is not None]
+        waited = max((p.lasted() for p in survivors), default=0.0)
+        verdict_seconds = max((p.status.patience for p in survivors if p.status), default=0.0)
+        for process in alive:
+            overdue = waited > max(verdict_seconds, _LAST_RESORT_SECONDS)
+            if process.leaving_since is not None:
+                asked = time.monotonic() - process.leaving_since
+                overdue |= min(waited, asked) > _LEAVE_SECONDS
+            if process.state == "running" and overdue:
+                self._give_up_process(process, f"the others have waited for it for {waited:.0f} s")
+                process.end.set()
+            elif process.state == "starting" and not process.responded:
+                if process.lasted() > self._timeout:
+                    self._give_up_process(process, f"it has not said a word for {self._timeout} s")
+                    process.end.set()
+            elif process.state == "removed" and process.lasted() > _END_SECONDS:
+                process.end.set()
+
+    # --- generations: formed, begun, ended -----------------------------------
+
     def _form_generation(
         self,
         waiting: list[TrainingProcess],
         survivors: list[TrainingProcess],
         starting: list[TrainingProcess],
     ) -> None:
+        """Form a generation of the waiting processes if they suffice; no process is running.
+
+        Args:
+            survivors: processes in `waiting` that were in an earlier generation.
+        """
         still_starting = any(p.lasted() < self._timeout for p in starting)
         within_timeout = all(p.lasted() < self._timeout for p in waiting)
         if still_starting and within_timeout and not survivors:
@@ -473,6 +510,18 @@ class ElasticDriver:
             self._set_aside([p for p in staying if p not in taking_part])
             self._begin_generation(taking_part)
 
+    def _wait_for_more(self, count: int, needed: int) -> None:
+        """Start processes while too few are left; fail the job after --elastic-timeout."""
+        why = "--min-np" if needed == self._min else "a replica of the model"
+        if self._short_since is None:
+            self._short_since = time.monotonic()
+            _say(f"{count} ranks are left and {needed} are needed ({why}): waiting for hosts")
+        self._start_processes(self._max)
+        if time.monotonic() - self._short_since > self._timeout:
+            self._fail_job(
+                f"fewer than {needed} ranks for {self._timeout} s ({why}, --elastic-timeout)"
+            )
+
     def _set_aside(self, spares: Sequence[TrainingProcess]) -> None:
         """Make processes spares: they wait until the spares suffice for another replica."""
         for process in spares:
@@ -488,84 +537,8 @@ class ElasticDriver:
             names = ", ".join(map(str, spares))
             _say(f"spare until there are {size} for a replica of the model: {names}")
 
-    def _classify_failure(self, waiting: list[TrainingProcess]) -> None:
-        """Classify the end of a generation, once, by its ranks' reports of a failed phase."""
-        said = [p.status for p in waiting if p.status is not None and p.status.failed]
-        if not said:
-            return
-        phases = {status.failed for status in said}
-        if self._newcomers and TRAINING not in phases:
-            if not self._failed:
-                self._count_failed_transfer(self._newcomers)
-        elif phases != {RENDEZVOUS}:  # the ranks themselves limit failed rendezvous
-            most_advanced = max(said, key=lambda status: status.step)
-            reason = self._failures.generation(most_advanced.step, most_advanced.message)
-            if reason:
-                self._fail_job(reason)
-
-    def _count_failed_transfer(self, newcomers: list[TrainingProcess]) -> None:
-        """Count a failed state transfer; refuse newcomers that repeatedly do not get the state."""
-        for process in newcomers:
-            process.transfers_failed += 1
-            if process.state == "waiting" and process.transfers_failed >= _STATE_TRANSFERS:
-                times = process.transfers_failed
-                self._refuse(process, f"the state of the run did not reach it {times} times", False)
-
-    def _refuse_if_different(self, process: TrainingProcess) -> bool:
-        """Refuse a newcomer whose configuration, data or device differs from the run's."""
-        if process.first_generation is not None or self._identity is None or process.status is None:
-            return False
-        identity, host = self._identity
-        problem = process.status.identity.differs_from(identity, host)
-        if problem:
-            self._refuse(process, f"on {process.host}: {problem}", for_good=True)
-        return bool(problem)
-
-    def _refuse(self, process: TrainingProcess, reason: str, for_good: bool) -> None:
-        pause = self._slots.refused(process, for_good)
-        process.become("removed")
-        process.assignment = {"rank": -1, "reason": reason}
-        again = "when the hosts change" if for_good else f"in {pause:.0f} s"
-        _say(f"{process} takes no part ({reason}); its slot is used again {again}")
-        self._formed.notify_all()
-
-    def _give_up_process(self, process: TrainingProcess, reason: str) -> None:
-        """Give up a process that still exists: no rank waits for it any more."""
-        was_running = process.state == "running"
-        process.become("lost")
-        failure = f"{process.failure}; " if process.failure else ""
-        _say(
-            f"{process} is not waited for any more ({failure}{reason}); its slot is not used "
-            "while it is there"
-        )
-        if was_running:
-            self._failed = True
-            self._end_generation()
-
-    def _end_overdue(self, alive: list[TrainingProcess]) -> None:
-        """End processes that others have waited for too long: the last resort.
-
-        An ended process never takes part again: SIGTERM makes a rank ask all others to stop.
-        """
-        survivors = [p for p in alive if p.state == "waiting" and p.first_generation is not None]
-        waited = max((p.lasted() for p in survivors), default=0.0)
-        patience = max((p.status.patience for p in survivors if p.status), default=0.0)
-        for process in alive:
-            overdue = waited > max(patience, _LAST_RESORT_SECONDS)
-            if process.leaving_since is not None:
-                asked = time.monotonic() - process.leaving_since
-                overdue |= min(waited, asked) > _LEAVE_SECONDS
-            if process.state == "running" and overdue:
-                self._give_up_process(process, f"the others have waited for it for {waited:.0f} s")
-                process.end.set()
-            elif process.state == "starting" and not process.responded:
-                if process.lasted() > self._timeout:
-                    self._give_up_process(process, f"it has not said a word for {self._timeout} s")
-                    process.end.set()
-            elif process.state == "removed" and process.lasted() > _END_SECONDS:
-                process.end.set()
-
     def _begin_generation(self, taking_part: list[TrainingProcess]) -> None:
+        """Assign ranks to these processes, which `join` returns to them."""
         self._plan = plan = assign(taking_part)
         self._rendezvous.init(plan, self._generations)
         if self._heartbeats is not None:
@@ -605,21 +578,73 @@ class ElasticDriver:
         self._short_since = None
         self._formed.notify_all()
 
-    def _wait_for_more(self, count: int, needed: int) -> None:
-        why = "--min-np" if needed == self._min else "a replica of the model"
-        if self._short_since is None:
-            self._short_since = time.monotonic()
-            _say(f"{count} ranks are left and {needed} are needed ({why}): waiting for hosts")
-        self._start_processes(self._max)
-        if time.monotonic() - self._short_since > self._timeout:
-            self._fail_job(
-                f"fewer than {needed} ranks for {self._timeout} s ({why}, --elastic-timeout)"
-            )
+    def _end_generation(self) -> None:
+        """End the generation after the loss of a rank, so that no rank waits for a timeout."""
+        # Ranks in the rendezvous would wait for the lost rank's addresses: they give up at once.
+        self._rendezvous.init([], _NO_GENERATION)
+        if self._heartbeats is not None:
+            left = [p.number for p in self._processes if p.state == "running"]
+            self._heartbeats.announce_over(left, self._generations - 1)
 
-    def _fail_job(self, reason: str) -> None:
-        _say(f"error: {reason}")
-        self._exit_code = self._exit_code or EXIT_CRASH
-        self._shutdown.set()
+    def _membership_changes(self) -> bool:
+        """Whether another generation should form: processes are ready to join, or must leave."""
+        alive = self._alive()
+        running = [p for p in alive if p.state == "running"]
+        if not running:
+            return False
+        joining = [p for p in alive if p.state == "waiting" and p.first_generation is None]
+        coming = any(p.state == "starting" for p in alive)
+        ready = (
+            len(choose([*running, *joining], self._max)) > len(running)
+            and (not coming or max(p.lasted() for p in joining) > _GATHER_SECONDS)
+        )  # fmt: skip
+        return bool(ready) or any(p.leaving and p.state == "running" for p in alive)
+
+    # --- failures of a generation, refused newcomers -------------------------
+
+    def _classify_failure(self, waiting: list[TrainingProcess]) -> None:
+        """Classify the end of a generation, once, by its ranks' reports of a failed phase."""
+        said = [p.status for p in waiting if p.status is not None and p.status.failed]
+        if not said:
+            return
+        phases = {status.failed for status in said}
+        if self._newcomers and TRAINING not in phases:
+            if not self._failed:
+                self._count_failed_transfer(self._newcomers)
+        elif phases != {RENDEZVOUS}:  # the ranks themselves limit failed rendezvous
+            most_advanced = max(said, key=lambda status: status.step)
+            reason = self._failures.generation(most_advanced.step, most_advanced.message)
+            if reason:
+                self._fail_job(reason)
+
+    def _count_failed_transfer(self, newcomers: list[TrainingProcess]) -> None:
+        """Count a failed state transfer; refuse newcomers that repeatedly do not get the state."""
+        for process in newcomers:
+            process.transfers_failed += 1
+            if process.state == "waiting" and process.transfers_failed >= _STATE_TRANSFERS:
+                times = process.transfers_failed
+                self._refuse(process, f"the state of the run did not reach it {times} times", False)
+
+    def _refuse_if_different(self, process: TrainingProcess) -> bool:
+        """Refuse a newcomer whose configuration, data or device differs from the run's."""
+        if process.first_generation is not None or self._identity is None or process.status is None:
+            return False
+        identity, host = self._identity
+        problem = process.status.identity.differs_from(identity, host)
+        if problem:
+            self._refuse(process, f"on {process.host}: {problem}", for_good=True)
+        return bool(problem)
+
+    def _refuse(self, process: TrainingProcess, reason: str, for_good: bool) -> None:
+        """Exclude a process that does not fit the run; its slot pauses."""
+        pause = self._slots.refused(process, for_good)
+        process.become("removed")
+        process.assignment = {"rank": -1, "reason": reason}
+        again = "when the hosts change" if for_good else f"in {pause:.0f} s"
+        _say(f"{process} takes no part ({reason}); its slot is used again {again}")
+        self._formed.notify_all()
+
+    # --- start and loss of processes -----------------------------------------
 
     def _start_processes(self, most: int) -> None:
         """Start a process in each usable free slot, up to `most` processes in all."""
@@ -651,6 +676,7 @@ class ElasticDriver:
         thread.start()
 
     def _on_exit(self, process: TrainingProcess, code: int) -> None:
+        """Handle the end of a process: expected, by agreement, or a loss."""
         state, was_starting = process.state, process.state == "starting"
         pause = 0.0 if state == "removed" else self._slots.failed(process)
         process.become("gone")
@@ -660,6 +686,7 @@ class ElasticDriver:
             if process.replaced and self._ending is None and not self._shutdown.is_set():
                 self._start_processes(self._max)
             return
+        # A newcomer, or a process with an error of its own, ends without agreement of the ranks.
         alone = (was_starting and self._generations) or process.failure
         agreed = code in _FINAL and not alone
         if agreed or self._ending is not None:
@@ -677,6 +704,24 @@ class ElasticDriver:
             reason = self._failures.error(process.failed_step, process.failure)
             if reason:
                 self._fail_job(reason)
+
+    def _give_up_process(self, process: TrainingProcess, reason: str) -> None:
+        """Give up a process that still exists: no rank waits for it any more."""
+        was_running = process.state == "running"
+        process.become("lost")
+        failure = f"{process.failure}; " if process.failure else ""
+        _say(
+            f"{process} is not waited for any more ({failure}{reason}); its slot is not used "
+            "while it is there"
+        )
+        if was_running:
+            self._failed = True
+            self._end_generation()
+
+    def _alive(self) -> list[TrainingProcess]:
+        return [p for p in self._processes if p.state not in ("gone", "lost")]
+
+    # --- verdicts on heartbeats, see heartbeats.Listener ---------------------
 
     def on_silence(self, silence: Silence) -> bool:
         """Give up a process that was silent for too long; the others continue at once.
@@ -737,37 +782,22 @@ class ElasticDriver:
     def _process(self, silence: Silence) -> TrainingProcess | None:
         return next((p for p in self._processes if p.number == silence.number), None)
 
-    def _end_generation(self) -> None:
-        """End the generation after the loss of a rank, so that no rank waits for a timeout."""
-        # Ranks in the rendezvous would wait for the lost rank's addresses: they give up at once.
-        self._rendezvous.init([], _NO_GENERATION)
-        if self._heartbeats is not None:
-            left = [p.number for p in self._processes if p.state == "running"]
-            self._heartbeats.announce_over(left, self._generations - 1)
+    # --- end of the job ------------------------------------------------------
+
+    def _fail_job(self, reason: str) -> None:
+        """End the job with an error, and kill all processes."""
+        _say(f"error: {reason}")
+        self._exit_code = self._exit_code or EXIT_CRASH
+        self._shutdown.set()
 
     def _finish(self, code: int) -> None:
+        """Report the exit code to horovodrun; the job is over."""
         if self._verbose and self._heartbeats is not None:
             detector = self._heartbeats.detector
             longest, phi = detector.longest, detector.phi
             _say(f"signs of life: the longest delay was {longest:.2f} s (phi {phi:.0f})")
         self._results["job"] = (code if code >= 0 else 128 - code, time.time())
         self._finished.set()
-
-    def _membership_changes(self) -> bool:
-        alive = self._alive()
-        running = [p for p in alive if p.state == "running"]
-        if not running:
-            return False
-        joining = [p for p in alive if p.state == "waiting" and p.first_generation is None]
-        coming = any(p.state == "starting" for p in alive)
-        ready = (
-            len(choose([*running, *joining], self._max)) > len(running)
-            and (not coming or max(p.lasted() for p in joining) > _GATHER_SECONDS)
-        )  # fmt: skip
-        return bool(ready) or any(p.leaving and p.state == "running" for p in alive)
-
-    def _alive(self) -> list[TrainingProcess]:
-        return [p for p in self._processes if p.state not in ("gone", "lost")]
 
 
 def _say(message: str) -> None:

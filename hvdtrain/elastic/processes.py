@@ -16,7 +16,7 @@ from horovod.runner.common.util.hosts import SlotInfo
 
 from hvdtrain.elastic.status import ProcessStatus
 
-# The driver's record of the processes of an elastic job, and their ranks in a generation.
+# --- processes, and their ranks in a generation ------------------------------
 
 
 @dataclass
@@ -126,7 +126,7 @@ def describe(code: int) -> str:
     return f"exit code {code}"
 
 
-# Selection of processes that form whole replicas of a model that spans several processes.
+# --- processes that form whole replicas of the model -------------------------
 
 
 def replica_size(processes: Sequence[TrainingProcess]) -> int:
@@ -179,7 +179,7 @@ def _held(processes: Sequence[TrainingProcess]) -> dict[int, int]:
     return {n: s.part for n, s in known.items() if s.part is not None and s.reachable_step >= top}
 
 
-# Growing pause before a slot is used again after its process has died or was refused.
+# --- slots, and pauses before they are used again ----------------------------
 
 
 _PAUSES = (1.0, 60.0)  # seconds after a first failure; longest pause
@@ -243,7 +243,7 @@ class Slots:
         self._slots = {place: slot for place, slot in self._slots.items() if not slot.refusals}
 
 
-# --- Hosts of an elastic job, as repeated discovery finds them ---
+# --- hosts, as repeated discovery finds them ---------------------------------
 
 
 # A host is removed after it is missing from this many discoveries in a row.

@@ -357,7 +357,7 @@ def _dump(process: psutil.Process, stacks: Path) -> None:
         time.sleep(1)
 
 
-# --- A rank's handle of its watchdog ---
+# --- a rank's handle of its watchdog ------------------------------------------
 
 
 _RESTART_SECONDS = (0.5, 60.0)  # after a watchdog's first end; longest pause

@@ -137,9 +137,11 @@ class Accumulate:
         heartbeat.beat(Activity.WORKING)
         self.statistics.begin()
         enter("data")
+        # The same micro-batches, but a task's collective fails if other ranks have fewer of them.
         own = comm.COLLECTIVES.micro_batches(batches, assignment.in_common, max(assignment.counts))
+        # The backward passes of the last `together` micro-batches are interleaved.
         together = min(self._interleaved.count if self._interleaved else 1, len(assignment))
-        losses: list[Tensor] = []  # backward has not begun
+        losses: list[Tensor] = []  # of forward passes whose backward pass has not begun
         for done, batch in enumerate(own, start=1):
             on_device = to_device(batch, self._context.device)
             enter("forward")
@@ -152,7 +154,8 @@ class Accumulate:
             losses.append(self.forward.scaled(values.loss))
             del values
             if done == len(assignment):
-                before_last()
+                before_last()  # sends the control vector: `totals` is complete
+            # In the last backward pass, hooks of the exchange compress and send the gradients.
             if done == len(assignment) or done <= len(assignment) - together:
                 enter("backward")
                 self._backward(losses)

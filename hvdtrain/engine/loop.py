@@ -15,6 +15,14 @@
         processes join or leave: end of this generation
     for each callback: close()         always, also after an error; called by the generation
 
+callbacks/checkpoint.py decides when a checkpoint is due, from its own interval, `Loop.due(1)` (all
+ranks hold the same state), `Loop.preempted` and `Loop.ending`.
+
+If a rank is lost, the collective in progress raises RankLostError (HorovodInternalError), which
+leaves `run` unhandled; run/session.py handles it and joins the next generation. A step that was not
+counted yet is repeated (or taken late, see step.py). If it was counted, the next loop repeats only
+its callbacks, with Progress.record.
+
 The loop and all its decisions are identical on every rank: a decision depends on
 the configuration, on numbers that all ranks hold, or on sums sent with the exchange.
 Code that reads the state (`Loop.due`) does so only when all ranks hold the same state.
@@ -42,7 +50,7 @@ from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.signals import StopFlag
 
 StepRecord = dict[str, Any]  # one line of metrics.jsonl
-Evaluations = list[list[Any]]
+Evaluations = list[list[Any]]  # [step, validation loss or None], see Progress
 
 
 class MembershipChanged(Exception):
@@ -146,7 +154,7 @@ class Loop:
     """Run steps and call the callbacks.
 
     Args:
-        step: runs one step.
+        step: runs one step, and calls `_advance` when the state changes.
         loader: this rank's micro-batches, from `progress.samples` on.
         applied: compared with `progress` before each step.
         callbacks: in the order in which they are called.
@@ -261,6 +269,7 @@ class Loop:
         self._check_finite()
 
     def _one_step(self) -> StepRecord:
+        """Run one step, which `_advance` counts, and return its record."""
         progress = self.progress
         self._applied.check(progress.step)
         lr = self._learning_rate(progress.step)

@@ -12,13 +12,15 @@ TrainStep runs a step in this order:
 5. Scale the gradients, compute their norm, clip them (Update.prepare).
 6. If ranks hold shards, wait until every rank can take the step (parallel/agreement.py).
 7. Update parameters, optimizer state and progress without communication (TrainStep._commit).
-8. With parallel.zero, gather the parameters that other ranks have updated (TrainStep.complete).
-   With local SGD, average the ranks' states if it is due (local_steps.py).
+8. With parallel.zero, gather the parameters that other ranks have updated (TrainStep.complete,
+   which the loop calls). With local SGD, average the ranks' states if it is due (local_steps.py).
 
 If a rank is lost in 2 to 6, the step raises RankLostError and leaves the state as it was before the
 step (exception: local SGD, see LocalSteps). An elastic run then continues in a new generation
 (run/session.py), which repeats the step; any other run ends. If another rank has already taken the
 step after 6, this rank takes it late (Agreement.catch_up).
+
+RankLostError is another name of Horovod's HorovodInternalError (runtime/collectives.py).
 """
 
 from __future__ import annotations
@@ -164,6 +166,7 @@ class TrainStep:
         timer = self._context.timer
         with timer.inside("optimizer"):
             if self._agreement is not None:
+                # A step that is still pending was taken by no remaining rank: it is repeated now.
                 self._agreement.forget()
             self._buffers.keep()
             try:
@@ -240,7 +243,12 @@ class TrainStep:
     def _wait_for_all(
         self, step: int, ready: ReadyUpdate, commit: Callable[[], StepResult]
     ) -> None:
-        """Wait until all ranks can take the step.
+        """Wait until all ranks can take the step; without an agreement, return at once.
+
+        Args:
+            step: number of steps done after this one.
+            commit: takes the step; called here only if it is taken late. Otherwise the caller calls
+                it after the wait.
 
         Raises:
             RankLostError: another rank is gone; `agreement` can take the step late.
@@ -248,6 +256,8 @@ class TrainStep:
         if self._agreement is None:
             return
 
+        # Buffers already have their values after the step. If the wait fails, the first swap
+        # restores the values before the step; a late step swaps them back.
         def take_late() -> None:
             self._buffers.swap()
             self._update.restore_gradients(ready)
@@ -406,7 +416,8 @@ class ReadyUpdate:
     """Update of which only the local part is left to do.
 
     Args:
-        grad_norm, applied: see UpdateResult
+        grad_norm: see UpdateResult
+        applied: whether the commit will change parameters: the norm is finite
         gradients: clipped gradient of each parameter
     """
 
@@ -434,6 +445,9 @@ class UpdateResult:
 
 class Update:
     """Scale the gradients, check that they are finite, clip them, and step.
+
+    `prepare` needs all ranks and changes only gradients; `commit` changes the state, without
+    communication.
 
     Args:
         optimizer: over the parameters of `exchange`.

@@ -33,7 +33,7 @@ T = TypeVar("T", bound=Tensor)
 # Replacement of a gradient that autograd is about to accumulate; None: unchanged.
 Replacement = tuple[Tensor | None, ...] | None
 
-# Large enough that transfer takes longer than negotiation.
+# Maximum size of a bucket. Large enough that its transfer takes longer than its negotiation.
 BUCKET_BYTES = 8 << 20
 SMALLEST_BUCKET_BYTES = 1 << 20
 
@@ -42,7 +42,9 @@ class Exchange:
     """Replace each rank's gradients by the gradients of the global batch, over the data axis.
 
     A step consists of `begin(passes)`, that many backward passes, `reduce()`, the removal of frozen
-    parameters (`trained`), `agreed_norm(...)`, the optimizer step, and `commit(...)`. Every rank
+    parameters (`trained`), `agreed_norm(...)`, the optimizer step, and `commit(...)`; TrainStep
+    (engine/step.py) is the caller. During the last backward pass most implementations compress and
+    send gradients from hooks (Arrivals), as listed at the top of this file. Every rank
     participates in each step, even if it has no backward pass or if a pass did not reach some
     parameters: these gradients count as zero.
 
@@ -135,6 +137,7 @@ class TrainedParameters:
         self.names = parameter_names(optimizer, model)
         self.in_order = [p for p in model.parameters() if p in self.names]
         self.all_names = [self.names[p] for p in self.in_order]
+        # The optimizer does not have these: they were frozen when the model was created.
         self._unknown = [(n, p) for n, p in model.named_parameters() if p not in self.names]
 
     def frozen(self) -> list[bool]:
@@ -207,7 +210,9 @@ def buckets(
 
 
 class Arrivals:
-    """Count the gradients of each parameter, up to the number of backward passes of a step.
+    """Hooks that count each parameter's gradients, up to the step's number of backward passes.
+
+    bucketed.py sends a bucket in `complete`. Horovod's own hooks do so for dense.py.
 
     Args:
         groups: the buckets.

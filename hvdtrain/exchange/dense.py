@@ -24,8 +24,9 @@ from hvdtrain.runtime.state_part import StatePart
 class DenseExchange(Exchange):
     """Sum the gradients of all ranks with hvd.DistributedOptimizer; see Exchange.
 
-    The exchange of a bucket starts in the last backward pass, when its gradients are complete.
-    Horovod compresses them (`wire`) before the all-reduce and decompresses the sums in `reduce`.
+    The exchange of a bucket starts in the last backward pass, when its gradients are complete: a
+    hook of DistributedOptimizer then compresses them (`compression=`, see wire.py) and begins the
+    all-reduce. `reduce` waits for the sums and decompresses them (`synchronize`).
 
     Args:
         optimizer: over parameters of `model`.
@@ -64,6 +65,7 @@ class DenseExchange(Exchange):
         self._arrivals = Arrivals(self.trained, groups, self._arrived, lambda bucket: None)
 
     def _arrived(self, parameter: nn.Parameter, gradient: Tensor | None) -> Replacement:
+        """Handle the gradient of one pass; see Arrivals. Horovod's hooks compress and send it."""
         if gradient is None or not parameter.requires_grad:
             if self._distributed and parameter.grad is None:
                 # Nothing will be accumulated, but Horovod's hook needs a gradient to send.
@@ -86,6 +88,8 @@ class DenseExchange(Exchange):
             # The hooks detect untrainable models in the first step; one process needs them no more.
             self._arrivals.stop()
             return
+        # Other ranks may have reached these parameters, so this rank has to send them too. A
+        # backward pass with zeros triggers the hooks, also for frozen parameters.
         while missing := self._arrivals.unreached():
             frozen = [p for p in missing if not p.requires_grad]
             for still in frozen:

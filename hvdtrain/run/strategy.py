@@ -1,7 +1,7 @@
 """How a model is distributed over ranks: `Replicated` (each rank holds it all) or `Spanning`.
 
 This is the only place that distinguishes the two. Everything else calls the methods of the
-strategy, or works with shards of any kind.
+strategy, or works with shards of any kind. Replicated documents the methods.
 
 In an elastic run, the ranks of a Spanning model build it again in each generation (`regroup`):
 
@@ -10,6 +10,12 @@ In an elastic run, the ranks of a Spanning model build it again in each generati
 3. The ranks are arranged so that many of them keep their shards (Grid.of).
 4. A holder of a shard sends it to the ranks that need it and do not hold it (parallel/regroup.py).
 5. The ranks of a replica form a torch.distributed world, and build their shards of the model.
+
+If no rank has a shard as of the newest step, all shards are dropped in 4, and the run continues
+from its newest checkpoint (resume.py). If a rank is lost meanwhile, `regroup` raises RankLostError,
+and run/session.py calls `leave_generation` and begins the next generation.
+
+Ranks of a Replicated model get the run's state in generation.py instead.
 """
 
 from __future__ import annotations
@@ -212,8 +218,8 @@ class Spanning:
         # `_shard` is None.
         self._components: Regrouped | None = None
         self._shard: HeldShard | None = None
-        # torch caches operations on DTensors by mesh, not by this process's position in the mesh.
-        # A process therefore keeps the index of its shard.
+        # Index of this process's last shard. torch caches operations on DTensors by mesh, not by
+        # this process's position in the mesh, so a process keeps this index for good.
         self._before: int | None = None
 
     def form(self, topology: Topology, device: torch.device) -> None:
@@ -412,7 +418,7 @@ class Spanning:
         """Transfer shards to the ranks that need them, and build the components around them.
 
         If a shard was lost, `persistent.newest` is set, and the components are in their initial
-        state.
+        state: the caller then loads the newest checkpoint.
 
         Args:
             persistent: whether this process holds the state of the run; updated.
@@ -428,7 +434,7 @@ class Spanning:
         """
         own = self.status(persistent, step)
         statuses = [ShardStatus(*theirs) for theirs in gather_json([*own], "parts")]
-        newest = max(status.step for status in statuses)
+        newest = max(status.step for status in statuses)  # -1: no rank holds a shard
         if self._shard is None and own.part is not None:
             assert self._components is not None and self._components.agreement is not None
             self._components.agreement.catch_up(own.step, newest)

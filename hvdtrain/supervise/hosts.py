@@ -14,7 +14,7 @@ from hvdtrain.launch.commands import SSH_OPTIONS
 from hvdtrain.launch.discovery import Probe, answering, is_this_host
 from hvdtrain.launch.hostfile import Host
 
-# --- Hosts that a supervisor may currently use ---
+# --- hosts that a supervisor may use now --------------------------------------
 
 
 class KnownHosts:

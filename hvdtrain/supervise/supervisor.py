@@ -33,8 +33,7 @@ from hvdtrain.supervise.launcher import Launcher
 from hvdtrain.supervise.policy import Pace, RestartPolicy
 from hvdtrain.untrusted import printable_lines
 
-# --- Stop signals of a supervisor ---
-#
+# --- stop signals -------------------------------------------------------------
 # SIGUSR1 or SIGTERM requests an end with a checkpoint; Ctrl-C or a second signal, an end at once.
 
 

@@ -209,7 +209,7 @@ class RunState:
             part.load([t for file, t in saved.items() if part_and_rank(file)[0] == part.name])
 
     def deal(self, topology: Topology, step: int) -> bool:
-        """Assign the sharded state to the current ranks, see parallel/handover.py.
+        """Assign the sharded state to the current ranks, see parallel/zero_state.py.
 
         Args:
             step: of the most advanced rank.

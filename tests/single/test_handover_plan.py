@@ -8,9 +8,9 @@ from collections import defaultdict
 
 import pytest
 
-from hvdtrain.parallel import handover
-from hvdtrain.parallel.handover import Move, plan_moves
+from hvdtrain.parallel import zero_state
 from hvdtrain.parallel.parts import Slice, deal
+from hvdtrain.parallel.zero_state import Move, plan_moves
 from hvdtrain.runtime.pieces import ShardLostError
 
 Element = tuple[int, int]  # number of the parameter, index
@@ -19,7 +19,7 @@ SIZES = [7, 1, 0, 12]
 
 @pytest.fixture(autouse=True)
 def _small_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "_AT_ONCE", 3)
+    monkeypatch.setattr(zero_state, "_AT_ONCE", 3)
 
 
 def _elements(slices: list[Slice]) -> set[Element]:

@@ -19,10 +19,9 @@ from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import build_optimizer, set_learning_rate
 from hvdtrain.parallel.agreement import Agreement
-from hvdtrain.parallel.handover import hand_over
 from hvdtrain.parallel.parts import deal, hosts_that_hold_alone
 from hvdtrain.parallel.zero import ShardedOptimizer
-from hvdtrain.parallel.zero_state import ShardedOptimizerState
+from hvdtrain.parallel.zero_state import ShardedOptimizerState, hand_over
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.pieces import ShardLostError

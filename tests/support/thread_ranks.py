@@ -108,8 +108,8 @@ def _patched() -> Iterator[None]:
     with (
         patch(f"{room}.agreement.sum_", _sum),
         patch(f"{room}.zero.gather_rows", _gather_rows),
-        patch(f"{room}.handover.gather_json", lambda value, name: exchange(name, value)),
-        patch(f"{room}.handover.broadcast_tensors", _broadcast_tensors),
+        patch(f"{room}.zero_state.gather_json", lambda value, name: exchange(name, value)),
+        patch(f"{room}.zero_state.broadcast_tensors", _broadcast_tensors),
     ):
         yield
 

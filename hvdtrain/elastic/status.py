@@ -31,9 +31,7 @@ class Identity:
     def differs_from(self, other: Identity, host: str) -> str:
         """Why this process cannot join the run of `other`, a rank on `host`; "": it can."""
         if self.device != other.device:
-            return (
-                f"the device here is {self.device}, and that of the ranks on {host} {other.device}"
-            )
+            return f"the device here is {self.device}, but the ranks on {host} use {other.device}"
         if self.configuration != other.configuration:
             return other_configuration(host)
         if (self.samples, self.fingerprint) != (other.samples, other.fingerprint):
@@ -45,12 +43,12 @@ class Identity:
         if self.precision != other.precision:
             return (
                 f"precision.name auto is {self.precision} on the device here and {other.precision} "
-                f"on that of {host}: name one that both have"
+                f"on {host}: name one that both devices support"
             )
         if self.rounding != other.rounding:
             return (
-                f"the processor here is not like that of {host}: an optimizer's step is rounded "
-                "otherwise, so that the ranks' parameters would drift apart. Use hosts with one "
+                f"the processor here differs from the processor of {host}: it rounds a step "
+                "differently, so the ranks' parameters would drift apart. Use hosts with one "
                 "kind of processor, or try MKL_CBWR=COMPATIBLE and ATEN_CPU_CAPABILITY=default in "
                 "the environment of all ranks"
             )
@@ -59,7 +57,7 @@ class Identity:
 
 def other_configuration(host: str) -> str:
     return (
-        f"the configuration here is not that of rank 0 on {host}: compare the "
+        f"the configuration here differs from the configuration of rank 0 on {host}: compare the "
         "files that --config names, and hvdtrain's version, on the two hosts"
     )
 

@@ -124,7 +124,7 @@ def test_training_continues_when_a_new_process_does_not_fit(
     running.job.wait_for("the state of the run did not reach it 2 times", 40)
     running.wait_for_more(10, 20)
     running.set_hosts("node1:3 node2:2")
-    running.job.wait_for("the device here is meta, and that of the ranks on node1 cpu", 40)
+    running.job.wait_for("the device here is meta, but the ranks on node1 use cpu", 40)
     running.job.wait_for("the training data here (255 samples", 20)
     running.wait_for_more(10, 20)
     said = running.job.output()

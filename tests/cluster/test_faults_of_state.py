@@ -285,7 +285,7 @@ def test_training_continues_on_a_blocked_or_full_disk_with_a_warning(
         running.run = cluster.file("node1", str(run))
         running.wait_until(hold.exists, START_SECONDS, "save of process 0")
         blocked_at = time.time()
-        running.job.wait_for("that of step 15 is still being written", 30)
+        running.job.wait_for("the checkpoint of step 15 is still being written", 30)
         time.sleep(max(0.0, blocked_at + blocked_seconds - time.time()))
         assert not finished(running.run / "checkpoints")
         hold.unlink()

@@ -204,7 +204,10 @@ def test_save_that_blocks_the_next_one_warns_once(
     with caplog.at_level(logging.WARNING, "hvdtrain"):
         for _ in range(5):
             training.step()
-    assert len(caplog.records) == 1 and "that of step 1 is still being written" in caplog.text
+    assert (
+        len(caplog.records) == 1
+        and "the checkpoint of step 1 is still being written" in caplog.text
+    )
 
 
 def test_saved_step_is_not_rewritten_after_a_new_rendezvous(tmp_path: Path) -> None:
@@ -432,7 +435,10 @@ def test_hung_disk_stops_neither_training_nor_shutdown(tmp_path: Path) -> None:
     done = run(tmp_path / "output", flags, env={"HVDTRAIN_TEST_BLOCKED": "1"})
     assert done.returncode == 1, done
     assert [line["step"] for line in metrics(tmp_path / "case")] == list(range(1, 11))
-    assert "error: the last checkpoint could not be written: that of step 2 is still" in done.stderr
+    assert (
+        "error: the last checkpoint could not be written: the checkpoint of step 2 is still"
+        in done.stderr
+    )
     assert "Traceback" not in done.stderr, done
     assert finished(tmp_path / "case/checkpoints") == []
 

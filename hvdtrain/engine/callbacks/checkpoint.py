@@ -156,8 +156,9 @@ class SaveCheckpoints:
             self._warn(writer, step)
         elif begin:
             logger.warning(
-                "the validation loss after step %d is the lowest so far, but that of step %d "
-                "is still being written after %g more s: it is not saved (checkpoint.keep_best)",
+                "the validation loss after step %d is the lowest so far, but the checkpoint of "
+                "step %d is still being written after %g more s: it is not saved "
+                "(checkpoint.keep_best)",
                 step,
                 writer.taken_step,
                 _BEST_SECONDS,
@@ -200,8 +201,8 @@ class SaveCheckpoints:
         if self._warned_about != writer.taken_step:
             self._warned_about = writer.taken_step
             logger.warning(
-                "a checkpoint is due at step %d, but that of step %d is still being written "
-                "(%.1f s so far); it will be saved afterwards",
+                "a checkpoint is due at step %d, but the checkpoint of step %d is still being "
+                "written (%.1f s so far); it will be saved afterwards",
                 step,
                 writer.taken_step,
                 time.monotonic() - writer.taken_at,
@@ -260,7 +261,7 @@ class SaveCheckpoints:
             )
         else:
             self.error = TimeoutError(
-                f"that of step {writer.taken_step} is still being written "
+                f"the checkpoint of step {writer.taken_step} is still being written "
                 f"({time.monotonic() - writer.taken_at:.0f} s so far)"
             )
 

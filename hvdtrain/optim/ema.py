@@ -23,7 +23,7 @@ class Ema:
     get_ema_multi_avg_fn. Averages of half-precision parameters are float32, computed from the
     master weights if the optimizer has them. Empty before the first step.
 
-    For a model that spans ranks it averages this rank's shards; parallel/spanned_state.py
+    For a model that spans ranks it averages this rank's shards; parallel/spanned.py
     determines which rank saves them.
 
     Args:

@@ -61,7 +61,7 @@ def _load_own(config: Config, components: RunComponents, folder: Path | None, gr
     if folder is not None:
         state.read_pieces(folder)
     elif state.spanned and config.run.init_from is not None:
-        from hvdtrain.parallel.spanned_state import take_over
+        from hvdtrain.parallel.spanned import take_over
 
         # The whole model for a moment, as before the ranks took their shards.
         whole = build_model(components.task, config, components.device)

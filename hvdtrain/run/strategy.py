@@ -8,7 +8,7 @@ In an elastic run, the ranks of a Spanning model build it again in each generati
 1. Each rank reports which shard it holds, as of which step.
 2. A rank that may have missed the last step takes it, if another rank has taken it (Agreement).
 3. The ranks are arranged so that many of them keep their shards (Grid.of).
-4. A holder of a shard sends it to the ranks that need it and do not hold it (parallel/regroup.py).
+4. A holder of a shard sends it to the ranks that need it and do not hold it (parallel/spanned.py).
 5. The ranks of a replica form a torch.distributed world, and build their shards of the model.
 
 If no rank has a shard as of the newest step, all shards are dropped in 4, and the run continues
@@ -57,8 +57,7 @@ from hvdtrain.tasks.blocks import blocks_of
 
 if TYPE_CHECKING:
     from hvdtrain.parallel.cut import CutModel
-    from hvdtrain.parallel.regroup import HeldShard
-    from hvdtrain.parallel.spanned_state import SpannedEma, SpannedModel, SpannedOptimizer
+    from hvdtrain.parallel.spanned import HeldShard, SpannedEma, SpannedModel, SpannedOptimizer
 
 
 class ShardStatus(NamedTuple):
@@ -350,7 +349,7 @@ class Spanning:
     def state_parts(
         self, model: nn.Module, optimizer: Optimizer, ema: Ema | None
     ) -> tuple[Sequence[StatePart], Sequence[ShardedPart]]:
-        from hvdtrain.parallel.spanned_state import (
+        from hvdtrain.parallel.spanned import (
             Saves,
             SpannedEma,
             SpannedModel,
@@ -368,7 +367,7 @@ class Spanning:
 
     def norm(self, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor]:
         from hvdtrain.parallel.norm import total_norm
-        from hvdtrain.parallel.pieces import holders, holders_mesh
+        from hvdtrain.parallel.spanned import holders, holders_mesh
 
         assert self._mesh is not None
         same_layers = holders_mesh(self._mesh.axes)
@@ -473,7 +472,7 @@ class Spanning:
         persistent: PersistentState,
     ) -> None:
         """Give every rank its shard as of step `newest`; if one was lost, drop all shards."""
-        from hvdtrain.parallel.regroup import plan_transfers, transfer
+        from hvdtrain.parallel.spanned import plan_transfers, transfer
         from hvdtrain.runtime.pieces import ShardLostError
 
         holds = [status.holds(newest) for status in statuses]
@@ -550,7 +549,7 @@ def arrange(
 
 def _shard_of(state: RunState, number: int) -> HeldShard:
     """Return the shard that a state holds, with everything that a rank needs to continue."""
-    from hvdtrain.parallel.regroup import HeldShard
+    from hvdtrain.parallel.spanned import HeldShard
 
     tensors = {f"{p.name}/{key}": t for p in _spanned(state) for key, t in p.held().items()}
     alike = state.of_scope("replicated")
@@ -573,7 +572,7 @@ def _load_shard(state: RunState, shard: HeldShard) -> None:
 
 
 def _spanned(state: RunState) -> list[SpannedModel | SpannedOptimizer | SpannedEma]:
-    from hvdtrain.parallel.spanned_state import SpannedEma, SpannedModel, SpannedOptimizer
+    from hvdtrain.parallel.spanned import SpannedEma, SpannedModel, SpannedOptimizer
 
     every = SpannedModel | SpannedOptimizer | SpannedEma
     return [part for part in state.spanned if isinstance(part, every)]

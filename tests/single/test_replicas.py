@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hvdtrain.elastic.processes import TrainingProcess, choose
 from hvdtrain.elastic.status import Identity, ProcessStatus
-from hvdtrain.parallel.regroup import plan_transfers
+from hvdtrain.parallel.spanned import plan_transfers
 from hvdtrain.run.strategy import ShardStatus, arrange
 from hvdtrain.runtime.mesh import Grid
 from hvdtrain.runtime.pieces import ShardLostError

@@ -121,7 +121,7 @@ def _die_where_ranks_agree() -> None:
 
 
 def _die_in_transfer(at: int) -> None:
-    from hvdtrain.parallel import regroup
+    from hvdtrain.parallel import spanned
 
     calls = 0
 
@@ -133,7 +133,7 @@ def _die_in_transfer(at: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return transfer(*arguments)
 
-    transfer, regroup.transfer = regroup.transfer, dying
+    transfer, spanned.transfer = spanned.transfer, dying
 
 
 def _die_while_sending(name_starts: str) -> None:

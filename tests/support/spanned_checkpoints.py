@@ -21,7 +21,7 @@ from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.optimizer import state_tensors
 from hvdtrain.parallel.config import ParallelConfig
 from hvdtrain.parallel.local_optimizer import LocalOptimizer
-from hvdtrain.parallel.pieces import piece
+from hvdtrain.parallel.spanned import piece
 from hvdtrain.run.strategy import Replicated, Spanning, Strategy
 from hvdtrain.runtime.mesh import Grid, Group, Mesh, Topology
 from hvdtrain.runtime.parts import local, model_tensors

@@ -22,8 +22,8 @@ from hvdtrain.models.sampling import Sampling, continue_tokens
 from hvdtrain.models.vocabulary import whole
 from hvdtrain.parallel.local_optimizer import LocalOptimizer
 from hvdtrain.parallel.norm import total_norm
-from hvdtrain.parallel.pieces import holders, is_first_holder, piece
 from hvdtrain.parallel.shard import Sharding, apply_shard
+from hvdtrain.parallel.spanned import holders, is_first_holder, piece
 from hvdtrain.parallel.tensor import apply_tensor
 from hvdtrain.runtime.parts import local
 from hvdtrain.runtime.pieces import Piece, assemble, box

@@ -1,22 +1,34 @@
-"""State of a model that spans ranks: each rank saves its pieces, any layout can read them."""
+"""State of a model that spans ranks: each rank saves its shards, and any layout can read them.
+
+A tensor that is split is a DTensor: each dimension of its mesh shards one of its dimensions or
+replicates it. Shard divides as `torch.chunk` does: shards of ceil(size / ranks), the last ones
+smaller or empty.
+
+In an elastic run, shards are sent to the next generation's replicas, see `plan_transfers`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from hvdtrain.checkpoint.spread import SpreadPart, open_part
 from hvdtrain.errors import UserError
 from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
-from hvdtrain.parallel.pieces import holders_mesh, is_first_holder, piece
-from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.collectives import ProcessSet, broadcast_json, broadcast_tensors, passing_set
+from hvdtrain.runtime.mesh import Grid, Mesh
 from hvdtrain.runtime.parts import local, model_tensors
-from hvdtrain.runtime.pieces import Piece, box
+from hvdtrain.runtime.pieces import Piece, ShardLostError, box
 from hvdtrain.runtime.state_part import Scope
 
 
@@ -236,3 +248,198 @@ def _like(parameter: Tensor, whole: Tensor) -> Tensor:
         return whole.clone()
     where, part = piece(parameter)
     return whole[box(where, part)].clone()
+
+
+def piece(tensor: Tensor) -> tuple[Piece, Tensor]:
+    """Return the place of this rank's piece of `tensor`, and the piece, in the same memory.
+
+    A plain tensor is one piece.
+
+    Args:
+        tensor: a parameter, buffer, gradient or entry of an optimizer's state; if a DTensor, with
+            placements Shard, FSDP2's strided Shard, and Replicate.
+
+    Raises:
+        ValueError: this rank is not in the tensor's mesh, or the tensor is still to be summed over
+            ranks.
+    """
+    part = local(tensor)
+    if not isinstance(tensor, DTensor):
+        return Piece((*part.shape,), offsets=(0,) * part.dim()), part
+    place = tensor.device_mesh.get_coordinate()
+    if place is None:
+        raise ValueError("this rank is not in the tensor's mesh")
+    sizes = tuple(tensor.device_mesh.shape)
+    offsets, lengths = extent(tuple(tensor.shape), sizes, tuple(place), tensor.placements)
+    assert tuple(part.shape) == lengths, f"{tuple(part.shape)} is not {lengths}"
+    return Piece((*tensor.shape,), offsets=offsets), part
+
+
+def extent(
+    shape: tuple[int, ...],
+    mesh: tuple[int, ...],
+    place: tuple[int, ...],
+    placements: Iterable[Placement],
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offsets, lengths) of the piece of a tensor of `shape` that stands at `place` in a mesh.
+
+    Args:
+        mesh: sizes of its dimensions, each with one of `placements`.
+
+    Raises:
+        ValueError: a placement does not determine a piece of the tensor.
+    """
+    offsets, lengths = [0] * len(shape), list(shape)
+    for dim, placement in _in_order(list(placements)):
+        along = _sharded_dimension(placement)
+        if along is None:
+            continue
+        chunk = -(-lengths[along] // mesh[dim])
+        begin = min(place[dim] * chunk, lengths[along])
+        offsets[along] += begin
+        lengths[along] = min(chunk, lengths[along] - begin)
+    return tuple(offsets), tuple(lengths)
+
+
+def _in_order(placements: list[Placement]) -> list[tuple[int, Placement]]:
+    """(dimension of the mesh, placement) in the order in which the tensor was split.
+
+    Strided shards of FSDP2, which splits what tensor parallelism has split, come after the shards
+    that follow them.
+    """
+    numbered = list(enumerate(placements))
+    strided = [pair for pair in numbered if hasattr(pair[1], "split_factor")]
+    return [pair for pair in numbered if pair not in strided] + strided[::-1]
+
+
+def _sharded_dimension(placement: Placement) -> int | None:
+    if placement.is_partial():
+        raise ValueError("the tensor is yet to be summed over ranks")
+    return None if placement.is_replicate() else placement.dim  # type: ignore[attr-defined]
+
+
+def holders(tensor: Tensor, mesh: DeviceMesh) -> int:
+    """Number of ranks that hold the same piece of `tensor` as this rank, including this one.
+
+    Args:
+        mesh: of the ranks that hold the tensor or pieces of it (the ranks of one pipeline stage of
+            one replica), with named dimensions; a DTensor's mesh is this or a part of it.
+    """
+    number = 1
+    for size in _sizes_of_copies(tensor, mesh).values():
+        number *= size
+    return number
+
+
+def holders_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Mesh of the replica's ranks that hold the same layers; None: only this rank."""
+    assert mesh.mesh_dim_names is not None
+    names = tuple(name for name in mesh.mesh_dim_names if name != "pipeline")
+    return mesh[names] if names else None
+
+
+def is_first_holder(tensor: Tensor, mesh: DeviceMesh) -> bool:
+    """Whether this rank is the first of the ranks that hold the same piece, see `holders`."""
+    return all(mesh.get_local_rank(name) == 0 for name in _sizes_of_copies(tensor, mesh))
+
+
+def _sizes_of_copies(tensor: Tensor, mesh: DeviceMesh) -> dict[str, int]:
+    """Sizes of the dimensions of `mesh` along which all ranks hold the same piece."""
+    names = mesh.mesh_dim_names
+    assert names is not None, "the mesh's dimensions have no names"
+    split = set()
+    if isinstance(tensor, DTensor):
+        own = tensor.device_mesh.mesh_dim_names or ()
+        assert set(own) <= set(names), f"{own} are not dimensions of {names}"
+        split = {
+            name
+            for name, placement in zip(own, tensor.placements, strict=True)
+            if _sharded_dimension(placement) is not None
+        }
+    return {name: mesh.size(dim) for dim, name in enumerate(names) if name not in split}
+
+
+@dataclass(frozen=True)
+class HeldShard:
+    """One version of a rank's shard in a run whose model spans ranks; it moves as a unit.
+
+    Args:
+        number: of the shard of the model, see Grid.part.
+        progress: progress of the run, the fields of a Progress.
+        applied: see AppliedSteps.
+        tensors: this rank's pieces by "model/name", "optimizer/name/entry" and similar names, and
+            replicated tensors ("loss_scale/scale").
+    """
+
+    number: int
+    progress: dict[str, Any]
+    applied: int
+    tensors: dict[str, Tensor]
+
+    @property
+    def step(self) -> int:
+        """The step after which it is the state."""
+        return int(self.progress["step"])
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Shard that one rank sends to others."""
+
+    shard: int
+    source: int
+    receivers: tuple[int, ...]
+
+
+def plan_transfers(held: Sequence[int | None], grid: Grid) -> list[Transfer]:
+    """Plan the transfers that give every rank its shard.
+
+    Args:
+        held: the shard that each rank holds as of the most advanced step, or None.
+
+    Raises:
+        ShardLostError: no rank holds some shard.
+    """
+    transfers = []
+    for shard in range(grid.replica_size):
+        if shard not in held:
+            raise ShardLostError(f"shard {shard} of {grid.replica_size}")
+        wanted = [rank for rank in grid.ranks if grid.part(rank) == shard]
+        lacking = sorted(rank for rank in wanted if held[rank] != shard)
+        if lacking:
+            transfers.append(Transfer(shard, held.index(shard), (*lacking,)))
+    return transfers
+
+
+def transfer(transfers: Sequence[Transfer], rank: int, own: HeldShard | None) -> HeldShard | None:
+    """Run the transfers and return the shard that this rank receives, or None.
+
+    Every rank calls it.
+
+    Args:
+        rank: this one.
+        own: the shard that it holds; not changed.
+    """
+    received = None
+    for each in transfers:
+        among = sorted({each.source, *each.receivers})
+        with passing_set(among) as group:
+            if rank == each.source:
+                _broadcast(own, each, group)
+            elif rank in among:
+                received = _broadcast(None, each, group)
+    return received
+
+
+def _broadcast(own: HeldShard | None, each: Transfer, group: ProcessSet) -> HeldShard:
+    held: Mapping[str, Tensor] = own.tensors if own else {}
+    layout = {key: [[*t.shape], str(t.dtype).removeprefix("torch.")] for key, t in held.items()}
+    name = f"part.{each.shard}"
+    told = [layout, own.progress, own.applied] if own else None
+    theirs, progress, applied = broadcast_json(told, f"{name}.layout", each.source, group)
+    tensors = {
+        key: held[key].cpu() if key in held else torch.empty(shape, dtype=getattr(torch, dtype))
+        for key, (shape, dtype) in theirs.items()
+    }
+    broadcast_tensors(tensors, name, each.source, group)
+    return HeldShard(each.shard, progress, applied, tensors)

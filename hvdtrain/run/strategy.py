@@ -45,7 +45,7 @@ from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.precision import BF16_PARAMS, Precision
 from hvdtrain.parallel.agreement import Agreement
-from hvdtrain.parallel.local_optimizer import LocalOptimizer
+from hvdtrain.parallel.local_optimizer import LocalOptimizer, total_norm
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.run.recorder import PersistentState
 from hvdtrain.runtime.collectives import gather_json
@@ -366,7 +366,6 @@ class Spanning:
         return Agreement() if self._elastic else None
 
     def norm(self, device: torch.device) -> Callable[[Sequence[Tensor]], Tensor]:
-        from hvdtrain.parallel.norm import total_norm
         from hvdtrain.parallel.spanned import holders, holders_mesh
 
         assert self._mesh is not None

@@ -20,8 +20,7 @@ from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.sampling import Sampling, continue_tokens
 from hvdtrain.models.vocabulary import whole
-from hvdtrain.parallel.local_optimizer import LocalOptimizer
-from hvdtrain.parallel.norm import total_norm
+from hvdtrain.parallel.local_optimizer import LocalOptimizer, total_norm
 from hvdtrain.parallel.shard import Sharding, apply_shard
 from hvdtrain.parallel.spanned import holders, is_first_holder, piece
 from hvdtrain.parallel.tensor import apply_tensor

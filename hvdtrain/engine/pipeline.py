@@ -26,8 +26,7 @@ from hvdtrain.engine.accumulate import (
 from hvdtrain.errors import UnsupportedTaskError
 from hvdtrain.optim.precision import FLOAT32, Precision
 from hvdtrain.parallel.cut import CutModel
-from hvdtrain.parallel.draws import generators
-from hvdtrain.parallel.schedules import Hooks, Pass, Schedules
+from hvdtrain.parallel.schedules import Hooks, Pass, Schedules, generators
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.parts import local

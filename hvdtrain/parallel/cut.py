@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from hvdtrain.errors import UnsupportedTaskError, UserError
 from hvdtrain.models.vocabulary import whole
-from hvdtrain.parallel.draws import set_generators
-from hvdtrain.parallel.stages import Costs, Layout, divide
+from hvdtrain.parallel.schedules import Costs, Layout, divide, set_generators
 from hvdtrain.tasks.blocks import blocks_of
 
 T = TypeVar("T")

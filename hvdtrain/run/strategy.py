@@ -294,8 +294,7 @@ class Spanning:
         if parallel.pipeline == 1:
             return
         from hvdtrain.parallel.cut import CutModel
-        from hvdtrain.parallel.schedules import virtual_stages
-        from hvdtrain.parallel.stages import Layout
+        from hvdtrain.parallel.schedules import Layout, virtual_stages
 
         if has_batchnorm:
             raise UserError(

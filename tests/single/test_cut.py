@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hvdtrain.parallel.cut import CutModel
-from hvdtrain.parallel.stages import Layout
+from hvdtrain.parallel.schedules import Layout
 from hvdtrain.runtime.device import seed_all
 from tests.support.pipelined import Codes, Pictures, Words
 

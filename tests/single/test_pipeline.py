@@ -12,7 +12,7 @@ from torch import nn
 
 from hvdtrain.errors import UserError
 from hvdtrain.parallel.cut import CutModel
-from hvdtrain.parallel.stages import Layout
+from hvdtrain.parallel.schedules import Layout
 from tests.support.pipelined import (
     Case,
     Codes,

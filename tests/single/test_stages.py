@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.errors import UserError
-from hvdtrain.parallel.stages import Costs, Layout, divide
+from hvdtrain.parallel.schedules import Costs, Layout, divide
 
 COST = st.integers(min_value=0, max_value=50).map(float)
 

@@ -30,8 +30,7 @@ from hvdtrain.models.vit import VisionTransformer
 from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.optim.precision import Precision
 from hvdtrain.parallel.cut import CutModel
-from hvdtrain.parallel.schedules import virtual_stages
-from hvdtrain.parallel.stages import Layout
+from hvdtrain.parallel.schedules import Layout, virtual_stages
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.runtime.mesh import Group, Topology

@@ -30,7 +30,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 
 from hvdtrain.models.gpt import GPT
 from hvdtrain.parallel.cut import CutModel
-from hvdtrain.parallel.stages import Layout
+from hvdtrain.parallel.schedules import Layout
 from hvdtrain.tasks import Task
 
 

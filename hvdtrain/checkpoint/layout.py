@@ -8,7 +8,7 @@
                                 With parallel.zero the optimizer state is in such files, in shards
         state.json              step, samples, seed, fingerprint of the data, ...
         files.json              size and sha256 of each file above
-        complete                sha256 of files.json; without it this is no checkpoint
+        complete                sha256 of files.json; without it this is not a checkpoint
 
 A checkpoint is written under a hidden name, with the marker last, synced, and only then renamed:
 nothing unfinished ever has a checkpoint's name. Before deletion it is renamed to a hidden name
@@ -204,7 +204,7 @@ def delete(folder: Path) -> None:
     """Delete a checkpoint, or the leftover of another process, atomically.
 
     Raises:
-        OSError: it cannot be deleted. It is no error if another process has deleted it already.
+        OSError: it cannot be deleted. It is not an error if another process has deleted it already.
     """
     hidden = hidden_name(folder)
     try:

@@ -24,7 +24,7 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--hosts", metavar="LIST", help="such as node1:8,node2:8")
     source.add_argument(
-        "--hostfile", metavar="FILE", help="lines such as 'node1 slots=8'; read anew each time"
+        "--hostfile", metavar="FILE", help="lines such as 'node1 slots=8'; read again each time"
     )
     source.add_argument("--slurm", action="store_true", help="the nodes of this Slurm job")
     parser.add_argument(

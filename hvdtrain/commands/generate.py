@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_temperature,
         default=0.8,
         metavar="T",
-        help="0: always the likeliest token; above 1: bolder (default: %(default)s)",
+        help="0: always the most likely token; above 1: more random (default: %(default)s)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="another one, another text (default: %(default)s)"

@@ -232,7 +232,7 @@ class ElasticDriver:
                 self._rendezvous._httpd.server_address[1], secret.encode()
             )
         except OSError as error:
-            _say(f"signs of life are not listened to: {error}")
+            _say(f"heartbeats cannot be received: {error}")
             return
         self._heartbeats.listen(self)
 
@@ -795,7 +795,7 @@ class ElasticDriver:
         if self._verbose and self._heartbeats is not None:
             detector = self._heartbeats.detector
             longest, phi = detector.longest, detector.phi
-            _say(f"signs of life: the longest delay was {longest:.2f} s (phi {phi:.0f})")
+            _say(f"heartbeats: the longest delay was {longest:.2f} s (phi {phi:.0f})")
         self._results["job"] = (code if code >= 0 else 128 - code, time.time())
         self._finished.set()
 

@@ -94,7 +94,7 @@ def _check_groups(groups: Sequence[ParamGroup], model: nn.Module) -> None:
     names = {parameter: name for name, parameter in model.named_parameters()}
     listed = [parameter for group in groups for parameter in group["params"]]
     if any(parameter not in names for parameter in listed):
-        raise UserError(f"{where} have a tensor that is no parameter of the model")
+        raise UserError(f"{where} have a tensor that is not a parameter of the model")
     counts = Counter(listed)
     for parameter, name in names.items():
         count = counts[parameter]

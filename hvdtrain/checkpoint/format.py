@@ -35,7 +35,7 @@ from hvdtrain.checkpoint.layout import (
 )
 from hvdtrain.checkpoint.tensor_file import read_file, unpack, write_tensors
 from hvdtrain.files import sync_directory, write_atomic, write_synced
-from hvdtrain.runtime.pieces import Piece
+from hvdtrain.runtime.shards import Piece
 
 # Longest wait for the files of other ranks: a file system may hang for a minute.
 _OTHERS_PATIENCE_S = 120.0

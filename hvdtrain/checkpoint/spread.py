@@ -17,7 +17,7 @@ from hvdtrain.checkpoint.layout import (
     sha256_of,
 )
 from hvdtrain.checkpoint.tensor_file import map_file, pieces_of, unpack
-from hvdtrain.runtime.pieces import Piece, assemble, flat_range
+from hvdtrain.runtime.shards import Piece, assemble, flat_range
 
 
 class SpreadPart:

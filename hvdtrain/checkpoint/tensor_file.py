@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.runtime import heartbeat
-from hvdtrain.runtime.pieces import Piece
+from hvdtrain.runtime.shards import Piece
 from hvdtrain.untrusted import is_of, open_regular, parse_json, shown
 
 _DTYPES = {

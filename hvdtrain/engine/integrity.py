@@ -22,7 +22,7 @@ from torch import Tensor
 from hvdtrain.engine.state import RunState
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import gather_json
-from hvdtrain.runtime.pieces import Piece
+from hvdtrain.runtime.shards import Piece
 
 # Words of a block: its products are 2 MiB, which fit into the caches of a core.
 _BLOCK = 1 << 18

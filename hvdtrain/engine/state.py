@@ -27,8 +27,7 @@ from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
 from hvdtrain.runtime.mesh import ALONE, Group, Topology
-from hvdtrain.runtime.parts import model_tensors
-from hvdtrain.runtime.pieces import Piece
+from hvdtrain.runtime.shards import Piece, model_tensors
 from hvdtrain.runtime.state_part import Scope, ShardedPart, StatePart
 from hvdtrain.untrusted import checked, is_of
 

@@ -16,7 +16,7 @@ from hvdtrain import comm
 from hvdtrain.exchange.base import Exchange, TrainedParameters, buckets
 from hvdtrain.runtime.collectives import gather_json, lost_ranks, set_of_part
 from hvdtrain.runtime.mesh import Mesh
-from hvdtrain.runtime.parts import local
+from hvdtrain.runtime.shards import local
 
 
 class SpanningExchange(Exchange):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import parameter_names
-from hvdtrain.runtime.parts import local
+from hvdtrain.runtime.shards import local
 from hvdtrain.runtime.state_part import Scope
 
 

@@ -27,8 +27,7 @@ from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
 from hvdtrain.runtime.collectives import ProcessSet, broadcast_json, broadcast_tensors, passing_set
 from hvdtrain.runtime.mesh import Grid, Mesh
-from hvdtrain.runtime.parts import local, model_tensors
-from hvdtrain.runtime.pieces import Piece, ShardLostError, box
+from hvdtrain.runtime.shards import Piece, ShardLostError, box, local, model_tensors
 from hvdtrain.runtime.state_part import Scope
 
 

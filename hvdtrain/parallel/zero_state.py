@@ -24,7 +24,7 @@ from hvdtrain.parallel.parts import Slice, hosts_that_hold_alone
 from hvdtrain.parallel.zero import Entries, ShardedOptimizer
 from hvdtrain.runtime.collectives import broadcast_tensors, gather_json
 from hvdtrain.runtime.mesh import Topology
-from hvdtrain.runtime.pieces import Piece, ShardLostError
+from hvdtrain.runtime.shards import Piece, ShardLostError
 from hvdtrain.runtime.state_part import Scope
 
 # Elements of each entry sent at once; as much memory is used in addition to the state.

@@ -14,8 +14,8 @@ from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.bucketed import Residuals
 from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.runtime.memory import PeakMemory
-from hvdtrain.runtime.parts import local
 from hvdtrain.runtime.phases import PHASES, PhaseTimer
+from hvdtrain.runtime.shards import local
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.gpu import GAUGES, readings
 

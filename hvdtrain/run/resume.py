@@ -22,7 +22,7 @@ from hvdtrain.run.recorder import PersistentState
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import broadcast_json, on_all_ranks
 from hvdtrain.runtime.mesh import Group, Mesh, Topology
-from hvdtrain.runtime.parts import model_tensors
+from hvdtrain.runtime.shards import model_tensors
 
 _LAST_SAVE_SECONDS = 10.0  # wait for a save in progress
 

@@ -471,7 +471,7 @@ class Spanning:
     ) -> None:
         """Give every rank its shard as of step `newest`; if one was lost, drop all shards."""
         from hvdtrain.parallel.spanned import plan_transfers, transfer
-        from hvdtrain.runtime.pieces import ShardLostError
+        from hvdtrain.runtime.shards import ShardLostError
 
         holds = [status.holds(newest) for status in statuses]
         try:

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from hvdtrain.runtime.pieces import Piece
+from hvdtrain.runtime.shards import Piece
 
 Scope = Literal["replicated", "sharded", "local"]
 

@@ -11,7 +11,7 @@ import pytest
 from hvdtrain.parallel import zero_state
 from hvdtrain.parallel.parts import Slice, deal
 from hvdtrain.parallel.zero_state import Move, plan_moves
-from hvdtrain.runtime.pieces import ShardLostError
+from hvdtrain.runtime.shards import ShardLostError
 
 Element = tuple[int, int]  # number of the parameter, index
 SIZES = [7, 1, 0, 12]

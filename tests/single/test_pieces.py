@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from hvdtrain.parallel.spanned import extent, piece
-from hvdtrain.runtime.pieces import Piece, assemble, flat_range
+from hvdtrain.runtime.shards import Piece, assemble, flat_range
 from tests.support.split_models import wrong_pieces
 from tests.support.torch_ranks import on_torch_ranks
 

@@ -14,7 +14,7 @@ from hvdtrain.elastic.status import Identity, ProcessStatus
 from hvdtrain.parallel.spanned import plan_transfers
 from hvdtrain.run.strategy import ShardStatus, arrange
 from hvdtrain.runtime.mesh import Grid
-from hvdtrain.runtime.pieces import ShardLostError
+from hvdtrain.runtime.shards import ShardLostError
 
 IDENTITY = Identity("cpu", "digest", 8, None)
 AXES = {"tensor": 2, "context": 1, "shard": 1, "pipeline": 1}

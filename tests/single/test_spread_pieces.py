@@ -12,7 +12,7 @@ from torch import Tensor
 from hvdtrain.checkpoint.format import Checkpoint, SharedDirectory, write, write_own_files
 from hvdtrain.checkpoint.layout import DamagedError, file_of_rank, verify
 from hvdtrain.checkpoint.spread import SpreadPart, open_part
-from hvdtrain.runtime.pieces import Piece, assemble, flat_range
+from hvdtrain.runtime.shards import Piece, assemble, flat_range
 
 WHOLE = torch.arange(24.0).view(4, 6)
 FLAT = [(0, 5), (5, 6), (6, 24)]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hvdtrain.engine.callbacks.replicas import largest_group
 from hvdtrain.engine.integrity import _BLOCK, DIGEST_BYTES, TensorHash, whole_sums
-from hvdtrain.runtime.pieces import Piece
+from hvdtrain.runtime.shards import Piece
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 

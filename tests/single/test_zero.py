@@ -24,7 +24,7 @@ from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState, hand_over
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.runtime.mesh import Topology
-from hvdtrain.runtime.pieces import ShardLostError
+from hvdtrain.runtime.shards import ShardLostError
 from tests.support.thread_ranks import Death, DiedError, exchange, on_ranks
 
 HOSTS = "aabb"

@@ -24,8 +24,7 @@ from hvdtrain.parallel.local_optimizer import LocalOptimizer
 from hvdtrain.parallel.spanned import piece
 from hvdtrain.run.strategy import Replicated, Spanning, Strategy
 from hvdtrain.runtime.mesh import Grid, Group, Mesh, Topology
-from hvdtrain.runtime.parts import local, model_tensors
-from hvdtrain.runtime.pieces import box
+from hvdtrain.runtime.shards import box, local, model_tensors
 
 # Its vocabulary is odd, so that parts of it are of different sizes.
 SIZES = GPTConfig(layers=2, heads=4, width=16, context=16, vocab_size=37)

@@ -24,8 +24,7 @@ from hvdtrain.parallel.local_optimizer import LocalOptimizer, total_norm
 from hvdtrain.parallel.shard import Sharding, apply_shard
 from hvdtrain.parallel.spanned import holders, is_first_holder, piece
 from hvdtrain.parallel.tensor import apply_tensor
-from hvdtrain.runtime.parts import local
-from hvdtrain.runtime.pieces import Piece, assemble, box
+from hvdtrain.runtime.shards import Piece, assemble, box, local
 
 BATCH, SEPARATOR = 3, 0
 Gradients = dict[str, Tensor]

@@ -25,8 +25,8 @@ from hvdtrain.run_files.metrics_file import MetricsFile
 from hvdtrain.runtime.collectives import begin_gather, completed
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.mesh import WAITED
-from hvdtrain.runtime.parts import local
 from hvdtrain.runtime.phases import PHASES
+from hvdtrain.runtime.shards import local
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.straggler import (

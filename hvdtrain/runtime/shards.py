@@ -1,4 +1,4 @@
-"""Pieces of tensors, as held by a rank if a tensor is spread over several ranks."""
+"""Shards of tensors: their position in the whole tensor, and a model's tensors on this rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hvdtrain.untrusted import is_of, shown
 
@@ -139,3 +139,22 @@ def _overlap(boxes: list[tuple[slice, ...]]) -> bool:
             if all(a.start < b.stop and b.start < a.stop for a, b in zip(one, other, strict=True)):
                 return True
     return False
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor: a plain tensor in the same memory, without autograd.
+
+    A DTensor is recognized by its method, because importing DTensor is slow.
+    """
+    if hasattr(tensor, "to_local"):
+        with torch.no_grad():  # otherwise it would be a DTensor operation, which is slow
+            tensor = tensor.to_local()
+    return tensor.detach()
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and saved buffers by name (not copies); a tied parameter has one name."""
+    saved = model.state_dict()
+    tensors = {name: p.data for name, p in model.named_parameters()}
+    tensors.update({name: b for name, b in model.named_buffers() if name in saved})
+    return tensors

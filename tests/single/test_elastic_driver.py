@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from hvdtrain.elastic.processes import TrainingProcess, assign, describe, in_ord
 from hvdtrain.elastic.status import STATE_TRANSFER, TRAINING, Identity, ProcessStatus
 from hvdtrain.run.generation import RankStatus, all_equal, most_advanced
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
+from tests.support.driver_fakes import Rendezvous
 
 IDENTITY = Identity("cpu", "digest", 100, None)
 PLACES = st.lists(
@@ -70,21 +70,6 @@ def test_most_advanced_trained_rank_is_the_source(found: list[tuple[bool, int]])
         assert all_equal(statuses) == (len(set(statuses)) == 1)
 
 
-class Rendezvous:
-    """In place of the launcher's HTTP server: nobody connects."""
-
-    _httpd = SimpleNamespace(server_address=("", 0))
-
-    def __init__(self) -> None:
-        self.generations: list[int] = []
-
-    def init(self, plan: object, generation: int) -> None:
-        self.generations.append(generation)
-
-    def stop(self) -> None:
-        pass
-
-
 class Job:
     """A driver whose processes are functions: `exits[number] = code` ends one.
 
@@ -99,7 +84,7 @@ class Job:
         self.rendezvous = Rendezvous()
         self.driver = ElasticDriver(self.rendezvous, self, min_np, None, cooldown_range=(1, 1))
         self.driver.wait_for_available_slots(np)
-        self.driver.start(np, self._create)  # type: ignore[arg-type]
+        self.driver.start(np, self._create)
 
     def news(self) -> dict[str, bool]:
         return self.driver.news(0)

@@ -45,7 +45,7 @@ def test_frozen_parameter_in_group_is_accepted_but_not_trained() -> None:
         (lambda groups: groups.pop(), "the parameter 1.weight 0 times"),
         (lambda groups: groups.append(groups[0]), "the parameter 0.weight 2 times"),
         (lambda groups: groups[0].update(lr=3), "unknown key 'lr'"),
-        (lambda groups: groups[0].update(params=[nn.Linear(1, 1).weight]), "no parameter of the"),
+        (lambda groups: groups[0].update(params=[nn.Linear(1, 1).weight]), "not a parameter of"),
     ],
 )
 def test_invalid_groups_are_rejected(change: Any, message: str) -> None:

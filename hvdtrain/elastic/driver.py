@@ -330,7 +330,8 @@ class ElasticDriver:
                 _say(f"{process.host} leaves: {message}")
                 self._hosts.retire(process.host)
                 for other in alive:
-                    other.leave(other.leaving or other.host == process.host)
+                    other.host_retired |= other.host == process.host
+                    other.leave(other.leaving or other.host_retired)
             else:
                 _say(f"the ranks write a checkpoint and stop: {process.host}: {message}")
                 self._stop_requested = True
@@ -401,7 +402,8 @@ class ElasticDriver:
             if self._generations:
                 _say(change)
         for process in self._alive():
-            process.leave(process.slot >= self._hosts.slots.get(process.host, 0))
+            missing = process.slot >= self._hosts.slots.get(process.host, 0)
+            process.leave(process.host_retired or missing)
 
     # --- the driver's thread -------------------------------------------------
 

@@ -37,6 +37,8 @@ class TrainingProcess:
         failure: why it ends, as reported by itself or its watchdog.
         failed_step: the step in which it raised an error of its own.
         leaving_since: when it had to leave, time.monotonic(); None: it stays.
+        host_retired: its host is about to be taken away; a host found later under the same name
+            does not bring it back.
         replaced: it ends, and a new process starts in its slot at once.
         end: set to end it.
     """
@@ -54,6 +56,7 @@ class TrainingProcess:
     failure: str = ""
     failed_step: int | None = None
     leaving_since: float | None = None
+    host_retired: bool = False
     replaced: bool = False
     end: threading.Event = field(default_factory=threading.Event)
 

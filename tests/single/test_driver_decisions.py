@@ -164,6 +164,7 @@ class Decisions(RuleBasedStateMachine):
                 f"{rank} was removed"
             )
             rank.told = True
+            rank.may_end.append("told")
             self._become(rank, "ending")
 
     def _ask(self, rank: Rank, failed: bool) -> None:
@@ -233,7 +234,7 @@ class Decisions(RuleBasedStateMachine):
     def job_settles(self, steps: int) -> None:
         """All processes become ready, a generation forms and trains."""
         self.processes_are_ready(9)
-        self.time_passes(0.25)
+        self.time_passes(3.0)
         if self._running() and not self.broken:
             self.ranks_train(steps)
             self.time_passes(0.25)
@@ -248,6 +249,25 @@ class Decisions(RuleBasedStateMachine):
             self.exit(rank, 137)
             self.survivors_ask(done, 9)
             self.time_passes(0.25)
+
+    @precondition(_running)
+    @rule(host=st.sampled_from(HOSTS), notice=st.booleans(), slots=st.integers(0, 3))
+    def hosts_change_while_the_job_trains(self, host: str, notice: bool, slots: int) -> None:
+        self.job_settles(1)
+        if notice:
+            self.host_receives_a_notice(host)
+        self.discovery_finds(host, slots, 2)
+        for _ in range(2):
+            self.job_settles(1)
+
+    @precondition(_running)
+    @rule(index=st.integers(0, 8), dones=st.lists(st.integers(0, 511), min_size=2, max_size=4))
+    def ranks_die_one_after_another(self, index: int, dones: list[int]) -> None:
+        for done in dones:
+            self.job_settles(1)
+            self.survivors_continue(index, done)
+            self.time_passes(1.5)
+        self.job_settles(1)
 
     @precondition(_running)
     @rule(done=st.integers(0, 511), count=st.sampled_from([1, 2, 9]))
@@ -479,6 +499,27 @@ class Decisions(RuleBasedStateMachine):
                 assert lost[str(process)] <= 1, f"{rank} was given up twice"
         finally:
             self.job.close()
+
+
+def test_notice_holds_when_discovery_misses_the_host_once() -> None:
+    job = SteppedJob({"a": 1, "b": 1}, np=2, min_np=1, max_np=2, timeout=TIMEOUT)
+    try:
+        for seconds in (0.0, 0.25):
+            job.consider(seconds)
+            for number in (0, 1):
+                job.join(number, ProcessStatus(IDENTITY))
+        job.driver.leave(1, "notice")
+        del job.found["b"]
+        job.discover()
+        job.found["b"] = 1
+        job.discover()
+        assert job.driver.news(0)["hosts"]
+        for number in (0, 1):
+            job.join(number, ProcessStatus(IDENTITY, trained=True, step=5))
+        job.consider(0.25)
+        assert job.join(1, ProcessStatus(IDENTITY)) == {"rank": -1}
+    finally:
+        job.close()
 
 
 def test_decisions_keep_their_invariants_under_random_events() -> None:

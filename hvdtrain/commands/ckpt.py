@@ -155,7 +155,7 @@ def _export_to_huggingface(checkpoint: Path, out: Path, ema: bool, merge: bool) 
     weights = averaged_weights(checkpoint) if ema else read_part(checkpoint, "model")
     if config["task"] == "huggingface":
         from hvdtrain.config import parse
-        from hvdtrain.tasks.huggingface_export import export_trained
+        from hvdtrain.tasks.huggingface import export_trained
 
         of_run = parse(["--config", str(_config_file(checkpoint))])
         if merge and not of_run.task_config.lora.rank:

@@ -219,6 +219,6 @@ def lengths_of(dataset: Dataset[Any], max_tokens: int, name: str) -> Indices:
     if lengths[longest] > max_tokens:
         raise UserError(
             f"batch.max_tokens {max_tokens}: sample {longest} of the {name} data has "
-            f"{lengths[longest]} tokens: allow as many, or shorten it or leave it out"
+            f"{lengths[longest]} tokens: increase batch.max_tokens, or shorten or omit the sample"
         )
     return lengths.astype(np.int64)

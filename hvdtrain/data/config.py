@@ -48,7 +48,7 @@ class DataConfig:
         require(
             self.source == "text" or bool(self.train),
             f"data.source {self.source} needs data.train: "
-            + (files if self.source == "tokens" else "files, folders or globs"),
+            + (files if self.source == "tokens" else "files, directories or globs"),
         )
         require(
             self.source != "tokens" or self.tokenizer is None,

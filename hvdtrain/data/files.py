@@ -220,14 +220,14 @@ def hidden_copy(path: Path) -> Iterator[None]:
         lock.close()
 
 
-def remove_leftovers(folder: Path, pattern: str) -> None:
+def remove_leftovers(directory: Path, pattern: str) -> None:
     """Remove the copies in a directory whose writers are dead.
 
     Args:
         pattern: glob of their names.
     """
     with suppress(OSError):
-        for path in folder.glob(pattern):
+        for path in directory.glob(pattern):
             _remove_if_left(path)
 
 

@@ -66,7 +66,7 @@ def digits(validation_fraction: float) -> ImageData:
     except ModuleNotFoundError:
         raise UserError(
             "image.data: the digits come with scikit-learn, which is not installed: "
-            "pip install 'hvdtrain[image]', or name a folder of your own"
+            "pip install 'hvdtrain[image]', or set it to a directory of your own"
         ) from None
     found = load_digits()
     pixels = torch.from_numpy((found.images * 15).astype(np.uint8))  # 0 to 16 become 0 to 240
@@ -85,7 +85,9 @@ def digits(validation_fraction: float) -> ImageData:
     )
 
 
-def folders(data: str, validation: str | None, validation_fraction: float, size: int) -> ImageData:
+def class_directories(
+    data: str, validation: str | None, validation_fraction: float, size: int
+) -> ImageData:
     """Images in class directories.
 
     Args:
@@ -98,7 +100,7 @@ def folders(data: str, validation: str | None, validation_fraction: float, size:
             image.
     """
     check_pillow()
-    classes = class_folders("image.data", Path(data))
+    classes = class_names("image.data", Path(data))
     files = {name: image_files("image.data", Path(data) / name) for name in classes}
     if validation is None:
         taken = {name: _split(files[name], Path(data), validation_fraction) for name in classes}
@@ -107,7 +109,7 @@ def folders(data: str, validation: str | None, validation_fraction: float, size:
     else:
         key, root = "image.validation", Path(validation)
         held_out = {}
-        for name in class_folders(key, root):
+        for name in class_names(key, root):
             if name not in files:
                 raise UserError(
                     f"{key}: class {name!r} ({root / name}) is only in the validation data; the "
@@ -118,8 +120,8 @@ def folders(data: str, validation: str | None, validation_fraction: float, size:
     train, rest = (_samples(part, classes) for part in (files, held_out))
     if not rest:
         raise UserError(
-            f"image.data: {data} has too few images for a part of validation: each class has one; "
-            "name a folder with image.validation"
+            f"image.data: {data} has too few images to split off validation data: each class has "
+            "one; set image.validation to a directory"
         )
     # Evaluation may use only the first samples, which must not all be of one class.
     order = permute(np.arange(len(rest)), len(rest), SPLIT_SEED, epoch=0)
@@ -139,28 +141,29 @@ def check_pillow() -> None:
         import PIL  # noqa: F401
     except ModuleNotFoundError:
         raise UserError(
-            "image.data: reading images takes Pillow: pip install 'hvdtrain[image]'"
+            "image.data: reading images requires Pillow: pip install 'hvdtrain[image]'"
         ) from None
 
 
-def class_folders(key: str, folder: Path) -> list[str]:
+def class_names(key: str, directory: Path) -> list[str]:
     """Names of the class directories, sorted.
 
     Raises:
         UserError: there are none, or the directory cannot be read.
     """
     try:
-        names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and e.name[0] != ".")
+        names = sorted(e.name for e in os.scandir(directory) if e.is_dir() and e.name[0] != ".")
     except OSError as error:
-        raise UserError(f"{key}: {folder}: {error.strerror}") from None
+        raise UserError(f"{key}: {directory}: {error.strerror}") from None
     if not names:
         raise UserError(
-            f"{key}: {folder} has no class folders; images are expected in {folder}/CLASS/"
+            f"{key}: {directory} has no class directories; images are expected in "
+            f"{directory}/CLASS/"
         )
     return names
 
 
-def image_files(key: str, folder: Path) -> list[Path]:
+def image_files(key: str, directory: Path) -> list[Path]:
     """All images below a class directory, sorted.
 
     Raises:
@@ -172,12 +175,14 @@ def image_files(key: str, folder: Path) -> list[Path]:
 
     found = [
         Path(root) / name
-        for root, _, names in os.walk(folder, onerror=stop, followlinks=True)
+        for root, _, names in os.walk(directory, onerror=stop, followlinks=True)
         for name in names
         if name.lower().endswith(SUFFIXES)
     ]
     if not found:
-        raise UserError(f"{key}: class folder {folder} has no image (*{', *'.join(SUFFIXES)})")
+        raise UserError(
+            f"{key}: class directory {directory} has no image (*{', *'.join(SUFFIXES)})"
+        )
     return sorted(found)
 
 
@@ -296,7 +301,7 @@ class ImageShards(Dataset[tuple[Tensor, int]]):
     def _label(self, sample: dict[str, Any], name: str) -> int:
         written = sample.get("cls", b"").decode(errors="replace").strip()
         if not written.isdecimal():
-            raise UserError(f"sample {name}: its .cls is no number of a class, but {written!r}")
+            raise UserError(f"sample {name}: its .cls is not a class number, but {written!r}")
         if int(written) >= self._classes:
             raise UserError(
                 f"sample {name} is of class {written}, but image.classes {self._classes} means "
@@ -329,7 +334,7 @@ def shards(
         mixed, count = _mixed(train), len(opened)
         ends = min(max(int(count * fraction), 1), count - 1)
         if ends < 1:
-            raise UserError(f"image.data: {data} has one sample: there is none for validation")
+            raise UserError(f"image.data: {data} has one sample, so none remains for validation")
         held_out = Subset(mixed, range(ends))
         train = Subset(mixed, range(ends, count))
     names = [str(number) for number in range(read.classes)]

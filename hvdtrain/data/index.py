@@ -162,8 +162,8 @@ def _open(path: Path, kind: Format, cache: str | None) -> Indices:
         _write(path, cache, whole)
     except OSError as error:
         logger.warning(
-            "%s: its index cannot be kept (%s), so each process makes its own at each start; "
-            "name a folder for indexes",
+            "%s: its index cannot be stored (%s), so each process builds it at each start; "
+            "configure a cache directory for indexes",
             path,
             error.strerror,
         )
@@ -171,8 +171,8 @@ def _open(path: Path, kind: Format, cache: str | None) -> Indices:
 
 
 def _remove_leftovers(files: Sequence[Path], cache: str | None) -> None:
-    for folder in {index_path(path, cache).parent for path in files}:
-        remove_leftovers(folder, f".*.index.npy.{'?' * 8}.tmp.npy")
+    for directory in {index_path(path, cache).parent for path in files}:
+        remove_leftovers(directory, f".*.index.npy.{'?' * 8}.tmp.npy")
 
 
 def _load(path: Path, cache: str | None) -> Indices | None:
@@ -186,7 +186,7 @@ def _load(path: Path, cache: str | None) -> Indices | None:
     if found.dtype != np.int64 or found.ndim != 1 or len(found) <= len(head):
         return None
     if not np.array_equal(found[: len(head)], head):
-        logger.info("%s has changed since its index was made: it is made anew", path)
+        logger.info("%s has changed since its index was built; building it again", path)
         return None
     return found[len(head) :]
 

@@ -324,7 +324,7 @@ def take(samples: Iterator[Any], number: int, dataset: IterableDataset[Any]) -> 
     for sample in samples:
         return sample
     raise UnsupportedTaskError(
-        f"the data set {type(dataset).__name__} ended after {number} samples, but its __len__() "
+        f"the dataset {type(dataset).__name__} ended after {number} samples, but its __len__() "
         f"says {len(dataset)}: it must be the number of samples of each iteration"  # type: ignore[arg-type]
     )
 

@@ -146,7 +146,7 @@ def cache_name(files: Iterable[Path], *settings: object) -> str:
 
 
 def cached(
-    folder: Path, name: str, make: Callable[[], tuple[TokenArray, TokenArray]]
+    directory: Path, name: str, make: Callable[[], tuple[TokenArray, TokenArray]]
 ) -> tuple[TokenArray, TokenArray]:
     """Return the result of `make`, memory-mapped; call it only if nothing is cached as `name`.
 
@@ -156,7 +156,7 @@ def cached(
     Raises:
         UserError: the directory cannot be written, or its content is damaged.
     """
-    kept = folder.expanduser() / name
+    kept = directory.expanduser() / name
     new = kept.with_name(f".{name}.{secrets.token_hex(4)}.tmp")
     remove_leftovers(kept.parent, f".{'[0-9a-f]' * 16}.*.tmp")
     if not kept.is_dir():
@@ -182,9 +182,9 @@ def _rename(new: Path, kept: Path) -> None:
             raise
 
 
-def _write(folder: Path, tokens: tuple[TokenArray, TokenArray]) -> None:
+def _write(directory: Path, tokens: tuple[TokenArray, TokenArray]) -> None:
     for name, array in zip(_SPLITS, tokens, strict=True):
-        with open(folder / f"{name}.npy", "wb") as file:
+        with open(directory / f"{name}.npy", "wb") as file:
             np.save(file, array)
             file.flush()
             os.fsync(file.fileno())

@@ -133,7 +133,7 @@ def _opened(path: Path) -> Any:
 
 def _broken(path: Path, error: Exception) -> UserError:
     reason = " ".join(str(error).split()).partition(". ")[0]
-    return UserError(f"{path} is no whole Parquet file ({reason}): copy it anew")
+    return UserError(f"{path} is not a complete Parquet file ({reason}): copy it again")
 
 
 PARQUET = Format("Parquet file", (".parquet",), lambda path, start, stop: row_groups(path))

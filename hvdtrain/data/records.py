@@ -172,7 +172,7 @@ def parse_line(line: bytes, path: Path, start: int) -> dict[str, Any]:
     if isinstance(found, dict):
         return found
     number = _line_number(path, start)
-    raise UserError(f"{path}: line {number} is no JSON object ({reason}): repair or remove it")
+    raise UserError(f"{path}: line {number} is not a JSON object ({reason}): repair or remove it")
 
 
 def _line_number(path: Path, start: int) -> int:
@@ -245,17 +245,17 @@ def _check_end(path: Path, end: int) -> None:
 
 def _name(member: tarfile.TarInfo) -> tuple[str, str] | None:
     """(key, suffix) of a file, split at the first dot of its base name."""
-    folder, _, last = member.name.rpartition("/")
+    directory, _, last = member.name.rpartition("/")
     key, dot, suffix = last.partition(".")
     if not (member.isfile() and key and dot):
         return None
-    return f"{folder}/{key}".lstrip("/"), suffix.lower()
+    return f"{directory}/{key}".lstrip("/"), suffix.lower()
 
 
 def _broken_shard(path: Path, error: Exception) -> UserError:
     return UserError(
-        f"{path} is no whole tar file ({error or type(error).__name__}; compressed ones cannot be "
-        "read by sample): copy it anew"
+        f"{path} is not a complete tar file ({error or type(error).__name__}; compressed files "
+        "cannot be read by sample): copy it again"
     )
 
 

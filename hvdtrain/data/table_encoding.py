@@ -179,8 +179,8 @@ def _cut(table: Table, wanted: Wanted, ranks: RankGroup) -> float:
             order = read_order(table, table.parts[number], name)
             if np.isnan(order).any():
                 raise UserError(
-                    f"{table.parts[number].file}: a row has no {name}, by which rows are split "
-                    "(tabular.split_by)"
+                    f"{table.parts[number].file}: a row has no {name}, the column of "
+                    "tabular.split_by"
                 )
             own.add(number, np.arange(len(order)), order[:, None])
         return own.state()
@@ -238,7 +238,7 @@ class _Found:
         )
         if len(self._counts[name]) > _MOST_CATEGORIES:
             raise UserError(
-                f"column {name} has over {_MOST_CATEGORIES:,} categories: leave it out with "
+                f"column {name} has over {_MOST_CATEGORIES:,} categories: omit it with "
                 "tabular.ignore"
             )
 
@@ -512,7 +512,7 @@ def _labels(cells: Cells, columns: Columns, where: str) -> NDArray[np.float64]:
         foreign = texts.filter(pc.and_(numbers.is_null(), texts.is_valid()))[0]
         shown = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
         raise UserError(
-            f"{where}: {label.name} is {foreign}, which is none of the classes of the training "
+            f"{where}: {label.name} is {foreign}, which is not one of the classes of the training "
             f"data ({shown})"
         )
     return np.asarray(to_numpy(numbers.cast("float64"), np.nan), dtype=np.float64)

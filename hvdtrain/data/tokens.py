@@ -51,12 +51,12 @@ class TokenMeta:
             sizes[self.separator] = 0
         return sizes
 
-    def write(self, folder: Path) -> None:
-        (folder / "tokens.json").write_text(json.dumps(asdict(self)) + "\n")
+    def write(self, directory: Path) -> None:
+        (directory / "tokens.json").write_text(json.dumps(asdict(self)) + "\n")
 
     @classmethod
-    def read(cls, folder: Path) -> TokenMeta:
-        path = folder / "tokens.json"
+    def read(cls, directory: Path) -> TokenMeta:
+        path = directory / "tokens.json"
         try:
             facts = json.loads(path.read_text())
             sizes = facts.pop("token_bytes", None)
@@ -64,7 +64,7 @@ class TokenMeta:
         except (OSError, ValueError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{path}: cannot be read ({error}); token files are made by "
-                "`hvdtrain data tokenize`, which writes it beside them"
+                "`hvdtrain data tokenize`, which writes it next to them"
             ) from None
 
 
@@ -130,7 +130,7 @@ def read_token_files(key: str, patterns: Sequence[str]) -> tuple[list[TokenArray
         UserError: no file, a wrong suffix, an empty file, or files of different vocabularies.
     """
     paths = expand(key, patterns, suffixes=tuple(DTYPES))
-    metas = {TokenMeta.read(folder) for folder in {path.parent for path in paths}}
+    metas = {TokenMeta.read(directory) for directory in {path.parent for path in paths}}
     if len(metas) > 1:
         raise UserError(f"{key}: these token files were made with different tokenizers: {metas}")
     arrays: list[TokenArray] = []

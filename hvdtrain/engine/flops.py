@@ -14,8 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hvdtrain import comm
 from hvdtrain.data.loader import Batch, has_own_order, to_device
 from hvdtrain.log import logger
-from hvdtrain.tasks import Task
-from hvdtrain.tasks.batch import first_batch
+from hvdtrain.tasks import Task, first_batch
 
 META = torch.device("meta")
 

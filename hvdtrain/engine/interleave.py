@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from hvdtrain import comm
 from hvdtrain.errors import UserError
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
-from hvdtrain.tasks.blocks import blocks_of
+from hvdtrain.tasks import blocks_of
 
 _NO_COLLECTIVES = (
     "called in a backward pass; with batch.interleave, ranks with different numbers of "

@@ -28,7 +28,7 @@ from hvdtrain.log import logger
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.heartbeat import Activity, Heartbeat
 from hvdtrain.runtime.phases import PhaseTimer
-from hvdtrain.tasks.blocks import blocks_of
+from hvdtrain.tasks import blocks_of
 
 _ATEN = torch.ops.aten
 # Results that `selective` keeps: recomputing them takes longer than recomputing others. Attention

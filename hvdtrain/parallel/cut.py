@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hvdtrain.errors import UnsupportedTaskError, UserError
 from hvdtrain.models.vocabulary import whole
 from hvdtrain.parallel.schedules import Costs, Layout, divide, set_generators
-from hvdtrain.tasks.blocks import blocks_of
+from hvdtrain.tasks import blocks_of
 
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ class CutModel:
         (stage, x, draws), self._begun = self._begun, None
         if draws is not None:
             set_generators(draws, self._device)
-        model = cast(Cuttable, self.model)
+        model = cast("Cuttable", self.model)
         if x is None:
             x = model.embed(*args, **kwargs)
         for block in self.spans[stage]:
@@ -232,7 +232,7 @@ def _check_parameters(
 
 
 def _names(model: nn.Module, end: str) -> Sequence[str]:
-    return cast(Sequence[str], getattr(model, end))
+    return cast("Sequence[str]", getattr(model, end))
 
 
 def _named(model: nn.Module, names: Iterable[str]) -> list[nn.Module | nn.Parameter]:

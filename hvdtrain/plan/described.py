@@ -23,9 +23,7 @@ from hvdtrain.plan.job import (
     require_micro_size,
 )
 from hvdtrain.run.data import build_data
-from hvdtrain.tasks import Task
-from hvdtrain.tasks.batch import first_batch
-from hvdtrain.tasks.blocks import blocks_of
+from hvdtrain.tasks import Task, blocks_of, first_batch
 from hvdtrain.telemetry.gpu import PEAKS, peak_flops
 
 # --- memory that a forward pass keeps ----------------------------------------

@@ -33,8 +33,7 @@ from hvdtrain.run.data import build_data
 from hvdtrain.runtime import environment
 from hvdtrain.runtime.init import initialise
 from hvdtrain.runtime.mesh import Topology
-from hvdtrain.tasks import Datasets, Task
-from hvdtrain.tasks.batch import first_batch
+from hvdtrain.tasks import Datasets, Task, first_batch
 
 _WARM_UP_STEPS = 3
 _BLOCKS = 5  # of steps; results are their medians

@@ -41,8 +41,7 @@ from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.runtime.heartbeat import Heartbeat
 from hvdtrain.runtime.mesh import Topology
-from hvdtrain.tasks import Datasets, Task, optional
-from hvdtrain.tasks.batch import collate_of
+from hvdtrain.tasks import Datasets, Task, collate_of, optional
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.gpu import peak_of
 from hvdtrain.telemetry.sinks import check_packages

@@ -21,8 +21,7 @@ from hvdtrain.runtime.collectives import gather_json, on_all_ranks
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.runtime.memory import ADVICE, HighWater, explained
 from hvdtrain.runtime.mesh import Topology
-from hvdtrain.tasks import Datasets, Task
-from hvdtrain.tasks.batch import first_batch
+from hvdtrain.tasks import Datasets, Task, first_batch
 
 # Usable share of free memory: allocators leave gaps, and a host runs other programs.
 _SHARE = 0.85

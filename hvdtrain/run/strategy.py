@@ -52,8 +52,7 @@ from hvdtrain.runtime.collectives import gather_json
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.mesh import Grid, Mesh, Topology
 from hvdtrain.runtime.state_part import ShardedPart, StatePart
-from hvdtrain.tasks import Task, optional
-from hvdtrain.tasks.blocks import blocks_of
+from hvdtrain.tasks import Task, blocks_of, optional
 
 if TYPE_CHECKING:
     from hvdtrain.parallel.cut import CutModel

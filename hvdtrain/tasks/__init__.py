@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -143,3 +143,48 @@ def _check_init(task: type, name: str, takes_config: bool) -> None:
         raise UserError(
             f"task: {name} {what}, which its __init__{signature} does not match ({error}); {fix}"
         ) from None
+
+
+# --- what a task leaves to defaults -------------------------------------------
+
+
+def collate_of(task: Task) -> Callable[[list[Any]], Any]:
+    """The function that makes a batch of samples."""
+    from torch.utils.data import default_collate
+
+    return optional(task, "collate") or default_collate
+
+
+def first_batch(task: Task, dataset: Dataset[Any], samples: int) -> Any:
+    """A batch of the first samples, which are repeated if there are too few."""
+    size = len(dataset)  # type: ignore[arg-type]
+    return collate_of(task)([dataset[i % size] for i in range(samples)])
+
+
+def blocks_of(task: Any, model: nn.Module) -> list[nn.Module]:
+    """The repeated modules of a model: of `Task.blocks`, or else of the largest nn.ModuleList.
+
+    Blocks are compiled one by one; there may be none. The largest list is the one with the most
+    parameter elements.
+
+    Raises:
+        UserError: the task names something that is not a module of the model.
+    """
+    from torch import nn
+
+    named = optional(task, "blocks")
+    if named is not None:
+        blocks = list(named(model))
+        modules = set(model.modules())
+        foreign = [block for block in blocks if block not in modules]
+        if foreign:
+            raise UserError(
+                f"the task's blocks(model) has a {type(foreign[0]).__name__} that is not "
+                "a module of the model"
+            )
+        return blocks
+    lists: list[nn.Module] = [
+        module for module in model.modules() if isinstance(module, nn.ModuleList)
+    ]
+    largest = max(lists, key=lambda m: sum(p.numel() for p in m.parameters()), default=None)
+    return list(largest.children()) if largest is not None else []

@@ -1,9 +1,13 @@
-"""Training of Hugging Face transformers models on text, answers or labels."""
+"""Training of Hugging Face transformers models on text, answers or labels, and their export."""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from hvdtrain.errors import UserError
 from hvdtrain.tasks import Datasets
 from hvdtrain.tasks.huggingface_config import HuggingFaceTaskConfig
 
@@ -11,8 +15,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hvdtrain.tasks.huggingface_data import TextData
-    from hvdtrain.tasks.huggingface_model import Folder
+    from hvdtrain.tasks.huggingface_model import ModelDirectory
 
+# Files to export in addition to the weights and tokenizer.json.
+_COPIED = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json", "generation_config.json",
+)  # fmt: skip
 _SHOWN = 5  # number of texts shown with their predicted labels
 _PROMPT = 16  # tokens of packed text to continue
 _WRITTEN, _SECONDS = 100, 20.0  # most tokens to generate, and the time limit
@@ -34,7 +43,7 @@ class HuggingFace:
         self.units: tuple[str, int] | None = None
         self._classifies = config.huggingface.learn == "labels"
         self.metrics = ("accuracy",) if self._classifies else ()
-        self._folder: Folder | None = None
+        self._directory: ModelDirectory | None = None
         self._data: TextData | None = None
 
     def datasets(self) -> Datasets:
@@ -42,23 +51,24 @@ class HuggingFace:
         from hvdtrain.tasks.huggingface_model import kind_of, read_directory
 
         own = self.config.huggingface
-        self._folder = read_directory(own.model, kind_of(own.learn))
-        self._data = read_data(self.config, self._folder)
+        self._directory = read_directory(own.model, kind_of(own.learn))
+        self._data = read_data(self.config, self._directory)
         if own.learn == "text":
             self.units = ("tokens", self._data.context)
         return self._data.datasets
 
     def model(self) -> nn.Module:
-        from hvdtrain.tasks.huggingface_build import build_trained
-        from hvdtrain.tasks.huggingface_model import check_causal
+        from hvdtrain.tasks.huggingface_model import build_trained, check_causal
 
-        assert self._folder is not None and self._data is not None
+        assert self._directory is not None and self._data is not None
         # Cached keys and values are for generation, not for training.
-        self._folder.text.use_cache = False
+        self._directory.text.use_cache = False
         own = self.config.huggingface
-        model: nn.Module = build_trained(self.config, self._folder, self._data.classes, own.weights)
+        model: nn.Module = build_trained(
+            self.config, self._directory, self._data.classes, own.weights
+        )
         if self._data.classes is None:
-            check_causal(self._folder, model)
+            check_causal(self._directory, model)
         return model
 
     def loss(self, model: nn.Module, batch: Any) -> dict[str, Any]:
@@ -153,3 +163,60 @@ def _without_padding(tokens: Tensor, other: Tensor, used: Tensor) -> tuple[Tenso
         return tokens, other
     columns = int(used.any(0).nonzero().max()) + 1
     return tokens[:, :columns], other[:, :columns]
+
+
+# --- export -------------------------------------------------------------------
+
+
+def export_trained(
+    config: HuggingFaceTaskConfig, weights: Mapping[str, Tensor], out: Path, merge: bool
+) -> None:
+    """Write a directory that transformers or peft loads with from_pretrained; atomically.
+
+    Args:
+        config: of the run; its model directory must still exist.
+        weights: of a checkpoint.
+        merge: for a run with LoRA, add the adapters to the weights; otherwise only the adapters are
+            written, in peft's format.
+
+    Raises:
+        UserError: something is missing, or `out` exists or cannot be written.
+    """
+    import torch
+
+    from hvdtrain.checkpoint.export import new_directory
+    from hvdtrain.tasks.huggingface_data import classes_of
+    from hvdtrain.tasks.huggingface_model import build_trained, kind_of, read_directory
+
+    directory = read_directory(config.huggingface.model, kind_of(config.huggingface.learn))
+    classes = classes_of(config, directory)
+    dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+    model = build_trained(config, directory, classes, weights=False, dtype=dtype)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    missing = [name for name in weights if name not in tensors]
+    other = [n for n, t in weights.items() if n in tensors and tensors[n].shape != t.shape]
+    if missing or other:
+        raise UserError(
+            f"{directory.path} is not the model that the run started from: "
+            f"{len(missing + other)} tensors differ, such as {(missing + other)[0]}"
+        )
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            tensors[name].copy_(tensor)
+        if merge:
+            model = model.merge_and_unload()
+    if not merge and config.lora.rank > 0:
+        model.peft_config["default"].base_model_name_or_path = str(directory.path.resolve())
+    with new_directory(out) as hidden:
+        model.save_pretrained(hidden)
+        _copy_tokenizer(config, directory, hidden)
+
+
+def _copy_tokenizer(config: HuggingFaceTaskConfig, directory: ModelDirectory, out: Path) -> None:
+    from hvdtrain.tasks.huggingface_data import tokenizer_file
+
+    for name in _COPIED:
+        if (directory.path / name).is_file():
+            shutil.copyfile(directory.path / name, out / name)
+    if config.data.source == "text":
+        shutil.copyfile(tokenizer_file(config, directory), out / "tokenizer.json")

@@ -21,8 +21,8 @@ class HuggingFaceConfig:
         context: maximum tokens per sample; null = as many as the model has positions, up to 1024
         input_key: key of a JSON line's prompt or text; null = `prompt`, for labels `text`
         target_key: key of a JSON line's answer or label; null = `answer`, for labels `label`
-        labels: names of the classes; empty = those of the directory's classifier, or else of the
-            data
+        labels: names of the classes; empty = the classes of the directory's classifier, or else of
+            the data
         truncate: truncate a JSON line of more than `huggingface.context` tokens at its end; false =
             abort the run
     """
@@ -47,7 +47,7 @@ class HuggingFaceConfig:
         )
         require(
             not self.labels or 1 < len(set(self.labels)) == len(self.labels),
-            f"huggingface.labels must be two different names or more, not {self.labels}",
+            f"huggingface.labels must be at least two distinct names, not {self.labels}",
         )
 
 
@@ -56,9 +56,9 @@ class LoraConfig:
     """Adapters, which are trained instead of the weights.
 
     Args:
-        rank: of the matrices that are added to a layer's; 0 = no LoRA, all weights are trained
+        rank: rank of the matrices added to a layer's weights; 0 = no LoRA: all weights are trained
         alpha: the matrices' product is scaled by alpha / rank
-        dropout: of the adapters' inputs
+        dropout: dropout rate of the adapters' inputs
         targets: layers with adapters, by the last parts of their names; empty = all linear layers
             except the head
     """

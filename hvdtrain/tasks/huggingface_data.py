@@ -28,24 +28,11 @@ from hvdtrain.errors import UserError
 from hvdtrain.log import logger
 from hvdtrain.tasks import Datasets
 from hvdtrain.tasks.huggingface_config import HuggingFaceTaskConfig
-from hvdtrain.tasks.huggingface_model import Folder
+from hvdtrain.tasks.huggingface_model import Classes, ModelDirectory
 
 IGNORED = -100  # a target without loss
 _SPLIT_SEED = 0  # the split depends on the data only, not on the run's seed
 _LONGEST_BY_DEFAULT = 1024
-
-
-@dataclass(frozen=True)
-class Classes:
-    """Classes of a classifier.
-
-    Args:
-        labels: names of the classes.
-        padding: the token that pads a text at its end; None if there is none.
-    """
-
-    labels: tuple[str, ...]
-    padding: int | None
 
 
 @dataclass(frozen=True)
@@ -65,64 +52,63 @@ class TextData:
     classes: Classes | None = None
 
 
-def read_data(config: HuggingFaceTaskConfig, folder: Folder) -> TextData:
+def read_data(config: HuggingFaceTaskConfig, directory: ModelDirectory) -> TextData:
     """Read the data; raise UserError if it cannot be read or does not match the model."""
-    context = _context(config.huggingface.context, folder)
+    context = _context(config.huggingface.context, directory)
     if config.huggingface.learn == "text":
-        return _packed(config, folder, context)
-    return _of_lines(config, folder, context)
+        return _packed(config, directory, context)
+    return _of_lines(config, directory, context)
 
 
-def _context(wanted: int | None, folder: Folder) -> int:
-    positions = folder.positions
+def _context(wanted: int | None, directory: ModelDirectory) -> int:
+    positions = directory.positions
     if wanted and positions and wanted > positions:
         raise UserError(
-            f"huggingface.context {wanted}: the model in {folder.path} has {positions} positions, "
-            "and no more tokens can stand in a sample"
+            f"huggingface.context {wanted}: the model in {directory.path} has {positions} positions"
         )
     return wanted or min(positions or _LONGEST_BY_DEFAULT, _LONGEST_BY_DEFAULT)
 
 
-def tokenizer_file(config: HuggingFaceTaskConfig, folder: Folder) -> Path:
+def tokenizer_file(config: HuggingFaceTaskConfig, directory: ModelDirectory) -> Path:
     """The tokenizer's file; raise UserError if the directory has none and none is configured."""
-    return Path(config.data.tokenizer) if config.data.tokenizer else folder.tokenizer
+    return Path(config.data.tokenizer) if config.data.tokenizer else directory.tokenizer
 
 
-def _read_tokenizer(config: HuggingFaceTaskConfig, folder: Folder) -> Tokenizer:
+def _read_tokenizer(config: HuggingFaceTaskConfig, directory: ModelDirectory) -> Tokenizer:
     """Raise UserError if there is none, or if it has more tokens than the model."""
-    tokenizer = Tokenizer(str(tokenizer_file(config, folder)))
-    _check_vocabulary(folder, tokenizer.highest + 1)
+    tokenizer = Tokenizer(str(tokenizer_file(config, directory)))
+    _check_vocabulary(directory, tokenizer.highest + 1)
     return tokenizer
 
 
-def _check_vocabulary(folder: Folder, tokens: int) -> None:
-    known = folder.text.vocab_size
+def _check_vocabulary(directory: ModelDirectory, tokens: int) -> None:
+    known = directory.text.vocab_size
     if tokens > known:
         raise UserError(
-            f"the tokenizer has {tokens} tokens, but the model in {folder.path} knows {known} "
-            "(vocab_size in its config.json): it was made with another one"
+            f"the tokenizer has {tokens} tokens, but the model in {directory.path} knows {known} "
+            "(vocab_size in its config.json): the model was trained with another tokenizer"
         )
 
 
-def _packed(config: HuggingFaceTaskConfig, folder: Folder, context: int) -> TextData:
+def _packed(config: HuggingFaceTaskConfig, directory: ModelDirectory, context: int) -> TextData:
     data = config.data
     if data.document_mask:
         raise UserError("data.document_mask is for the task language_model")
-    tokenizer = None if data.source == "tokens" else _read_tokenizer(config, folder)
+    tokenizer = None if data.source == "tokens" else _read_tokenizer(config, directory)
     packed = read_packed(data, tokenizer)
     if tokenizer is None:
-        _check_vocabulary(folder, packed.meta.vocab_size)
+        _check_vocabulary(directory, packed.meta.vocab_size)
     train, validation = packed.windows(context, "huggingface.context")
     return TextData(Datasets(train, validation, train.fingerprint()), context, tokenizer)
 
 
-def _of_lines(config: HuggingFaceTaskConfig, folder: Folder, context: int) -> TextData:
+def _of_lines(config: HuggingFaceTaskConfig, directory: ModelDirectory, context: int) -> TextData:
     train, validation = _lines(config)
-    keys, tokenizer = _keys(config), _read_tokenizer(config, folder)
-    end = _number(folder, tokenizer, "eos_token")
-    padding = _padding(folder, tokenizer)
+    keys, tokenizer = _keys(config), _read_tokenizer(config, directory)
+    end = _number(directory, tokenizer, "eos_token")
+    padding = _padding(directory, tokenizer)
     tokens = Tokens(tokenizer, context, end, padding or 0, config.huggingface.truncate)
-    file, objects = read(tokenizer_file(config, folder)), train.objects.fingerprint()
+    file, objects = read(tokenizer_file(config, directory)), train.objects.fingerprint()
 
     def digest(data: str) -> str:
         rest = repr((data, len(train), context, keys)).encode()
@@ -131,10 +117,12 @@ def _of_lines(config: HuggingFaceTaskConfig, folder: Folder, context: int) -> Te
     fingerprint = Fingerprint(digest(str(objects)), digest(objects.former))
     if config.huggingface.learn == "answers":
         if end is None:
-            logger.warning("%s names no eos_token: answers are learnt without an end", folder.path)
+            logger.warning(
+                "%s has no eos_token: the model does not learn where answers end", directory.path
+            )
         answers = Answers(train, keys, tokens), Answers(validation, keys, tokens)
         return TextData(Datasets(*answers, fingerprint), context, tokenizer)
-    classes = Classes(_labels(config, folder, train), padding)
+    classes = Classes(_labels(config, directory, train), padding)
     texts = (
         LabelledTexts(train, keys, tokens, classes.labels),
         LabelledTexts(validation, keys, tokens, classes.labels),
@@ -142,7 +130,7 @@ def _of_lines(config: HuggingFaceTaskConfig, folder: Folder, context: int) -> Te
     return TextData(Datasets(*texts, fingerprint), context, tokenizer, classes)
 
 
-def classes_of(config: HuggingFaceTaskConfig, folder: Folder) -> Classes | None:
+def classes_of(config: HuggingFaceTaskConfig, directory: ModelDirectory) -> Classes | None:
     """Classes of a trained classifier; the data is read only if nothing else names the classes.
 
     Raises:
@@ -150,12 +138,14 @@ def classes_of(config: HuggingFaceTaskConfig, folder: Folder) -> Classes | None:
     """
     if config.huggingface.learn != "labels":
         return None
-    labels = _labels(config, folder, None)
-    return Classes(labels, _padding(folder, _read_tokenizer(config, folder)))
+    labels = _labels(config, directory, None)
+    return Classes(labels, _padding(directory, _read_tokenizer(config, directory)))
 
 
-def _labels(config: HuggingFaceTaskConfig, folder: Folder, train: Lines | None) -> tuple[str, ...]:
-    known = config.huggingface.labels or folder.labels
+def _labels(
+    config: HuggingFaceTaskConfig, directory: ModelDirectory, train: Lines | None
+) -> tuple[str, ...]:
+    known = config.huggingface.labels or directory.labels
     labels = known or labels_in(train or _lines(config)[0], _keys(config))
     if len(labels) < 2:
         raise UserError(f"data.train: all lines have the label {', '.join(labels)}")
@@ -181,22 +171,22 @@ def _lines(config: HuggingFaceTaskConfig) -> tuple[Lines, Lines]:
         return train, Lines.of(JsonLines(data.validation, data.cache, "data.validation"))
     if len(train) < 2:
         raise UserError(
-            f"data.train: {len(train)} lines are too few for a part of validation; name files with "
+            f"data.train: {len(train)} lines are too few to split off validation data; set "
             "data.validation"
         )
     return train.split(data.validation_fraction)
 
 
-def _padding(folder: Folder, tokenizer: Tokenizer) -> int | None:
-    padding = _number(folder, tokenizer, "pad_token")
-    return _number(folder, tokenizer, "eos_token") if padding is None else padding
+def _padding(directory: ModelDirectory, tokenizer: Tokenizer) -> int | None:
+    padding = _number(directory, tokenizer, "pad_token")
+    return _number(directory, tokenizer, "eos_token") if padding is None else padding
 
 
-def _number(folder: Folder, tokenizer: Tokenizer, name: str) -> int | None:
+def _number(directory: ModelDirectory, tokenizer: Tokenizer, name: str) -> int | None:
     """Number of a special token, from the tokenizer's configuration or else from config.json."""
-    token = folder.special_token(name)
+    token = directory.special_token(name)
     number = tokenizer.number_of(token) if token is not None else None
-    return folder.number_of(f"{name}_id") if number is None else number
+    return directory.number_of(f"{name}_id") if number is None else number
 
 
 # --- samples from JSON lines --------------------------------------------------
@@ -256,7 +246,7 @@ class Line:
         """
         value = self._value(key, name)
         if not isinstance(value, str):
-            raise UserError(f"{self.where}: {name!r} is no text, but {json.dumps(value)[:40]}")
+            raise UserError(f"{self.where}: {name!r} is not text, but {json.dumps(value)[:40]}")
         return value
 
     def label(self, key: str, name: str) -> str | int:
@@ -272,8 +262,8 @@ class Line:
     def _value(self, key: str, name: str) -> Any:
         if name not in self.content:
             raise UserError(
-                f"{self.where}: there is no {name!r}, only {', '.join(self.content) or 'nothing'}; "
-                f"{key} says which key it is"
+                f"{self.where}: no key {name!r}, only "
+                f"{', '.join(self.content) or 'an empty object'}; set {key}"
             )
         return self.content[name]
 
@@ -315,8 +305,8 @@ class Tokens:
 
     def too_long(self, where: str, count: int) -> UserError:
         return UserError(
-            f"{where}: {count} tokens are more than huggingface.context {self.context}: raise "
-            "that, shorten the line, or let huggingface.truncate true cut it at its end"
+            f"{where}: {count} tokens exceed huggingface.context {self.context}: increase it, "
+            "shorten the line, or truncate lines with huggingface.truncate true"
         )
 
 
@@ -372,8 +362,8 @@ class Answers(Dataset[tuple[Tensor, Tensor]]):
         first = max(len(prompt), 1)  # the first token cannot be predicted from anything
         if len(ids) <= first:
             raise UserError(
-                f"{line.where}: no token of the answer is left to learn: it is empty, or its "
-                f"prompt has more tokens ({len(prompt)}) than huggingface.context {context}"
+                f"{line.where}: no token of the answer remains: the answer is empty, or the prompt "
+                f"has more tokens ({len(prompt)}) than huggingface.context {context}"
             )
         return ids, first
 
@@ -427,7 +417,7 @@ class LabelledTexts(Dataset[tuple[Tensor, int, int]]):
         if self._numbered and isinstance(label, int) and 0 <= label < len(self.labels):
             return label
         known = ", ".join(self.labels[:10]) + (", ..." if len(self.labels) > 10 else "")
-        raise UserError(f"{line.where}: label {label!r} is none of the model's: {known}")
+        raise UserError(f"{line.where}: label {label!r} is not one of the model's labels: {known}")
 
 
 def labels_in(lines: Lines, keys: Keys) -> list[str]:

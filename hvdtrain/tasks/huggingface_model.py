@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 
 from hvdtrain.errors import UserError
 from hvdtrain.log import logger
+from hvdtrain.tasks.huggingface_config import HuggingFaceTaskConfig, LoraConfig
 
 CAUSAL, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 _KIND = {CAUSAL: "causal language model", CLASSIFIER: "classifier of texts"}
@@ -57,7 +59,20 @@ def library() -> Any:
 
 
 @dataclass(frozen=True)
-class Folder:
+class Classes:
+    """Classes of a classifier.
+
+    Args:
+        labels: names of the classes.
+        padding: the token that pads a text at its end; None if there is none.
+    """
+
+    labels: tuple[str, ...]
+    padding: int | None
+
+
+@dataclass(frozen=True)
+class ModelDirectory:
     """A model's directory.
 
     Args:
@@ -105,7 +120,7 @@ class Folder:
             raise UserError(
                 f"huggingface.model: {self.path} has no tokenizer.json: name one with "
                 "data.tokenizer, or make it from older files with transformers: "
-                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+                "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
             )
         return path
 
@@ -125,58 +140,58 @@ class Folder:
         return found
 
 
-def read_directory(path: str | None, kind: str) -> Folder:
+def read_directory(path: str | None, kind: str) -> ModelDirectory:
     """Read a model's directory; raise UserError if there is no model that can be trained."""
     if not path:
         raise UserError(
-            "huggingface.model: name the folder of a model, with its config.json; nothing is "
-            "downloaded"
+            "huggingface.model: set it to the directory of a model, with its config.json; nothing "
+            "is downloaded"
         )
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
         raise UserError(
-            f"huggingface.model: there is no folder {path} (from {os.getcwd()}); nothing is "
-            "downloaded: a model is a folder with its config.json, *.safetensors and tokenizer.json"
+            f"huggingface.model: no directory {path} (from {os.getcwd()}); nothing is downloaded: "
+            "a model is a directory with config.json, *.safetensors and tokenizer.json"
         )
-    if not (folder / "config.json").is_file():
+    if not (directory / "config.json").is_file():
         adapters = (
-            " (LoRA adapters alone are no model)" * (folder / "adapter_config.json").is_file()
+            " (LoRA adapters alone are not a model)" * (directory / "adapter_config.json").is_file()
         )
-        raise UserError(f"huggingface.model: {folder} has no config.json{adapters}")
-    facts = _json(folder / "config.json")
-    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"huggingface.model: {directory} has no config.json{adapters}")
+    facts = _json(directory / "config.json")
+    if (directory / "adapter_config.json").is_file():
         raise UserError(
-            f"huggingface.model: {folder} has adapters beside its model: merge them first, or "
-            "remove adapter_config.json"
+            f"huggingface.model: {directory} has adapters in addition to its model: merge them "
+            "first, or remove adapter_config.json"
         )
     if "quantization_config" in facts:
         raise UserError(
-            f"huggingface.model: the weights in {folder} are quantized, which cannot be trained: "
-            "take those that they were made of"
+            f"huggingface.model: the weights in {directory} are quantized, and cannot be trained: "
+            "use the original weights"
         )
-    config = _config(folder, facts)
+    config = _config(directory, facts)
     if type(config) not in getattr(library(), _MODELS[kind]):
         raise UserError(
-            f"huggingface.model: {folder} is a {config.model_type!r}, of which transformers "
-            f"{library().__version__} has no {_KIND[kind]}"
+            f"huggingface.model: {directory} is a {config.model_type!r} model, and transformers "
+            f"{library().__version__} has no {_KIND[kind]} of this type"
         )
-    return Folder(folder, kind, facts, config)
+    return ModelDirectory(directory, kind, facts, config)
 
 
-def _config(folder: Path, facts: dict[str, Any]) -> Any:
+def _config(directory: Path, facts: dict[str, Any]) -> Any:
     transformers = library()
     try:
         return transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
+            directory, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # each architecture raises its own errors
         if "auto_map" in facts:
             raise UserError(
-                f"huggingface.model: {folder} brings code of its own (auto_map in config.json), "
-                f"which is not run; transformers {transformers.__version__} has no "
+                f"huggingface.model: {directory} requires its own code (auto_map in config.json), "
+                f"which is not run; transformers {transformers.__version__} does not include "
                 f"{facts.get('model_type')!r}"
             ) from None
-        raise _unreadable(folder / "config.json", error) from None
+        raise _unreadable(directory / "config.json", error) from None
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:
@@ -193,11 +208,13 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from None
     if not isinstance(content, dict):
-        raise UserError(f"huggingface.model: {path} is no JSON object")
+        raise UserError(f"huggingface.model: {path} is not a JSON object")
     return content
 
 
-def build(folder: Folder, weights: bool, dtype: torch.dtype = torch.float32) -> nn.Module:
+def build(
+    directory: ModelDirectory, weights: bool, dtype: torch.dtype = torch.float32
+) -> nn.Module:
     """The model, in train mode.
 
     Args:
@@ -207,69 +224,67 @@ def build(folder: Folder, weights: bool, dtype: torch.dtype = torch.float32) -> 
         UserError: transformers has no such model, or the weights are missing or do not fit.
     """
     transformers = library()
-    of_kind = getattr(transformers, folder.kind)
+    of_kind = getattr(transformers, directory.kind)
     options = {"trust_remote_code": False}
     try:
         if weights:
-            _check_weights(folder.path)
+            _check_weights(directory.path)
             model, report = of_kind.from_pretrained(
-                folder.path, config=folder.config, dtype=dtype, local_files_only=True,
+                directory.path, config=directory.config, dtype=dtype, local_files_only=True,
                 use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True,
                 **options,
             )  # fmt: skip
-            _check_report(folder, report)
+            _check_report(directory, report)
         else:
-            model = of_kind.from_config(folder.config, dtype=dtype, **options)
+            model = of_kind.from_config(directory.config, dtype=dtype, **options)
     except UserError:
         raise
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, ImportError) as error:
-        raise _unreadable(folder.path, error) from None
+        raise _unreadable(directory.path, error) from None
     except Exception as error:
         if type(error).__name__ != "SafetensorError":
             raise
-        raise _unreadable(folder.path, error) from None
+        raise _unreadable(directory.path, error) from None
     model.train()  # from_pretrained returns it in eval mode, without dropout
     assert isinstance(model, nn.Module)
     return model
 
 
-def _check_weights(folder: Path) -> None:
+def _check_weights(directory: Path) -> None:
     """Raise UserError if a file of the weights is missing."""
-    index = folder / "model.safetensors.index.json"
+    index = directory / "model.safetensors.index.json"
     if index.is_file():
         files = set(_json(index).get("weight_map", {}).values())
-        missing = sorted(name for name in files if not (folder / name).is_file())
+        missing = sorted(name for name in files if not (directory / name).is_file())
         if missing:
-            raise UserError(f"huggingface.model: {folder} has no {', '.join(missing[:_NAMED])}")
-    elif not (folder / "model.safetensors").is_file():
-        pickled = sorted(path.name for path in folder.glob("*.bin"))
+            raise UserError(f"huggingface.model: {directory} has no {', '.join(missing[:_NAMED])}")
+    elif not (directory / "model.safetensors").is_file():
+        pickled = sorted(path.name for path in directory.glob("*.bin"))
         instead = (
-            f"; {pickled[0]} is pickled, which can run code when it is read: convert it on a "
-            "machine that may, with save_pretrained of transformers"
+            f"; {pickled[0]} is a pickle, which can run code when it is loaded: convert it with "
+            "save_pretrained of transformers, on a machine where that is safe"
             if pickled
-            else "; huggingface.weights false begins with random ones"
+            else "; huggingface.weights false starts from random weights"
         )
-        raise UserError(f"huggingface.model: {folder} has no model.safetensors{instead}")
+        raise UserError(f"huggingface.model: {directory} has no model.safetensors{instead}")
 
 
-def _check_report(folder: Folder, report: dict[str, Any]) -> None:
+def _check_report(directory: ModelDirectory, report: dict[str, Any]) -> None:
     """Check from_pretrained's report on the weights; a classifier's head may be missing."""
     missing = sorted(report["missing_keys"])
     shapes = sorted(str(key[0]) for key in report["mismatched_keys"])
     layers = [name for name in [*missing, *shapes] if re.search(r"\.\d+\.", name)]
-    wrong = [*missing, *shapes] if folder.kind == CAUSAL else layers
+    wrong = [*missing, *shapes] if directory.kind == CAUSAL else layers
     if wrong:
         raise UserError(
-            f"huggingface.model: the weights in {folder.path} are not those of its config.json: "
-            f"missing, or of another shape, are {listed(wrong)}"
+            f"huggingface.model: the weights in {directory.path} do not match its config.json: "
+            f"missing or of another shape: {listed(wrong)}"
         )
     if missing or shapes:
-        logger.warning(
-            "huggingface.model: new, with random weights: %s", listed([*missing, *shapes])
-        )
+        logger.warning("huggingface.model: initialized randomly: %s", listed([*missing, *shapes]))
     if report["unexpected_keys"]:
         unused = listed(sorted(report["unexpected_keys"]))
-        logger.warning("huggingface.model: not used of the folder's weights: %s", unused)
+        logger.warning("huggingface.model: unused weights: %s", unused)
 
 
 def listed(names: Sequence[str]) -> str:
@@ -278,7 +293,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 @torch.no_grad()
-def check_causal(folder: Folder, model: nn.Module) -> None:
+def check_causal(directory: ModelDirectory, model: nn.Module) -> None:
     """Check that no prediction depends on later tokens, as BERT's does: it would learn nothing.
 
     Raises:
@@ -286,15 +301,78 @@ def check_causal(folder: Folder, model: nn.Module) -> None:
     """
     trained = model.training
     model.eval()
-    count = min(8, folder.positions or 8)
-    one = torch.arange(1, count + 1)[None] % folder.text.vocab_size
+    count = min(8, directory.positions or 8)
+    one = torch.arange(1, count + 1)[None] % directory.text.vocab_size
     other = one.clone()
     other[0, -1] = 0
     before, after = (model(input_ids=tokens).logits[0, :-1] for tokens in (one, other))
     model.train(trained)
     if (before - after).abs().max() > 1e-4 * before.abs().max():
         raise UserError(
-            f"huggingface.model: {folder.path}: {type(model).__name__} sees the tokens that it is "
-            "to predict; where its architecture can be causal, config.json says so with "
-            "is_decoder true"
+            f"huggingface.model: {directory.path}: {type(model).__name__} attends to the tokens "
+            "that it must predict; if its architecture can be causal, set is_decoder to true in "
+            "config.json"
         )
+
+
+# --- the model to train: with a classifier's classes, with LoRA adapters ------
+
+
+def build_trained(
+    config: HuggingFaceTaskConfig,
+    directory: ModelDirectory,
+    classes: Classes | None,
+    weights: bool,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """A transformers.PreTrainedModel, or a peft.PeftModel around it, in train mode.
+
+    LoRA: Hu et al., arXiv:2106.09685.
+
+    Args:
+        classes: of a classifier.
+        weights: load the directory's weights; else initialise randomly.
+
+    Raises:
+        UserError: there is no such model, or it does not support the adapters.
+    """
+    if classes is not None:
+        _prepare_classifier(directory, classes)
+    model = build(directory, weights, dtype)
+    return _with_adapters(config.lora, model, directory.kind) if config.lora.rank else model
+
+
+def _prepare_classifier(directory: ModelDirectory, classes: Classes) -> None:
+    directory.config.id2label = dict(enumerate(classes.labels))
+    directory.config.label2id = {name: number for number, name in enumerate(classes.labels)}
+    if directory.text.pad_token_id is None:
+        directory.text.pad_token_id = classes.padding
+    if directory.text.pad_token_id is None:
+        raise UserError(
+            f"huggingface.model: {directory.path} has neither a pad_token nor an eos_token, and "
+            "texts of different lengths need one: add pad_token_id to its config.json"
+        )
+
+
+def _with_adapters(config: LoraConfig, model: Any, kind: str) -> Any:
+    """Add adapters; only their parameters, and a classifier's head, are trained."""
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError(
+            f"lora.rank needs peft ({error}): pip install 'hvdtrain[lora]'; lora.rank 0 trains all "
+            "weights"
+        ) from None
+    adapters = peft.LoraConfig(
+        task_type="SEQ_CLS" if kind == CLASSIFIER else "CAUSAL_LM",
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=config.targets or "all-linear",
+    )
+    try:
+        with warnings.catch_warnings():  # about settings that peft corrects itself
+            warnings.simplefilter("ignore")
+            return peft.get_peft_model(model, adapters)
+    except ValueError as error:
+        raise UserError(f"lora.targets: {' '.join(str(error).split())[:200]}") from None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from hvdtrain.data.images import ImageData
 
-_DIGIT_SIZE, _FOLDER_SIZE = 8, 224
+_DIGIT_SIZE, _PHOTO_SIZE = 8, 224
 _SHOWN = 10
 
 
@@ -35,7 +35,7 @@ class ImageConfig:
         crop: in training, cut the square out at a random position (digits are shifted)
         flip: in training, mirror half of the images left to right; null = images of a directory,
             not digits
-        label_smoothing: in training, share of the target that is spread evenly over all classes
+        label_smoothing: in training, fraction of the target that is spread evenly over all classes
         mixup: in training, mix images with weights from Beta(mixup, mixup); 0 = never
         sync_batchnorm: compute BatchNorm's statistics over the global batch; requires one
             micro-batch per step on each rank
@@ -62,20 +62,21 @@ class ImageConfig:
         )
         require(
             self.data is not None or self.validation is None,
-            "image.validation needs image.data, the folder of the training images",
+            "image.validation needs image.data, the directory of the training images",
         )
         require(
             not self.sharded or (self.classes or 0) >= 2,
-            f"image.data {self.data} needs image.classes, how many classes there are (>= 2), not "
+            f"image.data {self.data} needs image.classes, the number of classes (>= 2), not "
             f"{self.classes}",
         )
         require(
             self.sharded or (self.classes is None and self.cache is None),
-            "image.classes and image.cache are for tar shards: image.data is none (*.tar)",
+            "image.classes and image.cache are for tar shards (*.tar), which image.data does not "
+            "name",
         )
         require(
             self.validation is None or self.validation.endswith(".tar") == self.sharded,
-            "image.data and image.validation must both be folders, or both tar shards (*.tar)",
+            "image.data and image.validation must both be directories, or both tar shards (*.tar)",
         )
         require(self.side >= _DIGIT_SIZE, f"image.size must be >= {_DIGIT_SIZE}, not {self.size}")
         require(
@@ -100,7 +101,7 @@ class ImageConfig:
     @property
     def side(self) -> int:
         """Side of the square that the model sees, in pixels."""
-        return self.size or (_FOLDER_SIZE if self.data else _DIGIT_SIZE)
+        return self.size or (_PHOTO_SIZE if self.data else _DIGIT_SIZE)
 
     @property
     def patch_side(self) -> int:
@@ -139,13 +140,13 @@ class Image:
         self._data: ImageData | None = None
 
     def datasets(self) -> Datasets:
-        from hvdtrain.data.images import Reading, digits, folders, shards
+        from hvdtrain.data.images import Reading, class_directories, digits, shards
 
         config = self.config
         if config.data is None and config.side != _DIGIT_SIZE:
             raise UserError(
-                f"image.size {config.side} is for images of your own: name them with image.data "
-                f"FOLDER; the digits have {_DIGIT_SIZE} x {_DIGIT_SIZE} pixels"
+                f"image.size {config.side} requires your own images, with image.data; the digits "
+                f"have {_DIGIT_SIZE} x {_DIGIT_SIZE} pixels"
             )
         if config.data is None:
             self._data = digits(config.validation_fraction)
@@ -154,7 +155,7 @@ class Image:
             self._data = (
                 shards(*source, Reading(config.classes or 0, config.cache))
                 if config.sharded
-                else folders(*source)
+                else class_directories(*source)
             )
         return Datasets(self._data.train, self._data.validation, self._data.fingerprint)
 
@@ -222,8 +223,8 @@ class Image:
     def _check(self, model: nn.Module, count: int) -> None:
         if model.training and count == 1 and self.config.model != "vit":
             raise UnsupportedTaskError(
-                f"batch.micro_size 1: BatchNorm of {self.config.model} normalises over the "
-                "micro-batch, which takes 2 images or more"
+                f"batch.micro_size 1: BatchNorm of {self.config.model} normalizes over the "
+                "micro-batch, which must have at least 2 images"
             )
 
     def sample(self, model: nn.Module) -> str:

@@ -139,7 +139,7 @@ class LanguageModel:
         if self._vocab_size > rows:
             raise UserError(
                 f"the tokenizer {self._tokenizer.name} has {self._vocab_size} tokens, but the "
-                f"model knows {rows}: it was trained with another one"
+                f"model knows {rows}: it was trained with another tokenizer"
             )
         return self.model_of(weights)
 
@@ -157,7 +157,7 @@ class LanguageModel:
             model.load_state_dict(GPT.upgrade_checkpoint(weights))
         except RuntimeError as error:
             first = " ".join(str(error).split())[:200]
-            raise UserError(f"the weights are not of this configuration: {first} ...") from None
+            raise UserError(f"the weights do not match this configuration: {first} ...") from None
         return model
 
     def _tokenizer_of_data(self, file: str | None) -> Tokenizer:
@@ -167,10 +167,12 @@ class LanguageModel:
 
         data = self.config.data
         if file is None and data.source == "tokens":
-            folder = expand("data.train", data.train)[0].parent
-            name = TokenMeta.read(folder).tokenizer
+            directory = expand("data.train", data.train)[0].parent
+            name = TokenMeta.read(directory).tokenizer
             if name != "bytes":
-                raise UserError(f"the tokens are of {name}: name that file with --tokenizer")
+                raise UserError(
+                    f"the tokens were made with {name}: pass that file with --tokenizer"
+                )
         return Tokenizer(file or data.tokenizer)
 
     def generate(self, model: GPT, prompt: str, sampling: Sampling) -> str:
@@ -182,7 +184,7 @@ class LanguageModel:
         assert self._tokenizer is not None
         tokens = [int(token) for token in self._tokenizer.encode(prompt.encode())]
         if not tokens:
-            raise UserError("the prompt is empty: the model needs a token to begin with")
+            raise UserError("the prompt is empty: the model needs a token to start from")
         return self._text(self._continued(model, tokens, sampling))
 
     def _continued(self, model: GPT, tokens: list[int], sampling: Sampling) -> list[int]:

@@ -82,9 +82,8 @@ def _check_micro_batches() -> None:
     fewest, most = COLLECTIVES.counts
     each = f"{most}" if fewest == most else f"{fewest} to {most}"
     raise CollectiveError(
-        "image.sync_batchnorm: statistics of the global batch take exactly one micro-batch a step "
-        f"on each rank, and there are {each}: set batch.micro_size to batch.global_size / the "
-        "number of ranks"
+        "image.sync_batchnorm: statistics of the global batch require exactly one micro-batch per "
+        f"step on each rank, not {each}: set batch.micro_size to batch.global_size / the world size"
     )
 
 

@@ -43,15 +43,14 @@ class Tabular:
     def datasets(self) -> Datasets:
         from torch.utils.data import TensorDataset
 
-        from hvdtrain.tasks import tabular_measures
         from hvdtrain.tasks.tabular_data import class_names, load
 
         data = self._data = load(self.config)
         self._classes = class_names(data.columns)
         if self.config.objective == "regression":
-            self.measures = tabular_measures.of_numbers
+            self.measures = of_numbers
         elif len(self._classes) == 2:
-            self.measures = tabular_measures.of_classes
+            self.measures = of_classes
         digest = hashlib.sha256(data.train.fingerprint() + data.columns.to_json().encode())
         return Datasets(
             TensorDataset(*data.train),
@@ -155,3 +154,46 @@ class Tabular:
             f"{label.name} {real} predicted as {guess}"
             for real, guess in zip(actual, said, strict=True)
         )
+
+
+# --- metrics over all rows, which are not means of micro-batches' metrics -----
+
+
+def of_classes(rows: Tensor) -> dict[str, float]:
+    """The area under the ROC curve: how often a row of class 1 scores higher than one of class 0.
+
+    Args:
+        rows: (N, 2) float64: a score, and the class.
+
+    Returns:
+        "auc"; equal scores count half (Mann and Whitney, 1947). Empty if one class is missing.
+    """
+    import numpy as np
+
+    scores, labels = rows.numpy().T
+    positive = labels > 0.5
+    ones, zeros = int(positive.sum()), int((~positive).sum())
+    if not ones or not zeros:
+        return {}
+    _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    ranks = (counts.cumsum() - (counts - 1) / 2)[places]
+    above = ranks[positive].sum() - ones * (ones + 1) / 2
+    return {"auc": float(above / ones / zeros)}
+
+
+def of_numbers(rows: Tensor) -> dict[str, float]:
+    """The root mean squared error, and the explained fraction of the variance.
+
+    Args:
+        rows: (N, 2) float64: the prediction, and the actual value.
+
+    Returns:
+        "rmse" and "r2"; without "r2" if all rows have the same value.
+    """
+    import numpy as np
+
+    predicted, actual = rows.numpy().T
+    squared = float(np.square(predicted - actual).sum())
+    spread = float(np.square(actual - actual.mean()).sum())
+    found = {"rmse": float(np.sqrt(squared / len(actual)))}
+    return found | ({"r2": 1 - squared / spread} if spread else {})

@@ -30,10 +30,10 @@ class TabularConfig:
             whose statistics are used; null = compute them from the training data
         label_fraction: fraction of the training rows to use, for experiments with few labels
         mask: fraction of the cells that is hidden in pretraining
-        layers: of the transformer
-        width: of a cell's embedding, a multiple of `tabular.heads`
-        heads: of the attention
-        dropout: in the layers
+        layers: number of transformer layers
+        width: size of a cell's embedding, a multiple of `tabular.heads`
+        heads: number of attention heads
+        dropout: dropout rate in the layers
     """
 
     objective: Literal["classification", "regression", "pretraining"] = "classification"
@@ -85,8 +85,8 @@ class TabularConfig:
         )
         require(
             (self.split_by is None) == bool(self.validation),
-            "name the validation rows: either files with tabular.validation, or with "
-            "tabular.split_by the column whose largest values they have",
+            "select the validation rows: set either tabular.validation to files, or "
+            "tabular.split_by to the column whose largest values they have",
         )
 
 

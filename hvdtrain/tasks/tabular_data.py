@@ -87,8 +87,8 @@ def load(config: TabularConfig) -> TabularData:
     if config.label_fraction < 1:
         train = _some(train, max(1, round(len(train.labels) * config.label_fraction)))
         notes.append(
-            f"tabular.label_fraction {config.label_fraction:g}: {len(train.labels):,} rows are "
-            "trained with"
+            f"tabular.label_fraction {config.label_fraction:g}: training uses "
+            f"{len(train.labels):,} rows"
         )
     # Evaluation may use only the first rows, which must not all be of one day.
     return TabularData(train, _some(validation, len(validation.labels)), columns, notes)
@@ -119,18 +119,17 @@ def _open_training(config: TabularConfig) -> tuple[Table, Wanted]:
         for name in names:
             if name is not None and name not in table.kinds:
                 raise UserError(
-                    f"tabular.{key}: there is no column {name!r}; there are "
-                    f"{', '.join(table.kinds)}"
+                    f"tabular.{key}: no column {name!r}; the columns are {', '.join(table.kinds)}"
                 )
     if split_by is not None and table.kinds[split_by] == "category":
-        raise UserError(f"tabular.split_by: column {split_by} is no number and no date")
+        raise UserError(f"tabular.split_by: column {split_by} is neither a number nor a date")
     if label and config.objective == "regression" and table.kinds[label] != "number":
         raise UserError(
-            f"tabular.label: {label} is no number; tabular.objective classification predicts it"
+            f"tabular.label: {label} is not a number; use tabular.objective classification"
         )
     features = tuple(n for n in table.kinds if n not in left_out and n not in config.ignore)
     if not features:
-        raise UserError("tabular.ignore: no column is left")
+        raise UserError("tabular.ignore: no column remains")
     predicted = None if config.objective == "pretraining" else label
     return table, Wanted(features, predicted, split_by, config.validation_fraction)
 
@@ -169,8 +168,8 @@ def read_columns(path: Path) -> Columns:
         raise UserError(f"tabular.columns: {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError(
-            f"tabular.columns: {path} has no columns: it is no file of `hvdtrain data columns` "
-            "and no run of the task tabular"
+            f"tabular.columns: {path} has no columns: it is neither a file of `hvdtrain data "
+            "columns` nor a run of the task tabular"
         ) from None
 
 
@@ -196,14 +195,14 @@ def _open(key: str, patterns: Sequence[str], texts: Sequence[str], first: Table 
     if first is not None:
         for name in first.kinds:
             if name not in table.kinds:
-                raise UserError(f"{key}: column {name!r} of tabular.data is not there")
+                raise UserError(f"{key}: column {name!r} of tabular.data is missing")
             if table.kinds[name] != first.kinds[name]:
                 raise UserError(
-                    f"{key}: column {name!r} is a {table.kinds[name]}, and a {first.kinds[name]} "
+                    f"{key}: column {name!r} is a {table.kinds[name]}, but a {first.kinds[name]} "
                     "in tabular.data"
                 )
         for name in table.kinds.keys() - first.kinds.keys():
-            raise UserError(f"{key}: there is a column {name!r} that tabular.data has not")
+            raise UserError(f"{key}: column {name!r} is not in tabular.data")
     return table
 
 
@@ -211,7 +210,7 @@ def _files(key: str, patterns: Sequence[str]) -> list[Path]:
     files = expand(key, patterns)
     wrong = [file for file in files if file.suffix not in SUFFIXES]
     if wrong:
-        raise UserError(f"{key}: {wrong[0]} is no table: *{' or *'.join(SUFFIXES)} are read")
+        raise UserError(f"{key}: {wrong[0]} is not a table (*{' or *'.join(SUFFIXES)})")
     return files
 
 
@@ -226,18 +225,18 @@ def _sources(table: Table, wanted: Wanted, columns: Columns) -> tuple[str, ...]:
     }
     for column in columns.features:
         if column.name not in here:
-            raise UserError(f"tabular.columns: it has a column {column.name!r}, the data has not")
+            raise UserError(f"tabular.columns: column {column.name!r} is not in the data")
         if column.kind != here[column.name][0]:
             raise UserError(
-                f"tabular.columns: column {column.name!r} is a {column.kind} there, and a "
+                f"tabular.columns: column {column.name!r} is a {column.kind}, but a "
                 f"{here[column.name][0]} in the data"
             )
     known = {column.name for column in columns.features}
     for cell, (_, name) in here.items():
         if cell not in known and cell not in columns.constant:
             raise UserError(
-                f"tabular.columns: the data has a column {name!r} that it has not; leave it out "
-                "with tabular.ignore"
+                f"tabular.columns: column {name!r} of the data is missing; omit it with "
+                "tabular.ignore"
             )
     used = {here[name][1] for name in known}
     return tuple(name for name in wanted.features if name in used)
@@ -270,7 +269,7 @@ def _labelled(which: str, rows: Rows, label: Column | None, notes: list[str]) ->
     missing = len(known) - int(known.sum())
     if missing:
         notes.append(
-            f"{missing:,} of {len(known):,} {which} rows have no {label.name}: they are left out"
+            f"{missing:,} of {len(known):,} {which} rows have no {label.name} and are omitted"
         )
     return rows.take(known)
 
@@ -286,13 +285,16 @@ def _some(rows: Rows, count: int) -> Rows:
 def _notes(columns: Columns, unseen: tuple[Counter[str], Counter[str]]) -> list[str]:
     notes = []
     if columns.constant:
-        notes.append(f"alike in all training rows, and not used: {', '.join(columns.constant)}")
+        notes.append(
+            "not used, because they are constant in the training rows: "
+            f"{', '.join(columns.constant)}"
+        )
     for which, counts in zip(("training", "validation"), unseen, strict=True):
         found = [f"{count:,} of {name}" for name, count in counts.items() if count]
         if found:
             notes.append(
-                f"categories that no vocabulary has, because they are rare or new, count as "
-                f"unseen; in the {which} rows {', '.join(found)}"
+                "categories outside the vocabulary, because they are rare or new, count as "
+                f"unseen: in the {which} rows {', '.join(found)}"
             )
     return notes
 

@@ -21,8 +21,8 @@ from hvdtrain.run.data import build_data
 from hvdtrain.runtime.collectives import broadcast_json
 from hvdtrain.runtime.mesh import Topology
 from hvdtrain.runtime.mpi import Alone
+from hvdtrain.tasks.tabular import of_classes
 from hvdtrain.tasks.tabular_data import open_training, scan_columns
-from hvdtrain.tasks.tabular_measures import of_classes
 from tests.support.contexts import replicated
 from tests.support.datasets import KEYS, sales, write
 

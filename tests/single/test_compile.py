@@ -10,7 +10,7 @@ from torch import nn
 from hvdtrain.checkpoint.format import read
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
-from hvdtrain.tasks.blocks import blocks_of
+from hvdtrain.tasks import blocks_of
 from tests.support.runs import TINY, losses, run, train
 
 STEPS = 3

@@ -232,7 +232,7 @@ def test_invalid_data_line_is_reported_once_across_ranks(root: Path) -> None:
     flags = [*_flags(root, "gpt2"), "--run.id", "bad", "--data.train", str(bad)]
     done = run(root / "output", flags, "mpirun:2", timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done
-    assert done.stderr.count(f"{bad}: line 5: there is no 'answer', only prompt;") == 1, done
+    assert done.stderr.count(f"{bad}: line 5: no key 'answer', only prompt;") == 1, done
 
 
 def test_merge_is_rejected_for_run_without_adapters(

@@ -25,7 +25,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.optim.precision import to_bfloat16
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime.device import seed_all
-from hvdtrain.tasks.blocks import blocks_of
+from hvdtrain.tasks import blocks_of
 from hvdtrain.tasks.huggingface import HuggingFace
 from tests.support.runs import CORPUS, REPOSITORY
 from tests.support.transformer_folders import (
@@ -203,7 +203,7 @@ def test_label_ids_follow_model_or_configured_order(root: Path, tmp_path: Path) 
     assert {numbered[i][2] for i in range(len(numbered))} <= {0, 1, 2}
     wrong = write(tmp_path / "w.jsonl", [{"text": "x", "label": 7}] * 4)
     with pytest.raises(
-        UserError, match=r"w.jsonl: line \d: label 7 is none of the model's: c, a, b"
+        UserError, match=r"w.jsonl: line \d: label 7 is not one of the model's labels: c, a, b"
     ):
         _data(_task(folder, "labels", wrong))[0]
 
@@ -211,11 +211,11 @@ def test_label_ids_follow_model_or_configured_order(root: Path, tmp_path: Path) 
 # --- what is wrong with a line ---------------------------------------------------
 
 LINES = {
-    "no JSON": ("{", r"is no JSON object \(Expecting"),
-    "no object": ("[1]", r"is no JSON object \(it is a list"),
-    "no key": ({"prompt": "a", "reply": "b"}, "there is no 'answer', only prompt, reply; hugg"),
-    "no text": ({"prompt": "a", "answer": 3}, "'answer' is no text, but 3"),
-    "too long": ({"prompt": "a", "answer": "b" * 99}, r"\d+ tokens are more than huggingface.con"),
+    "no JSON": ("{", r"is not a JSON object \(Expecting"),
+    "no object": ("[1]", r"is not a JSON object \(it is a list"),
+    "no key": ({"prompt": "a", "reply": "b"}, "no key 'answer', only prompt, reply; set hugg"),
+    "no text": ({"prompt": "a", "answer": 3}, "'answer' is not text, but 3"),
+    "too long": ({"prompt": "a", "answer": "b" * 99}, r"\d+ tokens exceed huggingface.con"),
 }
 
 
@@ -249,7 +249,7 @@ def test_truncation_keeps_answer_tokens_and_final_separator(root: Path, tmp_path
     cut = _data(_task(root / "gpt2", "answers", data, data__validation=data, **truncate))
     tokens, targets = cut[0]
     assert len(tokens) == POSITIONS and targets[-1] >= 0
-    with pytest.raises(UserError, match=r"data.jsonl: line 2: no token of the answer is left"):
+    with pytest.raises(UserError, match=r"data.jsonl: line 2: no token of the answer remains"):
         cut[1]
     texts = write(tmp_path / "t.jsonl", [{"text": "work " * 99, "label": n} for n in (0, 1)] * 2)
     tokens, length, _ = _data(_task(root / "bert", "labels", texts, **truncate))[0]
@@ -307,18 +307,18 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (_without("config.json"), "has no config.json$"),
     "no JSON": (_with("config.json", "{"), "config.json: Expecting property"),
     "unknown": (_where(model_type="bogus"), "config.json: .*bogus"),
-    "an image's": (_where(model_type="vit"), "is a 'vit', of which .* no causal language model"),
-    "own code": (_where(**OWN_CODE), r"brings code of its own \(auto_map in"),
-    "quantized": (_where(quantization_config={}), "are quantized, which cannot"),
+    "an image's": (_where(model_type="vit"), "is a 'vit' model, and .* no causal language model"),
+    "own code": (_where(**OWN_CODE), r"requires its own code \(auto_map in"),
+    "quantized": (_where(quantization_config={}), "are quantized, and cannot"),
     "no tokenizer": (_without("tokenizer.json"), "has no tokenizer.json: name one"),
-    "pickled": (_pickled, "has no model.safetensors; pytorch_model.bin is pickled, which can run"),
-    "no weights": (_without("model.safetensors"), "huggingface.weights false begins"),
+    "pickled": (_pickled, "has no model.safetensors; pytorch_model.bin is a pickle, which can run"),
+    "no weights": (_without("model.safetensors"), "huggingface.weights false starts"),
     "a shard": (_sharded, "has no model-2.safetensors$"),
     "half": (_half, "huggingface.model: .*llama: "),
-    "adapters": (_with("adapter_config.json", "{}"), "has adapters beside its"),
+    "adapters": (_with("adapter_config.json", "{}"), "has adapters in addition to"),
     "vocabulary": (_where(vocab_size=300), "has 310 tokens, but the model in .* knows 300"),
-    "layers": (_where(num_hidden_layers=3), r"not those of its config.json: missing"),
-    "width": (_where(intermediate_size=32), r"of another shape, are model.layers.0"),
+    "layers": (_where(num_hidden_layers=3), r"do not match its config.json: missing"),
+    "width": (_where(intermediate_size=32), r"of another shape: model.layers.0"),
 }
 
 
@@ -332,14 +332,14 @@ def test_unusable_model_directory_is_rejected(tmp_path: Path, case: str) -> None
 
 
 def test_bidirectional_model_is_rejected_for_language_modeling(root: Path) -> None:
-    with pytest.raises(UserError, match="BertLMHeadModel sees the tokens that it is to predict"):
+    with pytest.raises(UserError, match="BertLMHeadModel attends to the tokens that"):
         _task(root / "bert").model()
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"huggingface__model": "nowhere"}, "there is no folder nowhere .* nothing is downloaded"),
+        ({"huggingface__model": "nowhere"}, "no directory nowhere .* nothing is downloaded"),
         ({"huggingface__context": POSITIONS + 1}, f"has {POSITIONS} positions"),
         (
             {"huggingface__learn": "answers", "data__source": "tokens"},

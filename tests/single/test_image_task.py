@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hvdtrain.config import parse
-from hvdtrain.data.images import crop, digits, folders, mix
+from hvdtrain.data.images import class_directories, crop, digits, mix
 from hvdtrain.errors import UnsupportedTaskError, UserError
 from hvdtrain.models.resnet import ResNet
 from hvdtrain.models.vit import VisionTransformer
@@ -116,7 +116,7 @@ def test_batchnorm_rejects_micro_batch_of_one_image() -> None:
 
 def test_image_directory_splits_are_complete_and_disjoint(tmp_path: Path) -> None:
     draw(tmp_path / "all", 10)
-    data = folders(str(tmp_path / "all"), None, 0.2, 32)
+    data = class_directories(str(tmp_path / "all"), None, 0.2, 32)
     assert data.classes == ["blue", "green", "red"]
     train, validation = data.train, data.validation
     image, label = train[0]
@@ -127,7 +127,7 @@ def test_image_directory_splits_are_complete_and_disjoint(tmp_path: Path) -> Non
     # The first images of validation are not all of the first class.
     assert len({label for _, label in validation._samples[:4]}) > 1  # type: ignore[attr-defined]
     other = draw(tmp_path / "own", 2, classes=("red",))
-    separate = folders(str(tmp_path / "all"), str(other), 0.2, 32)
+    separate = class_directories(str(tmp_path / "all"), str(other), 0.2, 32)
     assert (len(separate.train), len(separate.validation)) == (30, 2)  # type: ignore[arg-type]
     assert {label for _, label in separate.validation._samples} == {2}  # type: ignore[attr-defined]
 
@@ -137,9 +137,9 @@ def test_image_directory_splits_are_complete_and_disjoint(tmp_path: Path) -> Non
     [
         ("missing", "image.data: .*/missing: No such file or directory"),
         ("a file", "image.data: .*/a file: Not a directory"),
-        ("no classes", "image.data: .*/no classes has no class folders; .*/CLASS/"),
-        ("empty class", r"image.data: class folder .*/empty class/cat has no image \(\*.jpg"),
-        ("one each", "too few images for a part of validation"),
+        ("no classes", "image.data: .*/no classes has no class directories; .*/CLASS/"),
+        ("empty class", r"image.data: class directory .*/empty class/cat has no image \(\*.jpg"),
+        ("one each", "too few images to split off validation data"),
     ],
 )
 def test_unusable_image_directory_is_rejected(tmp_path: Path, what: str, message: str) -> None:
@@ -148,7 +148,7 @@ def test_unusable_image_directory_is_rejected(tmp_path: Path, what: str, message
     (tmp_path / "empty class" / "cat").mkdir(parents=True)
     draw(tmp_path / "one each", 1)
     with pytest.raises(UserError, match=message):
-        folders(str(tmp_path / what), None, 0.2, 32)
+        class_directories(str(tmp_path / what), None, 0.2, 32)
 
 
 def test_class_found_only_in_validation_data_is_rejected(tmp_path: Path) -> None:
@@ -156,13 +156,13 @@ def test_class_found_only_in_validation_data_is_rejected(tmp_path: Path) -> None
     validation = draw(tmp_path / "validation", 2)
     message = "class 'green' .*validation/green.* is only in the validation data; .* blue, red"
     with pytest.raises(UserError, match=message):
-        folders(str(train), str(validation), 0.2, 32)
+        class_directories(str(train), str(validation), 0.2, 32)
 
 
 @pytest.mark.parametrize("file", ["000.png", "001.jpg"])
 def test_truncated_image_file_is_named(tmp_path: Path, file: str) -> None:
     broken = cut_off(draw(tmp_path, 2) / "green" / file)
-    data = folders(str(tmp_path), None, 0.5, 32)
+    data = class_directories(str(tmp_path), None, 0.5, 32)
     samples = [*data.train._samples, *data.validation._samples]  # type: ignore[attr-defined]
     number = [path for path, _ in samples].index(broken)
     halves = [data.train, data.validation]
@@ -174,7 +174,7 @@ def test_truncated_image_file_is_named(tmp_path: Path, file: str) -> None:
 
 
 def test_digits_dataset_rejects_larger_image_size() -> None:
-    with pytest.raises(UserError, match=r"image.size 224 is for images of your own: name them"):
+    with pytest.raises(UserError, match=r"image.size 224 requires your own images"):
         build_data(parse(["--config", "resnet50"]))
 
 

@@ -219,7 +219,7 @@ class _Short(_Stream):
 
 @pytest.mark.parametrize("rank", range(6))
 def test_all_ranks_report_iterable_dataset_that_ends_early(rank: int) -> None:
-    message = "the data set _Short ended after 18 samples, but its __len__.* says 20"
+    message = "the dataset _Short ended after 18 samples, but its __len__.* says 20"
     loader = TrainLoader(_Short(), 0, BatchConfig(8, 2), Assignment(4, Group(rank, 6)), SEED)
     for step in range(2):
         list(loader.next_step(step))

@@ -148,7 +148,7 @@ def test_index_is_reused_until_its_file_changes(
     _lines(path, [{"n": 1}, {"n": 2}, {"n": 3}])
     with caplog.at_level(logging.INFO):
         assert [row["n"] for row in JsonLines([str(path)])] == [1, 2, 3]
-    assert "has changed since its index was made" in caplog.text
+    assert "has changed since its index was built" in caplog.text
     index_path(path, None).write_bytes(b"broken")
     assert len(JsonLines([str(path)])) == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == [".a.jsonl.index.npy", "a.jsonl"]
@@ -166,7 +166,7 @@ def test_read_only_data_is_indexed_in_a_cache_or_in_memory(
 
     monkeypatch.setattr(index_module, "_write", refused)
     assert [len(i) - 1 for i in open_indexes(files, JSON_LINES)] == [1, 2]
-    assert "its index cannot be kept (Read-only file system)" in caplog.text
+    assert "its index cannot be stored (Read-only file system)" in caplog.text
 
 
 @pytest.mark.slow
@@ -217,11 +217,17 @@ def _cut(path: Path, size: int) -> Path:
             lambda f: JsonLines([str(_lines(f / "a.jsonl", [{"a": 1}] * 3 + [{"b": 1}]))])[9],
             None,
         ),
-        (lambda f: _broken_line(f, "[1]\n"), r"a\.jsonl: line 4 is no JSON object \(it is a list"),
-        (lambda f: _broken_line(f, '{"a": 1, "b'), r"a\.jsonl: line 4 is no JSON object \(Unter"),
+        (
+            lambda f: _broken_line(f, "[1]\n"),
+            r"a\.jsonl: line 4 is not a JSON object \(it is a",
+        ),
+        (
+            lambda f: _broken_line(f, '{"a": 1, "b'),
+            r"a\.jsonl: line 4 is not a JSON object \(Un",
+        ),
         (
             lambda f: ParquetRows([str(_cut(_parquet(f / "a.parquet", 0, 50), 900))]),
-            r"a\.parquet is no whole Parquet file \(Parquet magic bytes not found",
+            r"a\.parquet is not a complete Parquet file \(Parquet magic bytes not found",
         ),
         (
             lambda f: ParquetRows([str(_parquet(f / "a.parquet", 0, 5))], ["label"]),
@@ -229,11 +235,11 @@ def _cut(path: Path, size: int) -> Path:
         ),
         (
             lambda f: TarShards([str(_cut(_tar(f / "a.tar", [("1.cls", b"1" * 2000)]), 1000))]),
-            r"a\.tar is no whole tar file \(unexpected end of data;",
+            r"a\.tar is not a complete tar file \(unexpected end of data;",
         ),
         (
             lambda f: TarShards([str(_cut(_tar(f / "a.tar", [("1.cls", b"1")]), 1024))]),
-            r"a\.tar is no whole tar file \(its end is missing;",
+            r"a\.tar is not a complete tar file \(its end is missing;",
         ),
         (lambda f: TarShards([str(f / "*.tar")]), r"TarShards: no file matches"),
         (
@@ -311,7 +317,7 @@ def test_image_shards_keep_their_labels_and_are_split_without_overlap(tmp_path: 
         ({"png": b"no image"}, r"^image 0004 of .*a\.tar cannot be read \("),
         (
             {"cls": b"cat"},
-            r"^sample 0004 of .*a\.tar: its \.cls is no number of a class, but 'cat'$",
+            r"^sample 0004 of .*a\.tar: its \.cls is not a class number, but 'cat'$",
         ),
         (
             {"cls": b"7"},
@@ -331,7 +337,7 @@ def test_broken_sample_of_a_shard_is_named(
 def test_tar_shards_require_the_number_of_classes() -> None:
     with pytest.raises(ValueError, match=r"needs image\.classes"):
         ImageConfig(data="a/*.tar")
-    with pytest.raises(ValueError, match=r"both be folders, or both tar shards"):
+    with pytest.raises(ValueError, match=r"both be directories, or both tar shards"):
         ImageConfig(data="a/*.tar", classes=3, validation="b")
 
 

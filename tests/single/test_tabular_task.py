@@ -35,9 +35,8 @@ from hvdtrain.launch.commands import mpirun
 from hvdtrain.models.tabgpt import Shape, TabGPT
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime.mpi import Alone
-from hvdtrain.tasks.tabular import Tabular
+from hvdtrain.tasks.tabular import Tabular, of_classes, of_numbers
 from hvdtrain.tasks.tabular_data import buffers, read_columns
-from hvdtrain.tasks.tabular_measures import of_classes, of_numbers
 from tests.support.datasets import KEYS, sales, write
 
 FEATURES = ("day", "cost", "colour", "shop", "number", "country")
@@ -196,7 +195,7 @@ def test_labels_are_not_features_and_unlabelled_rows_are_omitted(tmp_path: Path)
         "day.year", "day.month", "day.day", "day.weekday", "cost", "colour", "shop", "number",
     }  # fmt: skip
     notes = " | ".join(task._data.notes)
-    assert "training rows have no sold: they are left out" in notes
+    assert "training rows have no sold and are omitted" in notes
     assert "in the validation rows" in notes and "of shop" in notes and "country" in notes
     _, every, _ = _rows(["--tabular.data", str(file), "--tabular.objective", "pretraining"])
     assert len(every) == task._data.columns.rows
@@ -244,14 +243,20 @@ def test_auc_rmse_and_r2_equal_scikit_learn() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tabular.label buyer", "tabular.label: there is no column 'buyer'; there are day, cost"),
-        ("--tabular.ignore colr", "tabular.ignore: there is no column 'colr'"),
-        ("--tabular.split_by shop", "tabular.split_by: column shop is no number and no date"),
-        ("--tabular.split_by country", "column country is no number"),
-        ("--tabular.objective regression", "tabular.label: sold is no number; .* classification"),
+        ("--tabular.label buyer", "tabular.label: no column 'buyer'; the columns are day, cost"),
+        ("--tabular.ignore colr", "tabular.ignore: no column 'colr'"),
+        ("--tabular.split_by shop", "tabular.split_by: column shop is neither a number nor a date"),
+        ("--tabular.split_by country", "column country is neither a number"),
+        (
+            "--tabular.objective regression",
+            "tabular.label: sold is not a number; .* class",
+        ),
         ("--tabular.label country", "tabular.label: country is here in all rows"),
         ("--tabular.columns {path}/no.json", "tabular.columns: .*no.json: No such file"),
-        ("--tabular.columns {path}/t.json", "t.json has no columns: it is no file of `hvdtrain"),
+        (
+            "--tabular.columns {path}/t.json",
+            "t.json has no columns: it is neither a file of `hvd",
+        ),
     ],
 )
 def test_key_that_does_not_fit_the_table_is_named(tmp_path: Path, flags: str, message: str) -> None:
@@ -269,12 +274,12 @@ def test_unknown_validation_label_or_missing_column_is_refused(tmp_path: Path) -
     other = write(table.set_column(7, "sold", sold), tmp_path / "validation.parquet")
     keys = [key for key in KEYS if key not in ("--tabular.split_by", "day")]
     flags = ["--tabular.data", str(train), "--tabular.validation", str(other)]
-    message = "validation.parquet: sold is perhaps, which is none of the classes .* .no, yes."
+    message = "validation.parquet: sold is perhaps, which is not one of the classes .* .no, yes."
     with pytest.raises(UserError, match=message):
         build_data(parse([*keys, *flags]))
     missing = write(table.drop_columns(["shop"]), tmp_path / "missing.parquet")
     with pytest.raises(
-        UserError, match=r"tabular.validation: column 'shop' of tabular.data is not"
+        UserError, match=r"tabular.validation: column 'shop' of tabular.data is missing"
     ):
         build_data(parse([*keys, *flags[:2], "--tabular.validation", str(missing)]))
 
@@ -299,7 +304,7 @@ def test_file_with_invalid_cells_columns_or_suffix_is_named(tmp_path: Path) -> N
     write(sales().rename_columns(["tag", *sales().column_names[1:]]), second)
     with pytest.raises(UserError, match=r"column 'day' is in .*a.csv, but not in .*b.csv"):
         _rows(["--tabular.data", str(tmp_path / "*.csv")])
-    with pytest.raises(UserError, match=r"tabular.data: .*c.txt is no table: \*.csv or \*.parquet"):
+    with pytest.raises(UserError, match=r"tabular.data: .*c.txt is not a table \("):
         (tmp_path / "c.txt").write_text("x")
         _rows(["--tabular.data", str(tmp_path / "c.txt")])
 
@@ -308,7 +313,7 @@ def test_file_with_invalid_cells_columns_or_suffix_is_named(tmp_path: Path) -> N
     ("flags", "message"),
     [
         ("--tabular.data t.csv", "tabular.label: name the column that classification predicts"),
-        ("--tabular.data t.csv --tabular.label x", "name the validation rows: either files"),
+        ("--tabular.data t.csv --tabular.label x", "select the validation rows: set either"),
         ("--tabular.validation t.csv", "tabular.validation needs tabular.data"),
         ("--tabular.width 30", "tabular.width 30 is not a multiple of tabular.heads 4"),
         ("--tabular.mask 1", r"tabular.mask must lie in \(0, 1\)"),

@@ -282,7 +282,7 @@ def test_document_mask_requires_a_separator(tmp_path: Path) -> None:
 
     Library(WordLevel({"to": 0}, unk_token="to")).save(str(tmp_path / "words.json"))
     data |= {"train": str(CORPUS), "tokenizer": str(tmp_path / "words.json")}
-    with pytest.raises(UserError, match=r"words\.json has no token that ends a document"):
+    with pytest.raises(UserError, match=r"words\.json has no end-of-document token"):
         _model(12, **data).datasets()
 
 

@@ -48,7 +48,7 @@ MISTAKES = [
     (
         "",
         "--exchange.wire float16",
-        "exchange.reduce adasum excludes exchange.wire float16: it combines whole",
+        "exchange.reduce adasum excludes exchange.wire float16: Adasum combines whole",
     ),
 ]
 

@@ -17,7 +17,7 @@ _STD = 0.02
 
 
 @dataclass(frozen=True)
-class Shape:
+class TableShape:
     """Sizes of the transformer.
 
     Args:
@@ -43,7 +43,7 @@ class TabGPT(nn.Module):
     """
 
     def __init__(
-        self, sizes: Sequence[int], shape: Shape, outputs: int, kept: dict[str, Tensor]
+        self, sizes: Sequence[int], shape: TableShape, outputs: int, kept: dict[str, Tensor]
     ) -> None:
         super().__init__()
         width = shape.width

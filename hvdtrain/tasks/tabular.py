@@ -61,12 +61,12 @@ class Tabular:
 
     def model(self) -> TabGPT:
         from hvdtrain.data.table_encoding import sizes
-        from hvdtrain.models.tabgpt import Shape, TabGPT
+        from hvdtrain.models.tabgpt import TabGPT, TableShape
         from hvdtrain.tasks.tabular_data import buffers
 
         assert self._data is not None
         config, columns = self.config, self._data.columns
-        shape = Shape(config.layers, config.width, config.heads, config.dropout)
+        shape = TableShape(config.layers, config.width, config.heads, config.dropout)
         outputs = {"classification": max(len(self._classes), 2), "regression": 1}
         count = outputs.get(config.objective, 0)
         return TabGPT(sizes(columns.features), shape, count, buffers(columns))

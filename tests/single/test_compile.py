@@ -67,5 +67,5 @@ def test_blocks_come_from_the_task_or_the_largest_module_list() -> None:
     assert blocks_of(object(), model) == list(model.large)  # type: ignore[arg-type]
     assert blocks_of(_Task(), model) == [model.small[1]]  # type: ignore[union-attr, index]
     assert blocks_of(object(), nn.Linear(2, 2)) == []
-    with pytest.raises(UserError, match=r"blocks\(model\) has a Tanh that is no module"):
+    with pytest.raises(UserError, match=r"blocks\(model\) has a Tanh that is not a module"):
         blocks_of(_Foreign(), model)

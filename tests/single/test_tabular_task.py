@@ -32,7 +32,7 @@ from hvdtrain.data.table_encoding import (
 from hvdtrain.data.tables import Table, open_table, read_cells
 from hvdtrain.errors import UserError
 from hvdtrain.launch.commands import mpirun
-from hvdtrain.models.tabgpt import Shape, TabGPT
+from hvdtrain.models.tabgpt import TabGPT, TableShape
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime.mpi import Alone
 from hvdtrain.tasks.tabular import Tabular, of_classes, of_numbers
@@ -176,7 +176,7 @@ def test_codes_and_fractions_decode_to_the_original_cells(tmp_path: Path) -> Non
 
 def test_prediction_is_continuous_at_bin_edges() -> None:
     torch.manual_seed(0)
-    model = TabGPT([6, 5], Shape(1, 8, 2, 0.0), 1, {}).eval()
+    model = TabGPT([6, 5], TableShape(1, 8, 2, 0.0), 1, {}).eval()
     codes = torch.tensor([[3, 6], [4, 6], [4, 6]])
     fractions = torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.5, 0.0]])
     found = model.predict(codes, fractions)

@@ -26,7 +26,7 @@ REFUSED = {
     "Reentrant": "received its gradient more than once in a backward pass",
     "ThawedLate": "parameter bias was frozen when the task created the model",
     "SometimesWeighted": "loss() returned 'loss' as (sum, weight) for ",
-    "StreamedShort": "the data set _Rows ended after 35 samples, but its __len__() says 37",
+    "StreamedShort": "the dataset _Rows ended after 35 samples, but its __len__() says 37",
 }
 
 

@@ -36,7 +36,7 @@ from hvdtrain.launch.hostfile import parse_hosts
 from hvdtrain.optim.config import OptimConfig, ScheduleConfig
 from hvdtrain.optim.precision_config import PrecisionConfig
 from hvdtrain.parallel.config import ParallelConfig
-from hvdtrain.runtime.environment import RuntimeConfig
+from hvdtrain.runtime.config import RuntimeConfig
 from hvdtrain.runtime.mesh import Grid
 from hvdtrain.tasks import load_class, optional
 from hvdtrain.telemetry.config import ProfileConfig, TelemetryConfig

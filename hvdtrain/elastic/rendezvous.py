@@ -114,7 +114,7 @@ def ask(
         body: JSON body of a POST; None: send a GET.
 
     Raises:
-        OSError: the driver does not respond at all.
+        OSError: the driver does not respond at all, or rejects the request.
     """
     connection = http.client.HTTPConnection(address, port, timeout=_REPLY_SECONDS)
     try:
@@ -129,4 +129,6 @@ def ask(
         raise OSError(str(error)) from error
     finally:
         connection.close()
-    return json.loads(answer) if response.status == 200 else None
+    if response.status == HTTPStatus.BAD_REQUEST:
+        raise OSError("it rejects the request: is its hvdtrain another version?")
+    return json.loads(answer) if response.status == HTTPStatus.OK else None

@@ -9,31 +9,10 @@ import os
 import time
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from hvdtrain.errors import require
 from hvdtrain.runtime.machine import cores, has_rdma
-
-
-@dataclass
-class RuntimeConfig:
-    """A rank's process.
-
-    Args:
-        threads: CPU threads per rank; 0 = OMP_NUM_THREADS if set, otherwise the host's cores
-            divided by its ranks
-    """
-
-    threads: int = 0
-
-    def __post_init__(self) -> None:
-        require(
-            self.threads >= 0,
-            f"runtime.threads must be >= 0 (0 = by cores and ranks), not {self.threads}",
-        )
-
 
 # Open MPI over TCP (its BTL tcp, used without a faster network). By default the receiver requests
 # large messages in pieces, and the network is idle in between: at 400 Mbit/s an all-reduce of

@@ -25,7 +25,7 @@ from hvdtrain.optim.optimizer import build_optimizer
 from hvdtrain.optim.precision import build_precision, to_bfloat16
 from hvdtrain.optim.precision_config import PrecisionConfig
 from hvdtrain.runtime.collectives import gather_bytes
-from hvdtrain.runtime.environment import RuntimeConfig
+from hvdtrain.runtime.config import RuntimeConfig
 from hvdtrain.runtime.mesh import Group, Topology
 from hvdtrain.tasks import Datasets
 from tests.support.contexts import replicated

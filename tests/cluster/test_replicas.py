@@ -119,8 +119,10 @@ def test_run_reports_the_lost_steps_if_all_holders_of_a_shard_die(
     running.wait_for_more(2, 30)
     done = running.end()
     assert_same_curve(running.lines(), curve)
-    assert "is replaced by a new process: it had part 0" in done.stderr
-    assert "had part 0" not in done.stderr.replace("is replaced by a new process: it had part", "")
+    assert "is replaced by a new process: it had shard 0" in done.stderr
+    assert "had shard 0" not in done.stderr.replace(
+        "is replaced by a new process: it had shard", ""
+    )
     assert re.search(r"from step \d+ the run goes back to its start", done.stderr)
 
 

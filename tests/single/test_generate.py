@@ -83,7 +83,7 @@ def test_seed_and_temperature_determine_text(
         ("rm config.yaml", "is not a run directory: it has no config.yaml"),
         (
             "sed -i 's/layers: 1/layers: 2/' config.yaml",
-            "the weights are not of this configuration",
+            "the weights do not match this configuration",
         ),
     ],
 )

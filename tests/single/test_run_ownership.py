@@ -113,5 +113,5 @@ def test_start_after_a_crash_does_not_wait_if_locks_work(runs: Runs) -> None:
     began = time.monotonic()
     second = runs.start()
     runs.wait_for_more(second)
-    assert "shows life" not in second.output(), second.output()
+    assert "heartbeat arrives" not in second.output(), second.output()
     assert time.monotonic() - began < 12

@@ -123,7 +123,10 @@ REFUSED = {
     "seed": (["--seed", "5"], "seed was 1234"),
     "data": (["--data.train", str(REPOSITORY / "README.md")], "the number of training samples was"),
     "model": (["--model.width", "64"], "of another model"),
-    "path": (["--run.resume", "nowhere/step_00000010"], "nowhere/step_00000010: expected auto, never"),
+    "path": (
+        ["--run.resume", "nowhere/step_00000010"],
+        "nowhere/step_00000010: expected auto, never",
+    ),
 }
 
 

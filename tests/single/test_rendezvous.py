@@ -143,6 +143,14 @@ def test_requests_from_ranks_and_horovod_are_signed(
     assert ask("127.0.0.1", launcher.port, "join", 7, {}) is None
 
 
+def test_request_of_another_version_is_rejected_with_its_reason(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(secret.RENDEZVOUS_SECRET, KEY)
+    with pytest.raises(OSError, match="is its hvdtrain another version"):
+        ask("127.0.0.1", launcher.port, "failed", 1, {"text": "a field that this version lacks"})
+
+
 def test_launcher_without_a_secret_accepts_unsigned_requests() -> None:
     launcher = Launcher(None)
     assert launcher.request("PUT", "/global/0", b"value", key=None)[0] == 200

@@ -69,7 +69,7 @@ def test_synchronized_batchnorm_requires_exactly_one_micro_batch(
     model = _layers(2)
     synchronise(model)
     batches = [torch.randn(SAMPLES, FEATURES) for _ in range(2)]
-    with pytest.raises(CollectiveError, match=r"exactly one micro-batch .* there are 2: set batch"):
+    with pytest.raises(CollectiveError, match=r"exactly one micro-batch .* not 2: set batch"):
         for batch in comm.COLLECTIVES.micro_batches(iter(batches), in_common=2, most=2):
             model(batch)
     for batch in comm.COLLECTIVES.micro_batches(iter(batches[:1]), in_common=1, most=1):

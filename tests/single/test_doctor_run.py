@@ -61,7 +61,7 @@ def test_run_killed_from_outside_is_explained(
     job.kill()
     assert cli.main(["doctor", str(tmp_path / "case")]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "no recorded end" in shown and "dmesg" in shown, shown
+    assert "no end 0 errors, 1 warning" in shown and "dmesg" in shown, shown
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def test_resume_rejects_precision_change(folder: Path, in_float32: list[dict]) -
         ("--precision.name fp8", "precision.name: expected one of .*not fp8"),
         (
             "--precision.name bf16-params --exchange.sync_every 4",
-            "exchange.sync_every 4 averages parameters",
+            "exchange.sync_every 4 excludes precision.name bf16-params",
         ),
         (
             "--precision.cudnn_benchmark true --exchange.name exact --runtime.threads 1",

@@ -35,7 +35,7 @@ from hvdtrain.checkpoint.layout import (
 )
 from hvdtrain.checkpoint.tensor_file import read_file, unpack, write_tensors
 from hvdtrain.files import sync_directory, write_atomic, write_synced
-from hvdtrain.runtime.shards import Piece
+from hvdtrain.runtime.tensor_shards import ShardPosition
 
 # Longest wait for the files of other ranks: a file system may hang for a minute.
 _OTHERS_PATIENCE_S = 120.0
@@ -71,14 +71,14 @@ class Checkpoint:
         state: anything JSON can hold; "step" (int) is required
         shared: None if rank 0 writes the checkpoint alone.
         folder: directory from which it was read.
-        pieces: for each of `parts` with shards of larger tensors, the position of each shard.
+        positions: for each of `parts` with shards of larger tensors, the position of each shard.
     """
 
     parts: dict[str, dict[str, Tensor]]
     state: dict[str, Any]
     shared: SharedDirectory | None = None
     folder: Path | None = None
-    pieces: dict[str, dict[str, Piece]] = field(default_factory=dict)
+    positions: dict[str, dict[str, ShardPosition]] = field(default_factory=dict)
 
 
 def write(root: Path, checkpoint: Checkpoint, confirm: Callable[[], None] = lambda: None) -> Path:
@@ -132,7 +132,7 @@ def _write_parts(folder: Path, checkpoint: Checkpoint) -> dict[str, dict[str, An
     written = {}
     for part, tensors in checkpoint.parts.items():
         name = f"{part}{TENSORS}"
-        written[name] = write_tensors(folder / name, tensors, checkpoint.pieces.get(part))
+        written[name] = write_tensors(folder / name, tensors, checkpoint.positions.get(part))
     return written
 
 

@@ -16,33 +16,35 @@ from hvdtrain.checkpoint.layout import (
     part_and_rank,
     sha256_of,
 )
-from hvdtrain.checkpoint.tensor_file import map_file, pieces_of, unpack
-from hvdtrain.runtime.shards import Piece, assemble, flat_range
+from hvdtrain.checkpoint.tensor_file import map_file, positions_of, unpack
+from hvdtrain.runtime.tensor_shards import ShardPosition, assemble, flat_range
 
 
 class SpreadPart:
     """The tensors of a part by name, whole or in shards, assembled one at a time on request.
 
     Args:
-        pieces: shards of each tensor, memory-mapped.
+        shards: shards of each tensor, memory-mapped.
         where: location named in errors.
     """
 
-    def __init__(self, pieces: Mapping[str, list[tuple[Piece, Tensor]]], where: str) -> None:
-        self._pieces = pieces
+    def __init__(
+        self, shards: Mapping[str, list[tuple[ShardPosition, Tensor]]], where: str
+    ) -> None:
+        self._shards = shards
         self._where = where
 
     def names(self) -> list[str]:
-        return sorted(self._pieces)
+        return sorted(self._shards)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
-        return self._pieces[name][0][0].shape
+        return self._shards[name][0][0].shape
 
     def whole(self, name: str) -> Tensor:
         """Return the whole tensor; raise DamagedError if a shard is missing."""
         try:
-            return assemble(self._pieces[name])
+            return assemble(self._shards[name])
         except ValueError as error:
             raise DamagedError(f"{self._where}: {name}: {error}") from None
 
@@ -53,7 +55,7 @@ class SpreadPart:
             DamagedError: a shard is missing.
         """
         try:
-            return flat_range(self._pieces[name], start, stop)
+            return flat_range(self._shards[name], start, stop)
         except ValueError as error:
             raise DamagedError(f"{self._where}: {name}: {error}") from None
 
@@ -76,7 +78,7 @@ def open_part(folder: Path, part: str, model: nn.Module | None = None) -> Spread
         DamagedError: it differs from what was written.
     """
     check_marker(folder)
-    pieces: dict[str, list[tuple[Piece, Tensor]]] = {}
+    shards: dict[str, list[tuple[ShardPosition, Tensor]]] = {}
     try:
         sums = checked_sums(folder)
         files = [f for f in sums if f.endswith(TENSORS) and _part_of(f) == part]
@@ -84,17 +86,17 @@ def open_part(folder: Path, part: str, model: nn.Module | None = None) -> Spread
             path = folder / file
             compare(folder, file, sums[file], path.stat().st_size, sha256_of(path))
             content = map_file(path)
-            known, tensors = pieces_of(content), unpack(content)
+            known, tensors = positions_of(content), unpack(content)
             if model is not None and not known:
                 tensors = to_current_names(model)(tensors)
             for name, tensor in tensors.items():
-                piece = known.get(name, Piece((*tensor.shape,), 0))
-                pieces.setdefault(name, []).append((piece, tensor))
+                position = known.get(name, ShardPosition((*tensor.shape,), 0))
+                shards.setdefault(name, []).append((position, tensor))
     except OSError as error:
         raise DamagedError(f"checkpoint {folder}: {error.filename}: {error.strerror}") from None
     except (KeyError, ValueError) as error:
         raise DamagedError(f"checkpoint {folder}: {error}") from None
-    return SpreadPart(pieces, f"checkpoint {folder}") if files else None
+    return SpreadPart(shards, f"checkpoint {folder}") if files else None
 
 
 def read_part(folder: Path, part: str) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hvdtrain.runtime import heartbeat
-from hvdtrain.runtime.shards import Piece
+from hvdtrain.runtime.tensor_shards import ShardPosition
 from hvdtrain.untrusted import is_of, open_regular, parse_json, shown
 
 _DTYPES = {
@@ -51,12 +51,12 @@ _METADATA = "__metadata__"
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece] | None = None
+    path: Path, tensors: Mapping[str, Tensor], positions: Mapping[str, ShardPosition] | None = None
 ) -> dict[str, Any]:
     """Write a file and wait until it is on disk.
 
     Args:
-        pieces: positions of those tensors that are shards of larger ones; stored as JSON in the
+        positions: positions of those tensors that are shards of larger ones; stored as JSON in the
             file's metadata, by tensor name.
 
     Returns:
@@ -69,7 +69,7 @@ def write_tensors(
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     digest, size, synced = hashlib.sha256(), 0, 0
     with open(path, "wb") as file:
-        for chunk in _chunks(names, tensors, pieces or {}):
+        for chunk in _chunks(names, tensors, positions or {}):
             digest.update(chunk)
             file.write(chunk)
             size += len(chunk)
@@ -81,11 +81,13 @@ def write_tensors(
 
 
 def _chunks(
-    names: list[str], tensors: Mapping[str, Tensor], pieces: Mapping[str, Piece]
+    names: list[str], tensors: Mapping[str, Tensor], positions: Mapping[str, ShardPosition]
 ) -> Iterator[memoryview]:
     header: dict[str, Any] = {}
-    if pieces:
-        header[_METADATA] = {n: json.dumps(piece.described()) for n, piece in pieces.items()}
+    if positions:
+        header[_METADATA] = {
+            n: json.dumps(position.described()) for n, position in positions.items()
+        }
     end = 0
     for name in names:
         tensor = tensors[name]
@@ -181,7 +183,7 @@ def map_file(path: Path) -> Tensor:
         raise OSError(errno.EIO, str(error), path.name) from None
 
 
-def pieces_of(content: Tensor) -> dict[str, Piece]:
+def positions_of(content: Tensor) -> dict[str, ShardPosition]:
     """The positions of the tensors in a file that are shards of larger tensors, by name.
 
     Raises:
@@ -191,11 +193,11 @@ def pieces_of(content: Tensor) -> dict[str, Piece]:
     if not is_of(described, dict[str, str]):
         raise _not_safetensors(f"{_METADATA} is {shown(described)}")
     # Files from other programs have other metadata.
-    pieces = {n: parse_json(text) for n, text in described.items() if text.startswith("{")}
+    positions = {n: parse_json(text) for n, text in described.items() if text.startswith("{")}
     try:
-        return {name: Piece.of(found) for name, found in pieces.items()}
+        return {name: ShardPosition.of(found) for name, found in positions.items()}
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"not the description of a piece: {error}") from None
+        raise ValueError(f"not the description of a shard: {error}") from None
 
 
 def _header(content: Tensor) -> tuple[int, dict[str, Any]]:

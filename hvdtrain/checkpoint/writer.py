@@ -230,4 +230,4 @@ def _copy(source: Checkpoint, target: Checkpoint) -> None:
     if any(tensor.is_cuda for tensor in _tensors(source)):
         torch.cuda.synchronize()
     target.state, target.shared = dict(source.state), source.shared
-    target.pieces = source.pieces
+    target.positions = source.positions

@@ -177,9 +177,9 @@ def _least_useful(chosen: Sequence[TrainingProcess], size: int) -> TrainingProce
 
 def _held(processes: Sequence[TrainingProcess]) -> dict[int, int]:
     """Process number -> its shard, for processes that can provide it as of the newest step."""
-    known = {p.number: p.status for p in processes if p.status and p.status.part is not None}
+    known = {p.number: p.status for p in processes if p.status and p.status.shard is not None}
     top = max((status.step for status in known.values()), default=0)
-    return {n: s.part for n, s in known.items() if s.part is not None and s.reachable_step >= top}
+    return {n: s.shard for n, s in known.items() if s.shard is not None and s.reachable_step >= top}
 
 
 # --- slots, and pauses before they are used again ----------------------------

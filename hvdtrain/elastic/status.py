@@ -92,7 +92,7 @@ class ProcessStatus:
         failed: the phase in which its last generation failed, or None.
         message: the reason of that failure.
         replica_size: ranks that hold one model together.
-        part: index of the model's shard that it holds, 0 to replica_size - 1; None: no shard.
+        shard: index of the model's shard that it holds, 0 to replica_size - 1; None: no shard.
         reachable_step: the latest step as of which it can provide that shard: `step`, or one more
             if a pending step can still be applied because another process has done it.
     """
@@ -104,7 +104,7 @@ class ProcessStatus:
     failed: str | None = None
     message: str = ""
     replica_size: int = 1
-    part: int | None = None
+    shard: int | None = None
     reachable_step: int = 0
 
     @classmethod

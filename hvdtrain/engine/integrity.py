@@ -22,7 +22,8 @@ from torch import Tensor
 from hvdtrain.engine.state import RunState
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import gather_json
-from hvdtrain.runtime.shards import Piece
+from hvdtrain.runtime.state_part import Saved
+from hvdtrain.runtime.tensor_shards import ShardPosition
 
 # Words of a block: its products are 2 MiB, which fit into the caches of a core.
 _BLOCK = 1 << 18
@@ -34,13 +35,13 @@ DIGEST_BYTES = 32
 def state_hash(state: RunState, of_tensors: TensorHash) -> str:
     """Hash of parameters and optimizer state, however they are sharded; every rank calls it."""
     if state.spanned:
-        return whole_digest(of_tensors, state.saved_pieces()).hex()
+        return whole_digest(of_tensors, state.saved_shards()).hex()
     if state.sharded is not None:
-        return PartHash(state.sharded, of_tensors).whole(state.compared()).hex()
+        return ShardHash(state.sharded, of_tensors).whole(state.compared()).hex()
     return of_tensors(state.compared()).hex()
 
 
-class PartHash:
+class ShardHash:
     """Compare the ranks that hold the same shard, and hash the state of all ranks together."""
 
     def __init__(self, sharded: ShardedOptimizerState, of_tensors: TensorHash) -> None:
@@ -50,9 +51,9 @@ class PartHash:
     def own(self) -> bytes:
         """Digests of the shards that this rank holds; equally many on each rank."""
         digests = []
-        for number, tensors in self._sharded.held().items():
+        for shard, tensors in self._sharded.held().items():
             # The first holder's update of a shard has overwritten this rank's update of it.
-            differs = self._sharded.optimizer.differs(number)
+            differs = self._sharded.optimizer.differs(shard)
             digests.append(self._hash(tensors)[:-1] + bytes([differs]))
         return b"".join(digests)
 
@@ -62,11 +63,11 @@ class PartHash:
         Args:
             digests: result of `own` on each rank.
         """
-        dealing, found = self._sharded.optimizer.dealing, set[int]()
-        for number, ranks in enumerate(dealing.holders):
+        shard_map, found = self._sharded.optimizer.shard_map, set[int]()
+        for shard, ranks in enumerate(shard_map.holders):
             seen = set()
             for rank in ranks:
-                start = dealing.parts_of(rank).index(number) * DIGEST_BYTES
+                start = shard_map.shards_of(rank).index(shard) * DIGEST_BYTES
                 seen.add(digests[rank][start : start + DIGEST_BYTES])
             if len(seen) > 1:
                 found.update(ranks)
@@ -78,28 +79,28 @@ class PartHash:
         Args:
             replicated: the other tensors.
         """
-        name, pieces = self._sharded.name, self._sharded.pieces()
+        name = self._sharded.name
         own = {
-            f"{name}/{key}": (t, pieces.get(key) or Piece((*t.shape,), 0))
-            for key, t in self._sharded.tensors().items()
+            f"{name}/{key}": Saved(t, position or ShardPosition((*t.shape,), 0))
+            for key, (t, position) in self._sharded.saved().items()
         }
         return whole_digest(self._hash, own, replicated)
 
 
 def whole_digest(
     of_tensors: TensorHash,
-    own: Mapping[str, tuple[Tensor, Piece]],
+    own: Mapping[str, Saved],
     replicated: Mapping[str, Tensor] | None = None,
 ) -> bytes:
     """Digest that the unsharded tensors would have; every rank calls it.
 
     Args:
-        own: the pieces of this rank, and their places; each element is in the piece of one rank.
+        own: the shards that this rank saves; each has a position.
         replicated: tensors that all ranks hold.
     """
-    sums = {name: asdict(of_tensors.piece(*each)) for name, each in own.items()}
+    sums = {name: asdict(of_tensors.shard(*each)) for name, each in own.items()}
     sums_of_ranks = gather_json(sums, "replicas.parts")
-    spread = whole_sums({n: PieceSums(**s) for n, s in theirs.items()} for theirs in sums_of_ranks)
+    spread = whole_sums({n: ShardSums(**s) for n, s in theirs.items()} for theirs in sums_of_ranks)
     return of_tensors(replicated or {}, spread)
 
 
@@ -115,7 +116,7 @@ class TensorHash:
 
     @torch.no_grad()
     def __call__(
-        self, tensors: Mapping[str, Tensor], spread: Mapping[str, PieceSums] | None = None
+        self, tensors: Mapping[str, Tensor], spread: Mapping[str, ShardSums] | None = None
     ) -> bytes:
         """`DIGEST_BYTES` of names, shapes, dtypes and bits; equal NaNs are equal.
 
@@ -148,20 +149,21 @@ class TensorHash:
         return digest.digest()
 
     @torch.no_grad()
-    def piece(self, tensor: Tensor, piece: Piece) -> PieceSums:
-        """Contribution of a piece of a larger tensor to the tensor's sums."""
+    def shard(self, tensor: Tensor, position: ShardPosition | None) -> ShardSums:
+        """Return the contribution of a shard of a larger tensor to the tensor's sums."""
+        assert position is not None
         weights, size = self._on(tensor.device), tensor.element_size()
-        number = -(-prod(piece.shape) * size // 4) // _BLOCK + 1
+        number = -(-prod(position.shape) * size // 4) // _BLOCK + 1
         sums = torch.zeros(number, dtype=torch.int64, device=tensor.device)
-        for start, flat in _flat_pieces(tensor, piece):
+        for start, flat in _flat_shards(tensor, position):
             first, before = divmod(start * size, 4 * _BLOCK)
             # A sum is linear in the bits of its words: zeros replace what others hold of a block.
             data = flat.view(torch.uint8)
             data = torch.nn.functional.pad(data, (before, -(before + len(data)) % 4))
             found = torch.cat([*_block_sums(data.view(torch.int32), weights)])
-            # If the piece ends at a block's end, an extra sum over nothing follows.
+            # If the shard ends at a block's end, an extra sum over nothing follows.
             sums[first : first + len(found)] += found[: number - first]
-        return PieceSums([*piece.shape], str(tensor.dtype), tensor.device.type, sums.tolist())
+        return ShardSums([*position.shape], str(tensor.dtype), tensor.device.type, sums.tolist())
 
     def _on(self, device: torch.device) -> Tensor:
         if device not in self._weights:
@@ -170,8 +172,8 @@ class TensorHash:
 
 
 @dataclass(frozen=True)
-class PieceSums:
-    """Contribution of one piece of a tensor to the sums of the tensor's blocks; JSON serializable.
+class ShardSums:
+    """Contribution of one shard of a tensor to the sums of the tensor's blocks; JSON serializable.
 
     Args:
         shape, dtype: of the whole tensor.
@@ -185,25 +187,25 @@ class PieceSums:
     sums: list[int]
 
 
-def whole_sums(pieces: Iterable[Mapping[str, PieceSums]]) -> dict[str, PieceSums]:
-    """Sums of whole tensors, by name, from each rank's pieces."""
-    found: dict[str, PieceSums] = {}
-    for of_rank in pieces:
-        for name, piece in of_rank.items():
+def whole_sums(shards: Iterable[Mapping[str, ShardSums]]) -> dict[str, ShardSums]:
+    """Sums of whole tensors, by name, from each rank's shards."""
+    found: dict[str, ShardSums] = {}
+    for of_rank in shards:
+        for name, sums in of_rank.items():
             known = found.get(name)
             if known is not None:
-                added = torch.tensor(known.sums) + torch.tensor(piece.sums)
-                piece = replace(piece, sums=added.tolist())
-            found[name] = piece
+                added = torch.tensor(known.sums) + torch.tensor(sums.sums)
+                sums = replace(sums, sums=added.tolist())
+            found[name] = sums
     return found
 
 
-def _flat_pieces(tensor: Tensor, piece: Piece) -> Iterator[tuple[int, Tensor]]:
-    """(first element, elements) of flat pieces of the whole; zeros for the elements in between."""
-    offsets, inner = piece.offsets, piece.shape[1:]
+def _flat_shards(tensor: Tensor, position: ShardPosition) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first element, elements) of flat shards; zeros for the elements in between."""
+    offsets, inner = position.offsets, position.shape[1:]
     width = prod(inner)
     if not offsets or tuple(tensor.shape[1:]) == inner:
-        yield piece.start or (offsets[0] * width if offsets else 0), tensor.reshape(-1)
+        yield position.start or (offsets[0] * width if offsets else 0), tensor.reshape(-1)
         return
     columns = [slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True)][1:]
     place = slice(None), *columns

@@ -29,7 +29,7 @@ from hvdtrain.parallel.cut import CutModel
 from hvdtrain.parallel.schedules import Hooks, Pass, Schedules, generators
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
-from hvdtrain.runtime.shards import local
+from hvdtrain.runtime.tensor_shards import local
 from hvdtrain.tasks import Task
 
 _WAITING = "comm_exposed"  # the phase of a rank between its forwards and backwards

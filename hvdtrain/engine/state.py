@@ -27,8 +27,8 @@ from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState
 from hvdtrain.runtime.collectives import broadcast_json, broadcast_tensors
 from hvdtrain.runtime.mesh import ALONE, Group, Topology
-from hvdtrain.runtime.shards import Piece, model_tensors
-from hvdtrain.runtime.state_part import Scope, ShardedPart, StatePart
+from hvdtrain.runtime.state_part import Saved, Scope, ShardedPart, StatePart
+from hvdtrain.runtime.tensor_shards import model_tensors
 from hvdtrain.untrusted import checked, is_of
 
 # Format 1 had no per-rank files, and other names in the GPT; it can still be read.
@@ -79,16 +79,16 @@ class RunState:
     def of_scope(self, *scopes: Scope) -> list[StatePart]:
         return [part for part in self.parts if part.scope in scopes]
 
-    def _in_pieces(self) -> list[ShardedPart]:
+    def _sharded_parts(self) -> list[ShardedPart]:
         return self.of_scope("sharded")  # type: ignore[return-value]
 
-    def read_pieces(self, folder: Path) -> None:
+    def read_shards(self, folder: Path) -> None:
         """Load this rank's shards of the sharded parts from a checkpoint.
 
         Raises:
             UserError: a file is damaged, or does not match.
         """
-        for part in self._in_pieces():
+        for part in self._sharded_parts():
             part.read(folder, self.progress.step)
 
     def compared(self) -> dict[str, Tensor]:
@@ -96,16 +96,15 @@ class RunState:
         parts = self.of_scope("replicated", "sharded")
         return {f"{p.name}/{key}": t for p in parts for key, t in p.compared().items()}
 
-    def saved_pieces(self) -> dict[str, tuple[Tensor, Piece]]:
+    def saved_shards(self) -> dict[str, Saved]:
         """Tensors of `compared` that this rank saves of a model that spans ranks, and their places.
 
         All ranks together save each element once.
         """
-        found: dict[str, tuple[Tensor, Piece]] = {}
+        found: dict[str, Saved] = {}
         for part in self.spanned:
-            pieces, compared = part.pieces(), part.compared()
-            saved = {key: t for key, t in part.tensors().items() if key in compared}
-            found |= {f"{part.name}/{key}": (t, pieces[key]) for key, t in saved.items()}
+            compared = part.compared()
+            found |= {f"{part.name}/{k}": s for k, s in part.saved().items() if k in compared}
         return found
 
     def capture(self, group: Group = ALONE, folder: str = "") -> Checkpoint:
@@ -118,7 +117,7 @@ class RunState:
         """
         local = self.of_scope("local", "sharded")
         parts = {file_of_rank(part.name, group.rank): part.tensors() for part in local}
-        pieces = {file_of_rank(p.name, group.rank): p.pieces() for p in self._in_pieces()}
+        positions = {file_of_rank(p.name, group.rank): p.positions() for p in self._sharded_parts()}
         if group.rank == 0:
             parts |= {part.name: part.tensors() for part in self.of_scope("replicated")}
         others = tuple(file_of_rank(p.name, rank) for p in local for rank in range(1, group.size))
@@ -130,7 +129,7 @@ class RunState:
                 "identity": self.identity,
             },
             SharedDirectory(folder, others) if folder else None,
-            pieces=pieces,
+            positions=positions,
         )
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -207,7 +206,7 @@ class RunState:
         for part in self.of_scope("local"):
             part.load([t for file, t in saved.items() if part_and_rank(file)[0] == part.name])
 
-    def deal(self, topology: Topology, step: int) -> bool:
+    def assign_shards(self, topology: Topology, step: int) -> bool:
         """Assign the sharded state to the current ranks, see parallel/zero_state.py.
 
         Args:
@@ -280,8 +279,8 @@ class ModelState:
     def compared(self) -> dict[str, Tensor]:
         return {name: p.data for name, p in self._model.named_parameters()}
 
-    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        [tensors] = pieces
+    def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
+        [tensors] = saved
         _copy(to_current_names(self._model)(tensors), self.tensors())
 
 
@@ -301,8 +300,8 @@ class OptimizerState:
     def compared(self) -> dict[str, Tensor]:
         return self.tensors()
 
-    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        [tensors] = pieces
+    def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
+        [tensors] = saved
         tensors = to_current_names(self._model)(tensors)
         names = set(parameter_names(self._optimizer, self._model).values())
         unknown = {key.rpartition("/")[0] for key in tensors} - names

@@ -51,7 +51,7 @@ from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.runtime.collectives import AgreedError, RankLostError, begin_sum, completed
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.heartbeat import Activity
-from hvdtrain.runtime.shards import local
+from hvdtrain.runtime.tensor_shards import local
 
 
 @dataclass(frozen=True)

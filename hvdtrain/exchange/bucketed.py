@@ -161,15 +161,15 @@ class Residuals:
     def compared(self) -> dict[str, Tensor]:
         return {}
 
-    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+    def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
         """Raise UserError if the residuals belong to other buckets."""
         own = self.tensors()
-        for piece in pieces:
-            require_same_buckets(own, piece)
+        for one in saved:
+            require_same_buckets(own, one)
         for name, tensor in own.items():
             tensor.zero_()
-            for piece in pieces:
-                tensor.add_(piece[name].to(tensor.device))
+            for one in saved:
+                tensor.add_(one[name].to(tensor.device))
 
 
 def require_same_buckets(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:

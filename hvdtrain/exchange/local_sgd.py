@@ -181,9 +181,9 @@ class _Momentum:
     def compared(self) -> dict[str, Tensor]:
         return self.tensors()
 
-    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+    def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
         for name, own in self.tensors().items():
-            own.zero_() if not pieces else own.copy_(pieces[0][name])
+            own.zero_() if not saved else own.copy_(saved[0][name])
 
 
 def _average(tensors: Sequence[Tensor], weight: float, name: str) -> int:

@@ -73,13 +73,13 @@ class _WarmStart:
     def compared(self) -> dict[str, Tensor]:
         return self.tensors()
 
-    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+    def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
         """Raise UserError if the tensors belong to other buckets."""
-        if not pieces:
+        if not saved:
             for bucket in self._buckets:
                 bucket.start_over()
             return
-        [tensors] = pieces
+        [tensors] = saved
         require_same_buckets(self.tensors(), tensors)
         for name, own in self.tensors().items():
             own.copy_(tensors[name])

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from hvdtrain import comm
 from hvdtrain.exchange.base import Exchange, TrainedParameters, buckets
-from hvdtrain.runtime.collectives import gather_json, lost_ranks, set_of_part
+from hvdtrain.runtime.collectives import gather_json, lost_ranks, set_of_shard
 from hvdtrain.runtime.mesh import Mesh
-from hvdtrain.runtime.shards import local
+from hvdtrain.runtime.tensor_shards import local
 
 
 class SpanningExchange(Exchange):
@@ -36,7 +36,7 @@ class SpanningExchange(Exchange):
     def __init__(self, optimizer: Optimizer, model: nn.Module, mesh: Mesh) -> None:
         super().__init__(TrainedParameters(optimizer, model))
         self._replicas = mesh.grid.replicas
-        self._same_part = set_of_part(mesh.grid, mesh.topology.rank)
+        self._same_shard = set_of_shard(mesh.grid, mesh.topology.rank)
         self._context = mesh.ranks_along("context")
         self._buckets = buckets(self.parameters)
         everywhere = gather_json(self.trained.all_names, "parts.names")
@@ -68,7 +68,7 @@ class SpanningExchange(Exchange):
     def _sum_over_replicas(self, gradients: Sequence[Sequence[Tensor]]) -> None:
         handles = [
             hvd.grouped_allreduce_async_(
-                [*bucket], op=hvd.Sum, name=f"parts.{number}", process_set=self._same_part
+                [*bucket], op=hvd.Sum, name=f"parts.{number}", process_set=self._same_shard
             )
             for number, bucket in enumerate(gradients)
         ]

@@ -93,8 +93,8 @@ class Float16:
     def compared(self) -> dict[str, Tensor]:
         return self.tensors()
 
-    def load(self, pieces: Sequence[Mapping[str, Any]]) -> None:
-        [tensors] = pieces or [Float16().tensors()]
+    def load(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        [tensors] = saved or [Float16().tensors()]
         for name, own in self.tensors().items():
             own.copy_(tensors[name])
 

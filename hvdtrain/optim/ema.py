@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import parameter_names
-from hvdtrain.runtime.shards import local
 from hvdtrain.runtime.state_part import Scope
+from hvdtrain.runtime.tensor_shards import local
 
 
 class Ema:
@@ -90,8 +90,8 @@ class Ema:
     def compared(self) -> dict[str, Tensor]:
         return self.tensors()
 
-    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        tensors = dict(pieces[0]) if pieces else {}
+    def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
+        tensors = dict(saved[0]) if saved else {}
         if tensors and tensors.keys() != self.parameters.keys():
             differing = sorted(tensors.keys() ^ self.parameters.keys())
             raise UserError(

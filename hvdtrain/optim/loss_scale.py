@@ -91,7 +91,7 @@ class LossScale:
     def compared(self) -> dict[str, Tensor]:
         return self.tensors()
 
-    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        [tensors] = pieces or [LossScale().tensors()]
+    def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
+        [tensors] = saved or [LossScale().tensors()]
         for name, own in self.tensors().items():
             own.copy_(tensors[name])

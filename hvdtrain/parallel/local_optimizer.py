@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hvdtrain.runtime.shards import local
+from hvdtrain.runtime.tensor_shards import local
 
 
 class LocalOptimizer(Optimizer):

@@ -4,7 +4,7 @@ A tensor that is split is a DTensor: each dimension of its mesh shards one of it
 replicates it. Shard divides as `torch.chunk` does: shards of ceil(size / ranks), the last ones
 smaller or empty.
 
-In an elastic run, shards are sent to the next generation's replicas, see `plan_transfers`.
+In an elastic run, shards are sent to the next generation's replicas, see `transfer_shards`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from hvdtrain.checkpoint.spread import SpreadPart, open_part
 from hvdtrain.errors import UserError
 from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.optimizer import parameter_names, set_state_tensors, state_tensors
+from hvdtrain.parallel.shards import Transfer
 from hvdtrain.runtime.collectives import ProcessSet, broadcast_json, broadcast_tensors, passing_set
-from hvdtrain.runtime.mesh import Grid, Mesh
-from hvdtrain.runtime.shards import Piece, ShardLostError, box, local, model_tensors
-from hvdtrain.runtime.state_part import Scope
+from hvdtrain.runtime.mesh import Mesh
+from hvdtrain.runtime.state_part import Saved, ShardedPart
+from hvdtrain.runtime.tensor_shards import ShardPosition, box, local, model_tensors
 
 
 class Saves:
-    """Which pieces this rank saves: in the first replica, as first holder of the piece.
+    """Which shards this rank saves: in the first replica, as first holder of the shard.
 
     Args:
         mesh: of the run.
@@ -45,7 +46,7 @@ class Saves:
         self._elsewhere = elsewhere
 
     def has(self, name: str, tensor: Tensor) -> bool:
-        """Whether this rank saves its piece of a tensor, or of one that is split in the same way.
+        """Whether this rank saves its shard of a tensor, or of one that is split in the same way.
 
         Args:
             name: of the parameter or buffer that it belongs to.
@@ -55,34 +56,26 @@ class Saves:
         return self._same_layers is None or is_first_holder(tensor, self._same_layers)
 
 
-class SpannedModel:
+class SpannedModel(ShardedPart):
     """The sharded part "model": parameters and saved buffers, by the names of the whole model."""
 
     name = "model"
-    scope: Scope = "sharded"
 
     def __init__(self, model: nn.Module, saves: Saves) -> None:
         self._model = model
         self._saves = saves
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Pieces that this rank saves."""
-        return {name: part for name, (_, part) in self._own().items()}
-
-    def pieces(self) -> dict[str, Piece]:
-        """Place of each of `tensors` in its whole tensor."""
-        return {name: where for name, (where, _) in self._own().items()}
-
-    def _own(self) -> dict[str, tuple[Piece, Tensor]]:
+    def saved(self) -> dict[str, Saved]:
         tensors = model_tensors(self._model).items()
-        return {name: piece(t) for name, t in tensors if self._saves.has(name, t)}
+        own = {name: tensor for name, tensor in tensors if self._saves.has(name, tensor)}
+        return {name: Saved(local(tensor), position(tensor)) for name, tensor in own.items()}
 
     def compared(self) -> dict[str, Tensor]:
         """Parameters only: a task may keep buffers that differ between ranks."""
         return {name: local(p) for name, p in self._model.named_parameters()}
 
     def held(self) -> dict[str, Tensor]:
-        """All pieces of this rank, in the same memory."""
+        """Return all shards of this rank, in the same memory."""
         return {name: local(t) for name, t in model_tensors(self._model).items()}
 
     @torch.no_grad()
@@ -91,17 +84,11 @@ class SpannedModel:
         for name, own in self.held().items():
             own.copy_(held[name])
 
-    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        """Do nothing: files are loaded by `read`, and `start_over` sets the weights itself."""
-        assert not pieces
+    def reset(self) -> None:
+        """Do nothing: RunState.start_over copies the weights of a fresh model."""
 
     @torch.no_grad()
     def read(self, folder: Path, version: int) -> None:
-        """Load this rank's pieces from a checkpoint, whichever rank saved them.
-
-        Raises:
-            UserError: it does not match, or is damaged.
-        """
         saved, live = _opened(folder, self.name, self._model), model_tensors(self._model)
         for name, tensor in live.items():
             if name not in saved.names() or saved.shape(name) != tensor.shape:
@@ -109,8 +96,7 @@ class SpannedModel:
                     f"checkpoint {folder} is of another model: it has no {name} of the shape "
                     f"{[*tensor.shape]}; use the configuration it was made with, or another run.id"
                 )
-            where, part = piece(tensor)
-            part.copy_(saved.whole(name)[box(where, part)])
+            local(tensor).copy_(_own(tensor, saved.whole(name)))
 
 
 @torch.no_grad()
@@ -121,11 +107,10 @@ def take_over(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
         whole: parameters and saved buffers by name, including those of other ranks' shards.
     """
     for name, tensor in model_tensors(model).items():
-        where, part = piece(tensor)
-        part.copy_(whole[name][box(where, part)])
+        local(tensor).copy_(_own(tensor, whole[name]))
 
 
-class SpannedOptimizer:
+class SpannedOptimizer(ShardedPart):
     """The sharded part "optimizer": "parameter name/entry"; empty before the first step.
 
     An entry is a count, or it is split like its parameter: the optimizer steps on plain tensors,
@@ -133,29 +118,19 @@ class SpannedOptimizer:
     """
 
     name = "optimizer"
-    scope: Scope = "sharded"
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, saves: Saves) -> None:
         self._optimizer = optimizer
         self._model = model
         self._saves = saves
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Pieces that this rank saves."""
-        return {key: entry for key, (_, entry) in self._own().items()}
-
-    def pieces(self) -> dict[str, Piece]:
-        """Place of each of `tensors` in its whole tensor."""
-        return {key: piece(split)[0] for key, (split, _) in self._own().items()}
-
-    def _own(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """(tensor that is split like the entry, the entry)."""
+    def saved(self) -> dict[str, Saved]:
         found, parameters = {}, self._parameters()
         for key, entry in state_tensors(self._optimizer, self._model).items():
             name = key.rpartition("/")[0]
             split = parameters[name] if entry.dim() else entry
             if self._saves.has(name, split):
-                found[key] = split, entry
+                found[key] = Saved(entry, position(split))
         return found
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -172,13 +147,11 @@ class SpannedOptimizer:
         """As SpannedModel.take; this optimizer then owns the tensors."""
         set_state_tensors(self._optimizer, self._model, {**held})
 
-    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        assert not pieces
+    def reset(self) -> None:
         self._optimizer.state.clear()
 
     @torch.no_grad()
     def read(self, folder: Path, version: int) -> None:
-        """As SpannedModel.read."""
         saved, tensors = _opened(folder, self.name, self._model), {}
         parameters = self._parameters()
         for key in saved.names():
@@ -188,26 +161,20 @@ class SpannedOptimizer:
         set_state_tensors(self._optimizer, self._model, tensors)
 
 
-class SpannedEma:
+class SpannedEma(ShardedPart):
     """The sharded part "ema": averages by the names of their parameters."""
-
-    scope: Scope = "sharded"
 
     def __init__(self, ema: Ema, model: nn.Module, saves: Saves) -> None:
         self.name = ema.name
         self._ema, self._model, self._saves = ema, model, saves
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Pieces that this rank saves."""
-        return {n: t for n, t in self._ema.tensors().items() if self._saved(n)}
-
-    def pieces(self) -> dict[str, Piece]:
-        """Place of each of `tensors` in its whole tensor."""
+    def saved(self) -> dict[str, Saved]:
         parameters = self._ema.parameters
-        return {n: piece(parameters[n])[0] for n in self._ema.tensors() if self._saved(n)}
-
-    def _saved(self, name: str) -> bool:
-        return self._saves.has(name, self._ema.parameters[name])
+        return {
+            name: Saved(average, position(parameters[name]))
+            for name, average in self._ema.tensors().items()
+            if self._saves.has(name, parameters[name])
+        }
 
     def compared(self) -> dict[str, Tensor]:
         return self._ema.tensors()
@@ -220,17 +187,14 @@ class SpannedEma:
         """As SpannedModel.take; this average then owns the tensors."""
         self._ema.load([held] if held else [])
 
-    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        assert not pieces
+    def reset(self) -> None:
         self._ema.load(())
 
     @torch.no_grad()
     def read(self, folder: Path, version: int) -> None:
-        """As SpannedModel.read."""
         saved, found = _opened(folder, self.name, self._model), {}
         for name, parameter in self._ema.parameters.items() if saved.names() else ():
-            where, part = piece(parameter)
-            found[name] = saved.whole(name)[box(where, part)].clone()
+            found[name] = _own(parameter, saved.whole(name)).clone()
         self._ema.load([found])
 
 
@@ -241,18 +205,20 @@ def _opened(folder: Path, part: str, model: nn.Module) -> SpreadPart:
     return saved
 
 
+def _own(tensor: Tensor, whole: Tensor) -> Tensor:
+    """Return this rank's shard of `whole`, which is split like `tensor`."""
+    return whole[box(position(tensor), local(tensor))]
+
+
 def _like(parameter: Tensor, whole: Tensor) -> Tensor:
-    """Return this rank's piece of an optimizer's entry; the whole entry if its shape differs."""
-    if whole.shape != parameter.shape:
-        return whole.clone()
-    where, part = piece(parameter)
-    return whole[box(where, part)].clone()
+    """Return this rank's shard of an optimizer's entry; the whole entry if its shape differs."""
+    return (_own(parameter, whole) if whole.shape == parameter.shape else whole).clone()
 
 
-def piece(tensor: Tensor) -> tuple[Piece, Tensor]:
-    """Return the place of this rank's piece of `tensor`, and the piece, in the same memory.
+def position(tensor: Tensor) -> ShardPosition:
+    """Return the position of this rank's shard of `tensor`, whose shard is `local(tensor)`.
 
-    A plain tensor is one piece.
+    A plain tensor is one shard.
 
     Args:
         tensor: a parameter, buffer, gradient or entry of an optimizer's state; if a DTensor, with
@@ -262,16 +228,16 @@ def piece(tensor: Tensor) -> tuple[Piece, Tensor]:
         ValueError: this rank is not in the tensor's mesh, or the tensor is still to be summed over
             ranks.
     """
-    part = local(tensor)
     if not isinstance(tensor, DTensor):
-        return Piece((*part.shape,), offsets=(0,) * part.dim()), part
+        return ShardPosition((*tensor.shape,), offsets=(0,) * tensor.dim())
     place = tensor.device_mesh.get_coordinate()
     if place is None:
         raise ValueError("this rank is not in the tensor's mesh")
     sizes = tuple(tensor.device_mesh.shape)
     offsets, lengths = extent(tuple(tensor.shape), sizes, tuple(place), tensor.placements)
-    assert tuple(part.shape) == lengths, f"{tuple(part.shape)} is not {lengths}"
-    return Piece((*tensor.shape,), offsets=offsets), part
+    own = tuple(local(tensor).shape)
+    assert own == lengths, f"{own} is not {lengths}"
+    return ShardPosition((*tensor.shape,), offsets=offsets)
 
 
 def extent(
@@ -280,13 +246,13 @@ def extent(
     place: tuple[int, ...],
     placements: Iterable[Placement],
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offsets, lengths) of the piece of a tensor of `shape` that stands at `place` in a mesh.
+    """Return (offsets, lengths) of the shard of a tensor of `shape` at position `place` in a mesh.
 
     Args:
         mesh: sizes of its dimensions, each with one of `placements`.
 
     Raises:
-        ValueError: a placement does not determine a piece of the tensor.
+        ValueError: a placement does not determine a shard of the tensor.
     """
     offsets, lengths = [0] * len(shape), list(shape)
     for dim, placement in _in_order(list(placements)):
@@ -318,10 +284,10 @@ def _sharded_dimension(placement: Placement) -> int | None:
 
 
 def holders(tensor: Tensor, mesh: DeviceMesh) -> int:
-    """Number of ranks that hold the same piece of `tensor` as this rank, including this one.
+    """Number of ranks that hold the same shard of `tensor` as this rank, including this one.
 
     Args:
-        mesh: of the ranks that hold the tensor or pieces of it (the ranks of one pipeline stage of
+        mesh: of the ranks that hold the tensor or shards of it (the ranks of one pipeline stage of
             one replica), with named dimensions; a DTensor's mesh is this or a part of it.
     """
     number = 1
@@ -338,12 +304,12 @@ def holders_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def is_first_holder(tensor: Tensor, mesh: DeviceMesh) -> bool:
-    """Whether this rank is the first of the ranks that hold the same piece, see `holders`."""
+    """Whether this rank is the first of the ranks that hold the same shard, see `holders`."""
     return all(mesh.get_local_rank(name) == 0 for name in _sizes_of_copies(tensor, mesh))
 
 
 def _sizes_of_copies(tensor: Tensor, mesh: DeviceMesh) -> dict[str, int]:
-    """Sizes of the dimensions of `mesh` along which all ranks hold the same piece."""
+    """Sizes of the dimensions of `mesh` along which all ranks hold the same shard."""
     names = mesh.mesh_dim_names
     assert names is not None, "the mesh's dimensions have no names"
     split = set()
@@ -363,10 +329,10 @@ class HeldShard:
     """One version of a rank's shard in a run whose model spans ranks; it moves as a unit.
 
     Args:
-        number: of the shard of the model, see Grid.part.
+        number: of the shard of the model, see Grid.shard.
         progress: progress of the run, the fields of a Progress.
         applied: see AppliedSteps.
-        tensors: this rank's pieces by "model/name", "optimizer/name/entry" and similar names, and
+        tensors: this rank's shards by "model/name", "optimizer/name/entry" and similar names, and
             replicated tensors ("loss_scale/scale").
     """
 
@@ -381,39 +347,12 @@ class HeldShard:
         return int(self.progress["step"])
 
 
-@dataclass(frozen=True)
-class Transfer:
-    """Shard that one rank sends to others."""
+def transfer_shards(
+    transfers: Sequence[Transfer], rank: int, own: HeldShard | None
+) -> HeldShard | None:
+    """Run the transfers of whole shards; return the shard that this rank receives, or None.
 
-    shard: int
-    source: int
-    receivers: tuple[int, ...]
-
-
-def plan_transfers(held: Sequence[int | None], grid: Grid) -> list[Transfer]:
-    """Plan the transfers that give every rank its shard.
-
-    Args:
-        held: the shard that each rank holds as of the most advanced step, or None.
-
-    Raises:
-        ShardLostError: no rank holds some shard.
-    """
-    transfers = []
-    for shard in range(grid.replica_size):
-        if shard not in held:
-            raise ShardLostError(f"shard {shard} of {grid.replica_size}")
-        wanted = [rank for rank in grid.ranks if grid.part(rank) == shard]
-        lacking = sorted(rank for rank in wanted if held[rank] != shard)
-        if lacking:
-            transfers.append(Transfer(shard, held.index(shard), (*lacking,)))
-    return transfers
-
-
-def transfer(transfers: Sequence[Transfer], rank: int, own: HeldShard | None) -> HeldShard | None:
-    """Run the transfers and return the shard that this rank receives, or None.
-
-    Every rank calls it.
+    Every rank calls it. Only the receivers of a shard allocate memory for it.
 
     Args:
         rank: this one.
@@ -433,12 +372,13 @@ def transfer(transfers: Sequence[Transfer], rank: int, own: HeldShard | None) ->
 def _broadcast(own: HeldShard | None, each: Transfer, group: ProcessSet) -> HeldShard:
     held: Mapping[str, Tensor] = own.tensors if own else {}
     layout = {key: [[*t.shape], str(t.dtype).removeprefix("torch.")] for key, t in held.items()}
-    name = f"part.{each.shard}"
-    told = [layout, own.progress, own.applied] if own else None
-    theirs, progress, applied = broadcast_json(told, f"{name}.layout", each.source, group)
+    shard = each.interval.start  # see unit_shard
+    name = f"shard.{shard}"
+    state = [layout, own.progress, own.applied] if own else None
+    theirs, progress, applied = broadcast_json(state, f"{name}.layout", each.source, group)
     tensors = {
         key: held[key].cpu() if key in held else torch.empty(shape, dtype=getattr(torch, dtype))
         for key, (shape, dtype) in theirs.items()
     }
     broadcast_tensors(tensors, name, each.source, group)
-    return HeldShard(each.shard, progress, applied, tensors)
+    return HeldShard(shard, progress, applied, tensors)

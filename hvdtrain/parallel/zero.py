@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.errors import UserError
-from hvdtrain.parallel.parts import Dealing, Slice, deal
+from hvdtrain.parallel.shards import Interval, ShardMap
 from hvdtrain.runtime.collectives import gather_rows
 from hvdtrain.runtime.mesh import Topology
 
@@ -37,15 +37,15 @@ class ShardedOptimizer(Optimizer):
 
     Args:
         inner: over the model's parameters; elementwise, so that it does to a slice of a parameter
-            what it does to the whole.
+            what it does to the whole parameter.
         copies: ranks that hold each shard.
-        wrap: returns the optimizer that steps, such as MasterWeights, for the inner one over
-            slices.
+        wrap: returns the optimizer that steps, such as MasterWeights, for the inner optimizer over
+            slices of the parameters.
 
     Attributes:
         parameters: in the optimizer's order.
-        dealing: which ranks hold which shards.
-        rank: this one, in `dealing`.
+        shard_map: which ranks hold which shards.
+        rank: this one, in `shard_map`.
         version: the step to which this rank's shard belongs; None if it holds none.
         complete: all parameters on this rank belong to that step.
 
@@ -69,64 +69,68 @@ class ShardedOptimizer(Optimizer):
         self._plain, self._inner, self._wrap = inner, inner, wrap
         self._copies = copies
         self.rank = 0
-        self._slices: dict[Slice, nn.Parameter] = {}
-        self.dealing = Dealing((), ())
+        self._slices: dict[Interval, nn.Parameter] = {}
+        self.shard_map = ShardMap()
         self._differs = torch.zeros(0, dtype=torch.bool)
         self.version: int | None = None
         self.complete = True
 
     # --- assignment of shards -------------------------------------------------
 
-    def deal(self, topology: Topology) -> Dealing:
-        """Assignment of shards to the ranks of `topology`; nothing is changed."""
-        return deal([p.numel() for p in self.parameters], topology.hosts, self._copies)
+    def assign(self, topology: Topology) -> ShardMap:
+        """Return an assignment of shards to the ranks of `topology`; nothing is changed."""
+        return ShardMap.even([p.numel() for p in self.parameters], topology.hosts, self._copies)
 
     def install(
-        self, dealing: Dealing, rank: int, version: int, entries: dict[Slice, Entries] | None = None
+        self,
+        shard_map: ShardMap,
+        rank: int,
+        version: int,
+        entries: dict[Interval, Entries] | None = None,
     ) -> None:
-        """Hold the shards that `dealing` assigns to this rank; its parameters are `complete`.
+        """Hold the shards that `shard_map` assigns to this rank; its parameters are `complete`.
 
         Args:
             version: the step to which it belongs.
-            entries: the inner optimizer's state for each slice that this rank holds; slices without
-                state (before the first step) may be omitted.
+            entries: the inner optimizer's state for each interval that this rank holds; intervals
+                without state (before the first step) may be omitted.
         """
-        self.dealing, self.rank, self.version = dealing, rank, version
+        self.shard_map, self.rank, self.version = shard_map, rank, version
         self.complete = True
         device = self.parameters[0].device
-        self._differs = torch.zeros(len(dealing.parts), dtype=torch.bool, device=device)
+        self._differs = torch.zeros(len(shard_map.shards), dtype=torch.bool, device=device)
         self._slices = {
-            s: nn.Parameter(self.flat(s.number)[s.start : s.stop]) for s in dealing.held(rank)
+            i: nn.Parameter(self.flat(i.tensor)[i.start : i.stop]) for i in shard_map.held_by(rank)
         }
         first = 0
         for own, inner in zip(self.param_groups, self._plain.param_groups, strict=True):
             last = first + len(own["params"])
-            inner["params"] = [p for s, p in self._slices.items() if first <= s.number < last]
+            inner["params"] = [p for i, p in self._slices.items() if first <= i.tensor < last]
             first = last
         self._plain.state.clear()
         self._inner = self._wrap(self._plain) if self._wrap else self._plain
-        for piece, given in (entries or {}).items():
+        for interval, given in (entries or {}).items():
             if given:
-                self._inner.state[self._slices[piece]] = given
+                self._inner.state[self._slices[interval]] = given
 
-    def flat(self, number: int) -> Tensor:
-        """A parameter as a vector that shares its memory."""
-        return self.parameters[number].detach().view(-1)
+    def flat(self, tensor: int) -> Tensor:
+        """Return a parameter as a vector that shares its memory."""
+        return self.parameters[tensor].detach().view(-1)
 
-    def entries(self) -> dict[Slice, Entries]:
-        """The inner optimizer's live tensors for each slice that this rank holds.
+    def entries(self) -> dict[Interval, Entries]:
+        """Return the inner optimizer's live tensors for each interval that this rank holds.
 
-        They have the shape of the slice, except tensors without dimension, such as step counts,
-        which are identical on all slices of a parameter.
+        They have the interval's length, except tensors without dimension, such as step counts,
+        which are identical in all intervals of a parameter.
         """
         return {
-            s: {k: t for k, t in self._inner.state.get(p, {}).items() if isinstance(t, Tensor)}
-            for s, p in self._slices.items()
+            i: {k: t for k, t in self._inner.state.get(p, {}).items() if isinstance(t, Tensor)}
+            for i, p in self._slices.items()
         }
 
-    def own_slices(self) -> list[Slice]:
-        """Slices of the shard that this rank holds first, sends to others, and saves."""
-        return [*self.dealing.parts[self.rank]] if self.dealing.parts else []
+    def first_held(self) -> list[Interval]:
+        """Return the intervals of the shard whose first holder is this rank, which saves it."""
+        return [*self.shard_map.shards[self.rank]] if self.shard_map.shards else []
 
     # --- a step ---------------------------------------------------------------
 
@@ -135,13 +139,13 @@ class ShardedOptimizer(Optimizer):
         """Step on this rank's shards; parameters without a gradient are skipped."""
         for own, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: value for key, value in own.items() if key != "params"})
-        for s, parameter in self._slices.items():
-            gradient = self.parameters[s.number].grad
-            parameter.grad = None if gradient is None else gradient.reshape(-1)[s.start : s.stop]
+        for (tensor, start, stop), parameter in self._slices.items():
+            gradient = self.parameters[tensor].grad
+            parameter.grad = None if gradient is None else gradient.reshape(-1)[start:stop]
         self._inner.step()
         for parameter in self._slices.values():
             parameter.grad = None
-        self.complete = self._copies >= len(self.dealing.holders)
+        self.complete = self._copies >= len(self.shard_map.holders)
         self.skip()
 
     def skip(self) -> None:
@@ -151,48 +155,51 @@ class ShardedOptimizer(Optimizer):
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Give every rank the parameters that others have updated, in pieces of bounded size.
+        """Give every rank the parameters that others have updated, in chunks of bounded size.
 
         Raises:
             RankLostError: another rank is gone. This rank's shards are up to date.
         """
         if self.complete:
             return
-        rounds = zip_longest(*(self._chunks(part) for part in self.dealing.parts), fillvalue=())
+        shards = self.shard_map.shards
+        rounds = zip_longest(*(self._chunks(shard) for shard in shards), fillvalue=())
         for number, chunks in enumerate(rounds):
-            own = [self._bytes(s) for s in chunks[self.rank]]
-            row = torch.cat(own) if own else self._bytes(Slice(0, 0, 0))
+            own = [self._bytes(i) for i in chunks[self.rank]]
+            row = torch.cat(own) if own else self._bytes(Interval(0, 0, 0))
             gathered = gather_rows(row, f"zero.{number}")
-            sizes = [self._bytes(s).numel() for chunk in chunks for s in chunk]
+            sizes = [self._bytes(i).numel() for chunk in chunks for i in chunk]
             received = iter(gathered.split(sizes))
-            for part, (chunk, ranks) in enumerate(zip(chunks, self.dealing.holders, strict=True)):
-                for s in chunk:
-                    mine, theirs = self._bytes(s), next(received)
+            holders = self.shard_map.holders
+            for shard, (chunk, ranks) in enumerate(zip(chunks, holders, strict=True)):
+                for interval in chunk:
+                    mine, theirs = self._bytes(interval), next(received)
                     if self.rank in ranks:
-                        self._differs[part] |= (mine != theirs).any()
+                        self._differs[shard] |= (mine != theirs).any()
                     mine.copy_(theirs)
         self.complete = True
 
-    def differs(self, part: int) -> bool:
+    def differs(self, shard: int) -> bool:
         """Whether the first holder's update of a shard that this rank also holds differed."""
-        return bool(self._differs[part])
+        return bool(self._differs[shard])
 
-    def _chunks(self, part: Sequence[Slice]) -> Iterator[list[Slice]]:
-        """A shard in pieces, each of which is gathered together with pieces of the other shards."""
-        most = max(1, _GATHERED // len(self.dealing.parts))
-        chunk, room = list[Slice](), most
-        for number, start, stop in part:
+    def _chunks(self, shard: Sequence[Interval]) -> Iterator[list[Interval]]:
+        """Split a shard into chunks; the n-th chunks of all shards are gathered together."""
+        most = max(1, _GATHERED // len(self.shard_map.shards))
+        chunk, room = list[Interval](), most
+        for tensor, start, stop in shard:
             while start < stop:
-                piece = Slice(number, start, min(stop, start + room))
-                chunk.append(piece)
-                room -= piece.stop - start
-                start = piece.stop
+                taken = Interval(tensor, start, min(stop, start + room))
+                chunk.append(taken)
+                room -= taken.stop - start
+                start = taken.stop
                 if not room:
                     yield chunk
                     chunk, room = [], most
         if chunk:
             yield chunk
 
-    def _bytes(self, s: Slice) -> Tensor:
+    def _bytes(self, interval: Interval) -> Tensor:
         # Horovod supports fewer dtypes than torch.
-        return self.flat(s.number)[s.start : s.stop].view(torch.uint8)
+        tensor, start, stop = interval
+        return self.flat(tensor)[start:stop].view(torch.uint8)

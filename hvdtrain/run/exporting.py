@@ -15,7 +15,7 @@ from hvdtrain.exchange.bucketed import Residuals
 from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.runtime.memory import PeakMemory
 from hvdtrain.runtime.phases import PHASES, PhaseTimer
-from hvdtrain.runtime.shards import local
+from hvdtrain.runtime.tensor_shards import local
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.gpu import GAUGES, readings
 

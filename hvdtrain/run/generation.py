@@ -198,7 +198,7 @@ class Generation:
             components.older = Snapshot(state, torch.device("cpu"))
             components.older.keep()
         persistent.trained = own == newest
-        if not state.deal(topology, newest.step):
+        if not state.assign_shards(topology, newest.step):
             return False
         if not all_equal(self._statuses):
             persistent.initial = False

@@ -22,7 +22,7 @@ from hvdtrain.run.recorder import PersistentState
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import broadcast_json, on_all_ranks
 from hvdtrain.runtime.mesh import Group, Mesh, Topology
-from hvdtrain.runtime.shards import model_tensors
+from hvdtrain.runtime.tensor_shards import model_tensors
 
 _LAST_SAVE_SECONDS = 10.0  # wait for a save in progress
 
@@ -59,7 +59,7 @@ def _load_own(config: Config, components: RunComponents, folder: Path | None, gr
     state = components.state
     state.load_local(folder, group)
     if folder is not None:
-        state.read_pieces(folder)
+        state.read_shards(folder)
     elif state.spanned and config.run.init_from is not None:
         from hvdtrain.parallel.spanned import take_over
 

@@ -370,11 +370,11 @@ class Rejoin:
         return ProcessStatus(
             identity=self.prepared.identity(self.launched.digest),
             trained=self.persistent.trained,
-            step=self.prepared.progress.step if own.part is None else own.step,
+            step=self.prepared.progress.step if own.shard is None else own.step,
             patience=times * config.elastic.hang_seconds + more,
             failed=failure.phase,
             message=failure.message[:_LONGEST_MESSAGE],
             replica_size=prod(config.parallel.degrees.values()),
-            part=own.part,
+            shard=own.shard,
             reachable_step=own.reachable_step,
         )

@@ -8,7 +8,7 @@ In an elastic run, the ranks of a Spanning model build it again in each generati
 1. Each rank reports which shard it holds, as of which step.
 2. A rank that may have missed the last step takes it, if another rank has taken it (Agreement).
 3. The ranks are arranged so that many of them keep their shards (Grid.of).
-4. A holder of a shard sends it to the ranks that need it and do not hold it (parallel/spanned.py).
+4. A holder of a shard sends it to the ranks that need it and do not hold it (parallel/shards.py).
 5. The ranks of a replica form a torch.distributed world, and build their shards of the model.
 
 If no rank has a shard as of the newest step, all shards are dropped in 4, and the run continues
@@ -46,6 +46,7 @@ from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.precision import BF16_PARAMS, Precision
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.parallel.local_optimizer import LocalOptimizer, total_norm
+from hvdtrain.parallel.shards import ShardLostError, ShardMap, plan_transfers, unit_shard
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.run.recorder import PersistentState
 from hvdtrain.runtime.collectives import gather_json
@@ -63,20 +64,20 @@ class ShardStatus(NamedTuple):
     """The status of a rank in a rendezvous.
 
     Args:
-        part: index of the shard that it holds, or None.
+        shard: index of the shard that it holds, or None.
         step: optimizer steps done; -1: it holds no shard.
         reachable_step: the step that it can reach by itself: this or the next one, see Agreement.
         before: index of this process's last shard, whether or not it still holds it.
     """
 
-    part: int | None = None
+    shard: int | None = None
     step: int = -1
     reachable_step: int = -1
     before: int | None = None
 
     def holds(self, newest: int) -> int | None:
         """Return the index of the shard that it holds or can make as of step `newest`, or None."""
-        return self.part if newest in (self.step, self.reachable_step) else None
+        return self.shard if newest in (self.step, self.reachable_step) else None
 
 
 class Regrouped(Protocol):
@@ -431,15 +432,15 @@ class Spanning:
         own = self.status(persistent, step)
         statuses = [ShardStatus(*theirs) for theirs in gather_json([*own], "parts")]
         newest = max(status.step for status in statuses)  # -1: no rank holds a shard
-        if self._shard is None and own.part is not None:
+        if self._shard is None and own.shard is not None:
             assert self._components is not None and self._components.agreement is not None
             self._components.agreement.catch_up(own.step, newest)
-            self._shard = _shard_of(self._components.state, own.part)
+            self._shard = _shard_of(self._components.state, own.shard)
         self._components = None  # its memory is needed
         self._grid = self._arrange(topology, statuses, newest)
         if newest >= 0:
             self._transfer_shards(self._grid, statuses, newest, topology.rank, persistent)
-        self._before = self._grid.part(topology.rank)
+        self._before = self._grid.shard(topology.rank)
         with self.lost_peers():
             built = build()
         if self._shard is not None:
@@ -454,7 +455,7 @@ class Spanning:
         if topology.rank in moved:
             raise ReplacedError(
                 f"it had shard {self._before} of the model, which enough ranks hold; a new "
-                f"process can have shard {grid.part(topology.rank)}"
+                f"process can have shard {grid.shard(topology.rank)}"
             )
         if moved:
             raise MembershipChanged
@@ -469,23 +470,23 @@ class Spanning:
         persistent: PersistentState,
     ) -> None:
         """Give every rank its shard as of step `newest`; if one was lost, drop all shards."""
-        from hvdtrain.parallel.spanned import plan_transfers, transfer
-        from hvdtrain.runtime.shards import ShardLostError
+        from hvdtrain.parallel.spanned import transfer_shards
 
-        holds = [status.holds(newest) for status in statuses]
+        held = [unit_shard(status.holds(newest)) for status in statuses]
+        shard_map = ShardMap.of_replicas(grid)
         try:
-            transfers = plan_transfers(holds, grid)
+            transfers = plan_transfers(held, [shard_map.held_by(r) for r in range(len(held))])
         except ShardLostError:
             self._shard, persistent.trained, persistent.newest = None, False, newest
             return
-        received = transfer(transfers, rank, self._shard)
+        received = transfer_shards(transfers, rank, self._shard)
         if received is not None:
             self._shard = received
         assert self._shard is not None
-        if (self._shard.number, self._shard.step) != (grid.part(rank), newest):
+        if (self._shard.number, self._shard.step) != (grid.shard(rank), newest):
             raise RuntimeError(
                 f"this rank holds shard {self._shard.number} as of step {self._shard.step} instead "
-                f"of shard {grid.part(rank)} as of step {newest}"
+                f"of shard {grid.shard(rank)} as of step {newest}"
             )
 
     def forget_pending_step(self) -> None:
@@ -541,7 +542,7 @@ def arrange(
     before = [status.before for status in statuses]
     holders = [rank for rank, status in enumerate(statuses) if status.holds(newest) is not None]
     grid = Grid.of(hosts, degrees, place, before, holders)
-    return grid, [rank for rank in grid.ranks if before[rank] not in (None, grid.part(rank))]
+    return grid, [rank for rank in grid.ranks if before[rank] not in (None, grid.shard(rank))]
 
 
 def _shard_of(state: RunState, number: int) -> HeldShard:

@@ -378,7 +378,7 @@ class _FailureVote:
 # --- process sets -------------------------------------------------------------
 
 
-def set_of_part(grid: Grid, rank: int) -> ProcessSet:
+def set_of_shard(grid: Grid, rank: int) -> ProcessSet:
     """Return the set of ranks with the same shard as `rank`; all ranks call it identically.
 
     Requires HOROVOD_DYNAMIC_PROCESS_SETS=1 (environment.prepare), because the sets depend on the
@@ -386,10 +386,10 @@ def set_of_part(grid: Grid, rank: int) -> ProcessSet:
     """
     if grid.replica_size == 1 or grid.replicas == 1:
         return hvd.global_process_set
-    parts = [sorted(grid.same_part(first)) for first in grid.replica_of(grid.ranks[0])]
+    groups = [sorted(grid.same_shard(first)) for first in grid.replica_of(grid.ranks[0])]
     with lost_ranks():
-        sets = {tuple(part): _set_of(part) for part in parts}
-    return next(found for part, found in sets.items() if rank in part)
+        sets = {tuple(group): _set_of(group) for group in groups}
+    return next(found for group, found in sets.items() if rank in group)
 
 
 @contextmanager

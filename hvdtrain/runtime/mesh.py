@@ -88,7 +88,7 @@ class Grid:
             hosts: of each rank.
             degrees: of each axis of a replica.
             place: the axes; the first one has priority to stay inside a host.
-            before: index of each rank's previous shard, as in `part`, or None. A rank keeps its
+            before: index of each rank's previous shard, as in `shard`, or None. A rank keeps its
                 index unless too many ranks have it; this has priority over neighbours on a host.
             holders: ranks that hold a shard that the run needs: they have priority to keep it.
 
@@ -102,7 +102,7 @@ class Grid:
         for rank, host in enumerate(hosts):
             by_host.setdefault(host, []).append(rank)
         ranks = [rank for ranks in by_host.values() for rank in ranks]
-        if any(part is not None for part in before):
+        if any(shard is not None for shard in before):
             ranks = _keeping(ranks, hosts, before, holders, size)
         return cls((*ranks,), {axis: degrees[axis] for axis in reversed([*place])})
 
@@ -128,13 +128,13 @@ class Grid:
         start = self.ranks.index(rank) // size * size
         return self.ranks[start : start + size]
 
-    def part(self, rank: int) -> int:
+    def shard(self, rank: int) -> int:
         """Return the index of a rank's shard of the model: its position in its replica."""
         return self.ranks.index(rank) % self.replica_size
 
-    def same_part(self, rank: int) -> tuple[int, ...]:
+    def same_shard(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that hold the same shard of the model, one in each replica."""
-        return self.ranks[self.part(rank) :: self.replica_size]
+        return self.ranks[self.shard(rank) :: self.replica_size]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return a rank's position on each axis, the data axis first."""
@@ -194,25 +194,25 @@ def _keeping(
 ) -> list[int]:
     """Return `ranks`, given host by host, in an order in which they keep their shard indices."""
     replicas = len(ranks) // size
-    of_part: list[list[int]] = [[] for _ in range(size)]
+    of_shard: list[list[int]] = [[] for _ in range(size)]
     free = []
     for rank in sorted(ranks, key=lambda rank: rank not in holders):
-        part = before[rank]
-        if part is None or len(of_part[part]) == replicas:
+        shard = before[rank]
+        if shard is None or len(of_shard[shard]) == replicas:
             free.append(rank)
         else:
-            of_part[part].append(rank)
+            of_shard[shard].append(rank)
     for rank in free:  # to the shard with the fewest copies on its host
         there = [
-            (sum(hosts[other] == hosts[rank] for other in own), part)
-            for part, own in enumerate(of_part)
+            (sum(hosts[other] == hosts[rank] for other in own), shard)
+            for shard, own in enumerate(of_shard)
             if len(own) < replicas
         ]
-        of_part[min(there)[1]].append(rank)
+        of_shard[min(there)[1]].append(rank)
     found: list[int] = []
-    for first in sorted(of_part[0], key=ranks.index):
+    for first in sorted(of_shard[0], key=ranks.index):
         found.append(first)
-        for own in of_part[1:]:
+        for own in of_shard[1:]:
             own.sort(key=lambda rank: (hosts[rank] != hosts[first], ranks.index(rank)))
             found.append(own.pop(0))
     return found

@@ -1,14 +1,15 @@
-"""Protocols for the parts of a run's state."""
+"""Parts of a run's state: what a part of any kind, and a part held in shards, can do."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from hvdtrain.runtime.shards import Piece
+from hvdtrain.runtime.tensor_shards import ShardPosition
 
 Scope = Literal["replicated", "sharded", "local"]
 
@@ -21,8 +22,7 @@ class StatePart(Protocol):
         scope: "replicated": every rank holds the same tensors. Rank 0 saves them, and a rank that
             joins receives them from another rank. "local": each rank holds its own tensors and
             saves them. Ranks that continue keep them, and a rank that joins starts without them.
-            "sharded": the ranks together hold all tensors, in pieces. Each rank saves some pieces,
-            and the ranks of the next generation redistribute them.
+            "sharded": the ranks together hold all tensors, see ShardedPart.
     """
 
     name: str
@@ -36,11 +36,11 @@ class StatePart(Protocol):
         """Return tensors that are bitwise identical on all intact ranks; none if local."""
         ...
 
-    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+    def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
         """Load results of `tensors`, from an earlier time or another rank.
 
         Args:
-            pieces: if replicated: one item. If local: items of the ranks from which this rank
+            saved: if replicated: one item. If local: items of the ranks from which this rank
                 inherits: none, only its own, or several. No item: reset to the start of a run.
 
         Raises:
@@ -48,15 +48,38 @@ class StatePart(Protocol):
         """
 
 
-class ShardedPart(StatePart, Protocol):
-    """A part of which each rank holds pieces; one holder of each piece saves it."""
+class Saved(NamedTuple):
+    """A tensor that a rank saves of a sharded part.
 
-    def pieces(self) -> dict[str, Piece]:
-        """Return the position of each of `tensors` in its whole tensor; may omit whole tensors."""
-        ...
+    Args:
+        position: in the whole tensor; None: the tensor is whole.
+    """
 
+    tensor: Tensor
+    position: ShardPosition | None
+
+
+class ShardedPart(ABC):
+    """A StatePart that ranks hold in shards; one holder of each shard saves it.
+
+    Any number of ranks, in any layout, can read what was saved. Ranks that continue redistribute
+    the shards (parallel/shards.py).
+    """
+
+    name: str
+    scope: Scope = "sharded"
+
+    @abstractmethod
+    def saved(self) -> dict[str, Saved]:
+        """Return the live tensors that this rank saves; all ranks together save each element."""
+
+    @abstractmethod
+    def compared(self) -> dict[str, Tensor]:
+        """See StatePart: identical on all intact ranks that hold the same shard."""
+
+    @abstractmethod
     def read(self, folder: Path, version: int) -> None:
-        """Load this rank's pieces from a checkpoint, whichever ranks saved them.
+        """Load this rank's shards from a checkpoint, whichever ranks saved them.
 
         Args:
             version: the step after which it was saved.
@@ -64,3 +87,20 @@ class ShardedPart(StatePart, Protocol):
         Raises:
             UserError: the checkpoint does not fit, or is damaged.
         """
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Reset the state to the start of a run."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """See StatePart: the tensors that this rank saves."""
+        return {name: saved.tensor for name, saved in self.saved().items()}
+
+    def positions(self) -> dict[str, ShardPosition]:
+        """Return the position of each of `tensors` that is not whole."""
+        return {name: s.position for name, s in self.saved().items() if s.position is not None}
+
+    def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
+        """See StatePart; a sharded part can only be reset, because `read` loads files."""
+        assert not saved
+        self.reset()

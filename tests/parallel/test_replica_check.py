@@ -18,7 +18,7 @@ from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.optimizer import build_optimizer, state_tensors
 from hvdtrain.runtime.collectives import AgreedError, gather_bytes
 from hvdtrain.runtime.mesh import Grid, Topology
-from hvdtrain.runtime.shards import model_tensors
+from hvdtrain.runtime.tensor_shards import model_tensors
 
 GRID = Grid((0, 1), {})
 

@@ -17,7 +17,7 @@ from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.optimizer import build_optimizer, state_tensors
 from hvdtrain.runtime.mesh import Topology
-from hvdtrain.runtime.shards import model_tensors
+from hvdtrain.runtime.tensor_shards import model_tensors
 
 
 def _model(seed: int) -> nn.Module:

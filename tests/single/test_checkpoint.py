@@ -25,7 +25,7 @@ from hvdtrain.errors import UserError
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.runtime.heartbeat import Heartbeat
-from hvdtrain.runtime.shards import model_tensors
+from hvdtrain.runtime.tensor_shards import model_tensors
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "files.json", MARKER]
 

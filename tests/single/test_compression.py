@@ -77,13 +77,13 @@ def test_resumed_compressed_run_is_bitwise_identical(root: Path, name: str, file
 
 def test_resume_on_fewer_ranks_sums_their_residuals(root: Path) -> None:
     checkpoint = root / "topk" / CHECKPOINT
-    pieces = list(read_files_of_ranks(checkpoint, lambda rank: True).parts.values())
-    assert len(pieces) == 2 and all(t.any() for piece in pieces for t in piece.values())
-    names = sorted(pieces[0], key=lambda name: int(name.rpartition(".")[2]))
-    residuals = Residuals([torch.ones_like(pieces[0][name]) for name in names])
-    residuals.load(pieces)
+    saved = list(read_files_of_ranks(checkpoint, lambda rank: True).parts.values())
+    assert len(saved) == 2 and all(t.any() for one in saved for t in one.values())
+    names = sorted(saved[0], key=lambda name: int(name.rpartition(".")[2]))
+    residuals = Residuals([torch.ones_like(saved[0][name]) for name in names])
+    residuals.load(saved)
     for name, tensor in residuals.tensors().items():
-        assert torch.equal(tensor, pieces[0][name] + pieces[1][name])
+        assert torch.equal(tensor, saved[0][name] + saved[1][name])
     residuals.load([])
     assert not any(tensor.any() for tensor in residuals.tensors().values())
     flags = [*FLAGS_OF["topk"], "--run.resume", str(checkpoint)]

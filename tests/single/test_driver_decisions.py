@@ -144,7 +144,7 @@ class Decisions(RuleBasedStateMachine):
             step=rank.step,
             failed=TRAINING if rank.failed else None,
             replica_size=self.size,
-            part=rank.shard,
+            shard=rank.shard,
             reachable_step=rank.reachable,
         )
 

@@ -200,8 +200,8 @@ def test_spare_status_reports_its_last_completed_step(job: Callable[..., Job]) -
     half = {"replica_size": 2, "step": 9, "reachable_step": 10, "failed": "training"}
     got: dict[int, dict[str, Any]] = {}
 
-    def ask(number: int, part: int) -> None:
-        got.update(running.join(number, part=part, **half))
+    def ask(number: int, shard: int) -> None:
+        got.update(running.join(number, shard=shard, **half))
 
     threads = [threading.Thread(target=ask, args=one) for one in ((0, 0), (2, 0), (3, 1))]
     for thread in threads:

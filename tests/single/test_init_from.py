@@ -19,7 +19,7 @@ from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
 from hvdtrain.models.huggingface import from_huggingface, to_huggingface
 from hvdtrain.run.resume import load_initial_weights
-from hvdtrain.runtime.shards import model_tensors
+from hvdtrain.runtime.tensor_shards import model_tensors
 from tests.support.runs import TINY, metrics, run, train
 
 SIZES = GPTConfig(layers=2, heads=2, width=16, context=8, vocab_size=11, positions="learned")

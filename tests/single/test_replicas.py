@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,9 @@ from hypothesis import strategies as st
 
 from hvdtrain.elastic.processes import TrainingProcess, choose
 from hvdtrain.elastic.status import Identity, ProcessStatus
-from hvdtrain.parallel.spanned import plan_transfers
+from hvdtrain.parallel.shards import ShardLostError, ShardMap, Transfer, plan_transfers, unit_shard
 from hvdtrain.run.strategy import ShardStatus, arrange
 from hvdtrain.runtime.mesh import Grid
-from hvdtrain.runtime.shards import ShardLostError
 
 IDENTITY = Identity("cpu", "digest", 8, None)
 AXES = {"tensor": 2, "context": 1, "shard": 1, "pipeline": 1}
@@ -22,11 +22,11 @@ PLACE = [*AXES]
 
 
 def _process(
-    number: int, host: str, size: int, part: int | None, reachable_step: int = 9
+    number: int, host: str, size: int, shard: int | None, reachable_step: int = 9
 ) -> TrainingProcess:
-    step = 0 if part is None else 9
+    step = 0 if shard is None else 9
     status = ProcessStatus(
-        IDENTITY, step=step, replica_size=size, part=part, reachable_step=reachable_step
+        IDENTITY, step=step, replica_size=size, shard=shard, reachable_step=reachable_step
     )
     return TrainingProcess(number, host, 0, status=status)
 
@@ -78,27 +78,29 @@ def test_only_whole_replicas_are_chosen_and_no_shard_is_lost(
     size: int, found: list[tuple[int, int | None]], most: int
 ) -> None:
     processes = [
-        _process(number, f"host {host}", size, None if part is None else part % size)
-        for number, (host, part) in enumerate(found)
+        _process(number, f"host {host}", size, None if shard is None else shard % size)
+        for number, (host, shard) in enumerate(found)
     ]
     chosen = choose(processes, most)
     if not processes:
         return
     assert len(chosen) == min(len(processes), most) // size * size
     if chosen:
-        kept = Counter(p.status.part for p in chosen if p.status)
-        assert all(kept[p.status.part] for p in processes if p.status and p.status.part is not None)
+        kept = Counter(p.status.shard for p in chosen if p.status)
+        assert all(
+            kept[p.status.shard] for p in processes if p.status and p.status.shard is not None
+        )
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.none() | st.integers(0, 1)), min_size=1))
 def test_ranks_keep_the_shards_they_hold(found: list[tuple[int, int | None]]) -> None:
     found = found[: len(found) // 2 * 2] or [(0, None), (0, None)]
-    before = [part for _, part in found]
+    before = [shard for _, shard in found]
     grid = Grid.of([f"host {host}" for host, _ in found], AXES, PLACE, before)
     assert sorted(grid.ranks) == [*range(len(found))]
-    kept = Counter(before[rank] for rank in grid.ranks if before[rank] == grid.part(rank))
-    for part in (0, 1):
-        assert kept[part] == min(before.count(part), grid.replicas)
+    kept = Counter(before[rank] for rank in grid.ranks if before[rank] == grid.shard(rank))
+    for shard in (0, 1):
+        assert kept[shard] == min(before.count(shard), grid.replicas)
 
 
 def test_new_process_completes_the_replica_on_its_host() -> None:
@@ -108,16 +110,45 @@ def test_new_process_completes_the_replica_on_its_host() -> None:
 
 
 def test_holder_of_the_newest_shard_takes_precedence_over_a_spare() -> None:
-    spare, holder = ShardStatus(before=0), ShardStatus(part=0, step=9, reachable_step=9, before=0)
+    spare, holder = ShardStatus(before=0), ShardStatus(shard=0, step=9, reachable_step=9, before=0)
     grid, moved = arrange(["a", "a"], [spare, holder], 9, AXES, PLACE)
-    assert moved == [0] and grid.part(1) == 0
+    assert moved == [0] and grid.shard(1) == 0
+
+
+def _plan(held: Sequence[int | None], grid: Grid) -> list[Transfer]:
+    """The transfers that give every rank its shard of a model that spans ranks."""
+    shard_map = ShardMap.of_replicas(grid)
+    wanted = [shard_map.held_by(rank) for rank in range(len(held))]
+    return plan_transfers([*map(unit_shard, held)], wanted)
 
 
 def test_shards_are_sent_from_their_holders_to_ranks_that_lack_them() -> None:
     grid = Grid((0, 1, 2, 3), {"tensor": 2})
-    moves = plan_transfers([None, 1, 0, None], grid)
-    assert [(m.shard, m.source, m.receivers) for m in moves] == [(0, 2, (0,)), (1, 1, (3,))]
-    assert plan_transfers([0, 1, 0, 1], grid) == []
-    assert plan_transfers([1, 0], Grid((0, 1), {"tensor": 2}))[0].receivers == (0,)
-    with pytest.raises(ShardLostError, match="shard 1 of 2"):
-        plan_transfers([0, None, 0, None], grid)
+    (zero,), (one,) = unit_shard(0), unit_shard(1)
+    assert _plan([None, 1, 0, None], grid) == [Transfer(1, one, (3,)), Transfer(2, zero, (0,))]
+    assert _plan([0, 1, 0, 1], grid) == []
+    assert _plan([1, 0], Grid((0, 1), {"tensor": 2})) == [
+        Transfer(0, one, (1,)),
+        Transfer(1, zero, (0,)),
+    ]
+    with pytest.raises(ShardLostError, match="elements 1 to 2 of tensor 0"):
+        _plan([0, None, 0, None], grid)
+
+
+@given(st.integers(1, 4), st.data())
+def test_every_rank_has_its_shard_after_the_transfers(size: int, data: st.DataObject) -> None:
+    ranks = data.draw(st.permutations(range(size * data.draw(st.integers(1, 3)))))
+    grid = Grid(tuple(ranks), {"tensor": size})
+    one = st.none() | st.integers(0, size - 1)
+    held = data.draw(st.lists(one, min_size=len(ranks), max_size=len(ranks)))
+    if set(range(size)) - set(held):
+        with pytest.raises(ShardLostError):
+            _plan(held, grid)
+        return
+    after = [{shard} for shard in held]
+    for source, interval, receivers in _plan(held, grid):
+        assert interval.start == held[source] and source not in receivers
+        for rank in receivers:
+            assert held[rank] != interval.start, "it has this shard"
+            after[rank].add(interval.start)
+    assert all(grid.shard(rank) in after[rank] for rank in range(len(held)))

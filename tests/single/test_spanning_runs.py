@@ -123,8 +123,8 @@ def test_replica_ranks_share_a_host_if_it_has_room() -> None:
     grid = Grid.of(hosts, degrees, ParallelConfig().place)
     for rank in range(8):
         assert {hosts[r] for r in grid.replica_of(rank)} == {hosts[rank]}
-        assert rank in grid.same_part(rank)
-        assert {hosts[r] for r in grid.same_part(rank)} == {"a", "b"}
+        assert rank in grid.same_shard(rank)
+        assert {hosts[r] for r in grid.same_shard(rank)} == {"a", "b"}
 
 
 def test_grid_groups_ranks_with_the_same_work_or_shard() -> None:

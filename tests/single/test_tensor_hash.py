@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hvdtrain.engine.callbacks.replicas import largest_group
 from hvdtrain.engine.integrity import _BLOCK, DIGEST_BYTES, TensorHash, whole_sums
-from hvdtrain.runtime.shards import Piece
+from hvdtrain.runtime.tensor_shards import ShardPosition
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool]
 
@@ -88,11 +88,11 @@ def test_shard_hashes_add_up_to_the_whole_and_detect_a_flipped_bit(
         [((0, 0, 0), tensor[..., :half]), ((0, 0, half), tensor[..., half:])],
     ]
     for parts in boxes:
-        told = [{"a": hashed.piece(part, Piece(shape, offsets=at))} for at, part in parts]
-        assert hashed({}, whole_sums(told)) == expected
+        sums = [{"a": hashed.shard(part, ShardPosition(shape, offsets=at))} for at, part in parts]
+        assert hashed({}, whole_sums(sums)) == expected
     _flip(tensor, 16 * tensor.numel() - 2)
-    told = [{"a": hashed.piece(part, Piece(shape, offsets=at))} for at, part in boxes[2]]
-    assert hashed({}, whole_sums(told)) == hashed({"a": tensor}) != expected
+    sums = [{"a": hashed.shard(part, ShardPosition(shape, offsets=at))} for at, part in boxes[2]]
+    assert hashed({}, whole_sums(sums)) == hashed({"a": tensor}) != expected
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

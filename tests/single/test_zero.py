@@ -13,18 +13,17 @@ from torch.optim import Optimizer
 
 from hvdtrain.config import parse
 from hvdtrain.config_checks import Ranks, check_ranks
-from hvdtrain.engine.integrity import PartHash, TensorHash
+from hvdtrain.engine.integrity import ShardHash, TensorHash
 from hvdtrain.errors import UserError
 from hvdtrain.optim.config import OptimConfig
 from hvdtrain.optim.masters import MasterWeights
 from hvdtrain.optim.optimizer import build_optimizer, set_learning_rate
 from hvdtrain.parallel.agreement import Agreement
-from hvdtrain.parallel.parts import deal, hosts_that_hold_alone
+from hvdtrain.parallel.shards import ShardLostError, ShardMap
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.parallel.zero_state import ShardedOptimizerState, hand_over
 from hvdtrain.runtime.collectives import RankLostError
 from hvdtrain.runtime.mesh import Topology
-from hvdtrain.runtime.shards import ShardLostError
 from tests.support.thread_ranks import Death, DiedError, exchange, on_ranks
 
 HOSTS = "aabb"
@@ -47,7 +46,7 @@ class _Rank:
     def train(self, topology: Topology, source: int, target: int, until: int) -> int:
         """A generation: takes over, and steps; returns after which step it began."""
         if target < 0:
-            self.optimizer.install(self.optimizer.deal(topology), topology.rank, 0)
+            self.optimizer.install(self.optimizer.assign(topology), topology.rank, 0)
         else:
             if self.step is not None:  # as Generation does
                 self.agreement.catch_up(self.step, target)
@@ -146,7 +145,7 @@ def _assert_whole(
             assert torch.equal(own, whole), number
         seen: list[Tensor] = []
         for s, entries in rank.optimizer.entries().items():
-            whole_state = optimizer.state[order[s.number]]
+            whole_state = optimizer.state[order[s.tensor]]
             assert entries.keys() == {k for k, t in whole_state.items() if t is not None}
             for key, tensor in entries.items():
                 whole = whole_state[key]
@@ -177,19 +176,19 @@ def test_master_weight_shards_are_bitwise_identical_to_the_whole() -> None:
 )
 def test_each_rank_holds_only_its_share_of_the_state(hosts: str, copies: int) -> None:
     sizes = [1000 * size for size in SIZES]
-    dealing = deal(sizes, hosts, copies)
+    shard_map = ShardMap.even(sizes, hosts, copies)
     for rank in range(len(hosts)):
-        held = sum(s.stop - s.start for s in dealing.held(rank))
+        held = sum(s.stop - s.start for s in shard_map.held_by(rank))
         assert held == pytest.approx(copies / len(hosts) * sum(sizes), rel=0.001)
 
 
 @pytest.mark.parametrize("hosts", ["aabb", "aaaabbbb", "abab", "aabbcc", "aabbc", "abc"])
 def test_copies_of_a_shard_are_on_different_hosts(hosts: str) -> None:
-    assert hosts_that_hold_alone(deal(SIZES, hosts, 2), hosts) == []
+    assert ShardMap.even(SIZES, hosts, 2).sole_hosts(hosts) == []
 
 
 def test_host_that_alone_holds_a_shard_is_named() -> None:
-    assert hosts_that_hold_alone(deal(SIZES, "aaab", 2), "aaab") == ["a"]
+    assert ShardMap.even(SIZES, "aaab", 2).sole_hosts("aaab") == ["a"]
 
 
 ONE, HOST = (3,), (2, 3)
@@ -250,7 +249,7 @@ def test_shard_without_a_holder_is_reported_as_lost(copies: int, dead: tuple[int
 
 def _differing(ranks: list[_Rank]) -> list[int]:
     hashes = [
-        PartHash(ShardedOptimizerState(rank.optimizer, rank.model), TensorHash()) for rank in ranks
+        ShardHash(ShardedOptimizerState(rank.optimizer, rank.model), TensorHash()) for rank in ranks
     ]
     return hashes[0].differing([own.own() for own in hashes])
 
@@ -261,21 +260,21 @@ def test_damaged_copy_of_a_shard_is_detected(entry: str) -> None:
     _generation(ranks, HOSTS, until=3)
     assert _differing(ranks) == []
     entries = ranks[2].optimizer.entries()
-    s = ranks[2].optimizer.own_slices()[0]
+    s = ranks[2].optimizer.first_held()[0]
     entries[s][entry].view(-1).view(torch.int32)[0] ^= 1 << 12
-    (holders,) = (own for own in ranks[0].optimizer.dealing.holders if own[0] == 2)
+    (holders,) = (own for own in ranks[0].optimizer.shard_map.holders if own[0] == 2)
     assert _differing(ranks) == sorted(holders)
 
 
 def test_damaged_parameters_are_detected_after_the_next_step() -> None:
     ranks = [_Rank() for _ in HOSTS]
     _generation(ranks, HOSTS, until=3)
-    number, start, _ = ranks[2].optimizer.own_slices()[0]
+    number, start, _ = ranks[2].optimizer.first_held()[0]
     with torch.no_grad():
         ranks[2].optimizer.flat(number).view(torch.int32)[start] ^= 1 << 20
     work = [partial(_continue, rank) for rank in ranks]
     on_ranks(work)
-    (holders,) = (own for own in ranks[0].optimizer.dealing.holders if own[0] == 2)
+    (holders,) = (own for own in ranks[0].optimizer.shard_map.holders if own[0] == 2)
     assert _differing(ranks) == sorted(holders)
 
 

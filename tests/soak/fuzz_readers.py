@@ -35,7 +35,7 @@ from hvdtrain.api.run import Run
 from hvdtrain.checkpoint.format import read, read_files_of_ranks
 from hvdtrain.checkpoint.layout import MARKER, STATE, SUMS, best, verify
 from hvdtrain.checkpoint.spread import open_part, read_part
-from hvdtrain.checkpoint.tensor_file import pieces_of, unpack
+from hvdtrain.checkpoint.tensor_file import positions_of, unpack
 from hvdtrain.checkpoint.weights import read_weights
 from hvdtrain.config_files import read_yaml
 from hvdtrain.engine.loop import Progress
@@ -276,7 +276,7 @@ def tensors(root: Path, data: DataObject) -> None:
     content = torch.frombuffer(
         bytearray(_tensor_file(data, True)) or bytearray(1), dtype=torch.uint8
     )
-    for look in (unpack, pieces_of):
+    for look in (unpack, positions_of):
         with contextlib.suppress(ValueError):
             look(content)
 

@@ -29,8 +29,8 @@ class Counter:
     def compared(self) -> dict[str, Tensor]:
         return {}
 
-    def load(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
-        self.steps.fill_(sum(int(piece["steps"]) for piece in pieces))
+    def load(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
+        self.steps.fill_(sum(int(one["steps"]) for one in saved))
 
 
 class Counting(DenseExchange):

@@ -21,10 +21,10 @@ from hvdtrain.optim.ema import Ema
 from hvdtrain.optim.optimizer import state_tensors
 from hvdtrain.parallel.config import ParallelConfig
 from hvdtrain.parallel.local_optimizer import LocalOptimizer
-from hvdtrain.parallel.spanned import piece
+from hvdtrain.parallel.spanned import position
 from hvdtrain.run.strategy import Replicated, Spanning, Strategy
 from hvdtrain.runtime.mesh import Grid, Group, Mesh, Topology
-from hvdtrain.runtime.shards import box, local, model_tensors
+from hvdtrain.runtime.tensor_shards import box, local, model_tensors
 
 # Its vocabulary is odd, so that parts of it are of different sizes.
 SIZES = GPTConfig(layers=2, heads=4, width=16, context=16, vocab_size=37)
@@ -75,19 +75,19 @@ def _save(state: RunState, root: Path) -> Path:
 
 
 def _wrong(state: RunState, whole: Mapping[str, Tensor]) -> list[str]:
-    """Names of what this rank holds that is not a piece of `whole`."""
+    """Names of what this rank holds that is not a shard of `whole`."""
     wrong = []
     for name, tensor in model_tensors(state.model).items():
-        where, part = piece(tensor)
+        where, part = position(tensor), local(tensor)
         if not torch.equal(whole[name][box(where, part)], part):
             wrong.append(name)
     for name, entry in state_tensors(state.optimizer, state.model).items():
         parameter = state.model.get_parameter(name.rpartition("/")[0])
-        where, _ = piece(parameter if entry.dim() else entry)
+        where = position(parameter if entry.dim() else entry)
         if not torch.equal(whole[name][box(where, entry)], entry):
             wrong.append(name)
     for name, average in state.parts[2].compared().items():
-        where, _ = piece(state.model.get_parameter(name))
+        where = position(state.model.get_parameter(name))
         if not torch.equal(whole[f"ema/{name}"][box(where, average)], average):
             wrong.append(f"ema/{name}")
     return wrong
@@ -119,7 +119,7 @@ def read_by_others(root: Path, layouts: Mapping[str, Degrees]) -> dict[str, list
             _scramble(state)
             assert _wrong(state, whole)
             if state.spanned:
-                state.read_pieces(folder)
+                state.read_shards(folder)
             else:
                 state.load(read(folder))
             found[f"{writer} -> {reader}"] = _wrong(state, whole)

@@ -22,9 +22,9 @@ from hvdtrain.models.sampling import Sampling, continue_tokens
 from hvdtrain.models.vocabulary import whole
 from hvdtrain.parallel.local_optimizer import LocalOptimizer, total_norm
 from hvdtrain.parallel.shard import Sharding, apply_shard
-from hvdtrain.parallel.spanned import holders, is_first_holder, piece
+from hvdtrain.parallel.spanned import holders, is_first_holder, position
 from hvdtrain.parallel.tensor import apply_tensor
-from hvdtrain.runtime.shards import Piece, assemble, box, local
+from hvdtrain.runtime.tensor_shards import ShardPosition, assemble, box, local
 
 BATCH, SEPARATOR = 3, 0
 Gradients = dict[str, Tensor]
@@ -134,7 +134,7 @@ def _compared(mesh: DeviceMesh, variant: Variant) -> Difference:
             dist.all_reduce(total, group=mesh["shard"].get_group())
         loss_error = max(loss_error, abs(float(total) - loss))
         for name, gradient in parts.items():
-            error = max(error, _error(*piece(gradient), gradients[name]))
+            error = max(error, _error(position(gradient), local(gradient), gradients[name]))
         copies |= _unequal_copies(parts, mesh)
     fraction = _bytes(split, local_ones) / _bytes(dense, whole)
     dtensors = sum(isinstance(t, DTensor) for t in _entries(local_ones))
@@ -187,13 +187,13 @@ def _any_whole(parameters: Iterable[Tensor]) -> bool:
     return any(not isinstance(p, DTensor) for p in parameters)
 
 
-def _error(where: Piece, part: Tensor, expected: Tensor) -> float:
+def _error(where: ShardPosition, part: Tensor, expected: Tensor) -> float:
     difference = (part - expected[box(where, part)]).abs()
     return float(difference.max()) if difference.numel() else 0.0
 
 
 def _unequal_copies(gradients: Gradients, mesh: DeviceMesh) -> set[str]:
-    own = {name: (piece(g)[0].offsets, local(g).numpy().tobytes()) for name, g in gradients.items()}
+    own = {name: (position(g).offsets, local(g).numpy().tobytes()) for name, g in gradients.items()}
     of_ranks: list[dict[str, Any]] = [{} for _ in range(mesh.size())]
     dist.all_gather_object(of_ranks, own)
     return {
@@ -247,7 +247,7 @@ def custom_model() -> dict[str, Any]:
     right: dict[str, Any] = {"tied": split.head.weight is split.embed.weight}
     right["frozen"] = not split.inner["up"].weight.requires_grad
     right["gradients"] = max(
-        _error(*piece(p.grad), dense.get_parameter(name).grad)
+        _error(position(p.grad), local(p.grad), dense.get_parameter(name).grad)
         for name, p in split.named_parameters()
         if p.grad is not None
     )
@@ -305,8 +305,8 @@ def _distributed(mesh: DeviceMesh) -> dict[str, Tensor]:
     }
 
 
-def wrong_pieces() -> list[str]:
-    """Names of tensors whose pieces, each of its first holder, are not the whole tensor."""
+def wrong_shards() -> list[str]:
+    """Names of tensors whose shards, each of its first holder, are not the whole tensor."""
     mesh = mesh_of(shard=2, tensor=2)
     tensors = {name: (tensor, whole(tensor)) for name, tensor in _distributed(mesh).items()}
     config = sizes(layers=1, mlp_width=6)  # 37 rows of a vocabulary: 19 and 18, then 10, 9, 9, 9
@@ -315,12 +315,16 @@ def wrong_pieces() -> list[str]:
     apply_shard(split, list(split.blocks), mesh["shard"], Sharding())
     for name, parameter in split.named_parameters():
         tensors[name] = parameter, dense.get_parameter(name).detach()
-    own = {name: piece(t) for name, (t, _) in tensors.items() if is_first_holder(t, mesh)}
-    of_ranks: list[dict[str, tuple[Piece, Tensor]]] = [{} for _ in range(mesh.size())]
+    own = {
+        name: (position(t), local(t))
+        for name, (t, _) in tensors.items()
+        if is_first_holder(t, mesh)
+    }
+    of_ranks: list[dict[str, tuple[ShardPosition, Tensor]]] = [{} for _ in range(mesh.size())]
     dist.all_gather_object(of_ranks, own)
     wrong = []
     for name, (_, expected) in tensors.items():
-        saved = [pieces[name] for pieces in of_ranks if name in pieces]
+        saved = [shards[name] for shards in of_ranks if name in shards]
         if not torch.equal(assemble(saved), expected):
             wrong.append(name)
     return wrong

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hvdtrain.engine.integrity import DIGEST_BYTES, PartHash, TensorHash, state_hash
+from hvdtrain.engine.integrity import DIGEST_BYTES, ShardHash, TensorHash, state_hash
 from hvdtrain.engine.loop import Loop, StepRecord
 from hvdtrain.engine.state import RunState
 from hvdtrain.errors import EXIT_CRASH
@@ -51,7 +51,7 @@ class ReplicaCheck:
         self._state = state
         self._emit = emit
         self._hash = TensorHash()
-        self._parts = PartHash(state.sharded, self._hash) if state.sharded else None
+        self._shard_hash = ShardHash(state.sharded, self._hash) if state.sharded else None
         self._identical = state.progress.step  # latest step after which all ranks were identical
 
     def on_step(self, loop: Loop, record: StepRecord) -> None:
@@ -64,15 +64,15 @@ class ReplicaCheck:
         if not self._due(loop):
             return
         step = loop.progress.step
-        own = self._parts.own() if self._parts else b""
+        own = self._shard_hash.own() if self._shard_hash else b""
         gathered = gather_bytes(self._digest() + own, "replicas")
         digests = [theirs[:DIGEST_BYTES] for theirs in gathered]
         if self._grid.replica_size > 1:
             record["state_hash"] = self._of_all_parts(digests, loop.topology, step)
             self._identical = step
             return
-        if self._parts is not None:
-            differing = self._parts.differing([theirs[DIGEST_BYTES:] for theirs in gathered])
+        if self._shard_hash is not None:
+            differing = self._shard_hash.differing([theirs[DIGEST_BYTES:] for theirs in gathered])
             if differing:
                 message = _parts_differ(differing, loop.topology, step, self._identical)
                 raise AgreedError(message, EXIT_CRASH, 0)
@@ -95,7 +95,7 @@ class ReplicaCheck:
             )
             self._emit("healed", step=step, ranks=damaged)
         self._identical = step
-        whole = self._parts.whole(self._state.compared()) if self._parts else None
+        whole = self._shard_hash.whole(self._state.compared()) if self._shard_hash else None
         record["state_hash"] = (whole or digests[majority[0]]).hex()
 
     def _of_all_parts(self, digests: Sequence[bytes], topology: Topology, step: int) -> str:

@@ -26,7 +26,7 @@ from hvdtrain.runtime.collectives import begin_gather, completed
 from hvdtrain.runtime.context import RankContext
 from hvdtrain.runtime.mesh import WAITED
 from hvdtrain.runtime.phases import PHASES
-from hvdtrain.runtime.shards import local
+from hvdtrain.runtime.tensor_shards import local
 from hvdtrain.telemetry.config import TelemetryConfig
 from hvdtrain.telemetry.exporter import Exporter
 from hvdtrain.telemetry.straggler import (

@@ -12,19 +12,19 @@ from torch import Tensor
 from hvdtrain.checkpoint.format import Checkpoint, SharedDirectory, write, write_own_files
 from hvdtrain.checkpoint.layout import DamagedError, file_of_rank, verify
 from hvdtrain.checkpoint.spread import SpreadPart, open_part
-from hvdtrain.runtime.shards import Piece, assemble, flat_range
+from hvdtrain.runtime.tensor_shards import ShardPosition, assemble, flat_range
 
 WHOLE = torch.arange(24.0).view(4, 6)
 FLAT = [(0, 5), (5, 6), (6, 24)]
 
 
-def _flat(start: int, stop: int) -> tuple[Piece, Tensor]:
-    return Piece((4, 6), start), WHOLE.view(-1)[start:stop]
+def _flat(start: int, stop: int) -> tuple[ShardPosition, Tensor]:
+    return ShardPosition((4, 6), start), WHOLE.view(-1)[start:stop]
 
 
-def _box(row: int, column: int, height: int, width: int) -> tuple[Piece, Tensor]:
+def _box(row: int, column: int, height: int, width: int) -> tuple[ShardPosition, Tensor]:
     box = WHOLE[row : row + height, column : column + width]
-    return Piece((4, 6), offsets=(row, column)), box
+    return ShardPosition((4, 6), offsets=(row, column)), box
 
 
 BOXES = [_box(0, 0, 4, 2), _box(0, 2, 1, 4), _box(1, 2, 3, 4)]
@@ -37,18 +37,18 @@ def test_shards_of_any_shape_are_assembled_in_order() -> None:
     # What lies outside of the range need not be there.
     assert torch.equal(flat_range([_flat(0, 5), _flat(5, 9)], 4, 8), WHOLE.view(-1)[4:8])
     scalar = torch.tensor(3.0)
-    assert torch.equal(assemble([(Piece((), 0), scalar.view(1))]), scalar)
+    assert torch.equal(assemble([(ShardPosition((), 0), scalar.view(1))]), scalar)
 
 
 def test_shard_description_round_trips() -> None:
-    for piece, _ in (*BOXES, _flat(5, 6)):
-        assert Piece.of(piece.described()) == piece
+    for position, _ in (*BOXES, _flat(5, 6)):
+        assert ShardPosition.of(position.described()) == position
 
 
-@pytest.mark.parametrize("pieces", [BOXES[:2], [_flat(0, 5), _flat(6, 24)]])
-def test_missing_shard_is_refused(pieces: list[tuple[Piece, Tensor]]) -> None:
-    part = SpreadPart({"w": pieces}, "checkpoint x")
-    with pytest.raises(DamagedError, match=r"checkpoint x: w: its pieces have \d+ elements of 24"):
+@pytest.mark.parametrize("shards", [BOXES[:2], [_flat(0, 5), _flat(6, 24)]])
+def test_missing_shard_is_refused(shards: list[tuple[ShardPosition, Tensor]]) -> None:
+    part = SpreadPart({"w": shards}, "checkpoint x")
+    with pytest.raises(DamagedError, match=r"checkpoint x: w: its shards have \d+ elements of 24"):
         part.whole("w")
     with pytest.raises(DamagedError):
         part.range("w", 0, 24)
@@ -59,13 +59,13 @@ def _save(root: Path) -> Path:
     hidden = ".step_00000003.here.1.0.tmp"
     captured = []
     for rank, ends in enumerate(FLAT):
-        piece, tensor = _flat(*ends)
+        position, tensor = _flat(*ends)
         name = file_of_rank("optimizer", rank)
         tensors = {"w/exp_avg": tensor} | ({"w/step": torch.tensor(3.0)} if rank == 0 else {})
         others = tuple(file_of_rank("optimizer", other) for other in (1, 2))
         shared = SharedDirectory(hidden, others if rank == 0 else ())
-        pieces = {name: {"w/exp_avg": piece}}
-        captured.append(Checkpoint({name: tensors}, {"step": 3}, shared, pieces=pieces))
+        positions = {name: {"w/exp_avg": position}}
+        captured.append(Checkpoint({name: tensors}, {"step": 3}, shared, positions=positions))
     for checkpoint in captured[1:]:
         write_own_files(root, checkpoint)
     return write(root, captured[0])

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from hvdtrain.parallel.spanned import extent, piece
-from hvdtrain.runtime.shards import Piece, assemble, flat_range
-from tests.support.split_models import wrong_pieces
+from hvdtrain.parallel.spanned import extent, position
+from hvdtrain.runtime.tensor_shards import ShardPosition, assemble, flat_range, local
+from tests.support.split_models import wrong_shards
 from tests.support.torch_ranks import on_torch_ranks
 
 
@@ -39,7 +39,7 @@ def _layouts(draw: Any) -> tuple[tuple[int, ...], tuple[int, ...], list[Any]]:
 def test_shards_match_torch_chunks_and_assemble_to_whole_tensor(layout: Any, order: Any) -> None:
     shape, mesh, placements = layout
     tensor = torch.arange(math.prod(shape)).reshape(shape)
-    pieces = {}
+    shards = {}
     for place in itertools.product(*map(range, mesh)):
         part = tensor
         for size, index, placement in zip(mesh, place, placements, strict=True):
@@ -47,18 +47,18 @@ def test_shards_match_torch_chunks_and_assemble_to_whole_tensor(layout: Any, ord
                 part = _chunks(part, size, placement.dim)[index]
         offsets, lengths = extent(shape, mesh, place, placements)
         assert lengths == tuple(part.shape)
-        pieces[offsets, lengths] = Piece(shape, offsets=offsets), part
-    in_any_order = [*pieces.values()]
+        shards[offsets, lengths] = ShardPosition(shape, offsets=offsets), part
+    in_any_order = [*shards.values()]
     order.shuffle(in_any_order)
     assert torch.equal(assemble(in_any_order), tensor)
 
 
 def test_shard_of_plain_tensor_shares_its_memory() -> None:
     parameter = nn.Parameter(torch.zeros(3, 2))
-    where, part = piece(parameter)
+    where, part = position(parameter), local(parameter)
     part.fill_(5.0)
-    assert parameter.eq(5).all() and where == Piece((3, 2), offsets=(0, 0))
-    assert piece(torch.tensor(4.0))[0].shape == ()
+    assert parameter.eq(5).all() and where == ShardPosition((3, 2), offsets=(0, 0))
+    assert position(torch.tensor(4.0)).shape == ()
 
 
 def test_partial_placement_is_rejected() -> None:
@@ -68,15 +68,15 @@ def test_partial_placement_is_rejected() -> None:
 
 def test_shards_saved_by_first_holders_assemble_to_whole_tensor() -> None:
     """Of a 2 x 2 mesh, with uneven parts, and what FSDP2 makes of a split model."""
-    assert on_torch_ranks(4, wrong_pieces, timeout=240) == [[]] * 4
+    assert on_torch_ranks(4, wrong_shards, timeout=240) == [[]] * 4
 
 
-def _flat(start: int, count: int) -> tuple[Piece, Tensor]:
-    return Piece((2, 4), start=start), torch.arange(start, start + count)
+def _flat(start: int, count: int) -> tuple[ShardPosition, Tensor]:
+    return ShardPosition((2, 4), start=start), torch.arange(start, start + count)
 
 
-def _box(offsets: tuple[int, ...], *lengths: int) -> tuple[Piece, Tensor]:
-    return Piece((2, 4), offsets=offsets), torch.zeros(lengths)
+def _box(offsets: tuple[int, ...], *lengths: int) -> tuple[ShardPosition, Tensor]:
+    return ShardPosition((2, 4), offsets=offsets), torch.zeros(lengths)
 
 
 def test_flat_range_reads_adjacent_shards_in_any_order() -> None:
@@ -102,7 +102,7 @@ def test_flat_range_reads_adjacent_shards_in_any_order() -> None:
     ],
 )
 def test_missing_or_doubled_elements_are_rejected(
-    shards: list[tuple[Piece, Tensor]], error: str
+    shards: list[tuple[ShardPosition, Tensor]], error: str
 ) -> None:
     with pytest.raises(ValueError, match=error):
         assemble(shards)

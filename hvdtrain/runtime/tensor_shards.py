@@ -16,17 +16,13 @@ from hvdtrain.untrusted import is_of, shown
 _MOST_ELEMENTS = 1 << 62
 
 
-class ShardLostError(Exception):
-    """No rank holds some shard any more; raised on all ranks."""
-
-
 @dataclass(frozen=True)
-class Piece:
-    """Position of a piece in its whole tensor.
+class ShardPosition:
+    """Position of a shard in its whole tensor.
 
     Args:
         shape: of the whole tensor.
-        start: index of the first element of a flat piece, which is contiguous in C order.
+        start: index of the first element of a flat shard, which is contiguous in C order.
         offsets: corner of a box instead, by dimension.
     """
 
@@ -41,8 +37,8 @@ class Piece:
         return {"shape": [*self.shape], "offsets": [*self.offsets]}
 
     @classmethod
-    def of(cls, described: Mapping[str, Any]) -> Piece:
-        """Build a piece from the result of `described`.
+    def of(cls, described: Mapping[str, Any]) -> ShardPosition:
+        """Parse the result of `described`.
 
         Raises:
             KeyError, ValueError: the argument is not of this form.
@@ -59,22 +55,22 @@ class Piece:
         return cls((*shape,), offsets=(*numbers,))
 
 
-def flat_range(pieces: Iterable[tuple[Piece, Tensor]], start: int, stop: int) -> Tensor:
+def flat_range(shards: Iterable[tuple[ShardPosition, Tensor]], start: int, stop: int) -> Tensor:
     """Return elements `start` to `stop` of the whole tensor, in C order.
 
     Args:
-        pieces: of one tensor, with each element in exactly one piece. Other ranks' pieces may be
-            memory-mapped files: of flat pieces, elements outside of the range are not read.
+        shards: of one tensor, with each element in exactly one shard. Other ranks' shards may be
+            memory-mapped files: of flat shards, elements outside of the range are not read.
 
     Raises:
-        ValueError: an element is in no piece, or in two.
+        ValueError: an element is in no shard, or in two.
     """
-    given = [*pieces]
-    if any(piece.offsets is not None for piece, _ in given):
+    given = [*shards]
+    if any(position.offsets is not None for position, _ in given):
         return assemble(given).view(-1)[start:stop]
     parts = []
-    for piece, tensor in given:
-        begin = piece.start or 0
+    for position, tensor in given:
+        begin = position.start or 0
         low, high = max(begin, start), min(begin + tensor.numel(), stop)
         if low < high:
             parts.append((low, high, tensor, begin))
@@ -82,51 +78,53 @@ def flat_range(pieces: Iterable[tuple[Piece, Tensor]], start: int, stop: int) ->
     _check_count(sum(high - low for low, high, *_ in parts), stop - start)
     spans = sorted((low, high) for low, high, *_ in parts)
     if any(high > low for (_, high), (low, _) in pairwise(spans)):
-        raise ValueError("two of its pieces overlap")
+        raise ValueError("two of its shards overlap")
     found = torch.empty(stop - start, dtype=given[0][1].dtype)
     for low, high, tensor, begin in parts:
         found[low - start : high - start] = tensor.reshape(-1)[low - begin : high - begin]
     return found
 
 
-def assemble(pieces: Iterable[tuple[Piece, Tensor]]) -> Tensor:
+def assemble(shards: Iterable[tuple[ShardPosition, Tensor]]) -> Tensor:
     """Return the whole tensor.
 
     Args:
-        pieces: of the whole tensor, with each element in exactly one piece.
+        shards: of the whole tensor, with each element in exactly one shard.
 
     Raises:
-        ValueError: an element is in no piece, or in two.
+        ValueError: an element is in no shard, or in two.
     """
-    given = [*pieces]
+    given = [*shards]
     shape = given[0][0].shape
-    if any(piece.shape != shape for piece, _ in given):
-        raise ValueError("its pieces are of tensors of different shapes")
-    if all(piece.offsets is None for piece, _ in given):
+    if any(position.shape != shape for position, _ in given):
+        raise ValueError("its shards are of tensors of different shapes")
+    if all(position.offsets is None for position, _ in given):
         return flat_range(given, 0, prod(shape)).view(shape)
-    for piece, tensor in given:
-        if piece.offsets is None or not len(piece.offsets) == tensor.dim() == len(shape):
-            raise ValueError("its pieces have different dimensions")
-        if any(o + n > most for o, n, most in zip(piece.offsets, tensor.shape, shape, strict=True)):
-            raise ValueError("a piece lies outside of the tensor")
+    for position, tensor in given:
+        if position.offsets is None or not len(position.offsets) == tensor.dim() == len(shape):
+            raise ValueError("its shards have different dimensions")
+        if any(
+            o + n > most for o, n, most in zip(position.offsets, tensor.shape, shape, strict=True)
+        ):
+            raise ValueError("a shard lies outside of the tensor")
     _check_count(sum(tensor.numel() for _, tensor in given), prod(shape))
-    if _overlap([box(piece, tensor) for piece, tensor in given if tensor.numel()]):
-        raise ValueError("two of its pieces overlap")
+    if _overlap([box(position, tensor) for position, tensor in given if tensor.numel()]):
+        raise ValueError("two of its shards overlap")
     whole = torch.empty(shape, dtype=given[0][1].dtype)
-    for piece, tensor in given:
-        whole[box(piece, tensor)] = tensor
+    for position, tensor in given:
+        whole[box(position, tensor)] = tensor
     return whole
 
 
-def box(piece: Piece, tensor: Tensor) -> tuple[slice, ...]:
+def box(position: ShardPosition, tensor: Tensor) -> tuple[slice, ...]:
     """Return the index of a box in the whole tensor."""
-    assert piece.offsets is not None
-    return tuple(slice(o, o + n) for o, n in zip(piece.offsets, tensor.shape, strict=True))
+    assert position.offsets is not None
+    return tuple(slice(o, o + n) for o, n in zip(position.offsets, tensor.shape, strict=True))
 
 
 def _check_count(found: int, wanted: int) -> None:
     if found != wanted:
-        raise ValueError(f"its pieces have {found} elements of {wanted}")
+        raise ValueError(f"its shards have {found} elements of {wanted}")
 
 
 def _overlap(boxes: list[tuple[slice, ...]]) -> bool:

@@ -1,0 +1,211 @@
+"""Which ranks hold which shards, and which transfers turn one assignment into another.
+
+Everything here is a pure function of sizes, hosts and ranks: every rank computes the same result
+without communication. Two layouts use it:
+
+- The state of a sharded optimizer (zero.py, ZeRO-1, arXiv:1910.02054). The trained parameters,
+  flattened and concatenated, are cut into as many equal shards as there are ranks, and each shard
+  is held by several ranks. Any number of ranks can continue: the parameters are cut again.
+- A model that spans ranks (spanned.py). A replica has a fixed number of shards, each of which is
+  sent as a unit: shard n is element n of a single tensor. Each replica holds all shards.
+
+After a change of ranks, `plan_transfers` compares what the ranks hold with what the new ShardMap
+assigns to them. zero_state.py and spanned.py then send the elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from hvdtrain.runtime.mesh import Grid
+
+
+class ShardLostError(Exception):
+    """No rank holds some shard any more; raised on all ranks."""
+
+
+class Interval(NamedTuple):
+    """Consecutive elements of one tensor, in C order.
+
+    Args:
+        tensor: its number; of a sharded optimizer, in the optimizer's order of parameters.
+        start: the first element.
+        stop: one beyond the last element.
+    """
+
+    tensor: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ShardMap:
+    """The shards, and the ranks that hold them.
+
+    Args:
+        shards: the intervals of each shard, in the order of the tensors.
+        holders: the ranks that hold each shard; the first one saves it.
+    """
+
+    shards: tuple[tuple[Interval, ...], ...] = ()
+    holders: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def even(cls, sizes: Sequence[int], hosts: Sequence[str], copies: int) -> ShardMap:
+        """Cut concatenated tensors into one shard per rank, equal to within one element.
+
+        Rank r is the first holder of shard r.
+
+        Args:
+            sizes: elements of each tensor.
+            hosts: host of each rank.
+            copies: ranks that hold each shard, on different hosts if possible; all ranks if there
+                are fewer.
+        """
+        ring = _ring(hosts, copies)
+        ranks = len(hosts)
+        holders = [
+            tuple(ring[(place + copy) % ranks] for copy in range(min(copies, ranks)))
+            for place in range(ranks)
+        ]
+        return cls(tuple(_cut(sizes, ranks)), tuple(sorted(holders)))
+
+    @classmethod
+    def of_replicas(cls, grid: Grid) -> ShardMap:
+        """Return the map of a model that spans ranks: one holder of each shard per replica."""
+        shards = range(grid.replica_size)
+        return cls(
+            tuple((*unit_shard(shard),) for shard in shards),
+            tuple(grid.ranks[shard :: grid.replica_size] for shard in shards),
+        )
+
+    def held_by(self, rank: int) -> list[Interval]:
+        """Return the intervals that a rank holds, shard by shard."""
+        return [interval for shard in self.shards_of(rank) for interval in self.shards[shard]]
+
+    def shards_of(self, rank: int) -> list[int]:
+        """Return the shards that a rank holds, those of which it is the first holder first."""
+        return [
+            shard
+            for first in (True, False)
+            for shard, ranks in enumerate(self.holders)
+            if rank in ranks and (ranks[0] == rank) is first
+        ]
+
+    def sole_hosts(self, hosts: Sequence[str]) -> list[str]:
+        """Return the hosts whose loss would lose a shard.
+
+        Args:
+            hosts: host of each rank.
+        """
+        hosts_of_shards = ({hosts[rank] for rank in ranks} for ranks in self.holders)
+        return sorted({host for own in hosts_of_shards if len(own) == 1 for host in own})
+
+
+def unit_shard(shard: int | None) -> list[Interval]:
+    """Return what a rank holds that holds this shard of a model that spans ranks, or no shard."""
+    return [] if shard is None else [Interval(0, shard, shard + 1)]
+
+
+def _cut(sizes: Sequence[int], shards: int) -> list[tuple[Interval, ...]]:
+    ends = [*accumulate(sizes)]
+    total = ends[-1] if ends else 0
+    bounds = [total * shard // shards for shard in range(shards + 1)]
+    found = []
+    for first, last in pairwise(bounds):
+        intervals = []
+        for tensor, (size, end) in enumerate(zip(sizes, ends, strict=True)):
+            start, stop = max(first - (end - size), 0), min(last - (end - size), size)
+            if start < stop:
+                intervals.append(Interval(tensor, start, stop))
+        found.append(tuple(intervals))
+    return found
+
+
+def _ring(hosts: Sequence[str], copies: int) -> list[int]:
+    """Order the ranks so that `copies` neighbors are on different hosts, if possible.
+
+    Ranks of one host are placed `copies` places apart, starting with the host that has the most
+    ranks; it is possible if no host has more than one in `copies` of the ranks.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        by_host.setdefault(host, []).append(rank)
+    ranks = [rank for own in sorted(by_host.values(), key=len, reverse=True) for rank in own]
+    size = len(ranks)
+    places = [place for first in range(copies) for place in range(first, size, copies)]
+    ring = [0] * size
+    for place, rank in zip(places, ranks, strict=True):
+        ring[place] = rank
+    return ring
+
+
+class Transfer(NamedTuple):
+    """Elements that one rank sends to the ranks that lack them.
+
+    Args:
+        source: the lowest rank that holds them.
+        interval: the elements.
+        receivers: in ascending order.
+    """
+
+    source: int
+    interval: Interval
+    receivers: tuple[int, ...]
+
+
+def plan_transfers(
+    held: Sequence[Sequence[Interval]], wanted: Sequence[Sequence[Interval]]
+) -> list[Transfer]:
+    """Plan the transfers that give every rank its elements; each missing element is sent once.
+
+    Args:
+        held: the intervals that each rank holds as of the most advanced step.
+        wanted: the intervals that each rank must hold.
+
+    Returns:
+        Transfers, ordered by source, then by interval.
+
+    Raises:
+        ShardLostError: no rank holds some wanted elements.
+    """
+    held_by_tensor, wanted_by_tensor = _by_tensor(held), _by_tensor(wanted)
+    transfers: list[Transfer] = []
+    for tensor, wants in wanted_by_tensor.items():
+        has = held_by_tensor.get(tensor, [])
+        edges = sorted({edge for _, start, stop in (*has, *wants) for edge in (start, stop)})
+        # Between two neighboring edges, neither the holders nor the receivers change.
+        for start, stop in pairwise(edges):
+            holders = _ranks_with(has, start, stop)
+            receivers = _ranks_with(wants, start, stop) - holders
+            if receivers and not holders:
+                raise ShardLostError(f"elements {start} to {stop} of tensor {tensor}")
+            if receivers:
+                interval = Interval(tensor, start, stop)
+                transfers.append(Transfer(min(holders), interval, (*sorted(receivers),)))
+    return sorted(transfers)
+
+
+class _Range(NamedTuple):
+    """Elements of one tensor that a rank holds, or wants."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+def _by_tensor(intervals: Sequence[Sequence[Interval]]) -> dict[int, list[_Range]]:
+    """Number of a tensor -> the ranges of all ranks in it."""
+    found: dict[int, list[_Range]] = {}
+    for rank, own in enumerate(intervals):
+        for tensor, start, stop in own:
+            found.setdefault(tensor, []).append(_Range(rank, start, stop))
+    return found
+
+
+def _ranks_with(ranges: Sequence[_Range], start: int, stop: int) -> set[int]:
+    """Return the ranks that have all elements from `start` up to `stop` in one range."""
+    return {r.rank for r in ranges if r.start <= start and stop <= r.stop}

@@ -162,11 +162,11 @@ def test_incomplete_replica_is_a_spare_and_complete_ones_continue(
 ) -> None:
     running = job({"a": 2, "b": 2}, np=4)
 
-    def join(parts: dict[int, int | None], step: int = 9) -> dict[int, dict[str, Any]]:
+    def join(shards: dict[int, int | None], step: int = 9) -> dict[int, dict[str, Any]]:
         threads = {}
         got: dict[int, dict[str, Any]] = {}
-        for number, part in parts.items():
-            fields = {"replica_size": 2, "part": part, "step": step, "reachable_step": step}
+        for number, shard in shards.items():
+            fields = {"replica_size": 2, "shard": shard, "step": step, "reachable_step": step}
             ask = functools.partial(lambda n, f: got.update(running.join(n, **f)), number, fields)
             threads[number] = threading.Thread(target=ask)
             threads[number].start()

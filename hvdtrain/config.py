@@ -33,8 +33,7 @@ from hvdtrain.engine.config import (
 from hvdtrain.errors import UserError, require
 from hvdtrain.exchange.config import ExchangeConfig
 from hvdtrain.launch.hostfile import parse_hosts
-from hvdtrain.optim.config import OptimConfig, ScheduleConfig
-from hvdtrain.optim.precision_config import PrecisionConfig
+from hvdtrain.optim.config import OptimConfig, PrecisionConfig, ScheduleConfig
 from hvdtrain.parallel.config import ParallelConfig
 from hvdtrain.runtime.config import RuntimeConfig
 from hvdtrain.runtime.mesh import Grid

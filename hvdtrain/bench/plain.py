@@ -22,8 +22,7 @@ from hvdtrain.config import Config
 from hvdtrain.data.loader import has_own_order
 from hvdtrain.data.order import sample_order
 from hvdtrain.errors import UserError
-from hvdtrain.optim.optimizer import build_optimizer, set_learning_rate
-from hvdtrain.optim.schedule import learning_rate
+from hvdtrain.optim.optimizer import build_optimizer, learning_rate, set_learning_rate
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.tasks import Task, optional
 

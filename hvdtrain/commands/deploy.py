@@ -103,8 +103,7 @@ def _own_environment() -> str:
 
 def run(args: argparse.Namespace) -> int:
     from hvdtrain.config import parse
-    from hvdtrain.deploy.job import Job
-    from hvdtrain.deploy.write import TARGETS
+    from hvdtrain.deploy.job import TARGETS, Job
     from hvdtrain.launch.hostfile import parse_hosts
 
     keys = args.training[1:] if args.training[:1] == ["--"] else args.training

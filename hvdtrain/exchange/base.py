@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.errors import UnsupportedTaskError
 from hvdtrain.optim.optimizer import parameter_names
-from hvdtrain.optim.supported import SPARSE
+from hvdtrain.optim.trainable import SPARSE
 from hvdtrain.runtime.state_part import StatePart
 
 T = TypeVar("T", bound=Tensor)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.errors import UnsupportedTaskError
 from hvdtrain.exchange.base import Exchange, TrainedParameters, buckets
-from hvdtrain.optim.supported import SPARSE
+from hvdtrain.optim.trainable import SPARSE
 from hvdtrain.runtime.collectives import begin_sum, completed, sum_
 from hvdtrain.runtime.state_part import Scope, StatePart
 

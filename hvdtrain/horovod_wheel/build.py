@@ -1,6 +1,6 @@
 """Make Horovod's wheel: download, check, unpack, patch, compile, cache.
 
-missing = prerequisites.check()          all at once, before any download
+missing = check_prerequisites()          all at once, before any download
 recipe  = recipe.detect()                torch, MPI, operations, patches -> a name
 wheel   = the cached file of that name, else
           download -> unpack -> patch -> compile -> rename into the cache
@@ -9,14 +9,18 @@ wheel   = the cached file of that name, else
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
+import shlex
 import shutil
+import sys
 import sysconfig
 import tarfile
 import tempfile
 from pathlib import Path
 
-from hvdtrain.horovod_wheel import cuda, prerequisites, recipe
+from hvdtrain.errors import UserError
+from hvdtrain.horovod_wheel import cuda, recipe
 from hvdtrain.horovod_wheel.diagnose import diagnose
 from hvdtrain.horovod_wheel.process import BuildError, pip, run_logged, say
 
@@ -25,6 +29,26 @@ PATCH_TIMEOUT_S = 60.0
 COMPILE_TIMEOUT_S = 5400.0
 INSTALL_TIMEOUT_S = 600.0
 _MEMORY_PER_JOB = 2 * 1024**3  # bytes that g++ needs for one file that includes torch
+# program -> Debian/Ubuntu package
+PROGRAMS = {
+    "patch": "patch",
+    "cmake": "cmake",
+    "make": "make",
+    "g++": "g++",
+}
+MPI_PROGRAMS = {"mpicxx": "libopenmpi-dev", "mpirun": "openmpi-bin"}
+# module -> pip package
+MODULES = {
+    "torch": "torch",
+    "pip": "pip",
+    "setuptools": "setuptools",
+    "wheel": "wheel",
+    "packaging": "packaging",
+    "cffi": "cffi",
+    "cloudpickle": "cloudpickle",
+    "yaml": "pyyaml",
+    "psutil": "psutil",
+}
 
 
 def default_wheel_dir() -> Path:
@@ -41,7 +65,7 @@ def build(
     Raises UserError if something is missing, BuildError if a step fails.
     """
     toolkit = cuda.find() if gpu != "none" else None
-    prerequisites.check(mpi, toolkit)
+    check_prerequisites(mpi, toolkit)
     made = recipe.detect(gpu, mpi)
     folder = (wheel_dir or default_wheel_dir()).expanduser().absolute()
     cached = _find(folder, made)
@@ -57,6 +81,44 @@ def build(
         raise BuildError(
             f"cannot build in {folder}: {error}; choose another --wheel-dir"
         ) from error
+
+
+def check_prerequisites(mpi: bool = True, toolkit: cuda.Toolkit | None = None) -> None:
+    """Raise UserError that lists everything that is missing, and how to install it.
+
+    Args:
+        mpi: whether Horovod is built with MPI.
+        toolkit: CUDA for a build with GPU operations.
+    """
+    needed = PROGRAMS | (MPI_PROGRAMS if mpi else {})
+    programs = [name for name in needed if not _has_program(name)]
+    packages = [needed[name] for name in programs]
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        programs.append("Python.h")
+        packages.append("python3-dev")
+    modules = [MODULES[name] for name in MODULES if importlib.util.find_spec(name) is None]
+    no_cuda = toolkit.missing if toolkit else ""
+    if not (programs or modules or no_cuda):
+        return
+    lines = ["Horovod cannot be compiled here yet."]
+    if programs:
+        lines.append(f"  missing on this machine: {', '.join(programs)}")
+        lines.append(f"    sudo apt-get install -y {' '.join(dict.fromkeys(packages))}")
+        if any(name in MPI_PROGRAMS for name in programs):
+            lines.append("    or, where Gloo alone is enough: --without-mpi")
+    if modules:
+        python = shlex.quote(sys.executable)
+        lines.append(f"  missing in this Python environment: {', '.join(modules)}")
+        lines.append(f"    {python} -m pip install {' '.join(modules)}")
+    if no_cuda:
+        lines.append(f"  missing for GPUs: {no_cuda}")
+    raise UserError("\n".join(lines))
+
+
+def _has_program(name: str) -> bool:
+    if name == "g++" and os.environ.get("CXX"):
+        name = shlex.split(os.environ["CXX"])[0]
+    return shutil.which(name) is not None
 
 
 def install(wheel: Path) -> None:

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hvdtrain.errors import UserError
-from hvdtrain.models.attention import Attend, attention_of, causal_attention
-from hvdtrain.models.dropped_attention import dropped_attention
+from hvdtrain.models.attention import Attend, attention_of, causal_attention, dropped_attention
 from hvdtrain.models.gpt_config import GPTConfig
-from hvdtrain.models.positions import positions_in_documents, rotary_tables, rotate
 from hvdtrain.models.vocabulary import cross_entropy
 
 Split = Callable[[Tensor, int], Tensor]
@@ -276,3 +274,32 @@ def initial_value(config: GPTConfig, name: str, shape: torch.Size, seed: int) ->
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.empty(shape, device="cpu").normal_(std=std, generator=generator)
+
+
+# Positions of tokens, and rotary positions for queries and keys.
+
+
+def rotary_tables(config: GPTConfig) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotation angles, each of shape (context, head_size), float32."""
+    size = config.head_size
+    frequencies = config.rotary_base ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
+    angles = torch.outer(torch.arange(config.context, dtype=torch.float32), frequencies)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs of channels of `x` (batch, heads, time, head_size) by their position."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def positions_in_documents(documents: Tensor) -> Tensor:
+    """The position of each token in its document: (batch, time) int64, from 0.
+
+    Args:
+        documents: (batch, time), numbers that change where a document begins.
+    """
+    places = torch.arange(documents.shape[1], device=documents.device)
+    begins = documents.diff(dim=1, prepend=documents[:, :1]) != 0
+    return places - torch.where(begins, places, 0).cummax(dim=1).values

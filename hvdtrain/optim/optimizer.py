@@ -1,7 +1,8 @@
-"""The optimizer, and its state by parameter name, for checkpoints and broadcasts."""
+"""The optimizer, its learning rate, and its state by parameter name."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hvdtrain.errors import UserError
-from hvdtrain.optim.adamw8bit import adamw_8bit
-from hvdtrain.optim.config import OptimConfig
-from hvdtrain.optim.lion import Lion
-from hvdtrain.optim.muon import USES_MUON, MuonAndAdamW, muon_parameters
+from hvdtrain.optim.algorithms import USES_MUON, Lion, MuonAndAdamW, adamw_8bit, muon_parameters
+from hvdtrain.optim.config import OptimConfig, ScheduleConfig
 
 ParamGroup = dict[str, Any]
 # Keys that a task's parameter group may have.
@@ -100,6 +99,28 @@ def _check_groups(groups: Sequence[ParamGroup], model: nn.Module) -> None:
         count = counts[parameter]
         if count > 1 or (count == 0 and parameter.requires_grad):
             raise UserError(f"{where} have the parameter {name} {count} times, not once")
+
+
+def learning_rate(config: ScheduleConfig, peak: float, step: int, steps: int) -> float:
+    """Return the rate of one step: a pure function, so there is nothing to save or resume.
+
+    Args:
+        config: shape of the schedule.
+        peak: rate at the end of the warm-up.
+        step: 0 <= step < steps.
+        steps: all steps of the run.
+
+    Returns:
+        Rises linearly to `peak` in the warm-up; then stays constant, or falls to `peak *
+        final_ratio` at the last step (cosine: Loshchilov and Hutter, 2017).
+    """
+    if step < config.warmup_steps:
+        return peak * (step + 1) / config.warmup_steps
+    if config.name == "constant":
+        return peak
+    progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
+    share = 1 - progress if config.name == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return peak * (config.final_ratio + (1 - config.final_ratio) * share)
 
 
 def set_learning_rate(optimizer: Optimizer, lr: float) -> None:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # private, see tasks/sync_batchnorm.py
 
 from hvdtrain.errors import UserError
+from hvdtrain.optim.config import PrecisionConfig
 from hvdtrain.optim.loss_scale import LossScale
-from hvdtrain.optim.precision_config import PrecisionConfig
 from hvdtrain.runtime.device import set_cuda_kernels
 
 BF16_PARAMS = "bf16-params"

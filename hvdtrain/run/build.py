@@ -24,11 +24,9 @@ from hvdtrain.exchange.base import Exchange
 from hvdtrain.exchange.local_sgd import LocalSgd
 from hvdtrain.log import logger
 from hvdtrain.optim.ema import Ema
-from hvdtrain.optim.freeze import freeze
-from hvdtrain.optim.optimizer import build_optimizer
+from hvdtrain.optim.optimizer import build_optimizer, learning_rate
 from hvdtrain.optim.precision import BF16_PARAMS, Precision, check_parameters, to_bfloat16
-from hvdtrain.optim.schedule import learning_rate
-from hvdtrain.optim.supported import check_device, check_model
+from hvdtrain.optim.trainable import check_device, check_model, freeze
 from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.run.curve import build_identity
 from hvdtrain.run.fit import Trial, with_micro_size

@@ -19,8 +19,7 @@ import hvdtrain
 from hvdtrain import cli
 from hvdtrain.commands import launch
 from hvdtrain.config import Config, parse
-from hvdtrain.deploy.job import Job
-from hvdtrain.deploy.write import TARGETS
+from hvdtrain.deploy.job import TARGETS, Job
 from hvdtrain.elastic.command import training_command
 from hvdtrain.launch.hostfile import parse_hosts, total_slots
 from tests.support.runs import REPOSITORY

@@ -15,7 +15,7 @@ import pytest
 from packaging.version import Version
 
 from hvdtrain.errors import UserError
-from hvdtrain.horovod_wheel import build, check, cuda, prerequisites, recipe
+from hvdtrain.horovod_wheel import build, check, cuda, recipe
 from hvdtrain.horovod_wheel.diagnose import diagnose
 from hvdtrain.horovod_wheel.process import BuildError, TimedOutError, run_logged
 from hvdtrain.launch.commands import horovodrun
@@ -200,7 +200,7 @@ def test_all_missing_prerequisites_are_reported_together(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setitem(prerequisites.MODULES, "no_such_module", "no-such-package")
+    monkeypatch.setitem(build.MODULES, "no_such_module", "no-such-package")
     with pytest.raises(UserError) as told:
         build.build(wheel_dir=tmp_path)
     message = str(told.value)
@@ -264,7 +264,7 @@ def test_cuda_toolkit_must_compile_and_match_torch_major_version(
         "/usr/bin/ld: cannot find -lcudart",
     )
     with pytest.raises(UserError, match=r"missing for GPUs: NVIDIA's CUDA toolkit 13\.0.*partial"):
-        prerequisites.check(toolkit=toolkit)
+        build.check_prerequisites(toolkit=toolkit)
     _nvcc(tmp_path / "newer/bin", release="13.2")
     monkeypatch.setattr(cuda, "DEFAULT_HOME", str(tmp_path / "newer"))
     assert cuda.find().home == tmp_path / "newer"
@@ -311,7 +311,7 @@ def test_build_ignores_gpu_operations_from_environment(
         return 1
 
     monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
-    monkeypatch.setattr(prerequisites, "check", lambda *_: None)
+    monkeypatch.setattr(build, "check_prerequisites", lambda *_: None)
     monkeypatch.setattr(build, "download", lambda folder: folder)
     monkeypatch.setattr(build, "unpack_and_patch", lambda archive, folder: folder)
     monkeypatch.setattr(build, "run_logged", run_pip)
@@ -341,7 +341,7 @@ def test_torch_nccl_is_used_unless_nccl_home_is_set(
 
 def test_build_reuses_cached_wheel(tmp_path: Path) -> None:
     try:
-        prerequisites.check()
+        build.check_prerequisites()
     except UserError as error:
         pytest.skip(str(error))
     name = recipe.detect().wheel_pattern().replace("*", "")
@@ -357,7 +357,7 @@ def test_install_skips_wheel_that_is_already_installed(monkeypatch: pytest.Monke
 
 def test_build_reports_unwritable_wheel_dir(tmp_path: Path) -> None:
     try:
-        prerequisites.check()
+        build.check_prerequisites()
     except UserError as error:
         pytest.skip(str(error))
     (tmp_path / "file").touch()

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader
 from hvdtrain.config import parse
 from hvdtrain.data.images import class_directories, crop, digits, mix
 from hvdtrain.errors import UnsupportedTaskError, UserError
-from hvdtrain.models.resnet import ResNet
-from hvdtrain.models.vit import VisionTransformer
+from hvdtrain.models.vision import ResNet, VisionTransformer
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime.device import seed_all
 from hvdtrain.tasks.image import Image, ImageConfig, ImageTaskConfig

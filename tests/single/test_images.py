@@ -18,7 +18,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import hvdtrain
-from hvdtrain.horovod_wheel.prerequisites import MODULES, PROGRAMS
+from hvdtrain.horovod_wheel.build import MODULES, PROGRAMS
 
 REPOSITORY = Path(__file__).parents[2]
 DOCKER = REPOSITORY / "docker"

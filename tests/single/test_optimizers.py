@@ -15,15 +15,15 @@ from hvdtrain.config import parse
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
+from hvdtrain.optim.algorithms import muon_parameters
 from hvdtrain.optim.config import OptimConfig
-from hvdtrain.optim.freeze import freeze
-from hvdtrain.optim.muon import muon_parameters
 from hvdtrain.optim.optimizer import (
     build_optimizer,
     set_learning_rate,
     set_state_tensors,
     state_tensors,
 )
+from hvdtrain.optim.trainable import freeze
 
 LR, DECAY = 0.01, 0.2
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdtrain.optim.config import ScheduleConfig
-from hvdtrain.optim.schedule import learning_rate
+from hvdtrain.optim.optimizer import learning_rate
 
 NAMES = ["cosine", "linear", "constant"]
 

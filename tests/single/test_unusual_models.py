@@ -12,7 +12,7 @@ from torch import nn
 
 from hvdtrain import cli
 from hvdtrain.errors import UserError
-from hvdtrain.optim.supported import check_device, check_model
+from hvdtrain.optim.trainable import check_device, check_model
 from tests.support.job import Finished
 from tests.support.runs import losses, metrics, run
 

@@ -26,7 +26,7 @@ from hvdtrain.engine.step import ControlVector, Flags, Sizes
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
 from hvdtrain.models.gpt_config import GPTConfig
-from hvdtrain.models.vit import VisionTransformer
+from hvdtrain.models.vision import VisionTransformer
 from hvdtrain.optim.loss_scale import LossScale
 from hvdtrain.optim.precision import Precision
 from hvdtrain.parallel.cut import CutModel

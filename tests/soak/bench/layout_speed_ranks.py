@@ -16,8 +16,7 @@ from hvdtrain.config import Config, Settings
 from hvdtrain.data.order import sample_order
 from hvdtrain.errors import UserError
 from hvdtrain.models.gpt import GPT
-from hvdtrain.optim.optimizer import set_learning_rate
-from hvdtrain.optim.schedule import learning_rate
+from hvdtrain.optim.optimizer import learning_rate, set_learning_rate
 from hvdtrain.parallel.world import leave
 from hvdtrain.run.data import build_data
 from hvdtrain.runtime.device import seed_all

@@ -1,10 +1,13 @@
-"""Checks that a model can be trained.
+"""Which parameters are trained, and whether the model can be trained.
 
 Models that Horovod or the optimizers would refuse in the first step raise one sentence before any
 work is done, on one process as on many.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -60,3 +63,24 @@ def check_device(model: nn.Module, device: torch.device) -> None:
                 f"the model's parameter {name} is on {parameter.device}, not on {device}: a rank "
                 "trains on one device"
             )
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Exclude parameters from training.
+
+    Args:
+        patterns: of their names, with * and ? as in a shell.
+
+    Raises:
+        UserError: a pattern matches no parameter.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(
+                f"optim.freeze: {pattern!r} matches no parameter of the model; there are "
+                f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}"
+            )
+    for name, parameter in model.named_parameters():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.commands.arguments import at_least
 from hvdtrain.commands.output import check_plot
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
@@ -56,14 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--preset", default=preset, help="preset or YAML file (default: %(default)s)"
         )
         action.add_argument(
-            "--steps", type=_positive, default=steps, help="steps per turn (default: %(default)s)"
+            "--steps", type=at_least(1), default=steps, help="steps per turn (default: %(default)s)"
         )
         action.add_argument(
-            "--rounds", type=_positive, default=rounds, help="turns (default: %(default)s)"
+            "--rounds", type=at_least(1), default=rounds, help="turns (default: %(default)s)"
         )
         if name == "recovery":
             action.add_argument(
-                "--np", type=_two_or_more, default=2, help="ranks (default: %(default)s)"
+                "--np", type=at_least(2), default=2, help="ranks (default: %(default)s)"
             )
             action.add_argument(
                 "--hosts",
@@ -98,12 +99,14 @@ def _add_allreduce(actions: Any) -> None:
         description=f"{line}. Each runs in separate ranks, with the settings of a run; they take "
         "turns. Algorithm and bus bandwidth are defined as in nccl-tests.",
     )
-    action.add_argument("--np", type=_two_or_more, default=2, help="ranks (default: %(default)s)")
+    action.add_argument("--np", type=at_least(2), default=2, help="ranks (default: %(default)s)")
     action.add_argument("--hosts", metavar="A:1,B:1", help="default: this host")
     action.add_argument(
         "--sizes", default=_SIZES, help="bytes of float32 values (default: %(default)s)"
     )
-    action.add_argument("--rounds", type=_positive, default=3, help="turns (default: %(default)s)")
+    action.add_argument(
+        "--rounds", type=at_least(1), default=3, help="turns (default: %(default)s)"
+    )
     action.add_argument("--plot", type=Path, metavar="FILE.svg", help="also plot bus bandwidths")
     _add_format(action)
 
@@ -119,7 +122,7 @@ def _add_exchange(actions: Any) -> None:
     action.add_argument(
         "--preset", default="gpt-nano", help="preset or YAML file (default: %(default)s)"
     )
-    action.add_argument("--np", type=_two_or_more, default=2, help="ranks (default: %(default)s)")
+    action.add_argument("--np", type=at_least(2), default=2, help="ranks (default: %(default)s)")
     action.add_argument(
         "--hosts",
         metavar="A:1,B:1",
@@ -128,9 +131,11 @@ def _add_exchange(actions: Any) -> None:
     action.add_argument("--launcher", choices=("gloo", "mpi"), default="gloo")
     action.add_argument("--strategies", metavar="dense,topk", help="default: all")
     action.add_argument(
-        "--steps", type=_positive, default=100, help="steps per run (default: %(default)s)"
+        "--steps", type=at_least(1), default=100, help="steps per run (default: %(default)s)"
     )
-    action.add_argument("--rounds", type=_positive, default=1, help="turns (default: %(default)s)")
+    action.add_argument(
+        "--rounds", type=at_least(1), default=1, help="turns (default: %(default)s)"
+    )
     action.add_argument("--plot", type=Path, metavar="FILE.svg", help="also plot losses over time")
     _add_format(action)
     _add_flags(action)
@@ -146,26 +151,12 @@ def _add_format(action: argparse.ArgumentParser) -> None:
     action.add_argument("--format", choices=("table", "json"), default="table")
 
 
-def _positive(text: str) -> int:
-    return _at_least(1, text)
-
-
-def _two_or_more(text: str) -> int:
-    return _at_least(2, text)
-
-
 def _world_sizes(text: str) -> list[int]:
     """Parse world sizes. World size 1 is always measured, so naming it is optional."""
-    numbers = {_positive(part) for part in text.split(",")} - {1}
+    numbers = {at_least(1)(part) for part in text.split(",")} - {1}
     if not numbers:
         raise argparse.ArgumentTypeError(f"{text}: a number of ranks must be >= 2")
     return sorted(numbers)
-
-
-def _at_least(least: int, text: str) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text} is not an integer >= {least}")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

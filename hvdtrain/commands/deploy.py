@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.commands.arguments import at_least
 from hvdtrain.commands.output import write_out
 
 _BATCH = ("nodes", "ranks", "cpus", "gpus", "time", "queue", "module", "venv", "image")
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _options() -> dict[str, dict[str, Any]]:
     """Option -> its argparse arguments; the defaults are in `Job`."""
-    count: dict[str, Any] = {"type": _count, "metavar": "N"}
+    count: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
     return {
         "name": {"metavar": "NAME", "help": "of the job (default: hvdtrain)"},
         "nodes": count | {"help": "default: 2"},
@@ -87,13 +88,6 @@ def _options() -> dict[str, dict[str, Any]]:
         },
         "grace": count | {"help": "seconds for a last checkpoint (default: 120)"},
     }
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not >= 1")
-    return number
 
 
 def _own_environment() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from hvdtrain.commands.arguments import seconds
 from hvdtrain.launch.discovery import DEFAULT_PROBE, answering, parse_probe
 from hvdtrain.launch.hostfile import read_hosts
 
@@ -34,13 +35,6 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
         help="how a host is asked: a login over ssh, or a port that must accept "
         "(default: %(default)s)",
     )
-
-
-def seconds(text: str) -> float:
-    number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"{number} is not > 0")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from hvdtrain.commands.arguments import at_least
 from hvdtrain.errors import EXIT_CRASH, UserError
 
 
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--hostfile", metavar="FILE", help="lines such as 'node1 slots=8'")
     source.add_argument("--slurm", action="store_true", help="the nodes of this Slurm job")
     parser.add_argument(
-        "--np", type=_positive, metavar="N", help="ranks (default: all slots of the hosts)"
+        "--np", type=at_least(1), metavar="N", help="ranks (default: all slots of the hosts)"
     )
     parser.add_argument("--format", choices=("text", "json"), default="text")
     parser.add_argument(
@@ -31,13 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{parser.prog} [--hosts LIST | --hostfile FILE | --slurm] [--np N] [--format json] "
         f"[-- --key value ...]\n       {parser.prog} RUN [--format json]"
     )
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not >= 1")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hvdtrain.commands.arguments import at_least, number_at_least
 from hvdtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,11 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="what the text begins with")
     parser.add_argument(
-        "--length", type=_positive, default=200, metavar="N", help="tokens (default: %(default)s)"
+        "--length", type=at_least(1), default=200, metavar="N", help="tokens (default: %(default)s)"
     )
     parser.add_argument(
         "--temperature",
-        type=_temperature,
+        type=number_at_least(0),
         default=0.8,
         metavar="T",
         help="0: always the most likely token; above 1: more random (default: %(default)s)",
@@ -33,20 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", metavar="FILE", help="tokenizer.json, for a run on token files"
     )
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not >= 1")
-    return number
-
-
-def _temperature(text: str) -> float:
-    number = float(text)
-    if not (math.isfinite(number) and number >= 0):
-        raise argparse.ArgumentTypeError(f"{text} is not >= 0")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

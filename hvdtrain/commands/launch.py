@@ -9,7 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hvdtrain.commands.discover import add_host_arguments, seconds
+from hvdtrain.commands.arguments import at_least, seconds
+from hvdtrain.commands.discover import add_host_arguments
 from hvdtrain.elastic.command import training_command
 from hvdtrain.errors import UserError
 
@@ -17,10 +18,10 @@ from hvdtrain.errors import UserError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_host_arguments(parser)
     parser.add_argument(
-        "--min-np", type=_positive, default=1, metavar="N", help="ranks at least (default: 1)"
+        "--min-np", type=at_least(1), default=1, metavar="N", help="ranks at least (default: 1)"
     )
     parser.add_argument(
-        "--max-np", type=_positive, metavar="N", help="ranks at most (default: all slots)"
+        "--max-np", type=at_least(1), metavar="N", help="ranks at most (default: all slots)"
     )
     parser.add_argument(
         "--controller",
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-restarts",
-        type=_not_negative,
+        type=at_least(0),
         default=10,
         metavar="N",
         help="restarts without progress (default: %(default)s)",
@@ -54,20 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{parser.prog} (--hosts LIST | --hostfile FILE | --slurm) [options] "
         "-- [python -m hvdtrain.train] --key value ..."
     )
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not >= 1")
-    return number
-
-
-def _not_negative(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is not >= 0")
-    return number
 
 
 def run(args: argparse.Namespace) -> int:

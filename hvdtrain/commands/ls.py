@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hvdtrain.commands.output import finite
 from hvdtrain.run_files.listing import ListedRun, runs_under
 from hvdtrain.untrusted import printable
 
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     runs = sorted(runs_under(args.root), key=_key(args.sort))
     if args.format == "json":
-        print(json.dumps([_finite(asdict(run)) for run in runs], indent=1))
+        print(json.dumps(finite([asdict(run) for run in runs]), indent=1))
         return 0
     rows = [[*_COLUMNS], *([show(run) for show in _COLUMNS.values()] for run in runs)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -57,18 +57,11 @@ def _key(column: str) -> Callable[[ListedRun], tuple[Any, ...]]:
     sign = -1 if column == "age" else 1
 
     def key(run: ListedRun) -> tuple[Any, ...]:
-        value = _finite(asdict(run))[column]
+        value = finite(asdict(run))[column]
         ordered = value if isinstance(value, str) or value is None else sign * value
         return value is not None, ordered if value is not None else 0, run.id
 
     return key
-
-
-def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Replace non-finite values by None, because JSON has no number for them."""
-    return {
-        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
-    }
 
 
 def _step(run: ListedRun) -> str:

@@ -1,9 +1,11 @@
-"""Output files of commands."""
+"""Output of commands: files, plots, JSON."""
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
@@ -44,3 +46,12 @@ def check_plot(path: Path) -> None:
         raise UserError(
             f"--plot requires {error.name}, which is not installed: pip install 'hvdtrain[report]'"
         ) from None
+
+
+def finite(value: Any) -> Any:
+    """Replace non-finite values by None, because JSON has no number for them."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -10,6 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hvdtrain.commands.arguments import at_least, positive_number
 from hvdtrain.commands.output import check_plot
 from hvdtrain.errors import UserError
 from hvdtrain.files import write_atomic
@@ -67,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_cluster(group: argparse._ArgumentGroup) -> None:
-    count: dict[str, Any] = {"type": _count, "metavar": "N", "default": 1}
+    count: dict[str, Any] = {"type": at_least(1), "metavar": "N", "default": 1}
     group.add_argument("--hosts", **count, help="maximum number of hosts (default: %(default)s)")
     group.add_argument("--ranks", **count, help="ranks per host (default: %(default)s)")
     group.add_argument(
@@ -94,31 +95,17 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         help="all-reduce algorithm: ring (Gloo), hierarchical (exchange.hierarchical), best (NCCL, "
         "MPI: by size) (default: %(default)s)",
     )
-    group.add_argument("--memory", type=_positive, metavar="GIB", help="memory of a rank")
+    group.add_argument("--memory", type=positive_number, metavar="GIB", help="memory of a rank")
     group.add_argument(
-        "--mtbf", type=_positive, metavar="HOURS", help="mean time between failures of a host"
+        "--mtbf", type=positive_number, metavar="HOURS", help="mean time between failures of a host"
     )
-    group.add_argument("--price", type=_positive, metavar="NUMBER", help="price of a host per hour")
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not >= 1")
-    return int(text)
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number > 0")
-    return value
+    group.add_argument(
+        "--price", type=positive_number, metavar="NUMBER", help="price of a host per hour"
+    )
 
 
 def _fraction(text: str) -> float:
-    if (value := _positive(text)) > 1:
+    if (value := positive_number(text)) > 1:
         raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
     return value
 

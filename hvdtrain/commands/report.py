@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-from hvdtrain.commands.output import write_out
+from hvdtrain.commands.output import finite, write_out
 from hvdtrain.errors import UserError
 
 _HOST, _PORT, _ROOT = "127.0.0.1", 8642, Path("runs")
@@ -73,7 +72,7 @@ def _report(args: argparse.Namespace) -> int:
     runs = [read(path) for path in paths]
     found = [run_metrics(run) for run in runs]
     if args.format == "json":
-        print(json.dumps(_strict(_content(found)), indent=1, allow_nan=False))
+        print(json.dumps(finite(_content(found)), indent=1, allow_nan=False))
         return 0
     from hvdtrain.report import page
 
@@ -85,15 +84,6 @@ def _report(args: argparse.Namespace) -> int:
     write_out(out, text)
     print(out)
     return 0
-
-
-def _strict(value: Any) -> Any:
-    """Replace non-finite values by None, because JSON has no number for them."""
-    if isinstance(value, dict):
-        return {key: _strict(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_strict(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _content(found: list[Any]) -> Any:

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
+
+from hvdtrain.commands.arguments import number_at_least
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory, or its targets.json")
     parser.add_argument(
         "--interval",
-        type=_seconds,
+        type=number_at_least(0.1),
         default=2.0,
         help="seconds between updates (default: %(default)s)",
     )
     parser.add_argument("--once", action="store_true", help="print a plain table of all ranks")
     parser.add_argument("--auth-file", metavar="FILE", help="one line user:password")
     parser.add_argument("--ca-file", metavar="FILE", help="certificates to trust (PEM)")
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not (math.isfinite(seconds) and seconds >= 0.1):
-        raise argparse.ArgumentTypeError(f"{text} is not >= 0.1")
-    return seconds
 
 
 def run(args: argparse.Namespace) -> int:

@@ -167,7 +167,7 @@ def test_elastic_horovodrun_gets_the_rank_limits_and_script() -> None:
         ("--hosts a:2 -- --run.id x --run.resume runs/x/checkpoints/step_00000010", "run.resume"),
         ("--hosts a:2 --min-np 3 -- --run.id x", "the hosts have 2 slots"),
         ("--hosts a:2 --min-np 2 --max-np 1 -- --run.id x", "less than --min-np"),
-        ("--hosts a:2 --max-np 0 -- --run.id x", "0 is not >= 1"),
+        ("--hosts a:2 --max-np 0 -- --run.id x", "0 is not an integer >= 1"),
         ("--hosts a:2 --probe x -- --run.id x", "--probe x"),
         ("--hostfile no-such-file -- --run.id x", "no-such-file"),
         ("-- --run.id x", "--hostfile"),

@@ -22,6 +22,13 @@ class UserError(Exception):
     exit_code = EXIT_USER
 
 
+def crash(message: str) -> UserError:
+    """Return an error that is reported like a user error, but for which a retry may help."""
+    error = UserError(message)
+    error.exit_code = EXIT_CRASH
+    return error
+
+
 class UnsupportedTaskError(UserError):
     """A model or data that cannot be used, found in a step by every rank; rank 0 reports it."""
 

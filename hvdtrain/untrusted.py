@@ -43,17 +43,17 @@ def open_regular(path: Path) -> BufferedReader:
     raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
 
 
-def read_regular(path: Path, most: int = SMALL_FILE_BYTES) -> bytes:
+def read_regular(path: Path) -> bytes:
     """Return the content of a small file.
 
     Raises:
-        OSError: there is no regular file, it has more than `most` bytes, or cannot be read.
+        OSError: there is no regular file, it has more than SMALL_FILE_BYTES, or cannot be read.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size <= most:
+        if size <= SMALL_FILE_BYTES:
             return file.read(size)
-    raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    raise OSError(errno.EFBIG, f"it has more than {SMALL_FILE_BYTES} bytes", str(path))
 
 
 def parse_json(content: bytes | str) -> Any:

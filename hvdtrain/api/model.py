@@ -11,6 +11,7 @@ from hvdtrain.checkpoint.spread import to_current_names
 from hvdtrain.checkpoint.weights import read_weights
 from hvdtrain.config import parse
 from hvdtrain.errors import UserError
+from hvdtrain.run.data import build_task
 from hvdtrain.runtime.tensor_shards import model_tensors
 from hvdtrain.tasks.language_model import LanguageModel
 
@@ -20,8 +21,7 @@ def load_model(run: Path) -> nn.Module:
     """See `hvdtrain.api.run.Run.model`."""
     settings = parse(["--config", str(run / "config.yaml")])
     weights = read_weights(run).tensors
-    config = settings.task_config
-    task = settings.task_class() if config is None else settings.task_class(config)
+    task = build_task(settings)
     if isinstance(task, LanguageModel):
         return task.model_of(weights).eval()
     task.datasets()  # some models take sizes from their data

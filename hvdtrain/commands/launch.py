@@ -59,14 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from hvdtrain.launch.discovery import parse_probe
-    from hvdtrain.launch.hostfile import read_hosts
+    from hvdtrain.launch.hostfile import read_hosts, total_slots
     from hvdtrain.supervise.supervisor import SupervisedRun, Supervisor
 
     words = args.training[1:] if args.training[:1] == ["--"] else args.training
     train, flags = _rank_command(words)
     probe = parse_probe(args.probe)
     hosts = read_hosts(args.hosts, args.hostfile, args.slurm)
-    slots = sum(host.slots for host in hosts)
+    slots = total_slots(hosts)
     if args.max_np is not None and args.max_np < args.min_np:
         raise UserError(f"--max-np {args.max_np} is less than --min-np {args.min_np}")
     if slots < args.min_np:

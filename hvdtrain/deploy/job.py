@@ -14,7 +14,7 @@ import jinja2
 
 import hvdtrain
 from hvdtrain.errors import UserError
-from hvdtrain.launch.hostfile import Host
+from hvdtrain.launch.hostfile import Host, total_slots
 
 # Valid as a label of Kubernetes and of DNS, as host names are derived from it. At most 40
 # characters, because programs append to it. PBS accepts at most 15 and reports longer names.
@@ -133,7 +133,7 @@ class Job:
     @property
     def np(self) -> int:
         """World size of the job."""
-        return sum(host.slots for host in self.hosts) or self.nodes * self.ranks
+        return total_slots(self.hosts) or self.nodes * self.ranks
 
     @property
     def container(self) -> str:

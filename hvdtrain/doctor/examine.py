@@ -15,7 +15,7 @@ from hvdtrain.doctor import collectives, host_checks, hosts, network
 from hvdtrain.doctor.findings import ERROR, WARNING, Diagnosis, Examination
 from hvdtrain.doctor.host_checks import Facts, Need
 from hvdtrain.doctor.session import HostSession, opened, together
-from hvdtrain.errors import EXIT_CRASH, UserError
+from hvdtrain.errors import UserError, crash
 from hvdtrain.launch.discovery import is_this_host
 from hvdtrain.launch.hostfile import Host, first_slots
 from hvdtrain.run.resolve import with_global_batch
@@ -61,9 +61,7 @@ def examine(request: Request) -> Examination:
     with _sessions(own, list(slots), found, request.notice) as sessions:
         facts = _ask_facts(sessions, request, list(slots))
         if own not in facts:
-            raise _crash(
-                f"this host does not respond to its own doctor: {sessions[own].login.said}"
-            )
+            raise crash(f"this host does not respond to its own doctor: {sessions[own].login.said}")
         ranks = sum(slots.values()) or max(1, request.ranks)
         root = str(Path(request.root).absolute())
         for name, theirs in facts.items():
@@ -238,9 +236,3 @@ def _examine_sums(
             sums.append(one)
     found.measured["all_reduce"] = [one.as_dict() for one in sums]
     found.findings += collectives.check(sums)
-
-
-def _crash(message: str) -> UserError:
-    error = UserError(message)
-    error.exit_code = EXIT_CRASH
-    return error

@@ -26,6 +26,7 @@ from hvdtrain.errors import EXIT_USER
 from hvdtrain.optim.precision import FLOAT32, Precision
 from hvdtrain.runtime.collectives import AgreedError
 from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.device import widened
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.tasks import Task, optional
 
@@ -267,7 +268,8 @@ class Forward:
         values = [found[name] for name in names]
         is_pair = [isinstance(value, tuple) for value in values]
         if not any(is_pair):
-            stacked = torch.stack([_wide(value.detach()) for value in values])
+            # A mean over micro-batches in 16 bits is inaccurate.
+            stacked = torch.stack([widened(value.detach()) for value in values])
             return Values(found["loss"], stacked, None)
         columns = [v if isinstance(v, tuple) else (v, 0.0) for v in values]
         totals, weights = (
@@ -555,8 +557,3 @@ def _vector(buffers: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     vector = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
     parts = vector.split(sizes) if sizes else ()
     return vector, [p.view_as(b) for p, b in zip(parts, buffers, strict=True)]
-
-
-def _wide(value: Tensor) -> Tensor:
-    """Convert 16-bit values to float32: a mean over micro-batches in 16 bits is inaccurate."""
-    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

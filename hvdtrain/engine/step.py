@@ -50,6 +50,7 @@ from hvdtrain.parallel.agreement import Agreement
 from hvdtrain.parallel.zero import ShardedOptimizer
 from hvdtrain.runtime.collectives import AgreedError, RankLostError, begin_sum, completed
 from hvdtrain.runtime.context import RankContext
+from hvdtrain.runtime.device import widened
 from hvdtrain.runtime.heartbeat import Activity
 from hvdtrain.runtime.tensor_shards import local
 
@@ -521,7 +522,8 @@ class Update:
 
 def norm_of_gradients(parameters: Sequence[Tensor]) -> Tensor:
     """Return the 2-norm of the gradients of a model that this rank holds completely."""
-    return get_total_norm([_wide(p.grad) for p in parameters if p.grad is not None])
+    # A norm in 16 bits has only two or three digits.
+    return get_total_norm([widened(p.grad) for p in parameters if p.grad is not None])
 
 
 def _clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:
@@ -532,11 +534,6 @@ def _clip(gradients: Sequence[Tensor], most: float, norm: Tensor) -> None:
         by_device.setdefault(gradient.device, []).append(gradient)
     for device, there in by_device.items():
         torch._foreach_mul_(there, factor.to(device))
-
-
-def _wide(gradient: Tensor) -> Tensor:
-    """Convert 16-bit gradients to float32: a 16-bit norm has only two or three digits."""
-    return gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient
 
 
 class AppliedSteps:

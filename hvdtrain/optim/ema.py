@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.errors import UserError
 from hvdtrain.optim.optimizer import parameter_names
+from hvdtrain.runtime.device import widened
 from hvdtrain.runtime.state_part import Scope
 from hvdtrain.runtime.tensor_shards import local
 
@@ -50,7 +51,7 @@ class Ema:
         """Update the averages after a step of the optimizer."""
         state = self._optimizer.state
         now = {
-            name: _wide(local(state.get(p, {}).get("master", p)))
+            name: widened(local(state.get(p, {}).get("master", p)))
             for name, p in self.parameters.items()
         }
         if not self._averages:
@@ -98,7 +99,3 @@ class Ema:
                 f"the checkpoint's averages are of other parameters ({differing[0]} and others)"
             )
         self._averages = {n: t.to(self.parameters[n].device) for n, t in tensors.items()}
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from hvdtrain.runtime.device import widened
 from hvdtrain.runtime.state_part import Scope
 
 _FIRST = 2.0**16
@@ -46,8 +47,7 @@ class LossScale:
 
     def scaled(self, loss: Tensor) -> Tensor:
         """`loss`, a scalar, times the scale, in float32 or wider."""
-        wide = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
-        return wide * self.value
+        return widened(loss) * self.value
 
     def unscale_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Register hooks that divide these parameters' gradients by the scale during backward."""

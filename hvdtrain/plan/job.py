@@ -144,14 +144,14 @@ def evenly_ready(parameters: Sequence[Tensor]) -> tuple[GradientBucket, ...]:
     return buckets_of(parameters, ready)
 
 
-def even_buckets(elements: int, element_bytes: int = 4) -> tuple[GradientBucket, ...]:
+def even_buckets(elements: int) -> tuple[GradientBucket, ...]:
     """Buckets of a model of which only the size is known.
 
     They are as large as the buckets of a run, and become ready one after the other, each in
     proportion to its size.
     """
-    total = elements * element_bytes
-    limit = min(BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, total // 4)) // element_bytes
+    # At 4 bytes per element, a quarter of all bytes has `elements` bytes.
+    limit = min(BUCKET_BYTES, max(SMALLEST_BUCKET_BYTES, elements)) // 4
     found: list[GradientBucket] = []
     done = 0
     while done < elements:

@@ -71,14 +71,14 @@ def mean_of(jobs: Sequence[JobProfile]) -> JobProfile:
     return replace(first, **(seconds | {"costs": costs, "buckets": buckets}))
 
 
-def measure_costs(launcher: str = "gloo") -> CollectiveCosts:
+def measure_costs() -> CollectiveCosts:
     """Measure two ranks of this host.
 
     Raises:
         BenchError: the ranks failed.
     """
     idle, computing = (
-        measure(launch(launcher, 2, on_threads(1, command)))["seconds"] for command in COLLECTIVES
+        measure(launch("gloo", 2, on_threads(1, command)))["seconds"] for command in COLLECTIVES
     )
     return costs_from(idle, computing, ranks=2)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from hvdtrain.config import Config
 from hvdtrain.data.assignment import Assignment
+from hvdtrain.data.buckets import SampleBuckets
 from hvdtrain.data.loader import Loading, TrainLoader
 from hvdtrain.engine.accumulate import Passes
 from hvdtrain.engine.flops import ModelFlops, count
@@ -28,10 +30,9 @@ from hvdtrain.optim.optimizer import build_optimizer, learning_rate
 from hvdtrain.optim.precision import BF16_PARAMS, Precision, check_parameters, to_bfloat16
 from hvdtrain.optim.trainable import check_device, check_model, freeze
 from hvdtrain.parallel.agreement import Agreement
-from hvdtrain.run.curve import build_identity
 from hvdtrain.run.fit import Trial, with_micro_size
 from hvdtrain.run.prepare import Prepared
-from hvdtrain.run.resolve import RunBuckets
+from hvdtrain.run.resolve import RunBuckets, dataset_size
 from hvdtrain.run.strategy import Strategy
 from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import on_all_ranks
@@ -174,6 +175,30 @@ def build_components(prepared: Prepared, strategy: Strategy, topology: Topology)
         agreement=strategy.agreement(state),
         interleaved=interleaved,
     )  # fmt: skip
+
+
+def build_identity(
+    config: Config, datasets: Datasets, buckets: SampleBuckets | None
+) -> dict[str, Any]:
+    """Return the properties that determine the run's loss curve, see RunState.
+
+    Args:
+        buckets: of the training data, with batch.max_tokens.
+    """
+    batch: dict[str, Any] = {"batch.global_size": config.batch.global_size}
+    if buckets is not None:
+        batch = {
+            "batch.max_tokens": config.batch.max_tokens,
+            "batch.per_step": config.batch.per_step,
+            "the fingerprint of the samples' lengths": buckets.fingerprint,
+        }
+    return {
+        "seed": config.seed,
+        **batch,
+        "optim.name": config.optim.name,
+        "the number of training samples": dataset_size(datasets),
+        "the fingerprint of the training data": datasets.fingerprint,
+    }
 
 
 def _interleaved(

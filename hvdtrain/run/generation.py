@@ -22,14 +22,14 @@ from hvdtrain.engine.callbacks.evaluate import evaluating
 from hvdtrain.engine.integrity import TensorHash, state_hash
 from hvdtrain.engine.loop import Interruptions, Loop
 from hvdtrain.engine.state import Snapshot
-from hvdtrain.errors import EXIT_PREEMPTED, UserError
+from hvdtrain.errors import EXIT_PREEMPTED, UserError, crash
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_loop
 from hvdtrain.run.callbacks import Callbacks, Outputs, build_callbacks
 from hvdtrain.run.manifest import build_manifest, run_facts, start_facts
 from hvdtrain.run.recorder import PersistentState, RunRecorder
 from hvdtrain.run.resume import resume
-from hvdtrain.run.start_checks import check_hierarchical, crash, raise_first
+from hvdtrain.run.start_checks import check_hierarchical, raise_first
 from hvdtrain.run_files.owner_token import Claim
 from hvdtrain.run_files.run_directory import RunDirectory
 from hvdtrain.runtime.collectives import gather_json, on_all_ranks

@@ -35,7 +35,7 @@ from hvdtrain.telemetry.sinks import BackgroundSink, build_sinks
 _PATIENCE_S = 10.0
 _SHORT_PATIENCE_S = 2.0
 _CONFIRM_S = 5.0  # to confirm that this process still owns the run
-# Wait for a save in progress when the ranks end by an error; the save is lost if it takes longer.
+# Wait for a save in progress when a generation has ended; the save is lost if it takes longer.
 _LAST_SAVE_SECONDS = 10.0
 _RECENT = 1000  # records of steps
 
@@ -128,6 +128,11 @@ class RunRecorder:
         self._small.again()
         if self.metrics is not None:
             self.metrics.sync()
+
+    def wait_for_save(self) -> None:
+        """Wait a limited time for a save in progress."""
+        if self.writer is not None:
+            self.writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
 
     def choose(self, resume: str, begun: bool = False) -> Checkpoint | None:
         """Return the checkpoint from which the run continues; None: from the start.
@@ -424,7 +429,7 @@ class PersistentState:
 
     def release(self) -> None:
         """Release the run directory for the next start; a crashed process does not release it."""
-        if self.recorder is not None and self.recorder.writer is not None:
+        if self.recorder is not None:
             # If the ranks end by an agreed error, the save may still be in progress.
-            self.recorder.writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
+            self.recorder.wait_for_save()
         self.folder.ownership.release()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,8 +22,6 @@ from hvdtrain.runtime import heartbeat
 from hvdtrain.runtime.collectives import broadcast_json, on_all_ranks
 from hvdtrain.runtime.mesh import Group, Mesh, Topology
 from hvdtrain.runtime.tensor_shards import model_tensors
-
-_LAST_SAVE_SECONDS = 10.0  # wait for a save in progress
 
 
 def resume(
@@ -74,19 +71,18 @@ def _load(
 ) -> Path | None:
     """Load the replicated state on rank 0; return the checkpoint's directory, if there is one."""
     lost = persistent.newest is not None
-    writer = persistent.recorder.writer if persistent.recorder else None
-    if lost and writer is not None:  # it may be writing one now
+    recorder = persistent.recorder
+    if lost and recorder is not None:  # it may be writing one now
         with heartbeat.HEARTBEAT.waiting():
-            writer.wait(time.monotonic() + _LAST_SAVE_SECONDS)
-    checkpoint = (
-        persistent.recorder.choose(config.run.resume, lost) if persistent.recorder else None
-    )
+            recorder.wait_for_save()
+    checkpoint = recorder.choose(config.run.resume, lost) if recorder else None
     if persistent.newest is not None and group.rank == 0:
         _say_lost(components, checkpoint, persistent.newest)
     if checkpoint is not None:
         components.state.load(checkpoint)
         logger.info("resumed from the checkpoint of step %d", components.state.progress.step)
-        if writer is not None:  # later saves no longer count
+        if recorder is not None and recorder.writer is not None:  # later saves no longer count
+            writer = recorder.writer
             writer.taken_step = min(writer.taken_step, components.state.progress.step)
         return checkpoint.folder
     if (lost or not persistent.initial) and group.rank == 0:

@@ -49,13 +49,13 @@ from hvdtrain.elastic.membership import (
 from hvdtrain.elastic.status import RENDEZVOUS, STATE_TRANSFER, TRAINING, ProcessStatus
 from hvdtrain.elastic.watchdog import KeptWatchdog
 from hvdtrain.engine.loop import MembershipChanged
-from hvdtrain.errors import EXIT_CRASH
+from hvdtrain.errors import EXIT_CRASH, crash
 from hvdtrain.log import logger
 from hvdtrain.run.build import RunComponents, build_components
 from hvdtrain.run.generation import Cause, Generation, Launched
 from hvdtrain.run.prepare import Prepared, Start, prepare, prepare_environment
 from hvdtrain.run.recorder import PersistentState
-from hvdtrain.run.start_checks import agree_to_start, crash
+from hvdtrain.run.start_checks import agree_to_start
 from hvdtrain.run.strategy import Strategy, build_strategy
 from hvdtrain.runtime import environment, heartbeat, notices
 from hvdtrain.runtime.collectives import AgreedError, RankLostError, gather_json

@@ -14,7 +14,7 @@ from hvdtrain.config import Config, Settings
 from hvdtrain.config_checks import Ranks, check_ranks
 from hvdtrain.elastic.membership import LostError, Membership
 from hvdtrain.elastic.status import other_configuration
-from hvdtrain.errors import EXIT_CRASH, EXIT_USER, UserError
+from hvdtrain.errors import EXIT_USER, UserError, crash
 from hvdtrain.horovod_wheel import recipe
 from hvdtrain.log import logger
 from hvdtrain.run.resolve import with_global_batch
@@ -112,10 +112,3 @@ def check_hierarchical(config: Config, topology: Topology) -> None:
             "exchange.hierarchical requires several hosts with the same number of ranks, at least "
             "2: one ring is used instead"
         )
-
-
-def crash(message: str) -> UserError:
-    """Return an error that is reported like a user error, but for which a retry may help."""
-    error = UserError(message)
-    error.exit_code = EXIT_CRASH
-    return error

@@ -33,7 +33,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from hvdtrain.errors import EXIT_CRASH, UserError
+from hvdtrain.errors import EXIT_CRASH, UserError, crash
 from hvdtrain.files import FileLock
 from hvdtrain.log import logger
 from hvdtrain.run_files.owner_token import Claim, Token, boot, moved, read, who, write
@@ -298,8 +298,4 @@ def _now() -> float:
 
 
 def _superseded(directory: Path, token: Token) -> UserError:
-    error = UserError(
-        f"{directory} belongs to {who(token)}: this job continues without this process"
-    )
-    error.exit_code = EXIT_CRASH
-    return error
+    return crash(f"{directory} belongs to {who(token)}: this job continues without this process")

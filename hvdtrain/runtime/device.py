@@ -125,6 +125,11 @@ def set_cuda_kernels(tf32: bool, cudnn_benchmark: bool) -> None:
     torch.backends.cudnn.benchmark = cudnn_benchmark
 
 
+def widened(values: torch.Tensor) -> torch.Tensor:
+    """Convert 16-bit values to float32, in which they are summed; return others unchanged."""
+    return values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+
+
 # --- random numbers -----------------------------------------------------------
 
 

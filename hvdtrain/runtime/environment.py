@@ -87,14 +87,14 @@ def launched_local_size(env: Mapping[str, str] = os.environ) -> int:
     )  # fmt: skip
 
 
-def launched_local_rank(env: Mapping[str, str] = os.environ) -> int:
+def launched_local_rank() -> int:
     """Return this process's local rank from its launcher; 0 without a launcher.
 
     In an elastic run it stays the same, while Horovod's local rank may change.
     """
     return (
         _first(
-            env, "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
+            os.environ, "HOROVOD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
             "SLURM_LOCALID",
         )
         or 0

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from hvdtrain import comm
 from hvdtrain.comm.process import COLLECTIVES
 from hvdtrain.errors import CollectiveError
+from hvdtrain.runtime.device import widened
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -93,7 +94,7 @@ class _Normalise(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, eps: float, name: str) -> tuple[Tensor, Tensor, Tensor, float]:
         axes = [0, *range(2, x.dim())]
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        wide = widened(x)
         var, mean = torch.var_mean(wide, axes, correction=0)
         count = x.numel() // x.shape[1]
         # float64 avoids the loss of precision in E[x^2] - E[x]^2.

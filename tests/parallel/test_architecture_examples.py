@@ -22,7 +22,9 @@ def _example(heading: str) -> str:
     return str(code)
 
 
-@pytest.mark.parametrize("heading", ["A parallel axis", "A launcher", "A metric"])
+@pytest.mark.parametrize(
+    "heading", ["A parallel axis", "A launcher", "A metric", "A change of ranks"]
+)
 def test_example_passes_its_own_assertions(heading: str) -> None:
     exec(_example(heading), {"__name__": "example"})
 

@@ -106,8 +106,8 @@ class Membership:
             status: status of this process, from which the launcher decides which processes take
                 part and what has failed; evaluated for each request, because `set_aside` changes
                 it.
-            set_aside: called if a generation is formed without this process, which then waits
-                for another one as a spare.
+            set_aside: called, perhaps repeatedly, if a generation is formed without this process,
+                which then waits for another one as a spare.
 
         Returns:
             As ElasticDriver.join.
@@ -127,9 +127,11 @@ class Membership:
                     raise LostError(f"{self.address}:{self.port}: {error}") from None
                 time.sleep(0.2)
                 continue
-            if assignment is not None and assignment.get("spare"):
+            if assignment is None:
+                continue
+            if assignment.get("spare"):
                 set_aside()
-            elif assignment is not None:
+            if assignment["rank"] >= 0 or not assignment.get("spare"):
                 break
         if "reason" in assignment:
             raise RefusedError(assignment["reason"])

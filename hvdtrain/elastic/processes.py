@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 import signal
 import subprocess
-import threading
-import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from horovod.runner.common.util.hosts import SlotInfo
@@ -21,61 +19,62 @@ from hvdtrain.elastic.status import ProcessStatus
 
 @dataclass
 class TrainingProcess:
-    """One process of the job.
+    """One process of the job. Times are seconds of the driver's clock, time.monotonic().
 
     Args:
         number: unique in this job; HOROVOD_RANK in its environment at its start.
         slot: its place on the host, HOROVOD_LOCAL_RANK at its start.
-        state: starting, waiting, running, removed (excluded from the run), lost (given up, but
-            still there) or gone; see driver.py.
-        since: when it entered this state, time.monotonic().
+        state: starting, waiting, running, removed, lost or gone; see decisions.py.
+        since: when it entered this state.
         first_generation: number of its first generation; None for a newcomer.
-        assignment: its ranks in the newest generation, until it has received them.
         status: its status when it last requested ranks.
         responded: it has sent a request to the driver: its watchdog runs.
+        spare: it has become a spare since it last ran; it may not have received that answer.
         transfers_failed: generations with it that failed before it had the state of the run.
         failure: why it ends, as reported by itself or its watchdog.
         failed_step: the step in which it raised an error of its own.
-        leaving_since: when it had to leave, time.monotonic(); None: it stays.
+        leaving_since: when it had to leave; None: it stays.
         host_retired: its host is about to be taken away; a host found later under the same name
             does not bring it back.
         replaced: it ends, and a new process starts in its slot at once.
-        end: set to end it.
+        must_end: its state is unknown, so it is ended as soon as it can be reached.
+        asked_to_end: the driver has asked it to end.
     """
 
     number: int
     host: str
     slot: int
     state: str = "starting"
-    since: float = field(default_factory=time.monotonic)
+    since: float = 0.0
     first_generation: int | None = None
-    assignment: dict[str, Any] = field(default_factory=dict)
     status: ProcessStatus | None = None
     responded: bool = False
+    spare: bool = False
     transfers_failed: int = 0
     failure: str = ""
     failed_step: int | None = None
     leaving_since: float | None = None
     host_retired: bool = False
     replaced: bool = False
-    end: threading.Event = field(default_factory=threading.Event)
+    must_end: bool = False
+    asked_to_end: bool = False
 
-    def become(self, state: str) -> None:
-        self.state, self.since = state, time.monotonic()
+    def become(self, state: str, now: float) -> None:
+        self.state, self.since = state, now
 
     @property
     def leaving(self) -> bool:
         """Whether it must leave because its host or slot was taken away."""
         return self.leaving_since is not None
 
-    def leave(self, leaves: bool) -> None:
+    def leave(self, leaves: bool, now: float) -> None:
         """Record that its host or slot was taken away, or is back."""
         if leaves != self.leaving:
-            self.leaving_since = time.monotonic() if leaves else None
+            self.leaving_since = now if leaves else None
 
-    def lasted(self) -> float:
+    def lasted(self, now: float) -> float:
         """Seconds in this state."""
-        return time.monotonic() - self.since
+        return now - self.since
 
     def __str__(self) -> str:
         return f"process {self.number} on {self.host}"
@@ -210,36 +209,40 @@ class Slots:
         self._first, self._most = pauses or _PAUSES
         self._slots: dict[tuple[str, int], _Slot] = {}
 
-    def usable(self, host: str, number: int) -> bool:
+    def usable(self, host: str, number: int, now: float) -> bool:
         slot = self._slots.get((host, number))
-        return slot is None or time.monotonic() >= slot.not_before
+        return slot is None or now >= slot.not_before
 
-    def failed(self, process: TrainingProcess) -> float:
+    def failed(self, process: TrainingProcess, now: float) -> float:
         """Record that a slot's process has died; return the pause in seconds.
 
         Args:
             process: still in the state in which it died.
         """
         slot = self._slots.setdefault((process.host, process.slot), _Slot())
-        well = process.state == "running" and process.lasted() > _WELL_SECONDS
+        well = process.state == "running" and process.lasted(now) > _WELL_SECONDS
         slot.failures = 1 if well else slot.failures + 1
         most = min(_START_PAUSE, self._most) if process.state == "starting" else self._most
         pause = min(most, self._first * 2 ** min(slot.failures - 1, 10))
-        slot.not_before = time.monotonic() + pause
+        slot.not_before = now + pause
         return pause
 
-    def refused(self, process: TrainingProcess, for_good: bool) -> float:
-        """Record that a slot's process was refused; return the pause in seconds.
+    def pause_after_refusal(self, process: TrainingProcess) -> float:
+        """Seconds for which a slot is not used after its process is refused."""
+        slot = self._slots.get((process.host, process.slot), _Slot())
+        first, most = _REFUSED_PAUSES
+        return min(most, first * 2 ** min(slot.refusals, 10))
+
+    def refused(self, process: TrainingProcess, for_good: bool, now: float) -> None:
+        """Record that a slot's process was refused.
 
         Args:
             for_good: the slot is not used until `release_refused`.
         """
+        pause = math.inf if for_good else self.pause_after_refusal(process)
         slot = self._slots.setdefault((process.host, process.slot), _Slot())
-        first, most = _REFUSED_PAUSES
-        pause = math.inf if for_good else min(most, first * 2 ** min(slot.refusals, 10))
         slot.refusals += 1
-        slot.not_before = time.monotonic() + pause
-        return pause
+        slot.not_before = now + pause
 
     def release_refused(self) -> None:
         """Release slots of refused processes: after a change of hosts a new process may fit."""
@@ -255,48 +258,16 @@ _SCRIPT_SECONDS = 30.0
 
 
 class HostList:
-    """Host -> slots, in the order of first discovery.
+    """Host -> slots, in the order of first discovery."""
 
-    Args:
-        discovery: Horovod's object: find_available_hosts_and_slots() -> {host: slots}.
-    """
-
-    def __init__(self, discovery: Any) -> None:
-        self._discovery = discovery
+    def __init__(self) -> None:
         self._missing: dict[str, int] = {}  # host -> discoveries in a row without it
         self._retired: set[str] = set()
         self.slots: dict[str, int] = {}
 
-    @property
-    def host_assignment_order(self) -> list[str]:
-        """The hosts; horovodrun reads this attribute."""
-        return list(self.slots)
-
     def count(self) -> int:
         """Number of slots on all hosts."""
         return sum(self.slots.values())
-
-    def find(self) -> dict[str, int]:
-        """Run the discovery without changing the list.
-
-        A script is run directly: Horovod would start a new Python for each call.
-
-        Raises:
-            Exception: the discovery failed; for example its script failed or timed out.
-        """
-        script = getattr(self._discovery, "_discovery_script", None)
-        if script is None:
-            return dict(self._discovery.find_available_hosts_and_slots())
-        done = subprocess.run(
-            script, shell=True, capture_output=True, text=True, timeout=_SCRIPT_SECONDS
-        )
-        if done.returncode:
-            raise RuntimeError(f"{script}: exit code {done.returncode}: {done.stderr.strip()}")
-        hosts = {}
-        for line in filter(None, map(str.strip, done.stdout.splitlines())):
-            host, _, slots = line.partition(":")
-            hosts[host] = int(slots or self._discovery._default_slots)
-        return hosts
 
     def retire(self, host: str) -> None:
         """Remove a host until a discovery misses it: after that the name means another host."""
@@ -312,10 +283,34 @@ class HostList:
             self._missing[host] = self._missing.get(host, 0) + 1
             if self._missing[host] >= _MISSING_DISCOVERIES:
                 del self.slots[host]
-                changes.append(f"{host} is not there any more")
+                changes.append(f"{host} is no longer available")
         for host, slots in found.items():
             self._missing.pop(host, None)
             if self.slots.get(host) != slots:
                 changes.append(f"{host} has {slots} slots")
             self.slots[host] = slots
         return changes
+
+
+def find_hosts(discovery: Any) -> dict[str, int]:
+    """Run a discovery. A script is run directly: Horovod would start a new Python for each call.
+
+    Args:
+        discovery: Horovod's object: find_available_hosts_and_slots() -> {host: slots}.
+
+    Raises:
+        Exception: the discovery failed; for example its script failed or timed out.
+    """
+    script = getattr(discovery, "_discovery_script", None)
+    if script is None:
+        return dict(discovery.find_available_hosts_and_slots())
+    done = subprocess.run(
+        script, shell=True, capture_output=True, text=True, timeout=_SCRIPT_SECONDS
+    )
+    if done.returncode:
+        raise RuntimeError(f"{script}: exit code {done.returncode}: {done.stderr.strip()}")
+    hosts = {}
+    for line in filter(None, map(str.strip, done.stdout.splitlines())):
+        host, _, slots = line.partition(":")
+        hosts[host] = int(slots or discovery._default_slots)
+    return hosts

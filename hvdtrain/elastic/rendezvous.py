@@ -40,7 +40,7 @@ class Driver(Protocol):
     """The driver's methods that the request handler calls."""
 
     def join(
-        self, number: int, seconds: float, standing: dict[str, Any]
+        self, number: int, seconds: float, status: dict[str, Any]
     ) -> dict[str, Any] | None: ...
 
     def news(self, number: int) -> dict[str, bool]: ...

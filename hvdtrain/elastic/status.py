@@ -88,7 +88,7 @@ class ProcessStatus:
         identity: what it would train.
         trained: it holds the state of the run; a new process does not.
         step: optimizer steps done.
-        patience: seconds for which other processes may have to wait for a watchdog's verdict.
+        verdict_seconds: the longest that a watchdog needs to classify a process as hung.
         failed: the phase in which its last generation failed, or None.
         message: the reason of that failure.
         replica_size: ranks that hold one model together.
@@ -100,7 +100,7 @@ class ProcessStatus:
     identity: Identity
     trained: bool = False
     step: int = 0
-    patience: float = 0.0
+    verdict_seconds: float = 0.0
     failed: str | None = None
     message: str = ""
     replica_size: int = 1
@@ -114,28 +114,29 @@ class ProcessStatus:
 
 
 class StepFailures:
-    """Counts failures of each step."""
+    """Counts failures of each step.
+
+    Attributes:
+        reason: why the job has to end; "": it does not.
+    """
 
     def __init__(self) -> None:
         self._errors: Counter[int] = Counter()
         self._step, self._times = -1, 0
+        self.reason = ""
 
-    def error(self, step: int, message: str) -> str | None:
-        """Count an error that a process raised in this step.
-
-        Returns:
-            Why the job has to end, or None.
-        """
+    def count_error(self, step: int, message: str) -> None:
+        """Count an error that a process raised in this step."""
         self._errors[step] += 1
         times = self._errors[step]
-        if times < _ERRORS_OF_A_STEP:
-            return None
-        return f"step {step} failed in {times} processes by an error of their own: {message}"
+        if times >= _ERRORS_OF_A_STEP:
+            self.reason = (
+                f"step {step} failed in {times} processes with an error of their own: {message}"
+            )
 
-    def generation(self, step: int, message: str) -> str | None:
-        """Count a failed generation whose most advanced rank had done `step` steps; as `error`."""
+    def count_generation(self, step: int, message: str) -> None:
+        """Count a failed generation whose most advanced rank had done `step` steps."""
         self._times = self._times + 1 if step == self._step else 1
         self._step = step
-        if self._times < _FAILURES_OF_A_STEP:
-            return None
-        return f"step {step + 1} failed {self._times} times: {message}"
+        if self._times >= _FAILURES_OF_A_STEP:
+            self.reason = f"step {step + 1} failed {self._times} times: {message}"

@@ -298,7 +298,7 @@ class Session:
 _MAX_FAILED_RENDEZVOUS = 20
 # Factor of elastic.hang_seconds, as in watchdog.py, and further seconds: the other ranks wait this
 # long for the verdict of this process's watchdog.
-_PATIENCE = (10, 60.0)
+_VERDICT_SECONDS = (10, 60.0)
 
 
 @dataclass(frozen=True)
@@ -364,14 +364,14 @@ class Rejoin:
         self.strategy.forget_pending_step()
 
     def _status(self, failure: Failure) -> ProcessStatus:
-        times, more = _PATIENCE
+        times, more = _VERDICT_SECONDS
         config = self.prepared.config
         own = self.strategy.status(self.persistent, self.prepared.progress.step)
         return ProcessStatus(
             identity=self.prepared.identity(self.launched.digest),
             trained=self.persistent.trained,
             step=self.prepared.progress.step if own.shard is None else own.step,
-            patience=times * config.elastic.hang_seconds + more,
+            verdict_seconds=times * config.elastic.hang_seconds + more,
             failed=failure.phase,
             message=failure.message[:_LONGEST_MESSAGE],
             replica_size=prod(config.parallel.degrees.values()),

@@ -168,9 +168,9 @@ def test_survivors_continue_after_a_cut_link_and_the_host_rejoins(
     record_property("seconds", f"{recovered:.2f}, joined again after {joined:.1f}")
     assert_same_curve(running.lines(), reference)
     assert recovered <= 2, f"{recovered:.2f} s without a step: {done}"
-    assert "fell silent: nothing heard for" in running.job.output()
+    assert "fell silent: no heartbeat for" in running.job.output()
     (start,) = (e for e in running.events("start") if e["cause"] == "failure")
-    assert "on node2 fell silent: nothing heard for" in str(start["silent"])
+    assert "on node2 fell silent: no heartbeat for" in str(start["silent"])
     assert joined <= 20, f"joined {joined:.1f} s after the link was there again: {done}"
 
 
@@ -231,4 +231,4 @@ def test_no_rank_is_ended_when_its_datagrams_are_dropped(
     running.end()
     assert_same_curve(running.lines(), reference)
     assert len(running.events("start")) == 1, running.job.output()
-    assert "process 1 on node2 answers over TCP" in running.job.output()
+    assert "process 1 on node2 responds over TCP" in running.job.output()

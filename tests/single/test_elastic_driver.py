@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvdtrain.elastic import decisions, watchdog
 from hvdtrain.elastic import driver as driver_module
-from hvdtrain.elastic import watchdog
 from hvdtrain.elastic.driver import ElasticDriver
 from hvdtrain.elastic.failure_detector import Silence
 from hvdtrain.elastic.processes import TrainingProcess, assign, describe, in_order
@@ -110,8 +110,9 @@ class Job:
         got: dict[int, dict[str, Any]] = {}
 
         def ask(number: int) -> None:
-            process = self.driver._processes[number]
-            trained = process.first_generation is not None and process not in self.driver._newcomers
+            state = self.driver._state
+            old = state.processes[number].first_generation is not None
+            trained = old and number not in state.newcomers
             said = ProcessStatus(IDENTITY, **{"trained": trained} | status)  # type: ignore[arg-type]
             got[number] = self.driver.join(number, 1.5, asdict(said)) or {}
 
@@ -148,7 +149,7 @@ def test_slow_replacement_does_not_take_rank_0_from_a_trained_process(
     running.join(0, 1, 2)
     running.exits |= {0: 137, 1: 137}
     assert running.ranks(2) == [0]
-    _until(lambda: len(running.driver._processes) == 5)
+    _until(lambda: len(running.driver._state.processes) == 5)
     assert running.ranks(4) == [None], "process 3 is still starting"
     _until(lambda: running.news()["hosts"])
     assert running.ranks(2, 4) == [0, 1]
@@ -180,12 +181,12 @@ def test_incomplete_replica_is_a_spare_and_complete_ones_continue(
     given = join({0: 0, 2: 0, 3: 1})
     assert given[0] == {"rank": -1, "spare": True}
     assert (given[2]["size"], given[3]["size"]) == (2, 2)
-    assert "spare until there are 2 for a replica of the model: process 0 on a" in (
+    assert "spare until 2 can form a replica of the model: process 0 on a" in (
         capsys.readouterr().err
     )
     # The spare waits for the one that is started in its place, and so do not the others.
-    _until(lambda: len(running.driver._processes) == 5)
-    assert join({0: 0}) == {0: {}} and running.news()["hosts"] is False
+    _until(lambda: len(running.driver._state.processes) == 5)
+    assert join({0: 0}) == {0: {"rank": -1, "spare": True}} and running.news()["hosts"] is False
     assert join({4: None}) == {4: {}}
     _until(lambda: running.news()["hosts"])
     given = join({0: 0, 2: 0, 3: 1, 4: None})
@@ -209,7 +210,7 @@ def test_spare_status_reports_its_last_completed_step(job: Callable[..., Job]) -
     for thread in threads:
         thread.join()
     assert got[0] == {"rank": -1, "spare": True}
-    status = running.driver._processes[0].status
+    status = running.driver._state.processes[0].status
     assert status is not None and (status.reachable_step, status.failed) == (9, None)
 
 
@@ -220,12 +221,12 @@ def test_replacing_a_process_does_not_count_as_a_failure_of_its_slot(
     assert sorted(r for r in running.ranks(0, 1) if r is not None) == [0, 1]
     running.driver.replace(1, "it had part 0 of the model")
     running.exits[0] = 137
-    _until(lambda: running.driver._processes[0].state == "gone")
+    _until(lambda: running.driver._state.processes[0].state == "gone")
     running.exits[1] = 0  # the last process that is left
-    _until(lambda: len(running.driver._processes) == 3)
-    assert running.driver._processes[2].slot == 1, "its slot was used after a pause"
+    _until(lambda: len(running.driver._state.processes) == 3)
+    assert running.driver._state.processes[2].slot == 1, "its slot was used after a pause"
     assert running.ranks(2) == [None]
-    _until(lambda: len(running.driver._processes) == 4)
+    _until(lambda: len(running.driver._state.processes) == 4)
     assert sorted(r for r in running.ranks(2, 3) if r is not None) == [0, 1]
     said = capsys.readouterr().err
     assert "process 1 on a is replaced by a new process: it had part 0 of the model" in said
@@ -245,7 +246,7 @@ def test_survivors_continue_while_a_replacement_starts(job: Callable[..., Job]) 
     assert {n: r["rank"] for n, r in running.join(0, 2).items()} == {0: 0, 2: 1}
     assert running.news() == {"stop": False, "hosts": False}
     # Its slot is used again; the survivors hear of the new process when that is ready.
-    _until(lambda: len(running.driver._processes) == 4)
+    _until(lambda: len(running.driver._state.processes) == 4)
     assert running.ranks(3) == [None]
     _until(lambda: running.news()["hosts"])
     assert running.ranks(0, 2, 3) == [0, 2, 1]
@@ -278,12 +279,12 @@ def test_silent_process_is_excluded_and_not_readmitted(
     running.driver.on_silence(Silence(2, seconds=1.2, bound=1.0, phi=9.0))
     got = running.join(0, 1)
     assert {n: got[n]["rank"] for n in (0, 1)} == {0: 0, 1: 1}
-    assert "process 2 on a fell silent: nothing heard for 1.20 s" in got[0]["silent"][0]
+    assert "process 2 on a fell silent: no heartbeat for 1.20 s" in got[0]["silent"][0]
     running.driver.stuck(2, "SIGKILL does not end it")
-    assert "process 2 on a is still there: SIGKILL does not end it" in capsys.readouterr().err
+    assert "process 2 on a still exists: SIGKILL does not end it" in capsys.readouterr().err
     assert running.ranks(2) == [-1], "nobody knows what it did meanwhile"
     running.unkillable.clear()
-    _until(lambda: [p.number for p in running.driver._alive()] == [0, 1, 3])
+    _until(lambda: [p.number for p in running.driver._state.alive()] == [0, 1, 3])
     assert running.ranks(3) == [None], "its slot is used again, once it has ended"
 
 
@@ -309,11 +310,11 @@ def test_host_with_a_notice_leaves_and_is_not_reused_until_replaced(
     assert running.ranks(0, 1, 2) == [0, -1, -1]
     running.exits |= {1: 0, 2: 0}
     time.sleep(1.5)  # discovery finds it all the while, and its slots have had their pause
-    assert [p.number for p in running.driver._alive()] == [0]
+    assert [p.number for p in running.driver._state.alive()] == [0]
     del running.hosts["b"]
     time.sleep(1.0)
     running.hosts["b"] = 1  # another machine of this name
-    _until(lambda: [p.number for p in running.driver._alive()] == [0, 3])
+    _until(lambda: [p.number for p in running.driver._state.alive()] == [0, 3])
 
 
 def test_host_with_a_notice_at_the_start_does_not_end_the_job(job: Callable[..., Job]) -> None:
@@ -331,32 +332,32 @@ def test_leaving_rank_is_signaled_only_after_its_deadline(
     del running.hosts["b"]
     _until(lambda: running.news()["hosts"])
     assert running.ranks(0) == [None], "process 1 has not asked yet"
-    assert not running.driver._processes[1].end.is_set(), "SIGTERM would preempt the run"
+    assert not running.driver._ends[1].is_set(), "SIGTERM would preempt the run"
     assert running.ranks(0, 1) == [None, None], "2 ranks are needed"
     running.hosts["b"] = 1
-    _until(lambda: not running.driver._processes[1].leaving)
+    _until(lambda: not running.driver._state.processes[1].leaving)
     assert running.ranks(0, 1) == [0, 1]
     del running.hosts["b"]
     _until(lambda: running.news()["hosts"])
-    monkeypatch.setattr(driver_module, "_LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr(decisions, "_LEAVE_SECONDS", 0.5)
     running.ranks(0)
-    _until(lambda: running.driver._processes[1].end.is_set())
+    _until(lambda: running.driver._ends[1].is_set())
     assert running.ranks(1) == [-1], "a rank that was signalled must not take part again"
 
 
 def test_leave_deadline_counts_from_the_removal_of_the_host(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver_module, "_LEAVE_SECONDS", 2.0)
+    monkeypatch.setattr(decisions, "_LEAVE_SECONDS", 2.0)
     running = job({"a": 1, "b": 1}, np=2, min_np=2)
     running.join(0, 1)
     assert running.ranks(0) == [None], "it waits for process 1, which still works"
     time.sleep(2.5)
     del running.hosts["b"]
-    _until(lambda: running.driver._processes[1].leaving)
+    _until(lambda: running.driver._state.processes[1].leaving)
     time.sleep(0.6)  # the driver looks four times a second
-    assert not running.driver._processes[1].end.is_set()
-    _until(lambda: running.driver._processes[1].end.is_set())
+    assert not running.driver._ends[1].is_set()
+    _until(lambda: running.driver._ends[1].is_set())
 
 
 def test_notice_on_every_host_stops_the_run_with_exit_code_75(job: Callable[..., Job]) -> None:
@@ -378,7 +379,7 @@ def test_exit_code_that_ranks_agree_on_ends_the_job(job: Callable[..., Job], cod
     running.exits |= {0: code, 1: code}
     results = running.driver.get_results().worker_results
     assert [result[0] for result in results.values()] == [code]
-    assert len(running.driver._processes) == 2
+    assert len(running.driver._state.processes) == 2
 
 
 def test_death_of_all_ranks_ends_the_job_with_their_exit_code(job: Callable[..., Job]) -> None:
@@ -393,7 +394,7 @@ def test_loss_of_all_hosts_ends_the_job_with_exit_code_1(job: Callable[..., Job]
     running = job({"a": 2}, np=2)
     running.join(0, 1)
     running.hosts.clear()
-    _until(lambda: all(process.leaving for process in running.driver._processes), 15)
+    _until(lambda: all(process.leaving for process in running.driver._state.processes), 15)
     running.exits |= {0: 255, 1: 255}
     results = running.driver.get_results().worker_results
     assert [result[0] for result in results.values()] == [1]
@@ -427,16 +428,16 @@ def test_newcomer_is_excluded_after_repeated_state_transfer_failures(
 ) -> None:
     running = job({"a": 2, "b": 1}, np=2)
     running.join(0, 1)
-    _until(lambda: len(running.driver._processes) == 3)
+    _until(lambda: len(running.driver._state.processes) == 3)
     running.join(2)
     assert all(running.join(0, 1, 2).values()), "processes came"
     assert all(running.join(0, 1, 2, failed=STATE_TRANSFER, step=30).values())
     got = running.join(0, 1, 2, failed=STATE_TRANSFER, step=30)
     assert [got[number]["rank"] for number in (0, 1, 2)] == [0, 1, -1]
-    assert "did not reach it 2 times" in got[2]["reason"]
+    assert "2 transfers of the run's state failed" in got[2]["reason"]
     running.exits[2] = 1
     time.sleep(1.5)
-    assert len(running.driver._processes) == 3, "its slot is used again at once"
+    assert len(running.driver._state.processes) == 3, "its slot is used again at once"
     assert not running.driver._shutdown.is_set()
 
 
@@ -455,16 +456,16 @@ def test_process_that_does_not_match_the_run_is_refused(
 ) -> None:
     running = job({"a": 1, "b": 1}, np=1)
     running.join(0)
-    _until(lambda: len(running.driver._processes) == 2)
+    _until(lambda: len(running.driver._state.processes) == 2)
     stranger = ProcessStatus(replace(IDENTITY, **other))
     got = running.driver.join(1, 1.5, asdict(stranger)) or {}
     assert got["rank"] == -1 and got["reason"].startswith("on b: the "), got
     assert not running.news()["hosts"]
     running.exits[1] = 1
     time.sleep(1.5)
-    assert len(running.driver._processes) == 2, "its slot is used again"
+    assert len(running.driver._state.processes) == 2, "its slot is used again"
     running.hosts["b"] = 2
-    _until(lambda: len(running.driver._processes) == 4, 15)
+    _until(lambda: len(running.driver._state.processes) == 4, 15)
 
 
 def test_unkillable_process_does_not_block_the_others(
@@ -475,9 +476,9 @@ def test_unkillable_process_does_not_block_the_others(
     running.driver.stuck(0, "SIGKILL does not end it")
     assert running.ranks(1, 2) == [0, 1]
     assert running.ranks(0) == [-1], "it came back"
-    monkeypatch.setattr(driver_module, "_LAST_RESORT_SECONDS", 1.0)
+    monkeypatch.setattr(decisions, "_LAST_RESORT_SECONDS", 1.0)
     assert running.ranks(2) == [0]
-    assert running.driver._processes[1].end.is_set()
+    assert running.driver._ends[1].is_set()
 
 
 def test_signals_and_exit_codes_are_described_distinctly() -> None:

@@ -28,8 +28,8 @@ RANKS = 5
 class Driver:
     """Answers with what it was asked; its `join` takes no time."""
 
-    def join(self, number: int, seconds: float, standing: dict[str, Any]) -> dict[str, Any]:
-        return {"rank": number, **standing}
+    def join(self, number: int, seconds: float, status: dict[str, Any]) -> dict[str, Any]:
+        return {"rank": number, **status}
 
     def news(self, number: int) -> dict[str, bool]:
         return {"stop": False, "hosts": False}

@@ -1,0 +1,623 @@
+"""Decisions of the elastic driver, as pure functions: no threads, no clock, no network.
+
+`JobState` is what the driver knows. Its methods record events, such as `exited`. `decide` reads it
+and returns the actions that are due; `JobState.apply` records that one was performed. The states
+of a process:
+
+    starting -> waiting -> running -> waiting -> running ... -> gone
+                  |  requests its rank: POST /join/NUMBER
+                  v
+    a generation: all waiting processes get ranks once no process runs in the previous generation
+
+    removed: excluded from the run (its host was taken away, or the process does not fit the run)
+    spare:   waits, like a newcomer, until the processes suffice for another replica of the model
+             (processes.py); a spare that has taken part before rejoins as a newcomer
+    lost:    given up: no rank waits for it, and its slot is not used while the process exists
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from horovod.runner.common.util.hosts import SlotInfo
+
+from hvdtrain.elastic.processes import (
+    HostList,
+    Slots,
+    TrainingProcess,
+    assign,
+    choose,
+    describe,
+    in_order,
+    replica_size,
+)
+from hvdtrain.elastic.status import RENDEZVOUS, TRAINING, Identity, ProcessStatus, StepFailures
+from hvdtrain.errors import EXIT_CRASH, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_USER
+
+# New processes wait this long for each other, so that one rendezvous admits all of them.
+_GATHER_SECONDS = 2.0
+# Limits for a process that must leave while others wait for it, and for a process that still
+# exists after the others have ended.
+_LEAVE_SECONDS = 30.0
+_END_SECONDS = 30.0
+_END_OF_START_SECONDS = 1.0  # replaces _END_SECONDS if no generation was formed
+# How long the others wait for a process that still runs in a failed generation. This is longer
+# than a watchdog needs for its verdict, so it applies if the watchdog or the host is lost.
+_LAST_RESORT_SECONDS = 900.0
+# A newcomer is refused after this many failed state transfers; the others continue to train.
+_STATE_TRANSFERS = 2
+_FINAL = (0, EXIT_USER, EXIT_NOT_FINITE, EXIT_PREEMPTED)  # exit codes that the ranks agree on
+
+
+# --- actions -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """What the driver does next.
+
+    Args:
+        message: printed for the user; "": nothing.
+    """
+
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class StartProcess(Action):
+    """Start a process in a free slot; `size`: processes that are alive then."""
+
+    number: int
+    host: str
+    slot: int
+    size: int
+
+
+@dataclass(frozen=True)
+class EndProcess(Action):
+    """Ask a process to end, with SIGTERM."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class GiveUpProcess(Action):
+    """Treat a process as lost, although it may still exist."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class RemoveProcess(Action):
+    """Answer a waiting process, whose host or slot was taken away, that it must end."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class RefuseProcess(Action):
+    """Answer a newcomer that it does not fit the run; `for_good`: until the hosts change."""
+
+    number: int
+    reason: str
+    for_good: bool
+
+
+@dataclass(frozen=True)
+class MakeSpares(Action):
+    """Form the next generation without these processes; they wait for a later one."""
+
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FormGeneration(Action):
+    """Give processes, in this order, the ranks of `plan`."""
+
+    number: int
+    processes: tuple[int, ...]
+    plan: tuple[SlotInfo, ...]
+
+
+@dataclass(frozen=True)
+class EndGeneration(Action):
+    """Notify the running ranks that a rank is lost, so that none of them waits for a timeout."""
+
+    number: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CountFailedStep(Action):
+    """Count the end of a generation as a failure of its step; `reason`: of that failure."""
+
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class CountFailedTransfer(Action):
+    """Count the end of a generation as a failure to pass the run's state to newcomers."""
+
+    newcomers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WaitForProcesses(Action):
+    """Wait, for at most --elastic-timeout, because too few processes are left."""
+
+
+@dataclass(frozen=True)
+class EndJob(Action):
+    """Kill all processes; the exit code is `exit_code` if no process has determined it."""
+
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class ReportResult(Action):
+    """Report the exit code to horovodrun: the job is over."""
+
+    exit_code: int
+
+
+# --- state -----------------------------------------------------------------------
+
+
+@dataclass
+class JobState:
+    """What the driver knows of its job. Times are seconds of one monotonic clock.
+
+    Args:
+        min_np, max_np: the fewest and the most processes of a generation.
+        timeout: seconds to wait for hosts while too few processes are left.
+        reset_limit: generations after failures before the job ends; None: no limit.
+        processes: all that were started; the index is a process's number.
+        generations: number of generations formed; the current one has the number before.
+        newcomers: processes of the current generation that need the run's state from others.
+        identity: of the run, and the host that reported it.
+        rank_lost: a running process was lost, and the other ranks are not notified yet.
+        failed: a process died since the last generation was formed.
+        failed_generations: see --reset-limit.
+        counted_generations: number of generations whose end has been counted as a failure.
+        short_since: since when too few processes have been left.
+        stop_requested: the ranks write a checkpoint and end (a signal, or a host leaves).
+        ending_since: since when the ranks have been ending by agreement.
+        killed_since: since when all processes have been killed.
+        over: the result was reported.
+    """
+
+    min_np: int
+    max_np: int
+    timeout: float
+    slots: Slots
+    reset_limit: int | None = None
+    hosts: HostList = field(default_factory=HostList)
+    processes: list[TrainingProcess] = field(default_factory=list)
+    generations: int = 0
+    newcomers: tuple[int, ...] = ()
+    identity: tuple[Identity, str] | None = None
+    rank_lost: bool = False
+    failed: bool = False
+    failed_generations: int = 0
+    counted_generations: int = 0
+    failures: StepFailures = field(default_factory=StepFailures)
+    short_since: float | None = None
+    stop_requested: bool = False
+    ending_since: float | None = None
+    killed_since: float | None = None
+    exit_code: int = 0
+    over: bool = False
+
+    def process(self, number: int) -> TrainingProcess | None:
+        return self.processes[number] if 0 <= number < len(self.processes) else None
+
+    def alive(self, *states: str) -> list[TrainingProcess]:
+        """Processes that are neither lost nor gone, or those in one of these states."""
+        states = states or ("starting", "waiting", "running", "removed")
+        return [p for p in self.processes if p.state in states]
+
+    @property
+    def ending(self) -> bool:
+        return self.ending_since is not None or self.killed_since is not None
+
+    # Events. Those that the user should know of return a message, or "".
+
+    def hosts_found(self, found: dict[str, int], now: float) -> list[str]:
+        """Adopt the result of a discovery; return messages about changes."""
+        changes = self.hosts.take_over(found)
+        if changes:
+            self.slots.release_refused()
+        for process in self.alive():
+            missing = process.slot >= self.hosts.slots.get(process.host, 0)
+            process.leave(process.host_retired or missing, now)
+        return changes if self.generations else []
+
+    def requested(self, process: TrainingProcess, status: ProcessStatus, now: float) -> None:
+        """A process requests its ranks in the next generation."""
+        if process.state in ("starting", "running"):
+            process.status, process.spare = status, False
+            process.become("waiting", now)
+
+    def exited(self, process: TrainingProcess, code: int, now: float) -> str:
+        """A process has ended: it was excluded, the ranks have agreed to end, or it is a loss."""
+        state, was_starting = process.state, process.state == "starting"
+        pause = 0.0 if state == "removed" else self.slots.failed(process, now)
+        process.become("gone", now)
+        if state in ("removed", "lost") or process.leaving or self.killed_since is not None:
+            return ""
+        # A newcomer, or a process with an error of its own, ends without agreement of the ranks.
+        alone = (was_starting and self.generations) or process.failure
+        if (code in _FINAL and not alone) or self.ending_since is not None:
+            self.ending_since = now if self.ending_since is None else self.ending_since
+            self.exit_code = self.exit_code or code
+            return ""
+        self.failed |= not was_starting
+        self.rank_lost |= state == "running"
+        if not self.alive():
+            self.exit_code = code
+        if process.failed_step is not None:
+            self.failures.count_error(process.failed_step, process.failure)
+        why = describe(code) + (f": {process.failure}" if process.failure else "")
+        return f"{process} ended ({why}); its slot is used again in {pause:.0f} s"
+
+    def fell_silent(self, process: TrainingProcess, what: str, now: float) -> str:
+        """A process sends nothing; its state is unknown, so it never takes part again."""
+        message = _given_up(process, what)
+        self._give_up(process, now, must_end=True)
+        return message
+
+    def got_stuck(self, process: TrainingProcess, what: str, now: float) -> str:
+        """A process hangs, and its watchdog cannot end it."""
+        if process.state == "lost":
+            return f"{process} still exists: {what}"  # it fell silent earlier
+        if process.state == "gone":
+            return ""
+        message = _given_up(process, what)
+        self._give_up(process, now, must_end=False)
+        return message
+
+    def is_replaced(self, process: TrainingProcess, why: str, now: float) -> str:
+        """A healthy process ends; a new one takes its slot, which has not failed."""
+        if process.state != "running":
+            return ""
+        process.become("removed", now)
+        process.replaced = True
+        return f"{process} is replaced by a new process: {why}"
+
+    def host_leaves(self, process: TrainingProcess, why: str, now: float) -> str:
+        """The host of a process is about to be taken away: its processes leave.
+
+        If no process on another host has the state of the run, all ranks write a checkpoint and
+        stop.
+        """
+        if process.host_retired or self.stop_requested:
+            return ""
+        able = self.alive("starting", "waiting", "running")
+        # Before the first generation no process has a state to lose.
+        holders = [p for p in able if p.first_generation is not None] or able
+        if not any(p.host != process.host and not p.leaving for p in holders):
+            self.stop_requested = True
+            return f"the ranks write a checkpoint and stop: {process.host}: {why}"
+        self.hosts.retire(process.host)
+        for other in self.alive():
+            other.host_retired |= other.host == process.host
+            other.leave(other.leaving or other.host_retired, now)
+        return f"{process.host} leaves: {why}"
+
+    def killed(self, now: float, exit_code: int = 0) -> None:
+        """All processes are killed."""
+        self.exit_code = self.exit_code or exit_code
+        self.killed_since = now if self.killed_since is None else self.killed_since
+
+    def _give_up(self, process: TrainingProcess, now: float, must_end: bool) -> None:
+        if process.state == "running":
+            self.rank_lost = self.failed = True
+        process.become("lost", now)
+        process.must_end |= must_end
+
+    # Actions that were performed.
+
+    def apply(self, action: Action, now: float) -> None:
+        """Record that an action of `decide` was performed."""
+        match action:
+            case StartProcess(number, host, slot):
+                self.processes.append(TrainingProcess(number, host, slot, since=now))
+            case EndProcess(number):
+                self.processes[number].asked_to_end = True
+            case GiveUpProcess(number):
+                self._give_up(self.processes[number], now, must_end=True)
+            case RemoveProcess(number):
+                self.processes[number].become("removed", now)
+            case RefuseProcess(number, _, for_good):
+                self.slots.refused(self.processes[number], for_good, now)
+                self.processes[number].become("removed", now)
+            case MakeSpares(numbers):
+                self._make_spares([self.processes[number] for number in numbers])
+            case FormGeneration(_, numbers):
+                self._form([self.processes[number] for number in numbers], now)
+            case EndGeneration():
+                self.rank_lost = False
+            case CountFailedStep(step, reason):
+                self.counted_generations = self.generations
+                self.failures.count_generation(step, reason)
+            case CountFailedTransfer(newcomers):
+                self.counted_generations = self.generations
+                for number in newcomers:
+                    self.processes[number].transfers_failed += 1
+            case WaitForProcesses():
+                self.short_since = now
+            case EndJob(exit_code):
+                self.killed(now, exit_code)
+            case ReportResult():
+                self.over = True
+
+    def _make_spares(self, processes: Sequence[TrainingProcess]) -> None:
+        for process in processes:
+            if process.first_generation is not None:
+                process.first_generation, process.spare = None, True
+                if process.status is not None:
+                    # It drops its pending step, and its generation's failure is already counted.
+                    step = process.status.step
+                    process.status = replace(process.status, failed=None, reachable_step=step)
+
+    def _form(self, members: Sequence[TrainingProcess], now: float) -> None:
+        trained = [p.number for p in members if p.status is not None and p.status.trained]
+        self.newcomers = tuple(p.number for p in members if trained and p.number not in trained)
+        if self.identity is None and (status := members[0].status) is not None:
+            self.identity = status.identity, members[0].host
+        for process in members:
+            process.become("running", now)
+            if process.first_generation is None:
+                process.first_generation = self.generations
+        self.generations += 1
+        self.failed_generations += self.failed
+        self.failed = False
+        self.short_since = None
+
+
+# --- decisions ---------------------------------------------------------------------
+
+
+def decide(job: JobState, now: float) -> list[Action]:
+    """Return the actions that are due now; an empty list if nothing is until the next event.
+
+    The first rule that applies determines them. The driver performs them, and calls again.
+    """
+    if job.over:
+        return []
+    # First notify the others: SIGTERM to a rank that is alive must not stop all of them.
+    if job.rank_lost:
+        running = tuple(p.number for p in job.alive("running"))
+        return [EndGeneration(job.generations - 1, running)]
+    if ends := _end_processes(job, now):
+        return ends
+    if job.ending:
+        return _end_job(job, now)
+    if job.failures.reason:
+        return [_fail(job.failures.reason)]
+    if replacements := _start_replacements(job, now):
+        return replacements
+    if not job.alive():
+        # If no process ended by agreement, the last ones were lost with their hosts.
+        return [ReportResult(job.exit_code or EXIT_CRASH)]
+    if refusals := _refuse_unfit(job) or _give_up_overdue(job, now):
+        return refusals
+    if job.alive("running"):
+        if leaving := [p for p in job.alive("waiting") if p.leaving and _is_new(p)]:
+            return [RemoveProcess(p.number) for p in leaving]
+        return [] if _survivors(job) else start_processes(job, job.max_np, now)
+    return _form_generation(job, now)
+
+
+def has_membership_changes(job: JobState, now: float) -> bool:
+    """Whether another generation should form: processes are ready to join, or must leave."""
+    running = job.alive("running")
+    if not running:
+        return False
+    joining = [
+        p for p in job.alive("waiting") if _is_new(p) and not p.leaving and not _misfit(job, p)
+    ]
+    coming = any(not p.leaving for p in job.alive("starting"))
+    ready = (
+        len(choose([*running, *joining], job.max_np)) > len(running)
+        and (not coming or max(p.lasted(now) for p in joining) > _GATHER_SECONDS)
+    )  # fmt: skip
+    return ready or any(p.leaving for p in running)
+
+
+def start_processes(job: JobState, most: int, now: float) -> list[Action]:
+    """Start a process in each usable free slot, up to `most` processes in all."""
+    return _start(job, _free_slots(job, now), most)
+
+
+def _start(job: JobState, slots: Sequence[tuple[str, int]], most: int) -> list[Action]:
+    alive, first = len(job.alive()), len(job.processes)
+    return [
+        StartProcess(first + index, host, slot, alive + index + 1)
+        for index, (host, slot) in enumerate(slots[: max(0, min(most, job.max_np) - alive)])
+    ]
+
+
+def _free_slots(job: JobState, now: float) -> list[tuple[str, int]]:
+    taken = {(p.host, p.slot) for p in job.processes if p.state != "gone"}
+    return [
+        (host, slot)
+        for host, slots in job.hosts.slots.items()
+        for slot in range(slots)
+        if (host, slot) not in taken and job.slots.usable(host, slot, now)
+    ]
+
+
+def _start_replacements(job: JobState, now: float) -> list[Action]:
+    """Start processes for those that asked to be replaced; the others may have ended, too."""
+    last = {(p.host, p.slot): p for p in job.processes}
+    if not any(p.replaced for p in last.values()):
+        return []
+    free = [place for place in _free_slots(job, now) if place in last and last[place].replaced]
+    return _start(job, free, job.max_np)
+
+
+def _is_new(process: TrainingProcess) -> bool:
+    """Whether it has not been in a generation, or has become a spare since."""
+    return process.first_generation is None
+
+
+def _survivors(job: JobState) -> list[TrainingProcess]:
+    """Processes that request ranks after the end of a generation."""
+    return [p for p in job.alive("waiting") if not _is_new(p)]
+
+
+# Processes that must end.
+
+
+def _end_processes(job: JobState, now: float) -> list[Action]:
+    return [
+        EndProcess(p.number)
+        for p in job.processes
+        if p.state != "gone" and not p.asked_to_end
+        if p.must_end or (p.state == "removed" and p.lasted(now) > _END_SECONDS)
+    ]
+
+
+def _give_up_overdue(job: JobState, now: float) -> list[Action]:
+    """Give up processes that others have waited for too long: the last resort.
+
+    Such a process never takes part again: SIGTERM makes a rank ask all others to stop.
+    """
+    survivors = _survivors(job)
+    waited = max((p.lasted(now) for p in survivors), default=0.0)
+    verdict = max((p.status.verdict_seconds for p in survivors if p.status), default=0.0)
+    actions: list[Action] = []
+    for process in job.alive("running"):
+        overdue = waited > max(verdict, _LAST_RESORT_SECONDS)
+        if process.leaving_since is not None:
+            overdue |= min(waited, now - process.leaving_since) > _LEAVE_SECONDS
+        if overdue:
+            why = f"the other ranks have waited {waited:.0f} s for it"
+            actions.append(GiveUpProcess(process.number, message=_given_up(process, why)))
+    for process in job.alive("starting"):
+        if not process.responded and process.lasted(now) > job.timeout:
+            why = f"it has sent no request for {job.timeout:.0f} s"
+            actions.append(GiveUpProcess(process.number, message=_given_up(process, why)))
+    return actions
+
+
+def _given_up(process: TrainingProcess, why: str) -> str:
+    failure = f"{process.failure}; " if process.failure else ""
+    return f"{process} is given up ({failure}{why}); its slot is not used while the process exists"
+
+
+def _misfit(job: JobState, process: TrainingProcess) -> str:
+    """Why a newcomer's configuration, data or device excludes it from the run; "": it fits."""
+    if not _is_new(process) or job.identity is None or process.status is None:
+        return ""
+    problem = process.status.identity.differs_from(*job.identity)
+    return f"on {process.host}: {problem}" if problem else ""
+
+
+def _refuse_unfit(job: JobState) -> list[Action]:
+    """Exclude newcomers that do not fit the run, or repeatedly do not receive its state."""
+    actions: list[Action] = []
+    for process in job.alive("waiting"):
+        if reason := _misfit(job, process):
+            for_good, again = True, "when the hosts change"
+        elif process.transfers_failed >= _STATE_TRANSFERS:
+            reason = f"{process.transfers_failed} transfers of the run's state failed"
+            for_good = False
+            again = f"in {job.slots.pause_after_refusal(process):.0f} s"
+        else:
+            continue
+        message = f"{process} is refused ({reason}); its slot is used again {again}"
+        actions.append(RefuseProcess(process.number, reason, for_good, message=message))
+    return actions
+
+
+# Generations.
+
+
+def _form_generation(job: JobState, now: float) -> list[Action]:
+    """Form a generation of the waiting processes if they suffice; no process is running."""
+    waiting = job.alive("waiting")
+    still_starting = any(p.lasted(now) < job.timeout for p in job.alive("starting"))
+    within_timeout = all(p.lasted(now) < job.timeout for p in waiting)
+    if still_starting and within_timeout and not _survivors(job):
+        return []  # a first start, or all ranks died: waiting for all delays no training
+    if job.counted_generations < job.generations and (failure := _classify_failure(job, waiting)):
+        return [failure]
+    staying = [p for p in waiting if not p.leaving]
+    members = in_order(choose(staying, job.max_np))
+    needed = max(job.min_np, replica_size(staying))
+    if len(members) < needed:
+        if job.stop_requested:
+            return [EndJob(EXIT_PREEMPTED)]
+        return _wait_for_more(job, len(staying), needed, now)
+    if job.reset_limit is not None and job.failed_generations > job.reset_limit:
+        return [_fail(f"ranks failed more than {job.reset_limit} times (--reset-limit)")]
+    actions: list[Action] = [RemoveProcess(p.number) for p in waiting if p.leaving]
+    if spares := [p for p in staying if p not in members]:
+        names = ", ".join(map(str, spares))
+        message = f"spare until {replica_size(spares)} can form a replica of the model: {names}"
+        actions.append(MakeSpares(tuple(p.number for p in spares), message=message))
+    message = ""
+    if job.generations:
+        count = Counter(p.host for p in members)
+        where = ", ".join(f"{host}:{ranks}" for host, ranks in count.items())
+        message = f"continuing with {_ranks(len(members))} ({where})"
+    numbers = tuple(p.number for p in members)
+    plan = tuple(assign(members))
+    return [*actions, FormGeneration(job.generations, numbers, plan, message=message)]
+
+
+def _wait_for_more(job: JobState, count: int, needed: int, now: float) -> list[Action]:
+    """Start processes while too few are left; fail the job after --elastic-timeout."""
+    why = "--min-np" if needed == job.min_np else "a replica of the model"
+    start = start_processes(job, job.max_np, now)
+    if job.short_since is None:
+        left = f"{_ranks(count)} {'is' if count == 1 else 'are'} left and"
+        needs = f"{needed} {'is' if needed == 1 else 'are'} needed ({why})"
+        return [WaitForProcesses(message=f"{left} {needs}: waiting for hosts"), *start]
+    if now - job.short_since > job.timeout:
+        limit = f"for {job.timeout:.0f} s ({why}, --elastic-timeout)"
+        return [_fail(f"fewer than {_ranks(needed)} {limit}")]
+    return start
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _classify_failure(job: JobState, waiting: Sequence[TrainingProcess]) -> Action | None:
+    """Classify the end of a generation by its ranks' reports of a failed phase."""
+    reports = [p.status for p in waiting if p.status is not None and p.status.failed]
+    phases = {report.failed for report in reports}
+    if not reports:
+        return None
+    if job.newcomers and TRAINING not in phases:
+        return None if job.failed else CountFailedTransfer(job.newcomers)
+    if phases == {RENDEZVOUS}:  # the ranks themselves limit failed rendezvous
+        return None
+    most_advanced = max(reports, key=lambda report: report.step)
+    return CountFailedStep(most_advanced.step, most_advanced.message)
+
+
+# The end of the job.
+
+
+def _fail(reason: str) -> Action:
+    return EndJob(EXIT_CRASH, message=f"error: {reason}")
+
+
+def _end_job(job: JobState, now: float) -> list[Action]:
+    """Wait until all processes have ended, by agreement or because they were killed."""
+    if not job.alive():
+        agreed = job.ending_since is not None
+        return [ReportResult(job.exit_code if agreed else job.exit_code or EXIT_CRASH)]
+    if job.killed_since is not None:
+        late = now - job.killed_since > _END_SECONDS
+        return [ReportResult(job.exit_code or EXIT_CRASH)] if late else []
+    assert job.ending_since is not None
+    limit = _END_SECONDS if job.generations else _END_OF_START_SECONDS
+    return [EndJob(0)] if now - job.ending_since > limit else []
